@@ -1,0 +1,104 @@
+"""What a user may set. The command line is generated from these dataclasses, so each default stands here alone.
+
+Names are vLLM's where the meaning is the same. Nothing here reads files, the environment or torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from milepost.errors import ConfigError
+
+MambaCacheMode = Literal["auto", "none", "align", "all"]
+DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+GRID = 64
+"""Positions at which a prefill can export a state: multiples of the recurrent kernels' chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Configuration of one engine; raises ConfigError for values that no model could use."""
+
+    model: str | None = None
+    """Local folder or hub id of a checkpoint in Hugging Face format; without it the embedded model."""
+    tokenizer: str | None = None
+    """Local folder or hub id of the tokenizer, if it isn't the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, and outputs have no text."""
+    load_format: LoadFormat = "auto"
+    """`auto` and `safetensors` read safetensors files; `dummy` fills the weights from the seed."""
+    dtype: DType = "auto"
+    """Type of weights and activations; `auto` takes the checkpoint's."""
+    device: str = "auto"
+    """`auto` takes CUDA where there is one, else the CPU."""
+    seed: int = 0
+    """Seeds dummy weights, and sampling where a request names no seed of its own."""
+
+    enable_prefix_caching: bool = True
+    """Reuse KV and recurrent states of earlier prompts and answers."""
+    mamba_cache_mode: MambaCacheMode = "auto"
+    """Where recurrent states are kept: `auto` (junctions, marks, ends), `align` (end of each block-aligned
+    prefill chunk), `all` (each block boundary), `none`."""
+    mamba_block_size: int = 512
+    """Tokens between states in `align` and `all`; a multiple of 64."""
+    mamba_ssm_cache_dtype: DType = "auto"
+    """Type of the recurrent states; `auto` is float32, or float64 for a float64 model."""
+    page_size: int = 64
+    """Tokens in a KV page; a power of two from 16 to 1024."""
+    num_pages: int | None = None
+    """KV pages; by default what the memory profile leaves."""
+    num_slots: int | None = None
+    """Recurrent state slots besides the zero slot; by default what the memory profile leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory that weights, activations, pages and slots may take together."""
+    cpu_cache_gib: float = 1.0
+    """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
+
+    max_model_len: int | None = None
+    """Longest prompt plus answer, in tokens; by default the model's own."""
+    max_num_seqs: int = 64
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 8192
+    """Token budget of one step; longer prompts are prefilled in chunks."""
+    max_cache_marks: int = 16
+    """Most `cache_marks` that one prompt may carry."""
+    disable_log_stats: bool = True
+    """Do not log the engine's counters at intervals."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.page_size in _POWERS_OF_TWO,
+            f"page_size={self.page_size}: use a power of two from 16 to 1024",
+        )
+        _require(
+            self.mamba_block_size > 0 and self.mamba_block_size % GRID == 0,
+            f"mamba_block_size={self.mamba_block_size}: use a positive multiple of {GRID}",
+        )
+        _require(
+            0.0 < self.gpu_memory_utilization <= 1.0,
+            f"gpu_memory_utilization={self.gpu_memory_utilization}: use a share above 0 and up to 1",
+        )
+        _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
+        _require(
+            self.max_num_batched_tokens >= GRID,
+            f"max_num_batched_tokens={self.max_num_batched_tokens}: use {GRID} or more, so that a "
+            "prefill chunk can end where a state can be kept",
+        )
+        for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
+        _require(self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more")
+        _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
+
+
+_POWERS_OF_TWO = tuple(1 << k for k in range(4, 11))
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

@@ -1,0 +1,38 @@
+"""Every error that Milepost raises on purpose.
+
+    MilepostError
+    ├── InvalidRequestError (ValueError)    the caller's prompt, marks or sampling parameters
+    ├── ConfigError (ValueError)            the engine's configuration
+    │   └── UnsupportedModelError           an architecture or a feature of a checkpoint we do not run
+    ├── WeightsError (ValueError)           a weight file is missing, truncated or does not fit the model
+    └── EngineDeadError (RuntimeError)      the step loop failed; the engine answers nothing any more
+
+`InvalidRequestError` concerns one request: the engine goes on serving the others. Messages name the
+offending value and what to do next. A broken invariant of ours is an `assert`, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class MilepostError(Exception):
+    """Root of the tree; catch it to catch all of ours."""
+
+
+class InvalidRequestError(MilepostError, ValueError):
+    """A request cannot be served as it stands."""
+
+
+class ConfigError(MilepostError, ValueError):
+    """The engine cannot be built from this configuration."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The checkpoint needs something that Milepost does not run."""
+
+
+class WeightsError(MilepostError, ValueError):
+    """The weight files do not hold what the model needs."""
+
+
+class EngineDeadError(MilepostError, RuntimeError):
+    """The step loop raised; no request of this engine can be answered."""

@@ -1,0 +1,98 @@
+"""What a layer needs to know about one step's batch.
+
+Built once a step by the runner and passed down; layers keep no state of their own. The batch is a flat list of
+tokens, sequence after sequence, and decoding sequences (exactly one token each, nothing to export) come first.
+
+Legend: T tokens in the batch, S sequences, D decoding sequences (the first D of S), P pages in the longest page
+table, E exports, W tokens whose KV is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Shape of an attention layer's cache: one tensor [2, pages, page_size, num_kv_heads, head_dim]."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec:
+    """Shapes of a recurrent layer's state, without the leading slot dimension.
+
+    `conv_shape` [channels, kernel - 1] holds the last inputs of the short convolution, oldest first, in the
+    model's dtype; `recurrent_shape` [value_heads, key_dim, value_dim] is in the state dtype.
+    """
+
+    conv_shape: tuple[int, ...]
+    recurrent_shape: tuple[int, ...]
+
+
+LayerSpec = AttentionSpec | RecurrentSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentState:
+    """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots, *recurrent_shape]."""
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateExport:
+    """Write the state of `sequence` (index in the batch) after exactly `position` tokens to `slot`.
+
+    `position` is a multiple of 64 with start < position <= start + length of that sequence's new tokens.
+    """
+
+    sequence: int
+    position: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchContext:
+    """One step's batch. Tensors are on the model's device; tuples are the host's copies of the same facts."""
+
+    num_decodes: int
+    starts: tuple[int, ...]
+    """[S] position of each sequence's first new token."""
+    lengths: tuple[int, ...]
+    """[S] new tokens of each sequence."""
+    positions: Tensor
+    """[T] int64, absolute position of each token."""
+    cu_seqlens: Tensor
+    """[S + 1] int32, where each sequence's tokens begin in the batch."""
+    page_table: Tensor
+    """[S, P] int64, padded with page 0."""
+    kv_lengths: Tensor
+    """[S] int64, start + length: tokens that a sequence's last new token may attend to, itself included."""
+    kv_write_tokens: Tensor
+    """[W] int64, indices into the batch's tokens whose KV is written."""
+    kv_write_slots: Tensor
+    """[W] int64, page * page_size + offset to which each of them is written."""
+    slot_in: Tensor
+    """[S] int64, slot that each sequence's state is read from (0: zeros)."""
+    slot_out: Tensor
+    """[S] int64, slot that each sequence's state is written to; may equal slot_in; never 0."""
+    exports: tuple[StateExport, ...] = ()
+    kv: dict[int, Tensor] = field(default_factory=dict)
+    """Layer index -> KV pool of that attention layer."""
+    states: dict[int, RecurrentState] = field(default_factory=dict)
+    """Layer index -> state pool of that recurrent layer."""
+
+    @property
+    def num_prefills(self) -> int:
+        return len(self.starts) - self.num_decodes
+
+    @property
+    def device(self) -> torch.device:
+        return self.positions.device
