@@ -250,7 +250,8 @@ class Cache:
         to resume.
         """
         assert position > lease.position, "A2: a junction is asked for before it is passed"
-        lease.facts.junctions = (*lease.facts.junctions, position)
+        if position not in lease.facts.junctions:
+            lease.facts.junctions = (*lease.facts.junctions, position)
 
     def take_exports(self, lease: Lease, end: int) -> list[Export]:
         """Slots for the states to keep in the chunk that ends at `end`.
