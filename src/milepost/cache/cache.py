@@ -164,6 +164,8 @@ class Cache:
             match.checkpoint.num_uses += 1
             self.stats.checkpoints_used += 1
             self.reclaimer.touch(match.checkpoint)
+            for page in self._tail_to_copy(match):
+                self.reclaimer.rank_page(page)
 
     def _pin(self, match: Match) -> None:
         self.pages.pin(node.page for node in match.path.nodes)
@@ -298,6 +300,7 @@ class Cache:
         """Unpin the checkpoint that the first step has read."""
         if lease.page_copy is not None:
             self.pages.unpin((lease.page_copy.source,))
+            self.reclaimer.rank_page(lease.page_copy.source)
             lease.page_copy = None
         if lease.source is not None:
             self.slots.pool.unpin((lease.source.slot,))

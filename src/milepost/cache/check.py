@@ -35,12 +35,14 @@ def _check_tree(cache: Cache) -> None:
     children: Counter[Node] = Counter()
     for digest, node in cache.tree.nodes.items():
         assert node.digest == digest, "T1: a node is filed under its digest"
+        assert cache.tree.at_page[node.page] is node, "T1: a node is filed under its page"
         parent = node.parent
         assert parent is not None, "T4: roots are filed apart"
         assert node.depth == parent.depth + 1, "T5: depth counts pages"
         home = cache.tree.roots if parent.is_root else cache.tree.nodes
         assert home.get(parent.digest) is parent, "T6: a resident page's parent is resident"
         children[parent] += 1
+    assert len(cache.tree.at_page) == len(cache.tree.nodes), "T1: a page has one node"
     for node in [*cache.tree.roots.values(), *cache.tree.nodes.values()]:
         assert node.num_children == children[node], "T7: num_children is exact"
         assert not (node.is_root and not node.num_children and not node.checkpoints), (

@@ -79,6 +79,12 @@ class Reclaimer:
         for checkpoint in node.checkpoints.values():
             self.rank_checkpoint(checkpoint)
 
+    def rank_page(self, page: int) -> None:
+        """Like `rank`, for a page that was pinned or unpinned by itself, as the source of a copy."""
+        node = self._tree.at_page.get(page)
+        if node is not None:
+            self.rank(node)
+
     def rank_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Bring the orders in step with one checkpoint."""
         if self._slots.pool.live_refs(checkpoint.slot):

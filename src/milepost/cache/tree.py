@@ -102,12 +102,13 @@ NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 
 
 class Tree:
-    """Nodes by digest, roots by salt, and at most `max_ghosts` digests of evicted nodes."""
+    """Nodes by digest and by page, roots by salt, and at most `max_ghosts` digests of evicted nodes."""
 
-    __slots__ = ("_ghosts", "_max_ghosts", "_twins", "nodes", "roots")
+    __slots__ = ("_ghosts", "_max_ghosts", "_twins", "at_page", "nodes", "roots")
 
     def __init__(self, max_ghosts: int) -> None:
         self.nodes: dict[bytes, Node] = {}
+        self.at_page: dict[int, Node] = {}
         self.roots: dict[bytes, Node] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._twins: dict[bytes, int] = {}
@@ -139,6 +140,7 @@ class Tree:
         start = index * chain.page_size
         node = Node(digest, page, parent, chain.token_bytes(start, start + chain.page_size))
         self.nodes[digest] = node
+        self.at_page[page] = node
         self._ghosts.pop(digest, None)
         parent.num_children += 1
         parent.last_child = node
@@ -152,6 +154,7 @@ class Tree:
         assert node.num_children == 0, "T2: only a leaf is evicted"
         assert not node.checkpoints, "T3: a node with checkpoints is not evicted"
         del self.nodes[node.digest]
+        del self.at_page[node.page]
         self._remember(node.digest)
         parent = node.parent
         assert parent is not None, "T4: a root is not evicted"
