@@ -1,0 +1,187 @@
+"""The gated delta rule in plain torch: the definition, on any device.
+
+For each head, with state S [key_dim, value_dim] (Yang et al., Gated Delta Networks, arXiv
+2412.06464, section 3):
+
+    S_t = decay_t * S_{t-1} + k_t (beta_t (v_t - decay_t * S_{t-1}^T k_t))^T        out_t = S_t^T
+    q_t
+
+Keys and queries are L2-normalised here, and queries scaled by key_dim ** -0.5. Sums are float32, or
+float64 for float64 inputs; states are cast from the pool's type when read and to it when written.
+
+Slots: `slot_in` of several sequences may be the same slot (slot 0 holds zeros). A slot that is
+written is read by no other sequence of the batch, and every state is read before any is written.
+
+Legend: T tokens, D decoding sequences, S sequences, N chunks, C tokens in a chunk, G key heads, R
+value heads for each key head, V = G * R value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.gated_delta.chunks import CHUNK, ChunkLayout
+from milepost.kernels.precision import accumulation_dtype
+
+_NORM_EPS = 1e-6
+
+
+def decode(
+    query_key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """Advance D sequences by one token each; returns [D, V, W] in `value`'s type and writes `pool`.
+
+    `query_key` [D, 2, G, K], `value` [D, V, W], `log_decay` and `beta` [D, V], `pool` [slots, V, K,
+    W], `slot_in` and `slot_out` [D].
+    """
+    num_sequences, num_heads, value_dim = value.shape
+    state = pool.index_select(0, slot_in).to(accumulation_dtype(value.dtype))
+    state = state.view(num_sequences * num_heads, -1, value_dim)
+    normalised = _normalise(query_key)
+    paired = _repeat_heads(normalised, num_heads).transpose(1, 2)
+    paired = paired.reshape(num_sequences * num_heads, 2, -1)
+    query, key = paired[:, 0], paired[:, 1]
+
+    state.mul_(log_decay.to(state.dtype).exp().view(-1, 1, 1))
+    read, remembered = torch.bmm(paired, state).unbind(1)
+    wanted = value.reshape(-1, value_dim).to(state.dtype)
+    change = (wanted - remembered).mul_(beta.reshape(-1, 1))
+    output = torch.addcmul(read, (query * key).sum(-1, keepdim=True), change)
+    state.baddbmm_(key[:, :, None], change[:, None, :])
+
+    pool.index_copy_(0, slot_out, state.view(-1, *pool.shape[1:]).to(pool.dtype))
+    return output.view(value.shape).to(value.dtype)
+
+
+def prefill(
+    query_key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+    layout: ChunkLayout,
+) -> Tensor:
+    """Advance S sequences by all their tokens; returns [T, V, W] in `value`'s type and writes
+    `pool`.
+
+    Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
+    that `layout` names as exports are written to their slots on the way. Everything inside a chunk
+    is computed for all chunks at once, in the paper's chunkwise form (section 3.3); only the state
+    goes from chunk to chunk.
+    """
+    state = pool.index_select(0, slot_in.index_select(0, layout.order))
+    state = state.to(accumulation_dtype(value.dtype))
+    chunks = _solve_chunks(query_key, value, log_decay, beta, layout)
+    output = torch.empty_like(chunks.new_values)
+    num_heads = state.shape[1]
+    for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
+        rows = slice(first * num_heads, (first + size) * num_heads)
+        running = state[:size].view(-1, *state.shape[2:])
+        chunks.advance(rows, running, output)
+        for index, slot in exports:
+            pool[slot].copy_(state[index])
+    pool.index_copy_(0, slot_out.index_select(0, layout.order), state.to(pool.dtype))
+
+    output.baddbmm_(chunks.scores, chunks.new_values)
+    output = output.view(-1, num_heads, CHUNK, value.shape[-1]).transpose(1, 2)
+    return output.flatten(0, 1).index_select(0, layout.rows).to(value.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What a chunk needs besides the state before it; B = N * V chunk-heads."""
+
+    queries: Tensor
+    """[B, C, K], decayed from the chunk's begin."""
+    keys: Tensor
+    """[B, C, K], decayed to the chunk's end."""
+    erase: Tensor
+    """[B, C, K], what each token's value loses to the state before the chunk."""
+    new_values: Tensor
+    """[B, C, W], what each token adds for its key; first as if the state before were zero."""
+    scores: Tensor
+    """[B, C, C], decayed products of queries and keys, zero above the diagonal."""
+    decay: Tensor
+    """[B, 1, 1], decay over the whole chunk."""
+
+    def advance(self, rows: slice, state: Tensor, output: Tensor) -> None:
+        """Carry `state` [rows, K, W] over the chunks `rows`; changes it, `new_values` and
+        `output`."""
+        torch.bmm(self.queries[rows], state, out=output[rows])
+        self.new_values[rows].baddbmm_(self.erase[rows], state, alpha=-1)
+        state.mul_(self.decay[rows]).baddbmm_(
+            self.keys[rows].transpose(1, 2), self.new_values[rows]
+        )
+
+
+def _solve_chunks(
+    query_key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, layout: ChunkLayout
+) -> _Chunks:
+    """The part of the chunkwise form that doesn't depend on the state."""
+    query, key = _chunked(_normalise(query_key), layout).unbind(2)  # [N, G, C, K]
+    query, key = query[:, :, None], key[:, :, None]  # [N, G, 1, C, K]
+    num_chunks, num_groups = key.shape[:2]
+
+    def per_head(tensor: Tensor) -> Tensor:
+        chunked = _chunked(tensor.to(key.dtype), layout)
+        return chunked.view(num_chunks, num_groups, -1, *chunked.shape[2:])
+
+    is_token = layout.is_token[:, None, None]
+    beta = per_head(beta).where(is_token, 0)[..., None]  # [N, G, R, C, 1]
+    decay_sums = per_head(log_decay).where(is_token, 0).cumsum(-1)[..., None]
+    total = decay_sums[..., -1:, :]
+    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu_(1)
+    pairwise = (decay_sums - decay_sums.mT).masked_fill_(above, -torch.inf).exp_()
+
+    system = (key @ key.mT) * pairwise * beta
+    from_begin = decay_sums.exp()
+    sides = torch.cat((per_head(value) * beta, key * (beta * from_begin)), -1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    new_values, erase = solved.flatten(0, 2).split((value.shape[-1], key.shape[-1]), -1)
+    return _Chunks(
+        queries=(query * from_begin).flatten(0, 2),
+        keys=(key * (total - decay_sums).exp()).flatten(0, 2),
+        erase=erase,
+        new_values=new_values.contiguous(),
+        scores=((query @ key.mT) * pairwise).flatten(0, 2),
+        decay=total.exp().flatten(0, 2),
+    )
+
+
+def _chunked(tensor: Tensor, layout: ChunkLayout) -> Tensor:
+    """[T, *heads, ...] as [N, *heads, C, ...]: the token axis behind the head axes.
+
+    [T, 2, G, K] becomes [N, G, 2, C, K]; [T, V, W] becomes [N, V, C, W]; [T, V] becomes [N, V, C].
+    """
+    chunked = tensor.index_select(0, layout.tokens.flatten())
+    chunked = chunked.view(*layout.tokens.shape, *tensor.shape[1:])
+    if tensor.dim() == 4:
+        return chunked.permute(0, 3, 2, 1, 4)
+    return chunked.transpose(1, 2).contiguous()
+
+
+def _normalise(query_key: Tensor) -> Tensor:
+    """Unit queries and keys [T, 2, G, K], queries scaled by K ** -0.5."""
+    wide = query_key.to(accumulation_dtype(query_key.dtype))
+    length = wide.square().sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
+    length[:, 0].mul_(query_key.shape[-1] ** -0.5)
+    return wide * length
+
+
+def _repeat_heads(query_key: Tensor, num_heads: int) -> Tensor:
+    """[D, 2, G, K] as [D, 2, V, K]: value heads of one key head stand side by side."""
+    groups = query_key.shape[2]
+    if groups == num_heads:
+        return query_key
+    return query_key.repeat_interleave(num_heads // groups, dim=2)

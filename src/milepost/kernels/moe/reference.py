@@ -1,0 +1,76 @@
+"""Routed SwiGLU experts in plain torch: the definition, on any device.
+
+Legend: T tokens, X experts, N experts for each token, H hidden size, I intermediate size. `gate_up`
+[X, 2 * I, H] holds an expert's gate rows, then its up rows; `down` is [X, H, I].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels.precision import accumulation_dtype
+
+_DENSE_TOKENS = 32
+"""Up to this many tokens it can be cheaper to run every expert at once than to visit those that are
+hit."""
+
+
+def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, then the N best: weights [T, N] in `logits`' type, experts [T, N]
+    int64.
+
+    `logits` [T, X]; with `normalise` the weights of a token add up to 1.
+    """
+    shares = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype))
+    weights, experts = shares.topk(num_chosen, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), experts
+
+
+def apply(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Mix the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
+    returns [T, H]."""
+    num_tokens, num_experts = hidden.shape[0], gate_up.shape[0]
+    if num_tokens <= _DENSE_TOKENS and experts.numel() >= num_experts:
+        return _apply_all(hidden, weights, experts, gate_up, down)
+    return _apply_hit(hidden, weights, experts, gate_up, down)
+
+
+def _apply_all(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Run every expert for every token; those that were not chosen weigh nothing."""
+    num_experts = gate_up.shape[0]
+    shares = weights.new_zeros(hidden.shape[0], num_experts).scatter_(1, experts, weights)
+    gate, up = (
+        F.linear(hidden, gate_up.flatten(0, 1)).view(-1, num_experts, gate_up.shape[1]).chunk(2, -1)
+    )
+    active = F.silu(gate).mul_(up).mul_(shares[:, :, None])
+    return torch.bmm(active.transpose(0, 1), down.transpose(1, 2)).sum(0)
+
+
+def _apply_hit(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Visit the experts that were chosen by a token, each with all its tokens."""
+    num_chosen = experts.shape[1]
+    chosen, order = experts.flatten().sort(stable=True)
+    tokens = order // num_chosen
+    gathered = hidden.index_select(0, tokens)
+    shares = weights.flatten().index_select(0, order)[:, None]
+    output = torch.zeros_like(hidden)
+    end = 0
+    for expert, count in enumerate(torch.bincount(chosen, minlength=gate_up.shape[0]).tolist()):
+        if count == 0:
+            continue
+        rows = slice(end, end + count)
+        end += count
+        gate, up = F.linear(gathered[rows], gate_up[expert]).chunk(2, -1)
+        mixed = F.linear(F.silu(gate).mul_(up), down[expert]).mul_(shares[rows])
+        output.index_add_(0, tokens[rows], mixed)
+    return output

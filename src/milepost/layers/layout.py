@@ -1,0 +1,59 @@
+"""What all layers of a kind would work out alike from a step's batch, worked out once a step.
+
+Legend: T tokens, S sequences, D decoding sequences (the first D of S).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from milepost.kernels import attention, conv, gated_delta
+from milepost.layers.context import BatchContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """Where the batch's tokens stand in the kernels; parts that no sequence needs are None or
+    empty."""
+
+    cosines: Tensor
+    """[T, 1, half of the turned dimensions], as are `sines`."""
+    sines: Tensor
+    decode_pages: attention.DecodePages | None
+    prefill_pages: tuple[attention.PrefillPages, ...]
+    chunks: gated_delta.ChunkLayout | None
+    windows: conv.ConvLayout | None
+
+
+def lay_out(ctx: BatchContext, angles: tuple[Tensor, Tensor], num_taps: int) -> BatchLayout:
+    """Lay out one step's batch; `num_taps` is the kernel size of the short convolutions."""
+    decodes = ctx.num_decodes
+    starts, lengths = ctx.starts[decodes:], ctx.lengths[decodes:]
+    exports = [(each.sequence - decodes, each.position, each.slot) for each in ctx.exports]
+    page_size = next((pool.shape[2] for pool in ctx.kv.values()), 0)
+    decode_pages, prefill_pages = None, ()
+    if page_size and decodes:
+        decode_pages = attention.lay_out_decodes(
+            ctx.page_table[:decodes],
+            ctx.kv_lengths[:decodes],
+            max(ctx.starts[:decodes]) + 1,
+            page_size,
+        )
+    if page_size and starts:
+        prefill_pages = attention.lay_out_prefills(
+            ctx.page_table[decodes:], starts, lengths, page_size
+        )
+    chunks = windows = None
+    if ctx.states and starts:
+        chunks = gated_delta.lay_out_chunks(starts, lengths, exports, ctx.device)
+        windows = conv.lay_out_windows(starts, lengths, exports, num_taps, ctx.device)
+    return BatchLayout(
+        cosines=angles[0],
+        sines=angles[1],
+        decode_pages=decode_pages,
+        prefill_pages=prefill_pages,
+        chunks=chunks,
+        windows=windows,
+    )

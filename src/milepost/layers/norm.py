@@ -1,0 +1,73 @@
+"""Root mean square norms over the last dimension. Sums and scales are float32, or float64 in a
+float64 model.
+
+Legend: N normed dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from milepost.layers.parameters import ParameterKind, Placement, Placements, place_whole
+
+
+class RMSNorm(nn.Module):
+    """A zero-centred norm: checkpoints hold w, and outputs are scaled by 1 + w.
+
+    `heads` gives each index of the second last dimension a scale of its own, in consecutive groups:
+    with heads=(4, 2) a checkpoint's two norms [N] serve 4 and 2 indices.
+    """
+
+    def __init__(
+        self, size: int, eps: float, kind: ParameterKind, *, heads: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.heads = heads
+        self.scale = kind.empty_precise(sum(heads), size) if heads else kind.empty_precise(size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., N] in and out, in `hidden`'s type."""
+        wide = hidden.to(self.scale.dtype)
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps).mul_(self.scale)
+        return normed.to(hidden.dtype)
+
+    def placements(self, group: int = 0) -> Placements:
+        """The checkpoint's norm; that of `heads[group]` where there are several."""
+        scale = self.scale
+        if self.heads:
+            first = sum(self.heads[:group])
+            scale = scale[first : first + self.heads[group]]
+
+        def store(weight: Tensor) -> None:
+            scale.copy_(weight.to(scale.dtype) + 1)
+
+        return {"weight": Placement(tuple(self.scale.shape[-1:]), store)}
+
+    def fill(self) -> None:
+        """Dummy weights: scale by 1."""
+        self.scale.fill_(1)
+
+
+class GatedRMSNorm(nn.Module):
+    """A norm whose output is multiplied by SiLU of a gate."""
+
+    def __init__(self, size: int, eps: float, kind: ParameterKind) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = kind.empty_precise(size)
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """`hidden` and `gate` [..., N]; returns the same shape and `hidden`'s type."""
+        wide = hidden.to(self.weight.dtype)
+        normed = F.rms_norm(wide, wide.shape[-1:], self.weight, self.eps)
+        return normed.mul_(F.silu(gate.to(self.weight.dtype))).to(hidden.dtype)
+
+    def placements(self) -> Placements:
+        return {"weight": place_whole(self.weight)}
+
+    def fill(self) -> None:
+        """Dummy weights: scale by 1."""
+        torch.nn.init.ones_(self.weight)

@@ -1,0 +1,57 @@
+"""Rotary positions on the first part of each head; the rest passes unturned.
+
+Angles are float32 in every model, as they are in training; a float64 model gets the float32 angles'
+cosines.
+
+Legend: T tokens, H heads, E head_dim, O turned dimensions of E (even).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from milepost.errors import UnsupportedModelError
+
+_SCALED_TYPES = ("linear", "llama3", "yarn")
+"""Types whose frequencies don't depend on how long the prompt is. `dynamic` and `longrope` do, and
+would make cached keys depend on the request that computed them."""
+
+
+class Rotary:
+    """Frequencies of a model, from its configuration; raises UnsupportedModelError for types not
+    listed above."""
+
+    def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
+        frequencies, self.scale = _frequencies(config)
+        self.frequencies = frequencies.to(device=device, dtype=torch.float32)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, 1, O / 2] of `positions` [T]."""
+        angles = positions[:, None, None].float() * self.frequencies
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn `heads` [T, H, E] by the angles [T, 1, O / 2]; dimension i is paired with i + O / 2."""
+    half = cosines.shape[-1]
+    first, second, rest = heads.split((half, half, heads.shape[-1] - 2 * half), -1)
+    turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
+    return torch.cat(turned, -1)
+
+
+def _frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
+    parameters = config.rope_parameters
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type in _SCALED_TYPES:
+        return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    if rope_type != "default":
+        raise UnsupportedModelError(
+            f"rope_type={rope_type!r} is not supported; supported are default, "
+            f"{', '.join(_SCALED_TYPES)}"
+        )
+    size = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    return 1.0 / parameters["rope_theta"] ** exponents, 1.0

@@ -1,0 +1,188 @@
+"""The decoder that hybrid models share: token mixers (attention or recurrent) and feed-forward,
+layer after layer.
+
+An architecture says what differs between models; it is data and small functions, not a subclass.
+
+Legend: T tokens, C hidden size, R rows of which logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from milepost.layers.attention import AttentionShapes, GatedAttention
+from milepost.layers.context import BatchContext, LayerSpec
+from milepost.layers.gated_delta import GatedDelta, GatedDeltaShapes
+from milepost.layers.layout import lay_out
+from milepost.layers.mlp import MLP
+from milepost.layers.moe import ExpertShapes, MoE
+from milepost.layers.norm import RMSNorm
+from milepost.layers.parameters import (
+    ParameterKind,
+    Placements,
+    fill_matrix,
+    place_whole,
+    under,
+)
+from milepost.layers.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What differs between models that the hybrid decoder runs."""
+
+    model_types: tuple[str, ...]
+    """`model_type` of the configurations, and of the text part of multimodal ones."""
+    place_projection: Callable[[GatedDelta], Placements]
+    """The arrangement of the recurrent layers' input projection in checkpoints."""
+    experts_of_layer: Callable[[PreTrainedConfig, int], ExpertShapes | None]
+    """The mixture of the layer of this index; None for a plain MLP."""
+
+
+class HybridLayer(nn.Module):
+    """One layer: norm, token mixer, norm, feed-forward, each added to its input."""
+
+    def __init__(
+        self, index: int, config: PreTrainedConfig, architecture: Architecture, kind: ParameterKind
+    ) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+        self.mixer: GatedAttention | GatedDelta
+        if config.layer_types[index] == "full_attention":
+            self.mixer = GatedAttention(index, _attention_shapes(config), kind)
+        else:
+            self.mixer = GatedDelta(index, _gated_delta_shapes(config), kind)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+        experts = architecture.experts_of_layer(config, index)
+        self.mlp: MLP | MoE
+        if experts is None:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, kind)
+        else:
+            self.mlp = MoE(config.hidden_size, experts, kind)
+
+    def placements(
+        self, prefix: str, architecture: Architecture, names: Container[str]
+    ) -> Placements:
+        """Full names from `prefix` on; `names` are those that the checkpoint has."""
+        placements = under(f"{prefix}.input_layernorm", self.mixer_norm.placements())
+        placements |= under(f"{prefix}.post_attention_layernorm", self.mlp_norm.placements())
+        if isinstance(self.mixer, GatedAttention):
+            placements |= under(f"{prefix}.self_attn", self.mixer.placements())
+        else:
+            placements |= under(f"{prefix}.linear_attn", self.mixer.placements())
+            projection = architecture.place_projection(self.mixer)
+            placements |= under(f"{prefix}.linear_attn", projection)
+        if isinstance(self.mlp, MoE):
+            return placements | self.mlp.placements(f"{prefix}.mlp", names)
+        return placements | under(f"{prefix}.mlp", self.mlp.placements())
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        for part in (self.mixer, self.mlp):
+            part.fill(spread, generator)
+        for norm in (self.mixer_norm, self.mlp_norm):
+            norm.fill()
+
+
+class HybridModel(nn.Module):
+    """A decoder for inference; keeps no state of its own.
+
+    Parameters are allocated on their device and left unfilled. `config` is the text model's
+    configuration.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        architecture: Architecture,
+        kind: ParameterKind,
+        *,
+        is_tied: bool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.architecture = architecture
+        self.dtype = kind.dtype
+        self.vocab_size: int = config.vocab_size
+        self.max_position_embeddings: int = config.max_position_embeddings
+        self.embedding = kind.empty(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            HybridLayer(index, config, architecture, kind)
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+        self.is_tied = is_tied
+        self.head = self.embedding if is_tied else kind.empty(*self.embedding.shape)
+        self.rotary = Rotary(config, kind.device)
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """Each layer's cache, by layer index."""
+        return tuple(layer.mixer.spec for layer in self.layers)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, ctx: BatchContext) -> Tensor:
+        """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names."""
+        angles = self.rotary.angles(ctx.positions, self.dtype)
+        layout = lay_out(ctx, angles, self.config.linear_conv_kernel_dim)
+        hidden = F.embedding(token_ids, self.embedding)
+        for layer in self.layers:
+            hidden = hidden + layer.mixer(layer.mixer_norm(hidden), ctx, layout)
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        return self.norm(hidden)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, vocab_size] of rows `hidden` [R, C] of what `forward` returned."""
+        return F.linear(hidden, self.head)
+
+    def placements(self, prefix: str, names: Container[str]) -> Placements:
+        """Where each tensor of a checkpoint goes whose names begin with `prefix`; `names` are those
+        it has."""
+        placements = {f"{prefix}embed_tokens.weight": place_whole(self.embedding)}
+        placements |= under(f"{prefix}norm", self.norm.placements())
+        for index, layer in enumerate(self.layers):
+            placements |= layer.placements(f"{prefix}layers.{index}", self.architecture, names)
+        if not self.is_tied:
+            placements["lm_head.weight"] = place_whole(self.head)
+        return placements
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        """Fill every parameter with dummy values that keep activations and states in range."""
+        generator = torch.Generator(self.embedding.device).manual_seed(seed)
+        spread = self.config.initializer_range
+        fill_matrix(self.embedding, spread, generator)
+        if not self.is_tied:
+            fill_matrix(self.head, spread, generator)
+        for layer in self.layers:
+            layer.fill(spread, generator)
+        self.norm.fill()
+
+
+def _attention_shapes(config: PreTrainedConfig) -> AttentionShapes:
+    return AttentionShapes(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.rms_norm_eps,
+        bias=config.attention_bias,
+    )
+
+
+def _gated_delta_shapes(config: PreTrainedConfig) -> GatedDeltaShapes:
+    return GatedDeltaShapes(
+        hidden_size=config.hidden_size,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        num_taps=config.linear_conv_kernel_dim,
+        norm_eps=config.rms_norm_eps,
+    )

@@ -1,0 +1,112 @@
+"""From a folder or hub id to a model that is ready to run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, PreTrainedConfig
+
+from milepost.config import DType, LoadFormat
+from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.layers.parameters import ParameterKind
+from milepost.models.hybrid import HybridModel
+from milepost.models.registry import find_architecture, refuse_unsupported
+from milepost.models.weights import WeightFiles, fill_from_folder
+
+logger = logging.getLogger(__name__)
+
+_SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer*", "*.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+
+
+def load_model(
+    model: str | Path,
+    *,
+    dtype: DType | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    revision: str | None = None,
+) -> tuple[HybridModel, PreTrainedConfig]:
+    """Load a model and its whole configuration (of a multimodal checkpoint, the outer one).
+
+    `model` is a local folder or a hub id. With `load_format="dummy"` only the configuration is read
+    and the weights are filled from `seed`. Raises UnsupportedModelError, ConfigError, WeightsError.
+    """
+    folder = find_folder(model, revision=revision, with_weights=load_format != "dummy")
+    config = load_config(folder)
+    text = config.get_text_config()
+    architecture = find_architecture(config.model_type)
+    files = None if load_format == "dummy" else WeightFiles(folder)
+    kind = ParameterKind(dtype=resolve_dtype(dtype, config), device=torch.device(device))
+    # A checkpoint that says it is tied but holds a head of its own means that head.
+    is_tied = config.tie_word_embeddings and (
+        files is None or "lm_head.weight" not in files.by_name
+    )
+    loaded = HybridModel(text, architecture, kind, is_tied=is_tied).eval()
+    if files is None:
+        loaded.fill(seed)
+    else:
+        fill_from_folder(loaded, files)
+    logger.info("loaded %s as %s on %s", model, kind.dtype, kind.device)
+    return loaded, config
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Read `config.json`; raises ConfigError if it isn't there, UnsupportedModelError if we don't
+    run it."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    find_architecture(raw.get("model_type"))
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
+    if config.get_text_config() is not config:
+        refuse_unsupported_outer(config)
+    refuse_unsupported(config.get_text_config())
+    return config
+
+
+def refuse_unsupported_outer(config: PreTrainedConfig) -> None:
+    """Quantization is set on the outer configuration of a multimodal checkpoint."""
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"quantization_config={config.quantization_config!r} is not supported; "
+            "supported is an unquantized checkpoint"
+        )
+
+
+def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) -> Path:
+    """The folder itself, or the hub's snapshot of it; raises ConfigError if there is neither."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
+    try:
+        return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model={str(model)!r} is neither a folder nor a checkpoint from the hub ({error})"
+        ) from error
+
+
+def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
+    """The type of weights and activations; `auto` is the checkpoint's, float32 if it doesn't
+    say."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    named = config.dtype or config.get_text_config().dtype
+    if isinstance(named, str):
+        named = getattr(torch, named)
+    return named or torch.float32

@@ -1,0 +1,120 @@
+"""Tiny random checkpoints of every architecture, saved as transformers saves them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
+
+
+def _qwen3_next(**changes: Any) -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**(_COMMON | _EXPERTS | changes)))
+
+
+def _qwen3_5(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(_COMMON | changes)))
+
+
+def _qwen3_5_moe(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**(_COMMON | _EXPERTS | changes)))
+
+
+def _multimodal() -> PreTrainedModel:
+    config = Qwen3_5Config(text_config=_COMMON, vision_config=_VISION)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def _multimodal_moe() -> PreTrainedModel:
+    config = Qwen3_5MoeConfig(text_config=_COMMON | _EXPERTS, vision_config=_VISION)
+    return Qwen3_5MoeForConditionalGeneration(config)
+
+
+CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_next": _qwen3_next,
+    "qwen3_next_tied": lambda: _qwen3_next(tie_word_embeddings=True),
+    "qwen3_next_dense": lambda: _qwen3_next(num_experts=0),
+    "qwen3_next_sparse_step": lambda: _qwen3_next(decoder_sparse_step=2, mlp_only_layers=[1]),
+    "qwen3_next_plain_weights": lambda: _qwen3_next(norm_topk_prob=False),
+    "qwen3_next_one_head": lambda: _qwen3_next(
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        linear_num_key_heads=1,
+        linear_num_value_heads=3,
+        attention_bias=True,
+        linear_conv_kernel_dim=3,
+    ),
+    "qwen3_next_no_shared_expert": lambda: _qwen3_next(shared_expert_intermediate_size=0),
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_tied": lambda: _qwen3_5(tie_word_embeddings=True, num_key_value_heads=6),
+    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5_multimodal": _multimodal,
+    "qwen3_5_moe_multimodal": _multimodal_moe,
+}
+"""Name -> a model with random weights, from a fixed seed once `build` has called it."""
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of this name; norms, biases and decays are random too, so that none goes unnoticed."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        model = CHECKPOINTS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.3)
+    model.set_experts_implementation("eager")
+    return model.to(dtype)
+
+
+def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build the model and save it in `folder`."""
+    model = build(name, dtype)
+    model.save_pretrained(folder)
+    return model

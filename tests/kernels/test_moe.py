@@ -1,0 +1,64 @@
+"""Routed experts against one token and one expert at a time, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from milepost.kernels import moe
+from milepost.kernels.moe import reference
+from tests.numbers import relative_error
+
+HIDDEN, SIZE = 12, 5
+
+
+def make(num_tokens: int, num_experts: int) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(num_tokens)
+    shapes = (
+        (num_tokens, HIDDEN),
+        (num_tokens, num_experts),
+        (num_experts, 2 * SIZE, HIDDEN),
+        (num_experts, HIDDEN, SIZE),
+    )
+    return tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen"),
+    [(1, 4, 1), (1, 8, 2), (7, 3, 3), (7, 8, 2), (33, 8, 2), (40, 60, 1)],
+)
+def test_apply_matches_token_by_token(num_tokens: int, num_experts: int, num_chosen: int) -> None:
+    hidden, logits, gate_up, down = make(num_tokens, num_experts)
+    weights, experts = moe.route(logits, num_chosen, normalise=True)
+    output = moe.apply(hidden, weights, experts, gate_up, down)
+    for token in range(num_tokens):
+        expected = torch.zeros(HIDDEN, dtype=torch.float64)
+        for weight, expert in zip(weights[token], experts[token].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ hidden[token]).chunk(2)
+            expected += weight * (down[expert] @ (F.silu(gate) * up))
+        assert relative_error(output[token], expected) < 1e-14
+
+
+def test_both_ways_agree() -> None:
+    hidden, logits, gate_up, down = make(9, 5)
+    arguments = hidden, *moe.route(logits, 2, normalise=False), gate_up, down
+    every, hit = reference._apply_all(*arguments), reference._apply_hit(*arguments)
+    assert relative_error(every, hit) < 1e-14
+
+
+def test_experts_that_no_token_chose_are_not_read() -> None:
+    hidden, logits, gate_up, down = make(40, 6)
+    logits[:, 2] = -torch.inf
+    gate_up[2] = torch.nan
+    output = moe.apply(hidden, *moe.route(logits, 2, normalise=True), gate_up, down)
+    assert output.isfinite().all()
+
+
+def test_route_weights() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    weights, experts = moe.route(logits, 2, normalise=False)
+    assert experts.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights, logits.softmax(-1)[:, [1, 3]])
+    weights, _ = moe.route(logits, 2, normalise=True)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1))

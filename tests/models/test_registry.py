@@ -1,0 +1,89 @@
+"""What is refused: architectures and settings that nothing here runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.layers.context import AttentionSpec, RecurrentSpec
+from milepost.models import find_folder, load_model
+from tests.checkpoints import build
+
+
+def change(folder: Path, name: str = "qwen3_5", **values: Any) -> Path:
+    """Save a configuration with these values."""
+    config = build(name).config.to_dict()
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | values))
+    return folder
+
+
+def load(folder: Path) -> None:
+    load_model(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "nonsense", None])
+def test_unknown_architecture_is_refused(model_type: str | None, tmp_path: Path) -> None:
+    change(tmp_path, model_type=model_type)
+    with pytest.raises(UnsupportedModelError, match=r"(?s)qwen3_next.*qwen3_5_moe") as failure:
+        load(tmp_path)
+    assert repr(model_type) in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("hidden_act", "gelu"),
+        ("sliding_window", 128),
+        ("use_sliding_window", True),
+        ("attn_output_gate", False),
+        ("layer_types", ["full_attention", "mamba", "full_attention", "full_attention"]),
+        ("layer_types", ["full_attention"] * 3),
+        ("num_key_value_heads", 4),
+        ("linear_num_value_heads", 4),
+    ],
+)
+def test_unsupported_setting_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError):
+        load(change(tmp_path, **{name: value}))
+
+
+def test_more_experts_per_token_than_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="num_experts_per_tok=9"):
+        load(change(tmp_path, "qwen3_5_moe", num_experts_per_tok=9))
+
+
+def test_quantized_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        load(change(tmp_path, "qwen3_5_multimodal", quantization_config={"quant_method": "fp8"}))
+
+
+def test_folder_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_broken_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json|model_type"):
+        load(tmp_path)
+
+
+def test_neither_folder_nor_hub_id_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no/such/folder"):
+        find_folder("no/such/folder", revision=None, with_weights=True)
+
+
+def test_layer_specs_follow_the_layer_types(tmp_path: Path) -> None:
+    model, config = load_model(change(tmp_path, "qwen3_5_multimodal"), load_format="dummy")
+    recurrent = RecurrentSpec(conv_shape=(2 * 24 + 72, 3), recurrent_shape=(6, 8, 12))
+    attention = AttentionSpec(num_kv_heads=3, head_dim=16)
+    assert model.layer_specs == (recurrent, recurrent, recurrent, attention)
+    assert (model.vocab_size, model.max_position_embeddings) == (101, 1024)
+    assert config.model_type == "qwen3_5"
