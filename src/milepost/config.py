@@ -92,7 +92,9 @@ class EngineConfig:
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
-        _require(self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more")
+        _require(
+            self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
+        )
         _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
 
 
