@@ -20,7 +20,7 @@ def test_summary_names_the_losses_largest_first():
     text = str(report(1472, {"grid": 28, "unseen": 700, "kv_evicted": 0}))
     assert text == (
         "1472 of 2200 prompt tokens from the cache; "
-        "computed 728: 700 not seen before, 28 off the grid"
+        "computed 728: 700 not seen before, 28 beyond the 64-token grid"
     )
 
 

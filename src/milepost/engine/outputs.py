@@ -14,15 +14,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 PHRASES: Mapping[str, str] = {
     "unseen": "not seen before",
-    "no_checkpoint": "after the deepest checkpoint",
-    "checkpoint_evicted": "checkpoint evicted",
-    "kv_evicted": "KV evicted",
-    "grid": "off the grid",
+    "no_checkpoint": "without a saved state",
+    "checkpoint_evicted": "whose state was evicted",
+    "kv_evicted": "whose KV was evicted",
+    "grid": "beyond the 64-token grid",
     "salt": "cached under another salt",
-    "last_token": "always computed",
-    "disabled": "cache off",
+    "last_token": "needed to start the answer",
+    "disabled": "with the cache off",
 }
-"""Why prompt tokens were computed, by the cache's reason; unknown reasons are shown as they are."""
+"""After a number of tokens: why they were computed. Other reasons are shown as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
