@@ -1,0 +1,136 @@
+"""The engine's side of a request: its prompt, its n answers, and their text.
+
+A prompt with n > 1 becomes n requests of the scheduler, which share the prompt through the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from transformers import PreTrainedTokenizerBase
+
+from milepost.engine.detokenizer import AnswerText
+from milepost.engine.outputs import (
+    CacheReport,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    token_logprobs,
+)
+from milepost.runner.sampling import SampledToken, SamplingRow
+from milepost.sampling_params import SamplingParams
+from milepost.scheduler.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A checked prompt."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """None if it came as token ids."""
+    cache_salt: str = ""
+    cache_marks: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Answer:
+    """One of a request's n answers."""
+
+    index: int
+    request: Request
+    text: AnswerText
+    seed: int
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    stop_reason: int | str | None = None
+
+    def sampling_row(self, params: SamplingParams) -> SamplingRow:
+        """What the choice of the next token depends on."""
+        request = self.request
+        prompt = request.chain.tokens[: request.num_prompt_tokens]
+        is_below_min = request.num_output_tokens < params.min_tokens
+        return SamplingRow(
+            params=params,
+            prompt_token_ids=prompt if params.repetition_penalty != 1 else (),
+            output_token_ids=request.chain.tokens[request.num_prompt_tokens :],
+            seed=self.seed,
+            suppressed_ids=sorted(request.stop_token_ids) if is_below_min else (),
+        )
+
+    def add_logprobs(
+        self, sampled: SampledToken, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        """Record how likely the token was, if that was asked for."""
+        if sampled.logprob is None:
+            return
+        top = sampled.top_logprobs or {}
+        ids = {sampled.token_id, *top}
+        decoded = {id_: tokenizer.decode([id_]) for id_ in sorted(ids)} if tokenizer else None
+        entry = token_logprobs(sampled.token_id, sampled.logprob, sampled.rank, top, decoded)
+        self.logprobs = [*(self.logprobs or []), entry]
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
+
+    def output(self) -> CompletionOutput:
+        reason = self.request.finish_reason
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=self.request.output_token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=self.logprobs,
+            finish_reason=reason.value if reason else None,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One prompt with its answers, from `add` until all have ended."""
+
+    id: str
+    prompt: Prompt
+    params: SamplingParams
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(answer.request.finish_reason is not None for answer in self.answers)
+
+    def output(self) -> RequestOutput:
+        """The answers so far, as the caller sees them."""
+        report = self.answers[0].request.report
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
+            outputs=[answer.output() for answer in self.answers],
+            finished=self.is_finished,
+            num_cached_tokens=report.reused if report else 0,
+            cache_report=_cache_report(report) if report else None,
+        )
+
+
+def end_text(answer: Answer, token: int, reason: FinishReason | None) -> str | None:
+    """Feed the text with a new token; gives the stop string that it completes, if it does."""
+    if reason is FinishReason.STOP:
+        answer.text.append_stop(token)
+        return None
+    stop = answer.text.append(token)
+    if stop is None and reason is not None:
+        answer.text.flush()
+    return stop
+
+
+def draw_seed(engine_seed: int, serial: int) -> int:
+    """The seed of a request that names none: differs from request to request, repeats from run to run."""
+    data = f"{engine_seed}:{serial}".encode()
+    return int.from_bytes(blake2b(data, digest_size=6).digest(), "little")
+
+
+def _cache_report(report: Report) -> CacheReport: ...
+
+
+def suppressed(ids: Sequence[int]) -> Sequence[int]: ...
