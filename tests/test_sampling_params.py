@@ -74,9 +74,22 @@ def test_params_can_be_rebuilt_from_their_dict_and_do_not_change():
         params.n = 3
 
 
-def test_sample_seeds_differ_by_answer_and_prefer_the_requests_own():
-    assert [SamplingParams(n=2).sample_seed(i, default=50) for i in (0, 1)] == [50, 51]
-    assert SamplingParams(seed=7).sample_seed(1, default=50) == 8
+def test_sample_seeds_differ_by_request_and_answer():
+    seeds = [
+        SamplingParams(n=2).sample_seed(index, engine_seed=engine, request_number=number)
+        for index in (0, 1)
+        for engine in (0, 1)
+        for number in (0, 1)
+    ]
+    assert len(set(seeds)) == 8
+
+
+def test_a_requests_own_seed_decides_alone():
+    params = SamplingParams(seed=7, n=2)
+    first = params.sample_seed(0, engine_seed=0, request_number=0)
+    assert params.sample_seed(0, engine_seed=5, request_number=9) == first
+    assert params.sample_seed(1, engine_seed=0, request_number=0) != first
+    assert SamplingParams(seed=8).sample_seed(0, engine_seed=0, request_number=0) != first
 
 
 def test_vocab_check_names_the_id_outside():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from milepost.errors import InvalidRequestError
 
@@ -87,9 +88,14 @@ class SamplingParams:
             or self.repetition_penalty != 1
         )
 
-    def sample_seed(self, index: int, default: int) -> int:
-        """The seed of answer `index` (below n): from `seed` if set, else from `default`."""
-        return (default if self.seed is None else self.seed) + index
+    def sample_seed(self, index: int, *, engine_seed: int, request_number: int) -> int:
+        """The seed of answer `index` (below n): from `seed` if set, else from the other two.
+
+        Hashed, so that neighbouring seeds and answers share nothing.
+        """
+        own = (self.seed,) if self.seed is not None else (engine_seed, request_number)
+        words = ":".join(map(str, (*own, index)))
+        return int.from_bytes(blake2b(words.encode(), digest_size=8).digest(), "little")
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise InvalidRequestError if a token id is not one of the model's `vocab_size`."""

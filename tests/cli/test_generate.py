@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -165,8 +166,9 @@ def test_version_and_help_need_no_torch():
 
 
 def test_a_reader_that_goes_away_ends_quietly():
+    here = str(Path(__file__).parent)
     script = (
-        "import sys; sys.path.insert(0, 'tests/cli'); from conftest import FakeEngine; "
+        f"import sys; sys.path.insert(0, {here!r}); from conftest import FakeEngine; "
         "from milepost.cli.main import main; "
         "command = ['generate', 'a ' * 9_000, '--max-tokens', 'none']; "
         "sys.exit(main(command, open_engine=FakeEngine))"

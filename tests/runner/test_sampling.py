@@ -235,3 +235,13 @@ def test_tiny_temperature_does_not_overflow():
 
 def test_no_rows_give_no_tokens():
     assert sample(torch.empty(0, VOCAB), []) == []
+
+
+def test_a_broken_row_does_not_disturb_its_neighbours():
+    logits = random_logits(9, 3)
+    logits[1] = math.nan
+    rows = [row(seed=s, top_p=0.9, top_k=5, logprobs=1) for s in range(3)]
+    tokens = sample(logits, rows)
+    assert tokens[0] == sample(logits[:1], rows[:1])[0]
+    assert tokens[2] == sample(logits[2:], rows[2:])[0]
+    assert 0 <= tokens[1].token_id < VOCAB

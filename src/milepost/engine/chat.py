@@ -52,14 +52,14 @@ def render(
     message has something other than text.
     """
     conversation = _Conversation(tokenizer, tools, dict(chat_template_kwargs or {}))
-    messages = [_checked(message) for message in messages]
-    if not messages:
+    checked = [_checked(message) for message in messages]
+    if not checked:
         raise InvalidRequestError("messages=[]: use one message or more")
     try:
-        text = conversation.text(messages, add_generation_prompt)
+        text = conversation.text(checked, add_generation_prompt)
     except _REFUSALS as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
-    ends = (_head_end(conversation, messages, text), _body_end(conversation, messages, text))
+    ends = (_head_end(conversation, checked, text), _body_end(conversation, checked, text))
     token_ids, positions = _tokenize(tokenizer, text, ends)
     marks = sorted({position for position in positions if 0 < position < len(token_ids)})
     return ChatPrompt(token_ids=token_ids, marks=tuple(marks))
@@ -153,6 +153,8 @@ def _body_end(conversation: _Conversation, messages: list[dict[str, Any]], text:
 
 def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     """How many characters, or tokens, two sequences share from the start."""
+    if left[: len(right)] == right:
+        return len(right)
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 

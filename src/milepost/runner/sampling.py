@@ -203,17 +203,15 @@ def _nucleus(
     mass = torch.where(is_left, values.exp(), 0.0)
     up_to = mass.cumsum(dim=-1, dtype=torch.float64)
     is_unlimited = top_k == scaled.shape[1]
-    everything = torch.where(scaled >= floor, scaled.exp(), 0.0).sum(
-        dim=-1, keepdim=True, dtype=torch.float64
-    )
+    everything = torch.where(scaled >= floor, scaled.exp(), 0.0).sum(-1, True, dtype=torch.float64)
     total = torch.where(is_unlimited, everything, up_to[:, -1:])
     is_kept = is_left & ((up_to - mass < top_p * total) | (top_p == 1))
     num_kept = is_kept.sum(dim=-1, keepdim=True)
-    lowest = values.gather(1, num_kept - 1)
+    lowest = values.gather(1, (num_kept - 1).clamp(min=0))  # a row of NaN keeps none
     is_free = is_unlimited & (top_p == 1)
     is_final = is_free | ~is_unlimited | (num_kept < num_candidates)
-    is_final |= torch.tensor(num_candidates == scaled.shape[1], device=scaled.device)
-    return torch.where(is_free, floor, lowest), bool(is_final.all())
+    is_enough = num_candidates == scaled.shape[1] or bool(is_final.all())
+    return torch.where(is_free, floor, lowest), is_enough
 
 
 # --- how likely the chosen token was --------------------------------------------------------------
