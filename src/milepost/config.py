@@ -1,4 +1,5 @@
-"""What a user may set. The command line is generated from these dataclasses, so each default stands here alone.
+"""What a user may set. The command line is generated from these dataclasses, so each default stands
+here alone.
 
 Names are vLLM's where the meaning is the same. Nothing here reads files, the environment or torch.
 """
@@ -8,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from milepost.cache.placement import GRID, Mode
 from milepost.errors import ConfigError
 
-MambaCacheMode = Literal["auto", "none", "align", "all"]
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-
-GRID = 64
-"""Positions at which a prefill can export a state: multiples of the recurrent kernels' chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,8 @@ class EngineConfig:
     """Configuration of one engine; raises ConfigError for values that no model could use."""
 
     model: str | None = None
-    """Local folder or hub id of a checkpoint in Hugging Face format; without it the embedded model."""
+    """Local folder or hub id of a checkpoint in Hugging Face format; without it the embedded model.
+    """
     tokenizer: str | None = None
     """Local folder or hub id of the tokenizer, if it isn't the model's own."""
     revision: str | None = None
@@ -41,8 +40,9 @@ class EngineConfig:
 
     enable_prefix_caching: bool = True
     """Reuse KV and recurrent states of earlier prompts and answers."""
-    mamba_cache_mode: MambaCacheMode = "auto"
-    """Where recurrent states are kept: `auto` (junctions, marks, ends), `align` (end of each block-aligned
+    mamba_cache_mode: Mode = "auto"
+    """Where recurrent states are kept: `auto` (junctions, marks, ends), `align` (end of each block-
+    aligned
     prefill chunk), `all` (each block boundary), `none`."""
     mamba_block_size: int = 512
     """Tokens between states in `align` and `all`; a multiple of 64."""
@@ -92,7 +92,9 @@ class EngineConfig:
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
-        _require(self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more")
+        _require(
+            self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
+        )
         _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
 
 

@@ -1,0 +1,26 @@
+"""The prefix cache of a hybrid model: pure Python, no tensors, no clock, no I/O. See README.md
+here.
+"""
+
+from milepost.cache.cache import Cache
+from milepost.cache.chain import Chain
+from milepost.cache.placement import GRID, Kind, Mode
+from milepost.cache.plans import Export, Lease, Match, PageCopy
+from milepost.cache.report import Lost, Report, Stats
+from milepost.cache.slots import ZERO_SLOT
+
+__all__ = [
+    "GRID",
+    "ZERO_SLOT",
+    "Cache",
+    "Chain",
+    "Export",
+    "Kind",
+    "Lease",
+    "Lost",
+    "Match",
+    "Mode",
+    "PageCopy",
+    "Report",
+    "Stats",
+]

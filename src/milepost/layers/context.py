@@ -1,10 +1,11 @@
 """What a layer needs to know about one step's batch.
 
-Built once a step by the runner and passed down; layers keep no state of their own. The batch is a flat list of
-tokens, sequence after sequence, and decoding sequences (exactly one token each, nothing to export) come first.
+Built once a step by the runner and passed down; layers keep no state of their own. The batch is a
+flat list of tokens, sequence after sequence, and decoding sequences (exactly one token each,
+nothing to export) come first.
 
-Legend: T tokens in the batch, S sequences, D decoding sequences (the first D of S), P pages in the longest page
-table, E exports, W tokens whose KV is written.
+Legend: T tokens in the batch, S sequences, D decoding sequences (the first D of S), P pages in the
+longest page table, E exports, W tokens whose KV is written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Shape of an attention layer's cache: one tensor [2, pages, page_size, num_kv_heads, head_dim]."""
+    """Shape of an attention layer's cache: one tensor [2, pages, page_size, num_kv_heads,
+    head_dim].
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -27,8 +30,9 @@ class AttentionSpec:
 class RecurrentSpec:
     """Shapes of a recurrent layer's state, without the leading slot dimension.
 
-    `conv_shape` [channels, kernel - 1] holds the last inputs of the short convolution, oldest first, in the
-    model's dtype; `recurrent_shape` [value_heads, key_dim, value_dim] is in the state dtype.
+    `conv_shape` [channels, kernel - 1] holds the last inputs of the short convolution, oldest
+    first, in the model's dtype; `recurrent_shape` [value_heads, key_dim, value_dim] is in the state
+    dtype.
     """
 
     conv_shape: tuple[int, ...]
@@ -40,7 +44,8 @@ LayerSpec = AttentionSpec | RecurrentSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
-    """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots, *recurrent_shape]."""
+    """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots, *recurrent_shape].
+    """
 
     conv: Tensor
     recurrent: Tensor
@@ -50,7 +55,8 @@ class RecurrentState:
 class StateExport:
     """Write the state of `sequence` (index in the batch) after exactly `position` tokens to `slot`.
 
-    `position` is a multiple of 64 with start < position <= start + length of that sequence's new tokens.
+    `position` is a multiple of 64 with start < position <= start + length of that sequence's new
+    tokens.
     """
 
     sequence: int
@@ -60,7 +66,9 @@ class StateExport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
-    """One step's batch. Tensors are on the model's device; tuples are the host's copies of the same facts."""
+    """One step's batch. Tensors are on the model's device; tuples are the host's copies of the same
+    facts.
+    """
 
     num_decodes: int
     starts: tuple[int, ...]
@@ -74,7 +82,9 @@ class BatchContext:
     page_table: Tensor
     """[S, P] int64, padded with page 0."""
     kv_lengths: Tensor
-    """[S] int64, start + length: tokens that a sequence's last new token may attend to, itself included."""
+    """[S] int64, start + length: tokens that a sequence's last new token may attend to, itself
+    included.
+    """
     kv_write_tokens: Tensor
     """[W] int64, indices into the batch's tokens whose KV is written."""
     kv_write_slots: Tensor

@@ -1,0 +1,398 @@
+"""The prefix cache: token ids and facts in, plans out.
+
+Owns the pools, the tree and the leases. Performs no I/O, knows no tensors and no clock: the same
+calls give the same plans in any process. `match` is read-only; the other verbs keep the invariants
+listed in README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from milepost.cache.chain import Chain, common_tokens
+from milepost.cache.eviction import MAX_TAILS_COMPARED, surplus
+from milepost.cache.kinds import HYBRID, LayerKind, Path, longest_usable
+from milepost.cache.placement import POLICIES, Facts, Kind, Mode, floor
+from milepost.cache.plans import Export, Lease, Match, PageCopy
+from milepost.cache.pool import Pool
+from milepost.cache.reclaim import Reclaimer
+from milepost.cache.report import Lost, Report, Seen, Stats, explain
+from milepost.cache.slots import ZERO_SLOT, Slots
+from milepost.cache.tree import Checkpoint, Tree
+
+MAX_CHECKPOINTS_PER_PATH = 4
+"""System prompt, last message, prompt's end and answer's end: what `auto` places on one path."""
+
+
+class Cache:
+    """Pages, slots and the prefix tree of one engine.
+
+    `num_slots` counts usable slots, without the zero slot. `mode="none"` reuses nothing and keeps
+    nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_slots: int,
+        page_size: int = 64,
+        mode: Mode = "auto",
+        block_size: int = 512,
+        kinds: tuple[LayerKind, ...] = HYBRID,
+    ) -> None:
+        self.page_size = page_size
+        self.mode = mode
+        self.block_size = block_size
+        self.kinds = kinds
+        self.pages = Pool(num_pages)
+        self.slots = Slots(num_slots)
+        self.tree = Tree(max_ghosts=num_pages)
+        self.stats = Stats()
+        self.leases: dict[Lease, None] = {}
+        self.version = 0
+        self.reclaimer = Reclaimer(self.tree, self.pages, self.slots, self.stats)
+        self._place = POLICIES[mode]
+
+    @property
+    def enabled(self) -> bool:
+        return self.mode != "none"
+
+    def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
+        """The tokens of a request in the form that the other verbs take."""
+        return Chain(tokens, self.page_size, salt)
+
+    # --- match ------------------------------------------------------------------------------------
+
+    def match(self, chain: Chain, limit: int | None = None) -> Match:
+        """Find what of the prompt is cached; changes nothing.
+
+        At least the last token is left to compute; `limit` lowers the position to resume from
+        further.
+        """
+        last = len(chain) - 1
+        limit = last if limit is None else min(limit, last)
+        nodes = self.tree.walk(chain) if self.enabled else []
+        path = Path(chain, self.tree.roots.get(chain.root), nodes)
+        position = longest_usable(self.kinds, path, limit) if self.enabled else 0
+        checkpoint = path.deepest_checkpoint(position) if position else None
+        junction = floor(min(path.kv_length, last))
+        report = self._report(path, position)
+        return Match(
+            path=path,
+            checkpoint=checkpoint,
+            junction=junction if junction > position else 0,
+            report=report,
+            version=self.version,
+        )
+
+    def _report(self, path: Path, reused: int) -> Report:
+        num_tokens = len(path.chain)
+        if not self.enabled:
+            lost = {Lost.DISABLED: num_tokens}
+            return Report(prompt_tokens=num_tokens, kv_length=0, state_length=0, lost=lost)
+        resident = path.kv_length + self._tokens_past_nodes(path)
+        ghost_depth = self.tree.ghost_depth(path.chain, len(path.nodes))
+        salt_depth = self.tree.other_salt_depth(path.chain, ghost_depth)
+        evicted = max((node.evicted_position for node in path.nodes), default=0)
+        if path.root is not None:
+            evicted = max(evicted, path.root.evicted_position)
+        seen = Seen(
+            reused=reused,
+            checkpoint_evicted=min(evicted, resident),
+            kv_grid=floor(resident),
+            resident=max(resident, reused),
+            ghost=ghost_depth * self.page_size,
+            other_salt=salt_depth * self.page_size,
+        )
+        return Report(
+            prompt_tokens=num_tokens,
+            kv_length=path.kv_length,
+            state_length=reused,
+            lost=explain(seen, num_tokens),
+        )
+
+    def _tokens_past_nodes(self, path: Path) -> int:
+        """Tokens behind the last matching page that agree with a page or tail known there."""
+        end = path.nodes[-1] if path.nodes else path.root
+        if end is None:
+            return 0
+        start = path.kv_length
+        rest = path.chain.token_bytes(start, start + self.page_size)
+        known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
+        if end.last_child is not None:
+            known.append(end.last_child.tokens)
+        return max((common_tokens(rest, tokens) for tokens in known), default=0)
+
+    # --- admit ------------------------------------------------------------------------------------
+
+    def admit(
+        self, chain: Chain, match: Match, *, marks: tuple[int, ...] = (), first_time: bool = True
+    ) -> Lease | None:
+        """Reserve all that the prompt needs: pages for every token, and one slot to write.
+
+        Gives None if there is no room, and then nothing has changed. `match` must be of this
+        moment. Room is found by evicting what is only cached; if that falls short by the very
+        checkpoint to resume from, the request takes over its slot and tail page.
+        """
+        assert match.version == self.version, "A1: admit needs a match of this moment"
+        num_pages = -(-len(chain) // self.page_size)
+        checkpoint = match.checkpoint
+        self._pin(match)
+        fresh = num_pages - len(match.path.nodes)
+        takes_over = not self._has_room(fresh, 1)
+        if takes_over and not self._can_take_over(checkpoint, fresh):
+            self._unpin(match)
+            return None
+        self.version += 1
+        self._withdraw_from_eviction(match)
+        lease = self._lease(match, num_pages, takes_over)
+        lease.facts.marks = marks
+        self.leases[lease] = None
+        self.stats.admitted(match.report, first_time=first_time)
+        return lease
+
+    def _has_room(self, num_pages: int, num_slots: int) -> bool:
+        return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
+
+    def _withdraw_from_eviction(self, match: Match) -> None:
+        """Bring the orders in step with the pins; of the path, only what is used is touched."""
+        if match.path.nodes:
+            self.reclaimer.rank(match.path.nodes[-1])
+        if match.checkpoint is not None:
+            match.checkpoint.num_uses += 1
+            self.stats.checkpoints_used += 1
+            self.reclaimer.touch(match.checkpoint)
+            for page in self._tail_to_copy(match):
+                self.reclaimer.rank_page(page)
+
+    def _pin(self, match: Match) -> None:
+        self.pages.pin(node.page for node in match.path.nodes)
+        if match.checkpoint is not None:
+            self.slots.pool.pin((match.checkpoint.slot,))
+            self.pages.pin(self._tail_to_copy(match))
+
+    def _unpin(self, match: Match) -> None:
+        self.pages.unpin(node.page for node in match.path.nodes)
+        if match.checkpoint is not None:
+            self.slots.pool.unpin((match.checkpoint.slot,))
+            self.pages.unpin(self._tail_to_copy(match))
+
+    def _tail_to_copy(self, match: Match) -> tuple[int, ...]:
+        """The tail page, if the resume needs its KV: not when a matching full page covers it."""
+        checkpoint = match.checkpoint
+        if checkpoint is None or checkpoint.tail_page is None:
+            return ()
+        return (checkpoint.tail_page,) if checkpoint.position > match.kv_length else ()
+
+    def _can_take_over(self, checkpoint: Checkpoint | None, fresh: int) -> bool:
+        """Whether using up the (pinned) checkpoint itself makes the room that is missing."""
+        if checkpoint is None or self.slots.pool.live_refs(checkpoint.slot) > 1:
+            return False
+        tail = checkpoint.tail_page
+        owns_tail = (
+            tail is not None and self.pages.live_refs(tail) == self.pages.cached_refs(tail) == 1
+        )
+        return fresh - int(owns_tail) <= self.pages.room
+
+    def _lease(self, match: Match, num_pages: int, takes_over: bool) -> Lease:
+        """Build the lease of a pinned match for which there is room."""
+        chain, checkpoint = match.path.chain, match.checkpoint
+        table = [node.page for node in match.path.nodes]
+        tail = self._tail_to_copy(match)
+        slot_in = slot_out = checkpoint.slot if checkpoint else ZERO_SLOT
+        if takes_over:
+            assert checkpoint is not None
+            self.reclaimer.evict_checkpoint(checkpoint, "taken")
+            if tail and not self.pages.cached_refs(tail[0]):
+                table.extend(tail)
+                tail = ()
+        else:
+            slot_out = self.reclaimer.allocate_slot()
+        first_fresh = len(table)
+        table.extend(self.reclaimer.allocate_page() for _ in range(num_pages - first_fresh))
+        copy = None
+        if tail:
+            tokens = match.state_length % self.page_size
+            copy = PageCopy(source=tail[0], target=table[first_fresh], num_tokens=tokens)
+        junctions = (match.junction,) if match.junction else ()
+        return Lease(
+            chain=chain,
+            report=match.report,
+            page_table=table,
+            path=list(match.path.nodes),
+            duplicates=[],
+            position=match.state_length,
+            write_from=max(match.kv_length, match.state_length),
+            slot_in=slot_in,
+            slot_out=slot_out,
+            source=checkpoint if not takes_over else None,
+            page_copy=copy,
+            facts=Facts(prompt_length=len(chain), junctions=junctions, block_size=self.block_size),
+        )
+
+    # --- while it runs ----------------------------------------------------------------------------
+
+    def extend(self, lease: Lease, num_tokens: int) -> bool:
+        """Make the page table cover `num_tokens`; False if there is no room, and then nothing has
+        changed.
+        """
+        missing = -(-num_tokens // self.page_size) - len(lease.page_table)
+        if missing <= 0:
+            return True
+        if missing > self.pages.room:
+            return False
+        self.version += 1
+        lease.page_table.extend(self.reclaimer.allocate_page() for _ in range(missing))
+        return True
+
+    def add_junction(self, lease: Lease, position: int) -> None:
+        """Ask a running prefill to keep the state at a grid position it has not passed, for others
+        to resume.
+        """
+        assert position > lease.position, "A2: a junction is asked for before it is passed"
+        if position not in lease.facts.junctions:
+            lease.facts.junctions = (*lease.facts.junctions, position)
+
+    def take_exports(self, lease: Lease, end: int) -> list[Export]:
+        """Slots for the states to keep in the chunk that ends at `end`.
+
+        Takes only slots that are free or cached: a state that finds none is skipped, never waited
+        for.
+        """
+        assert not lease.exports, "A3: exports are committed before new ones are taken"
+        if not self._may_export(lease):
+            return []
+        for position, kind in self._place(lease.facts, lease.position, end).items():
+            if not self.slots.pool.room:
+                self.stats.checkpoints_skipped += 1
+                continue
+            self.version += 1
+            slot = self.reclaimer.allocate_slot()
+            lease.exports.append(Export(position=position, slot=slot, kind=kind))
+        return lease.exports
+
+    def _may_export(self, lease: Lease) -> bool:
+        return lease.position < lease.facts.prompt_length or self.mode == "all"
+
+    def commit(self, lease: Lease, position: int, written: Mapping[int, int]) -> None:
+        """Note that a step has run: the request has consumed `position` tokens.
+
+        `written` is the runner's report: slot -> tokens that its contents have consumed. Publishes
+        the pages that became full and the exported states, and lets go of the checkpoint that was
+        read.
+        """
+        assert position > lease.position, "A4: a step consumes tokens"
+        self.version += 1
+        self._end_reading(lease)
+        self.slots.written(lease.slot_out, written[lease.slot_out])
+        lease.position = position
+        if not self.enabled:
+            return
+        self._publish_pages(lease)
+        exports, lease.exports = lease.exports, []
+        for export in exports:
+            self.slots.written(export.slot, written[export.slot])
+            self._publish_state(lease, export.position, export.slot, export.kind)
+
+    def _end_reading(self, lease: Lease) -> None:
+        """Unpin the checkpoint that the first step has read."""
+        if lease.page_copy is not None:
+            self.pages.unpin((lease.page_copy.source,))
+            self.reclaimer.rank_page(lease.page_copy.source)
+            lease.page_copy = None
+        if lease.source is not None:
+            self.slots.pool.unpin((lease.source.slot,))
+            self.reclaimer.rank_checkpoint(lease.source)
+            lease.source = None
+        lease.slot_in = lease.slot_out
+
+    def _publish_pages(self, lease: Lease) -> None:
+        """Give each page that has become full its node; a page that another request published first
+        stays ours.
+        """
+        chain, path = lease.chain, lease.path
+        num_full = lease.position // self.page_size
+        if len(path) == num_full:
+            return
+        digests = chain.digests(num_full)
+        node = path[-1] if path else self.tree.root(chain.root)
+        for index in range(len(path), num_full):
+            known = self.tree.nodes.get(digests[index])
+            if known is None:
+                node = self.tree.insert(chain, node, lease.page_table[index])
+                self.pages.keep(node.page)
+            else:
+                node = known
+                self.pages.pin((node.page,))
+                lease.duplicates.append(node.page)
+                self.reclaimer.rank(node)
+            path.append(node)
+
+    def _publish_state(self, lease: Lease, position: int, slot: int, kind: Kind) -> None:
+        """Turn a live slot into a checkpoint of the lease's path; a state known already is given
+        back.
+        """
+        assert self.slots.position(slot) == position, (
+            f"S4: slot {slot} holds {self.slots.position(slot)} tokens, its label says {position}"
+        )
+        depth = position // self.page_size
+        node = lease.path[depth - 1] if depth else self.tree.root(lease.chain.root)
+        tail = lease.chain.token_bytes(depth * self.page_size, position)
+        if tail in node.checkpoints:
+            self.slots.pool.unpin((slot,))
+            return
+        tail_page = lease.page_table[depth] if tail else None
+        if tail_page is not None:
+            self.pages.keep(tail_page)
+        checkpoint = Checkpoint(
+            position=position, slot=slot, node=node, kind=kind, tail=tail, tail_page=tail_page
+        )
+        self.slots.pool.keep(slot)
+        self.slots.pool.unpin((slot,))
+        self.tree.attach(checkpoint)
+        self.stats.checkpoints_made += 1
+        self.reclaimer.touch(checkpoint)
+        if self.mode == "auto":
+            self._cap_path(
+                Path(lease.chain, self.tree.roots.get(lease.chain.root), lease.path[:depth])
+            )
+
+    def _cap_path(self, path: Path) -> None:
+        checkpoints = path.checkpoints()
+        extra = surplus(checkpoints, MAX_CHECKPOINTS_PER_PATH)
+        if extra is not None and not self.slots.pool.live_refs(extra.slot):
+            self.reclaimer.evict_checkpoint(extra, "cap")
+
+    # --- release ----------------------------------------------------------------------------------
+
+    def release(self, lease: Lease, kind: Kind | None = None) -> None:
+        """Take back all that a request holds. With a `kind`, its live state becomes a checkpoint
+        first.
+
+        Exports that were not committed are given up. Pages computed twice become free.
+        """
+        self.version += 1
+        del self.leases[lease]
+        self.slots.pool.unpin(export.slot for export in lease.exports)
+        has_run = lease.slot_in == lease.slot_out and lease.page_copy is None
+        self._end_reading(lease)
+        if kind is not None and self.enabled and has_run:
+            self._publish_state(lease, lease.position, lease.slot_out, kind)
+        else:
+            self.slots.pool.unpin((lease.slot_out,))
+        self.pages.unpin(lease.duplicates)
+        self.pages.unpin(lease.page_table)
+        self.stats.pages_duplicate += len(lease.duplicates)
+        if lease.path:
+            self.reclaimer.rank(lease.path[-1])
+
+    def reset(self) -> bool:
+        """Forget everything cached; False, and nothing happens, while requests are running."""
+        if self.leases:
+            return False
+        self.version += 1
+        self.reclaimer.evict_everything()
+        self.tree.forget_ghosts()
+        return True

@@ -1,0 +1,94 @@
+"""The tokens of one request and the chained digests of their full pages.
+
+Owns the token ids of a prompt and its answer. Knows nothing of pages or slots.
+
+The digest of page i is blake2b(digest of page i - 1, the page's token ids as uint32), 16 bytes, and
+the root's is seeded with whatever must not be mixed. So one digest stands for a page and everything
+before it, two salts never meet, and the digest can serve as a key outside this process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+MAX_TOKEN_ID = 2**32 - 1
+
+assert array("I").itemsize == TOKEN_BYTES
+
+
+class Chain:
+    """Token ids with the digests of their full pages, extended as tokens are appended.
+
+    Raises OverflowError for a token id outside uint32.
+    """
+
+    __slots__ = ("_digests", "_unsalted", "page_size", "root", "salt", "tokens")
+
+    def __init__(self, tokens: Iterable[int], page_size: int, salt: str = "") -> None:
+        self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
+        self.page_size = page_size
+        self.salt = salt
+        self.root = blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"milepost").digest()
+        self._digests: list[bytes] = []
+        self._unsalted: Chain | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def digests(self, num_pages: int) -> list[bytes]:
+        """Digests of at least the first `num_pages` full pages; hashes only pages not hashed
+        before.
+        """
+        known = self._digests
+        if len(known) < num_pages:
+            self._extend(num_pages)
+        return known
+
+    def full_digests(self) -> list[bytes]:
+        """Digests of all full pages."""
+        return self.digests(len(self.tokens) // self.page_size)
+
+    def unsalted(self) -> Chain:
+        """The same tokens under no salt; shares the token array and is made once."""
+        if not self.salt:
+            return self
+        if self._unsalted is None:
+            self._unsalted = Chain(self.tokens, self.page_size)
+        return self._unsalted
+
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """Token ids of [start, end) as packed uint32."""
+        return self.tokens[start:end].tobytes()
+
+    def _extend(self, num_pages: int) -> None:
+        assert num_pages * self.page_size <= len(self.tokens), "digests exist for full pages only"
+        known = self._digests
+        step = self.page_size * TOKEN_BYTES
+        first = len(known)
+        data = self.token_bytes(first * self.page_size, num_pages * self.page_size)
+        digest = known[-1] if known else self.root
+        for start in range(0, len(data), step):
+            digest = blake2b(digest + data[start : start + step], digest_size=DIGEST_BYTES).digest()
+            known.append(digest)
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Length of the common prefix of two runs of packed token ids, in tokens."""
+    num = min(len(a), len(b)) // TOKEN_BYTES
+    if a[: num * TOKEN_BYTES] == b[: num * TOKEN_BYTES]:
+        return num
+    low = 0
+    while num - low > 1:
+        middle = (low + num) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            num = middle
+    return low

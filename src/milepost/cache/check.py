@@ -1,0 +1,148 @@
+"""Checks every invariant of a cache from scratch. For tests and a debug flag: it walks everything.
+
+The names (P1, T2 ...) are those of README.md in this folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from milepost.cache.cache import Cache
+from milepost.cache.pool import Pool, State
+from milepost.cache.tree import Checkpoint, Node
+
+
+def check(cache: Cache) -> None:
+    """Raise AssertionError on the first broken invariant."""
+    checkpoints = _all_checkpoints(cache)
+    _check_tree(cache)
+    _check_reachability(cache)
+    _check_checkpoints(cache, checkpoints)
+    _check_leases(cache)
+    live, cached = _expected_pages(cache, checkpoints)
+    _check_pool(cache.pages, live, cached)
+    live, cached = _expected_slots(cache, checkpoints)
+    _check_pool(cache.slots.pool, live, cached)
+    _check_orders(cache, checkpoints)
+
+
+def _all_checkpoints(cache: Cache) -> list[Checkpoint]:
+    nodes = [*cache.tree.roots.values(), *cache.tree.nodes.values()]
+    return [checkpoint for node in nodes for checkpoint in node.checkpoints.values()]
+
+
+def _check_tree(cache: Cache) -> None:
+    children: Counter[Node] = Counter()
+    for digest, node in cache.tree.nodes.items():
+        assert node.digest == digest, "T1: a node is filed under its digest"
+        assert cache.tree.at_page[node.page] is node, "T1: a node is filed under its page"
+        parent = node.parent
+        assert parent is not None, "T4: roots are filed apart"
+        assert node.depth == parent.depth + 1, "T5: depth counts pages"
+        home = cache.tree.roots if parent.is_root else cache.tree.nodes
+        assert home.get(parent.digest) is parent, "T6: a resident page's parent is resident"
+        children[parent] += 1
+    assert len(cache.tree.at_page) == len(cache.tree.nodes), "T1: a page has one node"
+    for node in [*cache.tree.roots.values(), *cache.tree.nodes.values()]:
+        assert node.num_children == children[node], "T7: num_children is exact"
+        assert not (node.is_root and not node.num_children and not node.checkpoints), (
+            "T8: an empty root is pruned"
+        )
+
+
+def _check_reachability(cache: Cache) -> None:
+    reaching: Counter[Node] = Counter()
+    for node in sorted(cache.tree.nodes.values(), key=lambda n: -n.depth):
+        assert node.num_reaching == len(node.checkpoints) + reaching[node], "T9: num_reaching"
+        if node.num_reaching and node.parent is not None:
+            reaching[node.parent] += 1
+    for root in cache.tree.roots.values():
+        assert root.num_reaching == len(root.checkpoints) + reaching[root], "T9: num_reaching"
+
+
+def _check_checkpoints(cache: Cache, checkpoints: list[Checkpoint]) -> None:
+    for checkpoint in checkpoints:
+        inside = checkpoint.position - checkpoint.node.depth * cache.page_size
+        assert 0 <= inside < cache.page_size, "C1: a checkpoint hangs on its last full page"
+        assert len(checkpoint.tail) == 4 * inside, "C2: the tail holds the tokens past the node"
+        assert (checkpoint.tail_page is None) == (inside == 0), "C3: a tail has its page"
+        assert cache.slots.position(checkpoint.slot) == checkpoint.position, (
+            "S4: a slot holds what its label says"
+        )
+    slots = [checkpoint.slot for checkpoint in checkpoints]
+    outputs = [lease.slot_out for lease in cache.leases]
+    exports = [export.slot for lease in cache.leases for export in lease.exports]
+    owners = slots + outputs + exports
+    assert len(set(owners)) == len(owners), "S5: a slot has one owner: a request or a checkpoint"
+
+
+def _check_leases(cache: Cache) -> None:
+    for lease in cache.leases:
+        for index, node in enumerate(lease.path):
+            assert cache.tree.nodes.get(node.digest) is node, "L1: a lease's path is resident"
+            assert node.digest == lease.chain.digests(index + 1)[index], (
+                "L2: path follows the chain"
+            )
+        assert len(set(lease.page_table)) == len(lease.page_table), "L3: a table names a page once"
+        for page in lease.page_table:
+            assert cache.pages.state(page) is State.USED, "L4: a live table's pages are used"
+        source = lease.source
+        if source is not None:
+            assert source.node.checkpoints.get(source.tail) is source, (
+                "L5: what is read stays cached"
+            )
+
+
+def _expected_pages(
+    cache: Cache, checkpoints: list[Checkpoint]
+) -> tuple[Counter[int], Counter[int]]:
+    live: Counter[int] = Counter()
+    for lease in cache.leases:
+        live.update(lease.page_table)
+        live.update(lease.duplicates)
+        if lease.page_copy is not None:
+            live[lease.page_copy.source] += 1
+    cached = Counter(node.page for node in cache.tree.nodes.values())
+    cached.update(c.tail_page for c in checkpoints if c.tail_page is not None)
+    return live, cached
+
+
+def _expected_slots(
+    cache: Cache, checkpoints: list[Checkpoint]
+) -> tuple[Counter[int], Counter[int]]:
+    live: Counter[int] = Counter()
+    for lease in cache.leases:
+        live[lease.slot_out] += 1
+        live.update(export.slot for export in lease.exports)
+        if lease.source is not None:
+            live[lease.source.slot] += 1
+    return live, Counter(checkpoint.slot for checkpoint in checkpoints)
+
+
+def _check_pool(pool: Pool, live: Counter[int], cached: Counter[int]) -> None:
+    counts: Counter[State] = Counter()
+    for id_ in range(pool.first, pool.first + pool.total):
+        assert pool.live_refs(id_) == live[id_], f"P2: live references of {id_}"
+        assert pool.cached_refs(id_) == cached[id_], f"P2: cached references of {id_}"
+        counts[pool.state(id_)] += 1
+    assert pool.num_free == counts[State.FREE], "P1: free + used + cached == total"
+    assert pool.num_used == counts[State.USED], "P1: free + used + cached == total"
+    assert pool.num_cached == counts[State.CACHED], "P1: free + used + cached == total"
+
+
+def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
+    """E1: strays, carriers and states hold exactly what may be evicted."""
+    expected = [
+        node
+        for node in cache.tree.nodes.values()
+        if not (node.num_children or node.num_reaching or cache.pages.live_refs(node.page))
+    ]
+    strays, carriers, states = cache.reclaimer.candidates()
+    assert set(expected) == set(strays), "E1: strays"
+    unread = [c for c in checkpoints if not cache.slots.pool.live_refs(c.slot)]
+    assert set(unread) == set(states), "E1: states"
+    for checkpoint in unread:
+        leaf = not checkpoint.node.is_root and not checkpoint.node.num_children
+        leaf = leaf and not cache.pages.live_refs(checkpoint.node.page)
+        carries = checkpoint.tail_page is not None or leaf
+        assert carries == (checkpoint in carriers), "E1: carriers"

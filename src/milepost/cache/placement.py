@@ -1,0 +1,80 @@
+"""Where a prefill keeps states: pure functions from facts about a prompt to export positions.
+
+Every position is on the grid. A policy answers for one prefill chunk (start, end] at a time,
+because `align` depends on where chunks end; the positions of `auto` and `all` do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+GRID = 64
+"""The recurrent kernels' chunk: a prefill can export a state at its multiples."""
+
+Mode = Literal["auto", "none", "align", "all"]
+
+
+class Kind(StrEnum):
+    """Why a checkpoint was made."""
+
+    JUNCTION = "junction"
+    MARK = "mark"
+    BOUNDARY = "boundary"
+    PROMPT_END = "prompt_end"
+    ANSWER_END = "answer_end"
+    PREEMPTED = "preempted"
+
+
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """What placement may know about a prompt. Positions are token counts from its start."""
+
+    prompt_length: int
+    marks: tuple[int, ...] = ()
+    junctions: tuple[int, ...] = ()
+    block_size: int = 512
+
+
+Placement = Callable[[Facts, int, int], dict[int, Kind]]
+"""(facts, start, end) -> kind by position, for positions with start < position <= end."""
+
+
+def floor(position: int, step: int = GRID) -> int:
+    """The largest multiple of `step` that is not above `position`."""
+    return position - position % step
+
+
+def place_none(_facts: Facts, _start: int, _end: int) -> dict[int, Kind]:
+    """Keep nothing."""
+    return {}
+
+
+def place_align(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+    """The last block boundary inside each prefill chunk."""
+    position = floor(min(end, facts.prompt_length - 1), facts.block_size)
+    return {position: Kind.BOUNDARY} if position > start else {}
+
+
+def place_all(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+    """Every block boundary, of the answer too."""
+    first = floor(start, facts.block_size) + facts.block_size
+    return dict.fromkeys(range(first, end + 1, facts.block_size), Kind.BOUNDARY)
+
+
+def place_auto(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+    """Junctions, marks and the prompt's end; the answer's end needs no export."""
+    wanted = {floor(facts.prompt_length - 1): Kind.PROMPT_END}
+    wanted |= {floor(mark): Kind.MARK for mark in facts.marks}
+    wanted |= {floor(junction): Kind.JUNCTION for junction in facts.junctions}
+    return {p: wanted[p] for p in sorted(wanted) if start < p <= end}
+
+
+POLICIES: dict[Mode, Placement] = {
+    "none": place_none,
+    "align": place_align,
+    "all": place_all,
+    "auto": place_auto,
+}

@@ -1,0 +1,86 @@
+"""What the cache hands out: the read-only findings of a match, and what a running request holds.
+
+Plans are frozen; a `Lease` is the one mutable thing, owned by the cache and read by the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from milepost.cache.chain import Chain
+from milepost.cache.kinds import Path
+from milepost.cache.placement import Facts, Kind
+from milepost.cache.report import Report
+from milepost.cache.tree import Checkpoint, Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What of a prompt is in the cache right now. Valid until the cache next changes."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    junction: int
+    """Grid position behind which a state is missing although KV is there; 0 if there is none."""
+    report: Report
+    version: int
+
+    @property
+    def kv_length(self) -> int:
+        return self.path.kv_length
+
+    @property
+    def state_length(self) -> int:
+        return self.checkpoint.position if self.checkpoint else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """Copy the KV of the first `num_tokens` tokens of page `source` to page `target`, in every
+    layer.
+    """
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Write the state after exactly `position` tokens to `slot`."""
+
+    position: int
+    slot: int
+    kind: Kind
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """Pages, slots and path that one running request holds, from `admit` to `release`.
+
+    `page_table` is append-only. `slot_in` is what the request's next chunk reads: the checkpoint's
+    slot (or the zero slot) until the first commit, then `slot_out`.
+    """
+
+    chain: Chain
+    report: Report
+    page_table: list[int]
+    path: list[Node]
+    """Nodes of the full pages committed so far; the path's pages are pinned."""
+    duplicates: list[int]
+    """Pages of path nodes that this request computed a second time; pinned besides its own."""
+    position: int
+    """Tokens consumed: the state in `slot_out` (or in `slot_in` before the first commit) is after
+    these.
+    """
+    write_from: int
+    """KV of tokens before this is in shared pages and must not be written."""
+    slot_in: int
+    slot_out: int
+    source: Checkpoint | None
+    """The checkpoint that is read, pinned until the first commit."""
+    page_copy: PageCopy | None
+    """Done before the first chunk; its source is pinned until the first commit."""
+    facts: Facts
+    exports: list[Export] = field(default_factory=list)
+    """Taken for the step under way, not yet committed."""

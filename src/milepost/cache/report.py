@@ -1,0 +1,131 @@
+"""Why each prompt token that was not reused was lost, and the counters that add this up.
+
+Invariant R1: reused + sum(lost) == prompt_tokens, for each request and for the sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Lost(StrEnum):
+    """Reasons, in the order in which they apply along a prompt behind its reused part."""
+
+    DISABLED = "disabled"
+    """Prefix caching is off, for the engine or the request."""
+    CHECKPOINT_EVICTED = "checkpoint_evicted"
+    """A state was kept behind these tokens and has been evicted."""
+    NO_CHECKPOINT = "no_checkpoint"
+    """Their KV is there; no state was ever kept behind them."""
+    GRID = "grid"
+    """Seen before, but behind the last position at which a prefill can export a state or a page
+    ends.
+    """
+    KV_EVICTED = "kv_evicted"
+    """Their KV was there and has been evicted."""
+    SALT = "salt"
+    """Resident, but under another cache salt."""
+    UNSEEN = "unseen"
+    """Not seen before."""
+    LAST_TOKEN = "last_token"
+    """All of the prompt was seen; the last token is always computed, for its logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How much of one prompt came from the cache, and what became of the rest. All lengths in
+    tokens.
+    """
+
+    prompt_tokens: int
+    kv_length: int
+    """Tokens whose KV was resident."""
+    state_length: int
+    """Position of the deepest usable checkpoint; equals `reused`."""
+    lost: dict[Lost, int]
+
+    @property
+    def reused(self) -> int:
+        return self.state_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a match found out about a prompt's tokens: ends of nested prefixes, in tokens from its
+    start.
+    """
+
+    reused: int
+    checkpoint_evicted: int
+    kv_grid: int
+    """Where the resident KV ends, rounded down to the grid."""
+    resident: int
+    """Where the resident KV ends, counting tokens inside a page."""
+    ghost: int
+    """Where pages that were evicted end."""
+    other_salt: int
+
+
+def explain(seen: Seen, prompt_tokens: int) -> dict[Lost, int]:
+    """Split [seen.reused, prompt_tokens) by reason; the first that applies to a token names it."""
+    ends = (
+        (Lost.CHECKPOINT_EVICTED, seen.checkpoint_evicted),
+        (Lost.NO_CHECKPOINT, seen.kv_grid),
+        (Lost.GRID, seen.resident),
+        (Lost.KV_EVICTED, seen.ghost),
+        (Lost.SALT, seen.other_salt),
+    )
+    lost: dict[Lost, int] = {}
+    done = seen.reused
+    last = prompt_tokens - 1
+    for reason, end in ends:
+        if min(end, last) > done:
+            lost[reason] = min(end, last) - done
+            done = min(end, last)
+    whole_prompt_seen = max(end for _, end in ends) >= prompt_tokens
+    lost[Lost.LAST_TOKEN if whole_prompt_seen else Lost.UNSEEN] = prompt_tokens - done
+    return lost
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counters of one cache since its start or the last reset."""
+
+    queries: int = 0
+    """Prompt tokens of admitted requests, each request once."""
+    hits: int = 0
+    """Those of them that were reused."""
+    lost: dict[Lost, int] = field(default_factory=lambda: dict.fromkeys(Lost, 0))
+    resumed_tokens: int = 0
+    """Tokens of preempted requests on their return."""
+    resumed_hits: int = 0
+    """Those of them that were reused."""
+    checkpoints_made: int = 0
+    checkpoints_used: int = 0
+    """Times that a request resumed from a checkpoint."""
+    checkpoints_skipped: int = 0
+    """Exports that found no slot."""
+    checkpoints_evicted: dict[str, int] = field(default_factory=dict)
+    """By cause: slots, pages, cap, taken (its slot went to the request that resumed from it),
+    reset.
+    """
+    checkpoints_evicted_unused: int = 0
+    pages_evicted: int = 0
+    pages_duplicate: int = 0
+    """Pages computed twice by requests that ran side by side, given back at release."""
+
+    def admitted(self, report: Report, *, first_time: bool) -> None:
+        """Count an admission; a preempted request's return is counted apart."""
+        if not first_time:
+            self.resumed_tokens += report.prompt_tokens
+            self.resumed_hits += report.reused
+            return
+        self.queries += report.prompt_tokens
+        self.hits += report.reused
+        for reason, num_tokens in report.lost.items():
+            self.lost[reason] += num_tokens
+
+    def evicted(self, cause: str, *, used: bool) -> None:
+        self.checkpoints_evicted[cause] = self.checkpoints_evicted.get(cause, 0) + 1
+        self.checkpoints_evicted_unused += not used

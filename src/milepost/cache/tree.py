@@ -1,0 +1,231 @@
+"""The prefix tree: one node for each full page, found by its chained digest.
+
+Owns the nodes, the checkpoints that hang on them, and the memory of what was evicted (ghosts).
+Knows nothing of pools: callers keep reference counts in step.
+
+A node's `num_reaching` counts its own checkpoints and those children below which there is one. At 0
+no resume can ever use the node's page for a state: it is a stray. Every walk is a loop; a path may
+be 100,000 nodes deep.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+from milepost.cache.chain import Chain
+
+
+class Node:
+    """A full page of a known prefix, or a root (depth 0, no page). Compared and hashed by identity.
+
+    `checkpoints` are keyed by their tails: several continuations may have ended inside the next
+    page.
+    """
+
+    __slots__ = (
+        "checkpoints",
+        "depth",
+        "digest",
+        "evicted_position",
+        "last_child",
+        "num_children",
+        "num_reaching",
+        "page",
+        "parent",
+        "tokens",
+        "twin",
+    )
+
+    def __init__(self, digest: bytes, page: int, parent: Node | None, tokens: bytes) -> None:
+        self.digest = digest
+        self.page = page
+        self.parent = parent
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.tokens = tokens
+        self.num_children = 0
+        self.num_reaching = 0
+        self.last_child: Node | None = None
+        self.checkpoints: dict[bytes, Checkpoint] = NO_CHECKPOINTS
+        self.evicted_position = 0
+        self.twin: bytes | None = None
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    def ancestors(self) -> Iterator[Node]:
+        """This node, then its parents up to the root."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+class Checkpoint:
+    """A cached state after exactly `position` tokens, on the node of its last full page.
+
+    Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
+    past the node.
+    """
+
+    __slots__ = (
+        "age",
+        "kind",
+        "node",
+        "num_uses",
+        "position",
+        "priority",
+        "slot",
+        "tail",
+        "tail_page",
+    )
+
+    def __init__(
+        self, *, position: int, slot: int, node: Node, kind: str, tail: bytes, tail_page: int | None
+    ) -> None:
+        self.position = position
+        self.slot = slot
+        self.node = node
+        self.kind = kind
+        self.tail = tail
+        self.tail_page = tail_page
+        self.num_uses = 0
+        self.age = 0.0
+        self.priority = 0.0
+
+
+NO_PAGE: Final = -1
+NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
+"""Shared by the many nodes without checkpoints; never written."""
+
+
+class Tree:
+    """Nodes by digest and by page, roots by salt, and at most `max_ghosts` digests of evicted nodes."""
+
+    __slots__ = ("_ghosts", "_max_ghosts", "_twins", "at_page", "nodes", "roots")
+
+    def __init__(self, max_ghosts: int) -> None:
+        self.nodes: dict[bytes, Node] = {}
+        self.at_page: dict[int, Node] = {}
+        self.roots: dict[bytes, Node] = {}
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._twins: dict[bytes, int] = {}
+        self._max_ghosts = max_ghosts
+
+    def walk(self, chain: Chain) -> list[Node]:
+        """Nodes of the longest known prefix, shallowest first."""
+        path = []
+        get = self.nodes.get
+        for digest in chain.full_digests():
+            node = get(digest)
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def root(self, digest: bytes) -> Node:
+        """The root with this digest, made if it isn't there."""
+        root = self.roots.get(digest)
+        if root is None:
+            root = self.roots[digest] = Node(digest, NO_PAGE, None, b"")
+        return root
+
+    def insert(self, chain: Chain, parent: Node, page: int) -> Node:
+        """Add the node for the chain's page below `parent`."""
+        index = parent.depth
+        digest = chain.digests(index + 1)[index]
+        assert digest not in self.nodes, "T1: a digest has one node"
+        start = index * chain.page_size
+        node = Node(digest, page, parent, chain.token_bytes(start, start + chain.page_size))
+        self.nodes[digest] = node
+        self.at_page[page] = node
+        self._ghosts.pop(digest, None)
+        parent.num_children += 1
+        parent.last_child = node
+        if chain.salt:
+            node.twin = chain.unsalted().digests(index + 1)[index]
+            self._twins[node.twin] = self._twins.get(node.twin, 0) + 1
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Take out a childless node without checkpoints and remember its digest as a ghost."""
+        assert node.num_children == 0, "T2: only a leaf is evicted"
+        assert not node.checkpoints, "T3: a node with checkpoints is not evicted"
+        del self.nodes[node.digest]
+        del self.at_page[node.page]
+        self._remember(node.digest)
+        parent = node.parent
+        assert parent is not None, "T4: a root is not evicted"
+        parent.num_children -= 1
+        if parent.last_child is node:
+            parent.last_child = None
+        if node.twin is not None:
+            self._forget_twin(node.twin)
+        self._prune(parent)
+
+    def attach(self, checkpoint: Checkpoint) -> None:
+        """Hang a checkpoint on its node; the path above becomes reachable."""
+        node = checkpoint.node
+        if node.checkpoints is NO_CHECKPOINTS:
+            node.checkpoints = {}
+        node.checkpoints[checkpoint.tail] = checkpoint
+        for ancestor in node.ancestors():
+            ancestor.num_reaching += 1
+            if ancestor.num_reaching > 1:
+                break
+
+    def detach(self, checkpoint: Checkpoint) -> list[Node]:
+        """Take a checkpoint off its node; gives the nodes that became strays, deepest first."""
+        node = checkpoint.node
+        del node.checkpoints[checkpoint.tail]
+        strays = []
+        for ancestor in node.ancestors():
+            ancestor.num_reaching -= 1
+            if ancestor.num_reaching:
+                break
+            strays.append(ancestor)
+        self._prune(node)
+        return strays
+
+    def ghost_depth(self, chain: Chain, depth: int) -> int:
+        """Pages of the chain's prefix that are known from `depth` on, counting evicted ones."""
+        digests = chain.full_digests()
+        while depth < len(digests) and (
+            digests[depth] in self._ghosts or digests[depth] in self.nodes
+        ):
+            depth += 1
+        return depth
+
+    def other_salt_depth(self, chain: Chain, depth: int) -> int:
+        """Pages of the chain's prefix that are resident under another salt, from `depth` on."""
+        if not self._twins and not chain.salt:
+            return depth
+        twin = chain.unsalted()
+        digests = twin.full_digests()
+        while depth < len(digests):
+            known = digests[depth] in self._twins or (
+                twin is not chain and digests[depth] in self.nodes
+            )
+            if not known:
+                break
+            depth += 1
+        return depth
+
+    def forget_ghosts(self) -> None:
+        self._ghosts.clear()
+
+    def _remember(self, digest: bytes) -> None:
+        self._ghosts[digest] = None
+        if len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+
+    def _forget_twin(self, twin: bytes) -> None:
+        self._twins[twin] -= 1
+        if not self._twins[twin]:
+            del self._twins[twin]
+
+    def _prune(self, node: Node) -> None:
+        if node.is_root and not node.num_children and not node.checkpoints:
+            self.roots.pop(node.digest, None)

@@ -1,0 +1,245 @@
+"""Shows answers and cache reports to a person.
+
+Answers go to standard output as they come, and nothing else does, so that they can be piped;
+headings, reports and errors go to standard error. The clock is injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from milepost.engine.outputs import CacheReport, CompletionOutput, RequestOutput
+from milepost.sampling_params import SamplingParams
+
+_BAR_WIDTH = 24
+_SNIPPET_LEN = 48
+_CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\n\t"} | {127: "\ufffd"}
+"""Control characters, which would let an answer steer the terminal."""
+
+
+def text_of(answer: CompletionOutput) -> str:
+    """What to show of an answer with text."""
+    return answer.text
+
+
+def ids_of(answer: CompletionOutput) -> str:
+    """What to show of an answer without text: its token ids."""
+    return "".join(f"{token_id} " for token_id in answer.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A request whose answers were shown."""
+
+    label: str
+    output: RequestOutput
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Screen:
+    """Where answers and reports go."""
+
+    answers: TextIO
+    reports: Console
+    clock: Callable[[], float]
+
+    @contextmanager
+    def waiting(self, message: str) -> Iterator[Callable[[], None]]:
+        """A spinner while something runs, on a terminal only; call the result to end it early."""
+        if not self.reports.is_terminal:
+            yield lambda: None
+            return
+        with self.reports.status(Text(message, style="dim")) as status:
+            yield status.stop
+
+    def heading(self, number: int, total: int, label: str) -> None:
+        """Announce one request of several."""
+        title = Text.assemble((f"{number} of {total}", "bold"), f"  {snippet(label)}")
+        self.reports.print()
+        self.reports.rule(title, align="left", style="dim", characters="─")
+
+    def show(
+        self,
+        label: str,
+        updates: Iterable[RequestOutput],
+        params: SamplingParams,
+        visible: Callable[[CompletionOutput], str] = text_of,
+    ) -> Shown:
+        """Write the answers of one request as they come, then its report.
+
+        `visible` says what of an answer is shown; it only ever grows at its end.
+        """
+        start = self.clock()
+        first_token_s: float | None = None
+        final: RequestOutput | None = None
+        writer = _Writer(self, visible)
+        with self.waiting("waiting for the first token") as stop_waiting:
+            for final in updates:
+                if first_token_s is None and any(answer.token_ids for answer in final.outputs):
+                    first_token_s = self.clock() - start
+                    stop_waiting()
+                writer.write(final)
+        assert final is not None, "a request has one terminal output"
+        writer.end()
+        total_s = self.clock() - start
+        first_s = total_s if first_token_s is None else first_token_s
+        shown = Shown(label=label, output=final, first_token_s=first_s, total_s=total_s)
+        self._report(shown, params)
+        return shown
+
+    def summary(self, requests: list[Shown]) -> None:
+        """A table of several requests, and what the cache gave in all."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left")
+        for name in ("#", "prompt", "tokens", "from cache", "", "first token"):
+            is_left = name in ("prompt", "")
+            table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
+        for number, shown in enumerate(requests, start=1):
+            cached, tokens = _counts(shown)
+            table.add_row(
+                str(number),
+                Text(snippet(shown.label)),
+                f"{tokens}",
+                f"{cached}",
+                _bar(cached, tokens, _BAR_WIDTH // 2),
+                seconds(shown.first_token_s),
+            )
+        self.reports.print()
+        self.reports.print(table)
+        cached = sum(_counts(shown)[0] for shown in requests)
+        tokens = sum(_counts(shown)[1] for shown in requests)
+        share = f" ({cached / tokens:.0%})" if tokens else ""
+        self._line(Text(f"{cached} of {tokens} prompt tokens{share} came from the cache"))
+
+    def error(self, message: str) -> None:
+        """One line that says what went wrong."""
+        self._line(Text.assemble(("milepost: ", "bold"), ("error: ", "bold red"), message))
+
+    def _report(self, shown: Shown, params: SamplingParams) -> None:
+        for answer in shown.output.outputs:
+            if answer.logprobs:
+                self.reports.print(_logprob_table(answer))
+        num_tokens = sum(len(answer.token_ids) for answer in shown.output.outputs)
+        ends = dict.fromkeys(ending(answer, params) for answer in shown.output.outputs)
+        facts = [
+            f"{num_tokens} token{'s' * (num_tokens != 1)} in {seconds(shown.total_s)}",
+            f"the first after {seconds(shown.first_token_s)}",
+            *ends,
+        ]
+        self._line(Text(" · ".join(facts), style="dim"))
+        if shown.output.cache_report is not None:
+            self._line(_cache_line(shown.output.cache_report))
+
+    def _line(self, text: Text) -> None:
+        self.reports.print(text, soft_wrap=True)
+
+
+class _Writer:
+    """Writes the cumulative answers of one request: one after the other, each as it grows."""
+
+    def __init__(self, screen: Screen, visible: Callable[[CompletionOutput], str]) -> None:
+        self._screen = screen
+        self._visible = visible
+        self._safe = screen.answers.isatty()
+        self._index = 0
+        self._num_written = 0
+        self._last = "\n"
+
+    def write(self, output: RequestOutput) -> None:
+        while self._index < len(output.outputs):
+            answer = output.outputs[self._index]
+            self._put(self._visible(answer)[self._num_written :])
+            if not answer.finished or self._index == len(output.outputs) - 1:
+                return
+            self.end()
+            self._index += 1
+            self._num_written = 0
+            self._screen.reports.print(Text(f"answer {self._index + 1}", style="dim"))
+
+    def end(self) -> None:
+        """Leave the cursor at the beginning of a line."""
+        if self._last != "\n":
+            self._out("\n")
+
+    def _put(self, text: str) -> None:
+        self._num_written += len(text)
+        if text:
+            self._out(text.translate(_CONTROLS) if self._safe else text)
+
+    def _out(self, text: str) -> None:
+        self._screen.answers.write(text)
+        self._screen.answers.flush()
+        self._last = text[-1]
+
+
+def snippet(text: str) -> str:
+    """The beginning of a text, on one line."""
+    line = " ".join(text[: 4 * _SNIPPET_LEN].split()).translate(_CONTROLS)
+    return line if len(line) <= _SNIPPET_LEN else line[: _SNIPPET_LEN - 1] + "…"
+
+
+def seconds(duration: float) -> str:
+    """A duration with as many digits as mean something."""
+    if duration < 0.9995:
+        return f"{duration * 1000:.0f} ms"
+    return f"{duration:.1f} s" if duration < 100 else f"{duration:.0f} s"
+
+
+def ending(answer: CompletionOutput, params: SamplingParams) -> str:
+    """Why an answer ended, and which flag changes that."""
+    if answer.finish_reason == "length":
+        if params.max_tokens is not None and len(answer.token_ids) >= params.max_tokens:
+            return f"cut off by --max-tokens {params.max_tokens}"
+        return "cut off by --max-model-len"
+    if answer.finish_reason == "stop":
+        if isinstance(answer.stop_reason, str):
+            return f"ended by the stop string {answer.stop_reason!r}"
+        return "complete" if answer.stop_reason is None else f"ended by token {answer.stop_reason}"
+    return "aborted"
+
+
+def _counts(shown: Shown) -> tuple[int, int]:
+    """Cached and all prompt tokens."""
+    return shown.output.num_cached_tokens, len(shown.output.prompt_token_ids)
+
+
+def _cache_line(report: CacheReport) -> Text:
+    line = _bar(report.reused, report.prompt_tokens)
+    style = "green" if report.reused else "yellow"
+    line.append(f" {report.reused} of {report.prompt_tokens} prompt tokens from the cache", style)
+    if report.computed:
+        line.append(f"; computed {report.computed}: {', '.join(report.reasons())}")
+    return line
+
+
+def _bar(part: int, whole: int, width: int = _BAR_WIDTH) -> Text:
+    """A bar that is full only if all of it is there, and empty only if nothing is."""
+    num_full = max(1, width * part // whole) if part else 0
+    return Text.assemble(("━" * num_full, "green"), ("─" * (width - num_full), "dim"))
+
+
+def _logprob_table(answer: CompletionOutput) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("token", "logprob", "rank", "likeliest"):
+        table.add_column(name, justify="right" if name in ("logprob", "rank") else "left")
+    for token_id, entry in zip(answer.token_ids, answer.logprobs or (), strict=False):
+        own = entry[token_id]
+        best = sorted(entry.items(), key=lambda item: -item[1].logprob)
+        others = "  ".join(
+            f"{_token(i, logprob.decoded_token)} {logprob.logprob:.2f}" for i, logprob in best
+        )
+        shown = Text(_token(token_id, own.decoded_token))
+        table.add_row(shown, f"{own.logprob:.3f}", str(own.rank or ""), Text(others, style="dim"))
+    return table
+
+
+def _token(token_id: int, text: str | None) -> str:
+    return f"#{token_id}" if text is None else repr(text)

@@ -1,0 +1,108 @@
+"""Command-line flags made from the configuration's dataclasses.
+
+One flag per field: its name with dashes, its type, its default, and the docstring under it as help.
+So a default or a description stands in one place, and a new field is a new flag.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+from cyclopts import Group, Parameter
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags(Generic[C]):
+    """The flags of one dataclass.
+
+    `renamed` maps a field to the flag's name where another dataclass has the same; `left_out` names
+    fields that only the Python API has.
+    """
+
+    config: type[C]
+    group: Group
+    renamed: Mapping[str, str]
+    left_out: Collection[str] = ()
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One keyword-only parameter per flag, annotated for cyclopts."""
+        hints = get_type_hints(self.config)
+        docs = field_docs(self.config)
+        return [
+            self._parameter(field, hints[field.name], docs.get(field.name, ""))
+            for field in fields(self.config)  # type: ignore[arg-type]
+            if field.name not in self.left_out
+        ]
+
+    def build(self, values: Mapping[str, Any]) -> C:
+        """The dataclass from a call's values by parameter name; raises what it raises."""
+        names = {field.name: self._name(field.name) for field in fields(self.config)}  # type: ignore[arg-type]
+        return self.config(
+            **{field: values[name] for field, name in names.items() if name in values}
+        )
+
+    def _name(self, field: str) -> str:
+        return self.renamed.get(field, field)
+
+    def _parameter(self, field: Field[Any], hint: Any, doc: str) -> inspect.Parameter:
+        assert field.default is not MISSING, f"a flag needs a default: {field.name}"
+        flag = Parameter(
+            group=self.group,
+            help=doc,
+            negative=() if field.default is False else None,
+            negative_iterable=(),
+        )
+        return inspect.Parameter(
+            self._name(field.name),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=Annotated[_flag_type(hint), flag],
+        )
+
+
+def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callable[..., C]:
+    """Give a command that takes `**values` the flags in place of it; returns the command."""
+    own = [
+        parameter
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    added = [parameter for group in flags for parameter in group.parameters()]
+    command.__signature__ = inspect.Signature(own + added)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in own + added}
+    return command
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """The string under each field of a dataclass, as one paragraph."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = _string(below)
+            if text:
+                docs[statement.target.id] = " ".join(text.split())
+    return docs
+
+
+def _string(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return str(statement.value.value)
+    return None
+
+
+def _flag_type(hint: Any) -> Any:
+    """What a flag parses; for `Sequence[X] | X | None` a list that grows with each use."""
+    for member in get_args(hint):
+        if get_origin(member) is Sequence:
+            item: Any = get_args(member)[0]
+            return list[item] | None
+    return hint

@@ -1,0 +1,169 @@
+"""`milepost generate`: answers prompts in the terminal and shows what the cache gave."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TextIO
+
+from cyclopts import Group, Parameter
+
+from milepost.cli.display import Screen, ids_of, text_of
+from milepost.cli.flags import Flags, add_flags
+from milepost.config import EngineConfig
+from milepost.engine.outputs import RequestOutput
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
+
+PROMPTS = Group("Prompts", sort_key=1)
+SAMPLING = Flags(
+    config=SamplingParams,
+    group=Group("Sampling", sort_key=2),
+    renamed={"seed": "sampling_seed"},
+    left_out=("logit_bias",),
+)
+ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=3), renamed={})
+
+Prompt = str | Mapping[str, Any]
+
+
+class Engine(Protocol):
+    """What this command needs of `milepost.LLM`; both streams give cumulative outputs."""
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer; None with skip_tokenizer_init."""
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
+        """Outputs of one prompt: a string, or {"prompt_token_ids": [...]}."""
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams
+    ) -> Iterator[RequestOutput]:
+        """Outputs of one conversation."""
+
+
+def generate_command(
+    open_engine: Callable[[EngineConfig], Engine], screen: Screen, stdin: TextIO
+) -> Callable[..., None]:
+    """The command, bound to an engine factory and a terminal."""
+
+    def generate(
+        *prompts: Annotated[str, Parameter(group=PROMPTS, help="What to answer.")],
+        prompt_file: Annotated[
+            list[Path] | None,
+            Parameter(
+                group=PROMPTS,
+                negative_iterable=(),
+                allow_leading_hyphen=True,
+                help="Read a prompt from this file, or from standard input if it is `-`. "
+                "May be given several times.",
+            ),
+        ] = None,
+        system: Annotated[
+            str | None, Parameter(group=PROMPTS, help="System prompt of each conversation.")
+        ] = None,
+        chat: Annotated[
+            bool | None,
+            Parameter(
+                group=PROMPTS,
+                help="Put prompts into the model's chat template. By default where there is one.",
+            ),
+        ] = None,
+        repeat: Annotated[
+            int, Parameter(group=PROMPTS, help="Ask everything this many times, to see the cache.")
+        ] = 1,
+        verbose: Annotated[
+            bool, Parameter(group=PROMPTS, negative=(), help="Log what the engine does.")
+        ] = False,
+        **settings: Any,
+    ) -> None:
+        """Answer prompts, and show where their tokens came from.
+
+        Prompts come as arguments, from files, or from standard input. Answers go to standard
+        output as they are made; reports go to standard error.
+        """
+        params, config = SAMPLING.build(settings), ENGINE.build(settings)
+        _check(system, chat, repeat, config)
+        texts = _read_prompts(prompts, prompt_file or [], stdin)
+        _log_to_stderr(verbose or not config.disable_log_stats)
+        with screen.waiting(f"loading {config.model or 'the embedded model'}"):
+            engine = open_engine(config)
+        ask = _asking(engine, params, system, chat)
+        visible = text_of if engine.get_tokenizer() and params.detokenize else ids_of
+        shown = []
+        for number, text in enumerate(texts * repeat, start=1):
+            if len(texts) * repeat > 1:
+                screen.heading(number, len(texts) * repeat, text)
+            shown.append(screen.show(text, ask(text), params, visible))
+        if len(shown) > 1:
+            screen.summary(shown)
+
+    return add_flags(generate, [SAMPLING, ENGINE])
+
+
+def _check(system: str | None, chat: bool | None, repeat: int, config: EngineConfig) -> None:
+    if repeat < 1:
+        raise InvalidRequestError(f"--repeat {repeat}: use 1 or more")
+    if system is not None and chat is False:
+        raise InvalidRequestError("--system with --no-chat: a plain prompt has no system prompt")
+    if config.skip_tokenizer_init and (chat or system is not None):
+        raise InvalidRequestError(
+            "--chat and --system need a tokenizer: leave out --skip-tokenizer-init"
+        )
+
+
+def _read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
+    """All prompts: arguments, then files; standard input if there is neither.
+
+    The newline that ends a file is no part of its prompt.
+    """
+    if not prompts and not files:
+        if stdin.isatty():
+            raise InvalidRequestError(
+                "no prompt: give one as an argument, with --prompt-file, or on standard input"
+            )
+        return [stdin.read().removesuffix("\n")]
+    return [*prompts, *(_read_file(path, stdin) for path in files)]
+
+
+def _read_file(path: Path, stdin: TextIO) -> str:
+    try:
+        text = stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"--prompt-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"--prompt-file {path}: use UTF-8 text ({error})") from error
+    return text.removesuffix("\n")
+
+
+def _log_to_stderr(is_detailed: bool) -> None:
+    logging.basicConfig(
+        level=logging.INFO if is_detailed else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def _asking(
+    engine: Engine, params: SamplingParams, system: str | None, chat: bool | None
+) -> Callable[[str], Iterator[RequestOutput]]:
+    """How a prompt's text becomes a request."""
+    tokenizer = engine.get_tokenizer()
+    if tokenizer is None:
+        return lambda text: engine.stream({"prompt_token_ids": _token_ids(text)}, params)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if not (has_template if chat is None else chat) and system is None:
+        return lambda text: engine.stream(text, params)
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return lambda text: engine.stream_chat([*head, {"role": "user", "content": text}], params)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"prompt {text[:40]!r}: with --skip-tokenizer-init use token ids, such as '5 17 3'"
+        ) from error

@@ -1,0 +1,80 @@
+"""The command `milepost`: parses the command line, and turns every end into an exit status.
+
+0 is success, 2 a mistake in what was asked (one line on standard error, no traceback), 130 Ctrl-C,
+141 a reader of the output that went away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TextIO
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+
+import milepost
+from milepost.cli.display import Screen
+from milepost.cli.generate import Engine, generate_command
+from milepost.config import EngineConfig
+from milepost.errors import MilepostError
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    open_engine: Callable[[EngineConfig], Engine] | None = None,
+    screen: Screen | None = None,
+    stdin: TextIO | None = None,
+) -> int:
+    """Run one command line (by default the process's own) and return its exit status."""
+    screen = screen or _process_screen()
+    app = build_app(open_engine or open_llm, screen, stdin or sys.stdin)
+    try:
+        app(
+            arguments,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+    except (MilepostError, CycloptsError) as error:
+        screen.error(str(error))
+        return 2
+    except KeyboardInterrupt:
+        screen.reports.print()
+        return 130
+    except BrokenPipeError:
+        _forget_stdout()
+        return 141
+    return 0
+
+
+def build_app(open_engine: Callable[[EngineConfig], Engine], screen: Screen, stdin: TextIO) -> App:
+    """All commands."""
+    app = App(
+        name="milepost",
+        help="Runs hybrid language models with a prefix cache that hits, and says why.",
+        version=milepost.__version__,
+        help_format="markdown",
+        suppress_keyboard_interrupt=False,
+    )
+    app.command(generate_command(open_engine, screen, stdin))
+    return app
+
+
+def open_llm(config: EngineConfig) -> Engine:
+    """The real engine. Loads the weights; raises ConfigError and WeightsError."""
+    return milepost.LLM(**asdict(config))
+
+
+def _process_screen() -> Screen:
+    reports = Console(stderr=True, highlight=False)
+    return Screen(answers=sys.stdout, reports=reports, clock=time.perf_counter)
+
+
+def _forget_stdout() -> None:
+    """Keep the interpreter from flushing into the closed pipe when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

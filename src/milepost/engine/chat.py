@@ -1,0 +1,176 @@
+"""Renders a conversation with the tokenizer's chat template, and finds where a checkpoint pays.
+
+The marks are where other prompts are likely to leave this one: the end of the system prompt and the
+tools, and the end of the last message. Templates say nothing about their parts, so these places are
+found by rendering shorter or differing conversations and comparing the text. A mark is always a
+position of this very prompt, whatever a template does to earlier messages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from milepost.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError)
+"""What a template that does not take a conversation raises."""
+
+_PROBES = ("A", "B")
+"""Two user messages that share no first character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A conversation as the model reads it."""
+
+    token_ids: list[int]
+    marks: tuple[int, ...]
+    """Token positions inside the prompt, ascending."""
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> ChatPrompt:
+    """Token ids and marks of a conversation.
+
+    Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
+    message has something other than text.
+    """
+    conversation = _Conversation(tokenizer, tools, dict(chat_template_kwargs or {}))
+    messages = [_checked(message) for message in messages]
+    if not messages:
+        raise InvalidRequestError("messages=[]: use one message or more")
+    try:
+        text = conversation.text(messages, add_generation_prompt)
+    except _REFUSALS as error:
+        raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
+    ends = (_head_end(conversation, messages, text), _body_end(conversation, messages, text))
+    token_ids, positions = _tokenize(tokenizer, text, ends)
+    marks = sorted({position for position in positions if 0 < position < len(token_ids)})
+    return ChatPrompt(token_ids=token_ids, marks=tuple(marks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """Everything that decides the text, besides the messages."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[Any] | None
+    template_kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        named = self.template_kwargs.get("chat_template")
+        if not named and not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                "the tokenizer has no chat template: use generate() with a plain prompt, or name "
+                "one with chat_template_kwargs={'chat_template': ...}"
+            )
+
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=self.tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.template_kwargs,
+        )
+
+    def text_if_taken(self, messages: Sequence[Message]) -> str | None:
+        """Without a generation prompt; None if the template refuses these messages."""
+        try:
+            return self.text(messages, add_generation_prompt=False)
+        except _REFUSALS:
+            return None
+
+
+def _checked(message: Message) -> dict[str, Any]:
+    """A copy whose content is text: a list of text parts becomes one string."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"message {message!r}: use a dict with a role and a content")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "\n".join(_part_text(part) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequestError(f"content={content!r}: use a string or a list of text parts")
+    return {**message, "content": content} if "content" in message else dict(message)
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text"):
+        return str(part.get("text", ""))
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise InvalidRequestError(f"content part {kind!r}: only text parts are supported")
+
+
+# --- where the parts of the text end --------------------------------------------------------------
+
+
+def _head_end(conversation: _Conversation, messages: list[dict[str, Any]], text: str) -> int:
+    """Where the system prompt (and what the template puts beside it, such as tools) ends.
+
+    Rendered on its own where the template allows that and keeps it whole; otherwise what two
+    conversations share that differ from their first user message on.
+    """
+    head = messages[: _head_length(messages)]
+    alone = conversation.text_if_taken(head) if head else None
+    if alone and text.startswith(alone) and all(_content(m).strip() in alone for m in head):
+        return len(alone)
+    probes = [
+        conversation.text_if_taken([*head, {"role": "user", "content": probe}]) for probe in _PROBES
+    ]
+    shared = _common_length(*(probe or "" for probe in probes))
+    return _common_length(text, (probes[0] or "")[:shared])
+
+
+def _head_length(messages: list[dict[str, Any]]) -> int:
+    roles = [message["role"] in ("system", "developer") for message in messages]
+    return roles.index(False) if False in roles else len(roles)
+
+
+def _content(message: dict[str, Any]) -> str:
+    return message.get("content") or ""
+
+
+def _body_end(conversation: _Conversation, messages: list[dict[str, Any]], text: str) -> int:
+    """Where the last message ends and the generation prompt begins."""
+    return _common_length(text, conversation.text_if_taken(messages) or "")
+
+
+def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many characters, or tokens, two sequences share from the start."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+# --- characters to tokens -------------------------------------------------------------------------
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, text: str, ends: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """The text's token ids, and for each end (in characters) the number of tokens before it.
+
+    A token that reaches over an end counts as after it.
+    """
+    if not tokenizer.is_fast:
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        prefixes = [tokenizer.encode(text[:end], add_special_tokens=False) for end in ends]
+        return token_ids, [_common_length(token_ids, prefix) for prefix in prefixes]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    token_ends = [end for _, end in encoding["offset_mapping"]]
+    return encoding["input_ids"], [bisect_left(token_ends, end + 1) for end in ends]

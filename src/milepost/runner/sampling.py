@@ -1,0 +1,236 @@
+"""Chooses the next token of every sequence in a batch from its logits.
+
+A row's token depends on its logits, its parameters, its tokens so far and (seed, number of tokens
+so far): nothing is carried from one step to the next and rows do not see each other, so preemption,
+batching and cache hits leave a sampled answer as it is. Order of operations, as in vLLM: suppressed
+ids, logit_bias, penalties, temperature, min_p, top_k, top_p. Log-probabilities are the model's own,
+from before all of these.
+
+Legend: R rows, V vocabulary, C candidates (the likeliest tokens, sorted).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from milepost.sampling_params import SamplingParams
+
+_CANDIDATES = 1024
+"""Tokens that top_p looks at first; it sorts the whole vocabulary only if they don't suffice."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingRow:
+    """What the choice of one sequence's next token depends on, besides its logits."""
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    """The prompt; read only for a repetition penalty."""
+    output_token_ids: Sequence[int]
+    """The answer so far; its length is the index of the draw."""
+    seed: int
+    """This sample's own seed (`SamplingParams.sample_seed`)."""
+    suppressed_ids: Sequence[int] = ()
+    """Ids that may not be chosen now: those that end an answer, while it is below min_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The chosen token; with `SamplingParams.logprobs`, also how likely it and others were."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+    """The likeliest tokens, best first; it need not hold the chosen one."""
+    rank: int | None = None
+    """1 for the likeliest token; ties share the better rank."""
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose one token per row of `logits` [R, V] (any float type; left as it is).
+
+    Costs one argmax when every row is greedy and asks for nothing else.
+    """
+    assert logits.shape[0] == len(rows), "one row of logits per sampling row"
+    if not rows:
+        return []
+    token_ids = _choose(logits, rows).tolist()
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    wanted = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
+    if wanted:
+        _add_logprobs(tokens, wanted, logits, rows)
+    return tokens
+
+
+def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Token ids [R]."""
+    adjusted = _adjusted(logits, rows)
+    token_ids = adjusted.argmax(dim=-1)
+    drawn = [r for r, row in enumerate(rows) if not _takes_the_best(row.params)]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        token_ids[index] = _draw(_full(adjusted[index]), [rows[r] for r in drawn])
+    return token_ids
+
+
+def _takes_the_best(params: SamplingParams) -> bool:
+    return params.is_greedy or params.top_k == 1
+
+
+def _full(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+# --- before the temperature: what is added to single logits ---------------------------------------
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """`logits` itself, or a copy with suppressed ids, biases and penalties applied."""
+    touched = [r for r, row in enumerate(rows) if _is_adjusted(row)]
+    if not touched:
+        return logits
+    adjusted = _full(logits).clone()
+    for r in touched:
+        _adjust(adjusted[r], rows[r])
+    return adjusted
+
+
+def _is_adjusted(row: SamplingRow) -> bool:
+    return bool(row.suppressed_ids or row.params.logit_bias or row.params.has_penalties)
+
+
+def _adjust(logits: Tensor, row: SamplingRow) -> None:
+    """Change one row [V] in place."""
+    if row.suppressed_ids:
+        logits[_ids(row.suppressed_ids, logits)] = -math.inf
+    if row.params.logit_bias:
+        biases = list(row.params.logit_bias.values())
+        logits[_ids(list(row.params.logit_bias), logits)] += logits.new_tensor(biases)
+    if row.params.has_penalties:
+        _penalize(logits, row)
+
+
+def _penalize(logits: Tensor, row: SamplingRow) -> None:
+    params = row.params
+    output, counts = _ids(row.output_token_ids, logits).unique(return_counts=True)
+    if params.repetition_penalty != 1:
+        seen = torch.cat([_ids(row.prompt_token_ids, logits), output]).unique()
+        values, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    logits[output] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)
+
+
+# --- from the temperature on: which tokens remain, and the draw -----------------------------------
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Token ids [R] drawn from `logits` [R, V] by adding Gumbel noise and taking the largest."""
+    temperature = _column(logits, rows, lambda params: max(params.temperature, 1e-30))
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    scaled = scaled.masked_fill(scaled < _lowest_kept(scaled, rows), -math.inf)
+    for r, row in enumerate(rows):
+        scaled[r] += _gumbel(row.seed, len(row.output_token_ids), scaled[r])
+    return scaled.argmax(dim=-1)
+
+
+def _column(
+    like: Tensor, rows: Sequence[SamplingRow], value: Callable[[SamplingParams], float]
+) -> Tensor:
+    """[R, 1], in the type of `like`."""
+    return like.new_tensor([value(row.params) for row in rows]).unsqueeze(1)
+
+
+def _gumbel(seed: int, index: int, like: Tensor) -> Tensor:
+    """Noise [V] for the token at `index` of the answer whose seed this is; finite, float32.
+
+    The uniform numbers are multiples of 2**-24; half a step keeps them away from 0.
+    """
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device=like.device)
+    generator.manual_seed(int.from_bytes(digest, "little"))
+    uniform = torch.rand(like.shape, generator=generator, device=like.device) + 2.0**-25
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
+
+
+def _lowest_kept(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The lowest logit [R, 1] that min_p, top_k and top_p leave in; `scaled` has maximum 0.
+
+    Equal logits stay or go together, so the order in which a sort leaves them does not matter.
+    """
+    floor = _column(scaled, rows, lambda params: _log(params.min_p))
+    if all(row.params.top_k <= 0 and row.params.top_p == 1 for row in rows):
+        return floor
+    vocab_size = scaled.shape[1]
+    top_k = torch.tensor([_top_k(row.params, vocab_size) for row in rows], device=scaled.device)
+    top_p = _column(scaled, rows, lambda params: params.top_p)
+    narrow = min(vocab_size, max(_CANDIDATES, *(max(row.params.top_k, 1) for row in rows)))
+    lowest, is_final = _nucleus(scaled, floor, top_k.unsqueeze(1), top_p, narrow)
+    if not is_final:
+        lowest, _ = _nucleus(scaled, floor, top_k.unsqueeze(1), top_p, vocab_size)
+    return lowest
+
+
+def _log(share: float) -> float:
+    return math.log(share) if share > 0 else -math.inf
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+
+
+def _nucleus(
+    scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int
+) -> tuple[Tensor, bool]:
+    """The lowest logit kept [R, 1], and whether `num_candidates` were enough to know it.
+
+    `num_candidates` C covers every top_k below V. top_p is a share of what min_p and top_k leave.
+    """
+    values = scaled.topk(num_candidates, dim=-1).values
+    ranks = torch.arange(num_candidates, device=scaled.device)
+    is_left = (ranks < top_k) & (values >= floor)
+    mass = torch.where(is_left, values.exp(), 0.0)
+    up_to = mass.cumsum(dim=-1, dtype=torch.float64)
+    is_unlimited = top_k == scaled.shape[1]
+    everything = torch.where(scaled >= floor, scaled.exp(), 0.0).sum(
+        dim=-1, keepdim=True, dtype=torch.float64
+    )
+    total = torch.where(is_unlimited, everything, up_to[:, -1:])
+    is_kept = is_left & ((up_to - mass < top_p * total) | (top_p == 1))
+    num_kept = is_kept.sum(dim=-1, keepdim=True)
+    lowest = values.gather(1, num_kept - 1)
+    is_free = is_unlimited & (top_p == 1)
+    is_final = is_free | ~is_unlimited | (num_kept < num_candidates)
+    is_final |= torch.tensor(num_candidates == scaled.shape[1], device=scaled.device)
+    return torch.where(is_free, floor, lowest), bool(is_final.all())
+
+
+# --- how likely the chosen token was --------------------------------------------------------------
+
+
+def _add_logprobs(
+    tokens: list[SampledToken], wanted: list[int], logits: Tensor, rows: Sequence[SamplingRow]
+) -> None:
+    """Replace the tokens of the rows `wanted` by ones that carry log-probabilities."""
+    logprobs = _full(logits[torch.tensor(wanted, device=logits.device)]).log_softmax(dim=-1)
+    chosen = torch.tensor([[tokens[r].token_id] for r in wanted], device=logits.device)
+    own = logprobs.gather(1, chosen)
+    ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
+    most = max(rows[r].params.logprobs or 0 for r in wanted)
+    best = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    for i, (r, logprob) in enumerate(zip(wanted, own.flatten().tolist(), strict=True)):
+        count = rows[r].params.logprobs or 0
+        top = dict(zip(ids[i][:count], values[i][:count], strict=True))
+        tokens[r] = SampledToken(tokens[r].token_id, logprob, top, ranks[i])

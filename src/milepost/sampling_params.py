@@ -1,0 +1,176 @@
+"""How the tokens of one request are chosen, and when its answer ends.
+
+Names and meanings are vLLM's. A value that contradicts another or cannot be meant is refused here,
+with InvalidRequestError; what depends on the model (token ids against its vocabulary) is checked by
+`check_vocab`. Pure: no torch, no tokenizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from milepost.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+"""Most alternatives per token that `logprobs` may ask for."""
+
+_MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one request; raises InvalidRequestError for values that contradict each other.
+
+    `stop` and `stop_token_ids` are stored as tuples, whatever they were given as.
+    """
+
+    temperature: float = 1.0
+    """0 takes the likeliest token; larger values flatten the distribution."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that hold this share of the probability."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0 or -1 for all."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest one's probability."""
+    max_tokens: int | None = 16
+    """Most tokens of an answer; `None` for as many as max_model_len leaves."""
+    min_tokens: int = 0
+    """Tokens that an answer has before anything but max_tokens may end it."""
+    stop: Sequence[str] | str | None = None
+    """Text that ends the answer when it appears."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    seed: int | None = None
+    """Makes this request's samples repeatable; otherwise they follow from the engine's seed."""
+    n: int = 1
+    """Answers per prompt."""
+    logprobs: int | None = None
+    """Report the log-probability of each token and of this many alternatives, up to 20."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the answer has; from -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the answer has it; from -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Above 1, makes tokens of the prompt and the answer less likely."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of single token ids; from -100 to 100."""
+    detokenize: bool = True
+    """Turn the answer's tokens into text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string or stop token that ended the answer in its text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        self._check_shape_of_distribution()
+        self._check_penalties()
+        self._check_counts()
+        self._check_seed()
+        object.__setattr__(self, "stop", self._checked_stop())
+        object.__setattr__(self, "stop_token_ids", self._checked_stop_token_ids())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    def sample_seed(self, index: int, default: int) -> int:
+        """The seed of answer `index` (below n): from `seed` if set, else from `default`."""
+        return (default if self.seed is None else self.seed) + index
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError if a token id is not one of the model's `vocab_size`."""
+        _check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        _check_ids("logit_bias", self.logit_bias or (), vocab_size)
+
+    def _check_shape_of_distribution(self) -> None:
+        _check_number("temperature", self.temperature, 0, math.inf, "0 for greedy, or more")
+        if math.isinf(self.temperature):
+            _refuse("temperature", self.temperature, "a finite number")
+        _check_number("top_p", self.top_p, 0, 1, "a share above 0 and up to 1; 1 is off")
+        if self.top_p == 0:
+            _refuse("top_p", self.top_p, "a share above 0 and up to 1; temperature=0 is greedy")
+        _check_number("min_p", self.min_p, 0, 1, "a share from 0 to 1; 0 is off")
+        _check_int("top_k", self.top_k, -1, "1 or more, or 0 or -1 for all tokens")
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -2, 2, "a number from -2 to 2; 0 is off")
+        _check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, _ABOVE_ZERO)
+        if self.repetition_penalty == 0 or math.isinf(self.repetition_penalty):
+            _refuse("repetition_penalty", self.repetition_penalty, _ABOVE_ZERO)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, 0, "token ids as keys")
+            _check_number(f"logit_bias[{token_id}]", bias, -100, 100, "a number from -100 to 100")
+
+    def _check_counts(self) -> None:
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, "1 or more, or None for the most possible")
+        _check_int("min_tokens", self.min_tokens, 0, "0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        _check_int("n", self.n, 1, "1 or more")
+        if self.n > 1 and self.is_greedy:
+            _refuse("n", self.n, "n=1 with temperature=0: greedy answers are all the same")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, f"0 to {MAX_LOGPROBS}, or None for none")
+            if self.logprobs > MAX_LOGPROBS:
+                _refuse("logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
+
+    def _check_seed(self) -> None:
+        if self.seed is None:
+            return
+        _check_int("seed", self.seed, 0, "0 or more, or None for the engine's")
+        if self.seed > _MAX_SEED:
+            _refuse("seed", self.seed, f"at most {_MAX_SEED}")
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                _refuse("stop", text, "strings that are not empty")
+        if stop and not self.detokenize:
+            _refuse("stop", stop, "detokenize=True, or stop_token_ids: stop strings need text")
+        return stop
+
+    def _checked_stop_token_ids(self) -> tuple[int, ...]:
+        token_ids = tuple(self.stop_token_ids or ())
+        for token_id in token_ids:
+            _check_int("stop_token_ids", token_id, 0, "token ids")
+        return token_ids
+
+
+_ABOVE_ZERO = "a finite number above 0; 1 is off"
+
+
+def _refuse(name: str, value: object, instead: str) -> None:
+    raise InvalidRequestError(f"{name}={value!r}: use {instead}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, instead: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        _refuse(name, value, instead)
+
+
+def _check_int(name: str, value: object, low: int, instead: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        _refuse(name, value, instead)
+
+
+def _check_ids(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            _refuse(name, token_id, f"token ids below the model's vocabulary of {vocab_size}")

@@ -1,0 +1,80 @@
+"""One request on its way from waiting to its one terminal event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from milepost.cache.chain import Chain
+from milepost.cache.plans import Lease
+from milepost.cache.report import Report
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt and its answer so far. `chain` holds both; whoever makes the request sets the
+    limits.
+
+    Waiting while `lease` is None, running while it isn't, over once `finish_reason` is set.
+    """
+
+    id: str
+    chain: Chain
+    max_tokens: int
+    """Most tokens of the answer; at least 1."""
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, the model's end-of-sequence tokens among them unless they are
+    ignored.
+    """
+    marks: tuple[int, ...] = ()
+    """Positions in the prompt, ascending, where a state is worth keeping."""
+    priority: int = 0
+    """Lower goes first."""
+    arrival: int = 0
+    """Set by the scheduler: the order in which requests were added."""
+    num_prompt_tokens: int = field(init=False)
+    lease: Lease | None = None
+    report: Report | None = None
+    """What the cache gave on the first admission."""
+    num_preemptions: int = 0
+    num_overtaken: int = 0
+    """Times that a later request was admitted while this one found no room."""
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.chain)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.chain)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.chain) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.chain.tokens[self.num_prompt_tokens :].tolist()
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.lease.position if self.lease is not None else 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower is served first and preempted last."""
+        return (self.priority, self.arrival)
+
+    def end_after(self, token: int) -> FinishReason | None:
+        """How the answer ends now that `token` is its last, if it does."""
+        num_tokens = self.num_output_tokens
+        if num_tokens >= self.min_tokens and token in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self.max_tokens else None

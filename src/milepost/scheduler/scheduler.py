@@ -1,0 +1,266 @@
+"""Continuous batching with chunked prefill under a token budget, over the prefix cache.
+
+Owns the requests from `add` to their terminal event. Makes plans and takes facts; no tensors, no
+clock, no I/O. One step: `schedule()` gives a plan, somebody runs it, `update(plan, result)` takes
+the outcome.
+
+Order within a step: decodes, then running prefills, then waiting requests by priority and arrival.
+A chunk that is not a prompt's last ends on the grid. Memory that runs out is taken from the
+youngest running request, whose state goes into the cache, so that its return is a hit.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from milepost.cache.cache import Cache
+from milepost.cache.placement import Kind, floor
+from milepost.cache.plans import Lease, Match
+from milepost.errors import InvalidRequestError
+from milepost.scheduler.plans import Progress, SequencePlan, StepPlan, StepResult
+from milepost.scheduler.request import FinishReason, Request
+from milepost.scheduler.sharing import InFlight
+
+MAX_OVERTAKEN = 64
+"""Later requests that may be admitted past one that finds no room, before it holds the queue."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_waits: int = 0
+    """Times that a request waited a step for a prefix that another one was computing."""
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+class Scheduler:
+    """`max_num_batched_tokens` is at least one grid step, so that every chunk can make progress."""
+
+    def __init__(self, cache: Cache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.stats = SchedulerStats()
+        self._requests: dict[str, Request] = {}
+        self._in_flight = InFlight()
+        self._num_added = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError if the pool could never hold it to its end."""
+        longest = request.num_tokens + request.max_tokens
+        capacity = self.cache.pages.total * self.cache.page_size
+        if longest > capacity:
+            raise InvalidRequestError(
+                f"prompt of {request.num_tokens} tokens plus max_tokens={request.max_tokens} needs "
+                f"{longest} tokens of KV, the pool holds {capacity}: shorten the prompt, lower "
+                "max_tokens or raise num_pages"
+            )
+        assert request.id not in self._requests, f"request id {request.id!r} is in use"
+        request.arrival = self._num_added
+        self._num_added += 1
+        self._requests[request.id] = request
+        insort(self.waiting, request, key=lambda r: r.rank)
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request from outside (stop string, abort) between steps; None if it is over
+        already.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason)
+        return request
+
+    # --- plan -------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; empty if nothing can run."""
+        step = _Step(budget=self.max_num_batched_tokens)
+        num_preemptions = self.stats.num_preemptions
+        for request in [r for r in self.running if _is_decoding(r)]:
+            self._plan_running(step, request)
+        for request in [r for r in self.running if not _is_decoding(r)]:
+            self._plan_running(step, request)
+        if self.stats.num_preemptions == num_preemptions:
+            self._plan_waiting(step)
+        plans = [self._sequence_plan(request, n) for request, n in step.num_tokens.items()]
+        plans.sort(key=lambda plan: not plan.is_decode)
+        return StepPlan(sequences=tuple(plans))
+
+    def _plan_running(self, step: _Step, request: Request) -> None:
+        """Give a running request its tokens; zero of them keeps nobody behind it from running."""
+        if request.lease is None:
+            return  # preempted earlier in this step
+        num_tokens = _chunk(request, step.budget)
+        if not num_tokens:
+            return
+        while not self.cache.extend(request.lease, request.num_tokens):
+            victim = max(self.running, key=lambda r: r.rank)
+            step.remove(victim)
+            self._preempt(victim)
+            if victim is request:
+                return
+        step.give(request, num_tokens)
+
+    def _plan_waiting(self, step: _Step) -> None:
+        """Admit waiting requests in order while budget, seats and memory last."""
+        blocked: list[Request] = []
+        for request in list(self.waiting):
+            if not step.budget or len(self.running) >= self.max_num_seqs:
+                return
+            if blocked and blocked[0].num_overtaken >= MAX_OVERTAKEN:
+                return
+            match = self.cache.match(request.chain)
+            if self._waits_for_prefix(request, match):
+                self.stats.num_waits += 1
+            elif self._admit(request, match):
+                step.give(request, _chunk(request, step.budget))
+                for other in blocked:
+                    other.num_overtaken += 1
+            else:
+                blocked.append(request)
+                if len(blocked) >= self.max_num_seqs:
+                    return
+
+    def _waits_for_prefix(self, request: Request, match: Match) -> bool:
+        """Whether a running prefill computes a prefix of this request, and keeps its state there."""
+        shared = self._in_flight.find(request, match)
+        if shared is None:
+            return False
+        self.cache.add_junction(shared.lease, shared.position)
+        return True
+
+    def _admit(self, request: Request, match: Match) -> bool:
+        lease = self._find_room(request, match)
+        if lease is None:
+            return False
+        if request.report is None:
+            request.report = lease.report
+        request.lease = lease
+        self.waiting.remove(request)
+        self.running.append(request)
+        if self.cache.mode == "auto":
+            self._in_flight.claim(request)
+        return True
+
+    def _find_room(self, request: Request, match: Match) -> Lease | None:
+        """A lease from the deepest resume; a request that is alone gets a cold one if need be."""
+        first_time = request.report is None
+        lease = self.cache.admit(request.chain, match, marks=request.marks, first_time=first_time)
+        if lease is None and not self.running:
+            match = self.cache.match(request.chain, limit=0)
+            lease = self.cache.admit(
+                request.chain, match, marks=request.marks, first_time=first_time
+            )
+            assert lease is not None, "a request that `add` took fits the pool when it is alone"
+        return lease
+
+    def _preempt(self, request: Request) -> None:
+        """Turn the request's live state into a checkpoint and queue it again."""
+        assert request.lease is not None
+        self._in_flight.drop(request)
+        self.cache.release(request.lease, Kind.PREEMPTED)
+        request.lease = None
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.running.remove(request)
+        insort(self.waiting, request, key=lambda r: r.rank)
+
+    def _sequence_plan(self, request: Request, num_tokens: int) -> SequencePlan:
+        lease = request.lease
+        assert lease is not None
+        start = lease.position
+        end = start + num_tokens
+        return SequencePlan(
+            request=request,
+            tokens=request.chain.tokens[start:end],
+            start=start,
+            page_table=lease.page_table,
+            write_from=lease.write_from,
+            slot_in=lease.slot_in,
+            slot_out=lease.slot_out,
+            exports=tuple(self.cache.take_exports(lease, end)),
+            page_copy=lease.page_copy,
+            samples=end == request.num_tokens,
+        )
+
+    # --- outcome ----------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Take the outcome of a step: commit what was computed, append tokens, end what is over."""
+        self.stats.num_steps += 1
+        progress = []
+        for sequence in plan.sequences:
+            request = sequence.request
+            assert request.lease is not None
+            self._count(sequence)
+            self.cache.commit(request.lease, sequence.end, result.written)
+            self._in_flight.settle(request)
+            if sequence.samples:
+                progress.append(self._append(request, result.tokens[request.id]))
+        return progress
+
+    def _append(self, request: Request, token: int) -> Progress:
+        request.chain.append(token)
+        reason = request.end_after(token)
+        if reason is not None:
+            self._end(request, reason)
+        return Progress(request=request, token=token, finish_reason=reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        del self._requests[request.id]
+        if request.lease is None:
+            self.waiting.remove(request)
+            return
+        self._in_flight.drop(request)
+        self.cache.release(request.lease, Kind.ANSWER_END if self.cache.mode == "auto" else None)
+        request.lease = None
+        self.running.remove(request)
+
+    def _count(self, sequence: SequencePlan) -> None:
+        if sequence.start >= sequence.request.num_prompt_tokens:
+            self.stats.decode_tokens += len(sequence.tokens)
+        else:
+            self.stats.prefill_tokens += len(sequence.tokens)
+
+
+class _Step:
+    """Tokens given out so far in the step that is being planned."""
+
+    __slots__ = ("budget", "num_tokens")
+
+    def __init__(self, *, budget: int) -> None:
+        self.budget = budget
+        self.num_tokens: dict[Request, int] = {}
+
+    def give(self, request: Request, num_tokens: int) -> None:
+        if num_tokens:
+            self.num_tokens[request] = num_tokens
+            self.budget -= num_tokens
+
+    def remove(self, request: Request) -> None:
+        self.budget += self.num_tokens.pop(request, 0)
+
+
+def _is_decoding(request: Request) -> bool:
+    return request.num_tokens - request.num_computed_tokens == 1
+
+
+def _chunk(request: Request, budget: int) -> int:
+    """Tokens of the request's next chunk: all that is left, or up to a grid position."""
+    start = request.num_computed_tokens
+    left = request.num_tokens - start
+    return left if left <= budget else max(floor(start + budget) - start, 0)

@@ -1,0 +1,35 @@
+import pytest
+
+from milepost.cli.display import ending, seconds, snippet
+from milepost.engine.outputs import CompletionOutput
+from milepost.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("duration", "text"),
+    [(0.0004, "0 ms"), (0.42, "420 ms"), (0.9996, "1.0 s"), (12.34, "12.3 s"), (340.2, "340 s")],
+)
+def test_seconds_have_digits_that_mean_something(duration, text):
+    assert seconds(duration) == text
+
+
+def test_snippet_is_one_short_line():
+    assert snippet("a\n  b\tc") == "a b c"
+    assert len(snippet("word " * 1000)) == 48
+    assert snippet("x" * 49).endswith("x…")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"finish_reason": "stop"}, "complete"),
+        ({"finish_reason": "stop", "stop_reason": "END"}, "ended by the stop string 'END'"),
+        ({"finish_reason": "stop", "stop_reason": 7}, "ended by token 7"),
+        ({"finish_reason": "length", "token_ids": [1, 2]}, "cut off by --max-tokens 2"),
+        ({"finish_reason": "length"}, "cut off by --max-model-len"),
+        ({"finish_reason": "abort"}, "aborted"),
+    ],
+)
+def test_endings_have_words(answer, text):
+    answer = CompletionOutput(**{"index": 0, "text": "", "token_ids": [1], **answer})
+    assert ending(answer, SamplingParams(max_tokens=2)) == text

@@ -1,0 +1,44 @@
+import inspect
+from dataclasses import dataclass, fields
+
+import pytest
+from cyclopts import Group
+
+from milepost.cli.flags import Flags, field_docs
+from milepost.cli.generate import ENGINE, SAMPLING
+from milepost.config import EngineConfig
+from milepost.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize("config", [EngineConfig, SamplingParams])
+def test_every_field_has_a_docstring(config):
+    assert set(field_docs(config)) == {field.name for field in fields(config)}
+
+
+def test_a_docstring_over_two_lines_is_one_paragraph():
+    assert "block-aligned prefill chunk" in field_docs(EngineConfig)["mamba_cache_mode"]
+
+
+@pytest.mark.parametrize("flags", [ENGINE, SAMPLING])
+def test_no_flags_give_the_defaults(flags):
+    defaults = {parameter.name: parameter.default for parameter in flags.parameters()}
+    assert flags.build(defaults) == flags.build({}) == flags.config()
+
+
+def test_the_commands_flags_have_different_names():
+    names = [p.name for flags in (ENGINE, SAMPLING) for p in flags.parameters()]
+    assert len(names) == len(set(names))
+
+
+def test_renamed_and_left_out_fields():
+    @dataclass(kw_only=True)
+    class Config:
+        a: int = 1
+        """The first."""
+        b: int = 2
+        c: int = 3
+
+    flags = Flags(config=Config, group=Group("x"), renamed={"a": "first"}, left_out=("c",))
+    assert [parameter.name for parameter in flags.parameters()] == ["first", "b"]
+    assert flags.parameters()[0].kind is inspect.Parameter.KEYWORD_ONLY
+    assert flags.build({"first": 7, "a": 8, "other": 9}) == Config(a=7)

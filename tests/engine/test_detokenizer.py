@@ -1,0 +1,164 @@
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from milepost.engine.detokenizer import Detokenizer, NoText, detokenizer_for
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
+
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+def stream(tokenizer, token_ids, **params):
+    """(deltas, stop string) of a whole answer."""
+    detokenizer = Detokenizer(tokenizer, SamplingParams(max_tokens=None, **params))
+    deltas = []
+    for token_id in token_ids:
+        stop = detokenizer.append(token_id)
+        deltas.append(detokenizer.delta())
+        assert detokenizer.text == "".join(deltas)
+        if stop is not None:
+            return deltas, stop
+    detokenizer.flush()
+    deltas.append(detokenizer.delta())
+    assert detokenizer.text == "".join(deltas)
+    return deltas, None
+
+
+def bytes_of(tokenizer, text):
+    """One token per byte of the text."""
+    vocab = tokenizer.get_vocab()
+    (encoded,) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
+        text
+    )
+    return [vocab[character] for character in encoded[0]]
+
+
+@relaxed
+@given(text=any_text)
+def test_text_is_the_whole_decoded(tokenizer, text):
+    token_ids = tokenizer.encode(text)
+    deltas, _ = stream(tokenizer, token_ids)
+    assert "".join(deltas) == tokenizer.decode(token_ids) == text
+
+
+@relaxed
+@given(text=any_text)
+def test_characters_come_whole_and_at_once(tokenizer, text):
+    deltas, _ = stream(tokenizer, bytes_of(tokenizer, text)) if text else ([], None)
+    expected = [c for character in text for c in [""] * (len(character.encode()) - 1) + [character]]
+    assert deltas[:-1] == (expected if "\ufffd" not in text else deltas[:-1])
+    assert "".join(deltas) == text
+
+
+@relaxed
+@given(token_ids=st.lists(st.integers(0, 600), max_size=30), skip=st.booleans())
+def test_any_tokens_give_what_decoding_all_gives(tokenizer, token_ids, skip):
+    token_ids = [t for t in token_ids if t < len(tokenizer)] + [9999]
+    deltas, _ = stream(tokenizer, token_ids, skip_special_tokens=skip)
+    assert "".join(deltas) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+def test_incomplete_bytes_show_only_at_the_end(tokenizer):
+    smile = bytes_of(tokenizer, "🙂")
+    assert stream(tokenizer, smile[:3])[0] == ["", "", "", "\ufffd"]
+    assert stream(tokenizer, [*smile[:2], *bytes_of(tokenizer, "a")])[0] == ["", "", "\ufffda", ""]
+
+
+def test_characters_that_end_inside_the_next_token_are_not_held(tokenizer):
+    a, b, c = bytes_of(tokenizer, "日")
+    vocab = {t: i for t, i in tokenizer.get_vocab().items() if len(t) == 1}
+    tail = "".join(tokenizer.convert_ids_to_tokens([b, c, a]))
+    core = Tokenizer(models.BPE({**vocab, tail: 9000}, []))
+    core.decoder = decoders.ByteLevel()
+    straddling = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert stream(straddling, [a, 9000, 9000, b, c])[0] == ["", "日", "日", "", "日", ""]
+
+
+def test_words_keep_the_space_that_their_first_token_lacks():
+    core = Tokenizer(models.BPE({"▁the": 0, "▁fox": 1, "es": 2, "<0xC3>": 3, "<0xA9>": 4}, []))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert stream(tokenizer, [0, 1, 2, 3, 4, 1])[0] == ["the", " fox", "es", "", "é", " fox", ""]
+
+
+def test_special_tokens_are_left_out_or_shown(tokenizer):
+    (end,) = tokenizer.encode("<|im_end|>")
+    token_ids = [*tokenizer.encode("fox"), end, *tokenizer.encode(" dog")]
+    assert "".join(stream(tokenizer, token_ids)[0]) == "fox dog"
+    shown = "".join(stream(tokenizer, token_ids, skip_special_tokens=False)[0])
+    assert shown == "fox<|im_end|> dog"
+
+
+@relaxed
+@given(text=any_text, stop=st.lists(st.text("STOPstop abé🙂", min_size=1, max_size=5), min_size=1))
+@pytest.mark.parametrize("keep", [False, True])
+def test_text_ends_at_the_first_stop_string(tokenizer, keep, text, stop):
+    text = text + "STOP again STstop"
+    deltas, found = stream(
+        tokenizer, bytes_of(tokenizer, text), stop=stop, include_stop_str_in_output=keep
+    )
+    ends = sorted((text.find(s) + len(s), text.find(s)) for s in stop if s in text)
+    if not ends:
+        assert ("".join(deltas), found) == (text, None)
+        return
+    earliest_end = ends[0][0]
+    start = min(start for end, start in ends if end == earliest_end)
+    assert found == text[start:earliest_end]
+    assert "".join(deltas) == text[: earliest_end if keep else start]
+
+
+def test_several_stops_in_one_token_end_at_the_one_that_begins_first(tokenizer):
+    core = Tokenizer(models.BPE({"a": 0, "xENDySTOPz": 1}, []))
+    core.decoder = decoders.ByteLevel()
+    one_token = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert stream(one_token, [0, 1], stop=["STOP", "END"]) == (["a", "x"], "END")
+
+
+def test_what_may_become_a_stop_string_is_held_and_let_go(tokenizer):
+    token_ids = bytes_of(tokenizer, "a ENEND")
+    assert stream(tokenizer, token_ids, stop="END") == (["a", " ", "", "", "EN", "", ""], "END")
+    assert stream(tokenizer, token_ids[:-1], stop="END")[0][-1] == "EN"
+    assert stream(tokenizer, bytes_of(tokenizer, "ENa"), stop="END")[0] == ["", "", "ENa", ""]
+
+
+def test_no_stop_string_ends_an_answer_within_min_tokens(tokenizer):
+    token_ids = bytes_of(tokenizer, "abab")
+    assert stream(tokenizer, token_ids, stop="ab")[1] == "ab"
+    deltas, found = stream(tokenizer, token_ids, stop="ab", min_tokens=2)
+    assert ("".join(deltas), found) == ("ab", "ab")
+    assert stream(tokenizer, token_ids, stop="ab", min_tokens=4) == (["", "ab", "", "ab", ""], None)
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "fox"), (True, "fox!")])
+def test_a_stop_token_is_shown_only_if_asked(tokenizer, keep, text):
+    params = SamplingParams(include_stop_str_in_output=keep)
+    detokenizer = Detokenizer(tokenizer, params)
+    for token_id in tokenizer.encode("fox"):
+        detokenizer.append(token_id)
+    detokenizer.append_stop(bytes_of(tokenizer, "!")[0])
+    assert detokenizer.text == detokenizer.delta() == text
+    with pytest.raises(AssertionError, match="end of an answer"):
+        detokenizer.append(5)
+
+
+def test_without_text_there_is_none(tokenizer):
+    silent = detokenizer_for(tokenizer, SamplingParams(detokenize=False))
+    assert isinstance(silent, NoText)
+    assert silent.append(5) is None
+    silent.append_stop(6)
+    silent.flush()
+    assert (silent.text, silent.delta()) == ("", "")
+    assert isinstance(detokenizer_for(None, SamplingParams()), NoText)
+    assert isinstance(detokenizer_for(tokenizer, SamplingParams()), Detokenizer)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        detokenizer_for(None, SamplingParams(stop="END"))

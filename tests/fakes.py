@@ -1,0 +1,169 @@
+"""A runner without a model: it executes plans on dictionaries and refuses any plan that reads wrong contents.
+
+The "KV" of a token is the digest of all tokens up to it, a "state" is the same for what a slot has consumed. So
+any page or state that came back wrong, stale, half-written or under another salt is seen at the next read. The
+sampled token is a function of the digest: a request's answer depends on its tokens alone, and on nothing of how it
+was batched, cached, preempted or resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from milepost.cache import ZERO_SLOT, Cache
+from milepost.cache.check import check
+from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
+from milepost.scheduler.request import Request
+from milepost.scheduler.scheduler import Scheduler
+
+EMPTY = b""
+
+
+def consume(state: bytes, token: int) -> bytes:
+    """The "state" after one more token; also that token's "KV"."""
+    return blake2b(state + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def state_after(tokens: Sequence[int]) -> bytes:
+    state = EMPTY
+    for token in tokens:
+        state = consume(state, token)
+    return state
+
+
+def next_token(state: bytes, vocab_size: int) -> int:
+    return int.from_bytes(state, "little") % vocab_size
+
+
+def cold_answer(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """What the model answers, token by token, without any engine."""
+    state, answer = state_after(prompt), []
+    for _ in range(num_tokens):
+        answer.append(next_token(state, vocab_size))
+        state = consume(state, answer[-1])
+    return answer
+
+
+class FakeRunner:
+    """Executes StepPlans; AssertionError where a plan reads what isn't there."""
+
+    def __init__(self, *, page_size: int, vocab_size: int = 4) -> None:
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.kv: dict[int, list[bytes]] = {}
+        self._history: dict[Request, list[bytes]] = {}
+        self.slots: dict[int, bytes] = {ZERO_SLOT: EMPTY}
+        self.positions: dict[int, int] = {ZERO_SLOT: 0}
+        self.num_tokens = 0
+        self.num_steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        self.num_tokens += plan.num_tokens
+        self._check_outputs(plan)
+        for sequence in plan.sequences:
+            self._copy_page(sequence)
+        states = [self.slots[sequence.slot_in] for sequence in plan.sequences]
+        for sequence, state in zip(plan.sequences, states, strict=True):
+            assert self.positions[sequence.slot_in] == sequence.start
+            self._compute(sequence, state)
+        return StepResult(
+            tokens={
+                s.request.id: next_token(self.slots[s.slot_out], self.vocab_size)
+                for s in plan.sequences
+                if s.samples
+            },
+            written={
+                slot: self.positions[slot]
+                for s in plan.sequences
+                for slot in (s.slot_out, *(export.slot for export in s.exports))
+            },
+        )
+
+    def _check_outputs(self, plan: StepPlan) -> None:
+        outputs = [s.slot_out for s in plan.sequences]
+        outputs += [export.slot for s in plan.sequences for export in s.exports]
+        assert ZERO_SLOT not in outputs
+        assert len(set(outputs)) == len(outputs)
+        for sequence in plan.sequences:
+            assert sequence.slot_in == sequence.slot_out or sequence.slot_in not in outputs
+
+    def _copy_page(self, sequence: SequencePlan) -> None:
+        copy = sequence.page_copy
+        if copy is not None:
+            self._page(copy.target)[: copy.num_tokens] = self.kv[copy.source][: copy.num_tokens]
+
+    def _compute(self, sequence: SequencePlan, state: bytes) -> None:
+        history = self._states(sequence.request)
+        assert state == history[sequence.start], f"{sequence.request.id} resumed from a wrong state"
+        for position in range(sequence.start, sequence.end):
+            if position >= sequence.write_from:
+                page = sequence.page_table[position // self.page_size]
+                self._page(page)[position % self.page_size] = history[position + 1]
+        for export in sequence.exports:
+            assert sequence.start < export.position <= sequence.end
+            self._write(export.slot, history[export.position], export.position)
+        self._write(sequence.slot_out, history[sequence.end], sequence.end)
+        self._check_kv(sequence, history)
+
+    def _check_kv(self, sequence: SequencePlan, history: list[bytes]) -> None:
+        """All that attention reads: the KV of every token so far."""
+        for start in range(0, sequence.end, self.page_size):
+            end = min(start + self.page_size, sequence.end)
+            page = self.kv[sequence.page_table[start // self.page_size]]
+            found = page[: end - start]
+            assert found == history[start + 1 : end + 1], (
+                f"{sequence.request.id} reads wrong KV in [{start}, {end})"
+            )
+
+    def _states(self, request: Request) -> list[bytes]:
+        """The true state after 0, 1, 2 ... tokens of a request."""
+        history = self._history.setdefault(request, [EMPTY])
+        for token in request.chain.tokens[len(history) - 1 :]:
+            history.append(consume(history[-1], token))
+        return history
+
+    def _page(self, page: int) -> list[bytes]:
+        return self.kv.setdefault(page, [EMPTY] * self.page_size)
+
+    def _write(self, slot: int, state: bytes, position: int) -> None:
+        self.slots[slot] = state
+        self.positions[slot] = position
+
+
+def make_request(
+    cache: Cache,
+    id_: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 4,
+    salt: str = "",
+    marks: tuple[int, ...] = (),
+    priority: int = 0,
+) -> Request:
+    return Request(
+        id=id_,
+        chain=cache.chain(prompt, salt),
+        max_tokens=max_tokens,
+        marks=marks,
+        priority=priority,
+    )
+
+
+def step(scheduler: Scheduler, runner: FakeRunner, *, checked: bool = True) -> StepPlan:
+    """One step of the loop, with every invariant checked before and after."""
+    plan = scheduler.schedule()
+    if checked:
+        check(scheduler.cache)
+    scheduler.update(plan, runner.run(plan))
+    if checked:
+        check(scheduler.cache)
+    return plan
+
+
+def run_all(scheduler: Scheduler, runner: FakeRunner, *, checked: bool = True) -> None:
+    """Run until nothing is left; every step makes progress."""
+    while scheduler.has_work:
+        plan = step(scheduler, runner, checked=checked)
+        assert plan.sequences, "the scheduler has work but plans nothing"

@@ -1,0 +1,123 @@
+"""Imports go one way, and the pure parts stay pure."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import milepost
+
+ROOT = Path(milepost.__file__).parent
+
+MAY_USE = {
+    "cache": set(),
+    "scheduler": {"cache"},
+    "simulator": {"cache", "scheduler"},
+    "kernels": set(),
+    "layers": {"kernels"},
+    "models": {"kernels", "layers"},
+    "runner": {"kernels", "layers", "models", "cache", "scheduler"},
+    "engine": {"cache", "scheduler", "kernels", "layers", "models", "runner"},
+}
+MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
+MAY_USE["cli"] = {*MAY_USE["server"], "server", "simulator"}
+
+SHARED = {"config", "errors", "sampling_params"}
+"""Modules beside the parts that all of them may use, and that use only each other."""
+
+ENTRY_POINTS = {"__init__", "__main__", "demo"}
+"""Modules that may use every part."""
+
+HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors")
+
+
+def part_of(path):
+    """`cache` for cache/tree.py, `config` for config.py."""
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_parts(tree, package):
+    """The parts of milepost that a module imports; `package` is the module's own, for dots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            root, _, rest = name.partition(".")
+            if root == "milepost" and rest:
+                yield rest.partition(".")[0], node.lineno
+
+
+def violations(path):
+    own = part_of(path)
+    if own in ENTRY_POINTS:
+        return []
+    package = ["milepost", *path.relative_to(ROOT).parts[:-1]]
+    allowed = {own, *SHARED, *MAY_USE.get(own, ()), "__version__"}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {part}"
+        for part, line in imported_parts(tree, package)
+        if part not in allowed
+    ]
+
+
+def test_imports_go_one_way():
+    paths = sorted(ROOT.rglob("*.py"))
+    assert len(paths) > 10
+    assert [v for path in paths for v in violations(path)] == []
+
+
+def test_every_part_has_its_place():
+    parts = {part_of(path) for path in ROOT.rglob("*.py")}
+    assert parts - MAY_USE.keys() - SHARED - ENTRY_POINTS == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "found"),
+    [
+        ("import milepost.engine.llm", ["milepost", "cache"], ["engine"]),
+        ("from milepost.engine import llm", ["milepost", "cache"], ["engine"]),
+        ("from milepost import LLM, config", ["milepost", "cache"], ["LLM", "config"]),
+        ("from ..engine import llm", ["milepost", "cache"], ["engine"]),
+        ("from . import pages", ["milepost", "cache"], ["cache"]),
+        ("def f():\n    import milepost.cli", ["milepost", "cache"], ["cli"]),
+        ("import math, milepost", ["milepost", "cache"], []),
+    ],
+)
+def test_every_kind_of_import_is_seen(line, package, found):
+    assert [part for part, _ in imported_parts(ast.parse(line), package)] == found
+
+
+@pytest.mark.parametrize("part", ["cache", "scheduler", "simulator"])
+def test_pure_parts_import_no_heavy_library(part):
+    if not (ROOT / part).is_dir():
+        pytest.skip(f"no milepost.{part} yet")
+    modules = [
+        ".".join(["milepost", *path.relative_to(ROOT).with_suffix("").parts])
+        for path in sorted((ROOT / part).rglob("*.py"))
+    ]
+    assert_light(modules)
+
+
+@pytest.mark.parametrize("module", ["milepost", *(f"milepost.{name}" for name in sorted(SHARED))])
+def test_importing_the_surface_is_light(module):
+    assert_light([module])
+
+
+def assert_light(modules):
+    """Import the modules in a fresh interpreter and look for heavy libraries."""
+    script = (
+        f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}]; "
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

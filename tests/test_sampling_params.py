@@ -1,0 +1,96 @@
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import MAX_LOGPROBS, SamplingParams
+
+REFUSED = [
+    ({"temperature": -0.1}, "temperature=-0.1"),
+    ({"temperature": math.nan}, "temperature=nan"),
+    ({"temperature": math.inf}, "temperature=inf"),
+    ({"temperature": None}, "temperature=None"),
+    ({"temperature": "hot"}, "temperature='hot'"),
+    ({"top_p": 0.0}, "top_p=0.0"),
+    ({"top_p": 1.01}, "top_p=1.01"),
+    ({"top_p": math.nan}, "top_p=nan"),
+    ({"top_k": -2}, "top_k=-2"),
+    ({"top_k": 1.5}, "top_k=1.5"),
+    ({"min_p": -0.1}, "min_p=-0.1"),
+    ({"min_p": 1.1}, "min_p=1.1"),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": True}, "max_tokens=True"),
+    ({"min_tokens": -1}, "min_tokens=-1"),
+    ({"min_tokens": 17}, "min_tokens=17: use at most max_tokens=16"),
+    ({"stop": ""}, "stop=''"),
+    ({"stop": ["a", ""]}, "stop=''"),
+    ({"stop": [7]}, "stop=7"),
+    ({"stop": "x", "detokenize": False}, "detokenize=True"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids='a'"),
+    ({"n": 0}, "n=0"),
+    ({"n": 2, "temperature": 0}, "n=2"),
+    ({"logprobs": -1}, "logprobs=-1"),
+    ({"logprobs": MAX_LOGPROBS + 1}, "logprobs=21"),
+    ({"seed": -1}, "seed=-1"),
+    ({"seed": 2**63}, "seed=9223372036854775808"),
+    ({"presence_penalty": 2.1}, "presence_penalty=2.1"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty=inf"),
+    ({"logit_bias": {3: 101.0}}, "logit_bias[3]=101.0"),
+    ({"logit_bias": {-3: 1.0}}, "logit_bias=-3"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_bad_values_are_refused_by_name_and_value(values, said):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**values)
+    assert said in str(caught.value)
+    assert "use " in str(caught.value)
+
+
+def test_edges_are_accepted():
+    SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, logprobs=0, seed=0)
+    SamplingParams(max_tokens=None, min_tokens=10_000, n=3, logprobs=MAX_LOGPROBS)
+    SamplingParams(min_tokens=16, max_tokens=16, logit_bias={0: -100, 1: 100})
+
+
+def test_stop_becomes_a_tuple():
+    assert SamplingParams().stop == ()
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[1]).stop == ("a", "b")
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+
+
+def test_params_can_be_rebuilt_from_their_dict_and_do_not_change():
+    params = SamplingParams(stop="x", stop_token_ids=[1], n=2)
+    assert SamplingParams(**dataclasses.asdict(params)) == params
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 3
+
+
+def test_sample_seeds_differ_by_answer_and_prefer_the_requests_own():
+    assert [SamplingParams(n=2).sample_seed(i, default=50) for i in (0, 1)] == [50, 51]
+    assert SamplingParams(seed=7).sample_seed(1, default=50) == 8
+
+
+def test_vocab_check_names_the_id_outside():
+    params = SamplingParams(stop_token_ids=[9], logit_bias={4: 1.0})
+    params.check_vocab(10)
+    with pytest.raises(InvalidRequestError, match=r"stop_token_ids=9: .* vocabulary of 9"):
+        params.check_vocab(9)
+    with pytest.raises(InvalidRequestError, match="logit_bias=4"):
+        SamplingParams(logit_bias={4: 1.0}).check_vocab(4)
+
+
+def test_import_needs_no_torch():
+    script = (
+        "import sys, milepost.sampling_params; "
+        "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
