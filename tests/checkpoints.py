@@ -100,7 +100,7 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of this name; norms, biases and decays are random too, so that none goes unnoticed."""
+    """The model of this name; norms, biases and decays are random too, so that none is missed."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")

@@ -58,9 +58,7 @@ class Sequences:
     def expected(self, starts: list[int]) -> Tensor:
         """The same in float64 without pages."""
         outputs = []
-        for query, key, value, start in zip(
-            self.query, self.key, self.value, starts, strict=True
-        ):
+        for query, key, value, start in zip(self.query, self.key, self.value, starts, strict=True):
             repeated = (
                 tensor.double().repeat_interleave(HEADS // KV_HEADS, 1) for tensor in (key, value)
             )

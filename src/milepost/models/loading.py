@@ -8,14 +8,19 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from transformers import AutoConfig, PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.parameters import ParameterKind
 from milepost.models.hybrid import HybridModel
-from milepost.models.registry import find_architecture, refuse_unsupported
+from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
 from milepost.models.weights import WeightFiles, fill_from_folder
 
 logger = logging.getLogger(__name__)
@@ -62,27 +67,20 @@ def load_config(folder: Path) -> PreTrainedConfig:
     run it."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
+        raw = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a configuration ({error})") from error
     find_architecture(raw.get("model_type"))
+    # Before they are read as a configuration, which renames some.
+    refuse_layer_types((raw.get("text_config") or raw).get("layer_types") or ())
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
     if config.get_text_config() is not config:
-        refuse_unsupported_outer(config)
+        _refuse_quantized(config)
     refuse_unsupported(config.get_text_config())
     return config
-
-
-def refuse_unsupported_outer(config: PreTrainedConfig) -> None:
-    """Quantization is set on the outer configuration of a multimodal checkpoint."""
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(
-            f"quantization_config={config.quantization_config!r} is not supported; "
-            "supported is an unquantized checkpoint"
-        )
 
 
 def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) -> Path:
@@ -110,3 +108,12 @@ def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch
     if isinstance(named, str):
         named = getattr(torch, named)
     return named or torch.float32
+
+
+def _refuse_quantized(config: PreTrainedConfig) -> None:
+    """Quantization is set on the outer configuration of a multimodal checkpoint."""
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"quantization_config={config.quantization_config!r} is not supported; "
+            "supported is an unquantized checkpoint"
+        )

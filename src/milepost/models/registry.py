@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -41,7 +41,7 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         value = getattr(config, name, None)
         if not is_supported(value):
             raise UnsupportedModelError(f"{name}={value!r} is not supported; supported is {wanted}")
-    _refuse_layer_types(config)
+    refuse_layer_types(config.layer_types)
     _refuse_uneven_heads(config)
     num_experts = getattr(config, "num_experts", 0)
     if num_experts and not 1 <= config.num_experts_per_tok <= num_experts:
@@ -49,6 +49,16 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
             f"num_experts_per_tok={config.num_experts_per_tok} is not within "
             f"num_experts={num_experts}"
         )
+
+
+def refuse_layer_types(layer_types: Iterable[str]) -> None:
+    """Raise UnsupportedModelError for the first kind of layer that nothing here runs."""
+    for layer_type in layer_types:
+        if layer_type not in _LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"layer type {layer_type!r} is not supported; supported are "
+                f"{', '.join(_LAYER_TYPES)}"
+            )
 
 
 def _is_unset(value: Any) -> bool:
@@ -68,19 +78,6 @@ _REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "is_encoder_decoder": (_is_unset, "false"),
 }
 """Setting -> what holds for values that are run, and in words."""
-
-
-def _refuse_layer_types(config: PreTrainedConfig) -> None:
-    unknown = [kind for kind in config.layer_types if kind not in _LAYER_TYPES]
-    if unknown:
-        raise UnsupportedModelError(
-            f"layer type {unknown[0]!r} is not supported; supported are {', '.join(_LAYER_TYPES)}"
-        )
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types names {len(config.layer_types)} layers, "
-            f"num_hidden_layers={config.num_hidden_layers}"
-        )
 
 
 def _refuse_uneven_heads(config: PreTrainedConfig) -> None:

@@ -1,0 +1,62 @@
+"""Norms against transformers', and where sums are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNorm,
+    Qwen3NextRMSNormGated,
+)
+
+from milepost.layers.norm import GatedRMSNorm, RMSNorm
+from milepost.layers.parameters import ParameterKind
+from tests.numbers import relative_error
+
+SIZE, EPS = 24, 1e-6
+
+
+def kind(dtype: torch.dtype) -> ParameterKind:
+    return ParameterKind(dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str
+)
+def test_norms_match_transformers(dtype: torch.dtype, tolerance: float) -> None:
+    hidden, gate, weight = torch.randn(3, 5, SIZE, generator=torch.Generator().manual_seed(0))
+    hidden, gate, weight = hidden.to(dtype), gate.to(dtype), weight[0].to(dtype)
+    plain, plain_expected = RMSNorm(SIZE, EPS, kind(dtype)), Qwen3NextRMSNorm(SIZE, EPS)
+    gated, gated_expected = GatedRMSNorm(SIZE, EPS, kind(dtype)), Qwen3NextRMSNormGated(SIZE, EPS)
+    for norm, expected in ((plain, plain_expected), (gated, gated_expected)):
+        norm.placements()["weight"].store(weight)
+        expected.weight.data.copy_(weight)
+    assert plain(hidden).dtype == gated(hidden, gate).dtype == dtype
+    with torch.no_grad():
+        assert relative_error(plain(hidden), plain_expected(hidden)) < tolerance
+        assert relative_error(gated(hidden, gate), gated_expected(hidden, gate)) < tolerance
+
+
+def test_a_bfloat16_scale_near_one_keeps_its_weight() -> None:
+    """1 + w is no bfloat16 number for small w, so the scale must be kept wider."""
+    norm = RMSNorm(SIZE, EPS, kind(torch.bfloat16))
+    weight = torch.full((SIZE,), 1e-3, dtype=torch.bfloat16)
+    norm.placements()["weight"].store(weight)
+    assert torch.equal(norm.scale, weight.float() + 1)
+
+
+def test_groups_of_heads_have_their_own_scale() -> None:
+    norm = RMSNorm(SIZE, EPS, kind(torch.float64), heads=(2, 1))
+    for group, weight in enumerate((1.0, 4.0)):
+        norm.placements(group)["weight"].store(torch.full((SIZE,), weight))
+    normed = norm(torch.ones(5, 3, SIZE, dtype=torch.float64))
+    expected = torch.tensor([2.0, 2.0, 5.0], dtype=torch.float64)[:, None].expand(5, 3, SIZE)
+    assert relative_error(normed, expected) < 1e-6
+
+
+def test_float64_sums_are_float64() -> None:
+    norm = RMSNorm(SIZE, 0.0, kind(torch.float64))
+    norm.fill()
+    hidden = torch.randn(4, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+    assert relative_error(norm(hidden), expected) < 1e-15

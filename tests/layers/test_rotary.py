@@ -1,0 +1,71 @@
+"""Rotary positions against transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from milepost.errors import UnsupportedModelError
+from milepost.layers.rotary import Rotary, turn
+
+THETA = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 256}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", **SCALED},
+    "llama3": {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        **SCALED,
+    },
+}
+POSITIONS = torch.tensor([0, 1, 2, 77, 1023])
+CPU = torch.device("cpu")
+
+
+def sizes(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "hidden_size": 32,
+        "max_position_embeddings": 1024,
+        "rope_parameters": THETA | parameters,
+    }
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_turn_matches_transformers(name: str) -> None:
+    config = Qwen3NextConfig(**sizes(PARAMETERS[name]))
+    heads = torch.randn(len(POSITIONS), 3, 64, generator=torch.Generator().manual_seed(0))
+    cosines, sines = Qwen3NextRotaryEmbedding(config)(heads, POSITIONS[None])
+    expected, _ = apply_rotary_pos_emb(heads[None], heads[None], cosines, sines, unsqueeze_dim=2)
+    turned = turn(heads, *Rotary(config, CPU).angles(POSITIONS, torch.float32))
+    torch.testing.assert_close(turned, expected[0], rtol=0, atol=1e-6)
+    assert not torch.equal(turned[1:, :, :32], heads[1:, :, :32])
+    assert torch.equal(turned[:, :, 32:], heads[:, :, 32:])
+
+
+def test_text_in_a_multimodal_model_turns_plainly() -> None:
+    """Text has the same position in all three grids, so their interleaving changes nothing."""
+    sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_type": "default"}
+    config = Qwen3_5TextConfig(**sizes(sections))
+    cosines, sines = Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), POSITIONS.expand(3, 1, -1))
+    ours = Rotary(config, CPU).angles(POSITIONS, torch.float32)
+    assert torch.equal(ours[0][:, 0], cosines[0, :, :16])
+    assert torch.equal(ours[1][:, 0], sines[0, :, :16])
+
+
+def test_frequencies_that_depend_on_the_length_are_refused() -> None:
+    config = Qwen3NextConfig(**sizes({"rope_type": "dynamic", "factor": 2.0}))
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        Rotary(config, CPU)
