@@ -1,9 +1,10 @@
-"""A runner without a model: it executes plans on dictionaries and refuses any plan that reads wrong contents.
+"""A runner without a model: it executes plans on dictionaries and refuses any plan that reads wrong
+contents.
 
-The "KV" of a token is the digest of all tokens up to it, a "state" is the same for what a slot has consumed. So
-any page or state that came back wrong, stale, half-written or under another salt is seen at the next read. The
-sampled token is a function of the digest: a request's answer depends on its tokens alone, and on nothing of how it
-was batched, cached, preempted or resumed.
+The "KV" of a token is the digest of all tokens up to it, a "state" is the same for what a slot has
+consumed. So any page or state that came back wrong, stale, half-written or under another salt is
+seen at the next read. The sampled token is a function of the digest: a request's answer depends on
+its tokens alone, and on nothing of how it was batched, cached, preempted or resumed.
 """
 
 from __future__ import annotations

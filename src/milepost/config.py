@@ -81,7 +81,7 @@ class EngineConfig:
         )
         _require(
             0.0 < self.gpu_memory_utilization <= 1.0,
-            f"gpu_memory_utilization={self.gpu_memory_utilization}: use a share above 0 and up to 1",
+            f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
         _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
         _require(

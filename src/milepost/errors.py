@@ -3,9 +3,9 @@
     MilepostError
     ├── InvalidRequestError (ValueError)    the caller's prompt, marks or sampling parameters
     ├── ConfigError (ValueError)            the engine's configuration
-    │   └── UnsupportedModelError           an architecture or a feature of a checkpoint we do not run
-    ├── WeightsError (ValueError)           a weight file is missing, truncated or does not fit the model
-    └── EngineDeadError (RuntimeError)      the step loop failed; the engine answers nothing any more
+    │   └── UnsupportedModelError           an architecture or a feature that we do not run
+    ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
+    └── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
 
 `InvalidRequestError` concerns one request: the engine goes on serving the others. Messages name the
 offending value and what to do next. A broken invariant of ours is an `assert`, never one of these.

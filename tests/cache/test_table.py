@@ -1,4 +1,4 @@
-"""The hits that Milepost promises, with page size 64 and the default mode, at the level of plans."""
+"""The hits that Milepost promises, at page size 64 in the default mode, at the level of plans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The scheduler and the cache against a brute-force model, with every invariant checked after every step.
+"""The scheduler and the cache against a brute-force model, with every invariant checked after every
+step.
 
-The model knows what each page and slot really holds (the fake runner keeps that) and finds by trying every one of
-them what a match must report. Answers must be those of a run without any engine.
+The model knows what each page and slot really holds (the fake runner keeps that) and finds by
+trying every one of them what a match must report. Answers must be those of a run without any
+engine.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ from milepost.cache.cache import Cache
 from milepost.cache.chain import Chain
 from milepost.cache.placement import GRID, Kind, Mode
 from milepost.cache.plans import Export, Lease, Match, PageCopy
-from milepost.cache.report import Lost, Report, Stats
+from milepost.cache.report import CacheReport, Lost, Stats
 from milepost.cache.slots import ZERO_SLOT
 
 __all__ = [
     "GRID",
     "ZERO_SLOT",
     "Cache",
+    "CacheReport",
     "Chain",
     "Export",
     "Kind",
@@ -21,6 +22,5 @@ __all__ = [
     "Match",
     "Mode",
     "PageCopy",
-    "Report",
     "Stats",
 ]

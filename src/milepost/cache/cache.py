@@ -17,7 +17,7 @@ from milepost.cache.placement import POLICIES, Facts, Kind, Mode, floor
 from milepost.cache.plans import Export, Lease, Match, PageCopy
 from milepost.cache.pool import Pool
 from milepost.cache.reclaim import Reclaimer
-from milepost.cache.report import Lost, Report, Seen, Stats, explain
+from milepost.cache.report import CacheReport, Lost, Seen, Stats, explain
 from milepost.cache.slots import ZERO_SLOT, Slots
 from milepost.cache.tree import Checkpoint, Tree
 
@@ -87,11 +87,13 @@ class Cache:
             version=self.version,
         )
 
-    def _report(self, path: Path, reused: int) -> Report:
+    def _report(self, path: Path, reused: int) -> CacheReport:
         num_tokens = len(path.chain)
         if not self.enabled:
             lost = {Lost.DISABLED: num_tokens}
-            return Report(prompt_tokens=num_tokens, kv_length=0, state_length=0, lost=lost)
+            return CacheReport(
+                prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
+            )
         resident = path.kv_length + self._tokens_past_nodes(path)
         ghost_depth = self.tree.ghost_depth(path.chain, len(path.nodes))
         salt_depth = self.tree.other_salt_depth(path.chain, ghost_depth)
@@ -106,10 +108,11 @@ class Cache:
             ghost=ghost_depth * self.page_size,
             other_salt=salt_depth * self.page_size,
         )
-        return Report(
+        return CacheReport(
             prompt_tokens=num_tokens,
             kv_length=path.kv_length,
             state_length=reused,
+            reused=reused,
             lost=explain(seen, num_tokens),
         )
 

@@ -81,7 +81,7 @@ class LayerKind(Protocol):
 
 
 class FullAttention:
-    """Needs the KV of every token before the position: resident pages, or a checkpoint's tail page."""
+    """Needs the KV of every token before it: resident pages, or a checkpoint's tail page."""
 
     def longest_usable(self, path: Path, limit: int) -> int:
         if limit <= path.kv_length:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from milepost.cache.chain import Chain
 from milepost.cache.kinds import Path
 from milepost.cache.placement import Facts, Kind
-from milepost.cache.report import Report
+from milepost.cache.report import CacheReport
 from milepost.cache.tree import Checkpoint, Node
 
 
@@ -22,7 +22,7 @@ class Match:
     checkpoint: Checkpoint | None
     junction: int
     """Grid position behind which a state is missing although KV is there; 0 if there is none."""
-    report: Report
+    report: CacheReport
     version: int
 
     @property
@@ -63,7 +63,7 @@ class Lease:
     """
 
     chain: Chain
-    report: Report
+    report: CacheReport
     page_table: list[int]
     path: list[Node]
     """Nodes of the full pages committed so far; the path's pages are pinned."""

@@ -80,7 +80,7 @@ class Reclaimer:
             self.rank_checkpoint(checkpoint)
 
     def rank_page(self, page: int) -> None:
-        """Like `rank`, for a page that was pinned or unpinned by itself, as the source of a copy."""
+        """Like `rank`, for a page that was pinned or unpinned alone, as a copy's source."""
         node = self._tree.at_page.get(page)
         if node is not None:
             self.rank(node)

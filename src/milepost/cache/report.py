@@ -5,6 +5,7 @@ Invariant R1: reused + sum(lost) == prompt_tokens, for each request and for the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -32,22 +33,57 @@ class Lost(StrEnum):
     """All of the prompt was seen; the last token is always computed, for its logits."""
 
 
+PHRASES: Mapping[Lost, str] = {
+    Lost.DISABLED: "with the cache off",
+    Lost.CHECKPOINT_EVICTED: "whose state was evicted",
+    Lost.NO_CHECKPOINT: "without a saved state",
+    Lost.GRID: "beyond the 64-token grid",
+    Lost.KV_EVICTED: "whose KV was evicted",
+    Lost.SALT: "cached under another salt",
+    Lost.UNSEEN: "not seen before",
+    Lost.LAST_TOKEN: "needed to start the answer",
+}
+"""After a number of tokens: why they were computed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """How much of one prompt came from the cache, and what became of the rest. All lengths in
-    tokens.
-    """
+class CacheReport:
+    """Where a request's prompt tokens came from; the losses add up to what was not reused."""
 
     prompt_tokens: int
     kv_length: int
-    """Tokens whose KV was resident."""
+    """Tokens whose KV was in the cache, counted from the start."""
     state_length: int
-    """Position of the deepest usable checkpoint; equals `reused`."""
+    """Position of the checkpoint that the request resumed from."""
+    reused: int
+    """Prompt tokens that were not computed again."""
     lost: dict[Lost, int]
+    """Prompt tokens that were computed, by reason."""
+
+    def __post_init__(self) -> None:
+        assert self.reused + sum(self.lost.values()) == self.prompt_tokens, (
+            f"R1: reused {self.reused} + lost {self.lost} == prompt {self.prompt_tokens}"
+        )
 
     @property
-    def reused(self) -> int:
-        return self.state_length
+    def computed(self) -> int:
+        """Prompt tokens that were not reused."""
+        return self.prompt_tokens - self.reused
+
+    def summary(self) -> str:
+        """One line, such as "1472 of 2200 prompt tokens from the cache; computed 728: ..."."""
+        head = f"{self.reused} of {self.prompt_tokens} prompt tokens from the cache"
+        if not self.computed:
+            return head
+        return f"{head}; computed {self.computed}: {', '.join(self.reasons())}"
+
+    def reasons(self) -> list[str]:
+        """The losses in words, the largest first."""
+        losses = sorted(self.lost.items(), key=lambda loss: -loss[1])
+        return [f"{count} {PHRASES[reason]}" for reason, count in losses if count]
+
+    def __str__(self) -> str:
+        return self.summary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +151,7 @@ class Stats:
     pages_duplicate: int = 0
     """Pages computed twice by requests that ran side by side, given back at release."""
 
-    def admitted(self, report: Report, *, first_time: bool) -> None:
+    def admitted(self, report: CacheReport, *, first_time: bool) -> None:
         """Count an admission; a preempted request's return is counted apart."""
         if not first_time:
             self.resumed_tokens += report.prompt_tokens

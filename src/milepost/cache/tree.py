@@ -102,7 +102,7 @@ NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 
 
 class Tree:
-    """Nodes by digest and by page, roots by salt, and at most `max_ghosts` digests of evicted nodes."""
+    """Nodes by digest and page, roots by salt, and up to `max_ghosts` evicted digests."""
 
     __slots__ = ("_ghosts", "_max_ghosts", "_twins", "at_page", "nodes", "roots")
 

@@ -1,70 +1,14 @@
 """What a caller gets back, as vLLM users know it, and where each prompt token came from.
 
-Plain values: no tokenizer, no torch. The reasons for which tokens were lost are the cache's; here
-they are keys, and one table says them in words.
+Plain values: no tokenizer, no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-FinishReason = Literal["stop", "length", "abort"]
-
-PHRASES: Mapping[str, str] = {
-    "unseen": "not seen before",
-    "no_checkpoint": "without a saved state",
-    "checkpoint_evicted": "whose state was evicted",
-    "kv_evicted": "whose KV was evicted",
-    "grid": "beyond the 64-token grid",
-    "salt": "cached under another salt",
-    "last_token": "needed to start the answer",
-    "disabled": "with the cache off",
-}
-"""After a number of tokens: why they were computed. Other reasons are shown as they are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheReport:
-    """Where a request's prompt tokens came from; the losses add up to what was not reused."""
-
-    prompt_tokens: int
-    kv_length: int
-    """Tokens whose KV was in the cache, counted from the start."""
-    state_length: int
-    """Position of the checkpoint that the request resumed from."""
-    reused: int
-    """Prompt tokens that were not computed again."""
-    lost: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens that were computed, by reason."""
-
-    def __post_init__(self) -> None:
-        accounted = self.reused + sum(self.lost.values())
-        assert accounted == self.prompt_tokens, (
-            f"every prompt token is reused or lost for a reason: {self.reused} + {self.lost} "
-            f"is not {self.prompt_tokens}"
-        )
-
-    @property
-    def computed(self) -> int:
-        """Prompt tokens that were not reused."""
-        return self.prompt_tokens - self.reused
-
-    def summary(self) -> str:
-        """One line, such as "1472 of 2200 prompt tokens from the cache; computed 728: ..."."""
-        head = f"{self.reused} of {self.prompt_tokens} prompt tokens from the cache"
-        if not self.computed:
-            return head
-        return f"{head}; computed {self.computed}: {', '.join(self.reasons())}"
-
-    def reasons(self) -> list[str]:
-        """The losses in words, the largest first."""
-        losses = sorted(self.lost.items(), key=lambda loss: -loss[1])
-        return [f"{count} {PHRASES.get(reason, reason)}" for reason, count in losses if count]
-
-    def __str__(self) -> str:
-        return self.summary()
+from milepost.cache import CacheReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +34,7 @@ class CompletionOutput:
     """Sum of the tokens' log-probabilities, if they were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token, the token itself and the likeliest others, if they were asked for."""
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     """`stop`: the model or a stop condition ended it; `length`: max_tokens or max_model_len."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the model's own end."""

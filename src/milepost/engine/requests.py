@@ -5,15 +5,12 @@ A prompt with n > 1 becomes n requests of the scheduler, which share the prompt 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.detokenizer import AnswerText
 from milepost.engine.outputs import (
-    CacheReport,
     CompletionOutput,
     Logprob,
     RequestOutput,
@@ -70,7 +67,9 @@ class Answer:
         ids = {sampled.token_id, *top}
         decoded = {id_: tokenizer.decode([id_]) for id_ in sorted(ids)} if tokenizer else None
         entry = token_logprobs(sampled.token_id, sampled.logprob, sampled.rank, top, decoded)
-        self.logprobs = [*(self.logprobs or []), entry]
+        if self.logprobs is None:
+            self.logprobs = []
+        self.logprobs.append(entry)
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
 
     def output(self) -> CompletionOutput:
@@ -80,8 +79,8 @@ class Answer:
             text=self.text.text,
             token_ids=self.request.output_token_ids,
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs,
-            finish_reason=reason.value if reason else None,
+            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+            finish_reason=reason.value if reason is not None else None,
             stop_reason=self.stop_reason,
         )
 
@@ -109,11 +108,11 @@ class Job:
             outputs=[answer.output() for answer in self.answers],
             finished=self.is_finished,
             num_cached_tokens=report.reused if report else 0,
-            cache_report=_cache_report(report) if report else None,
+            cache_report=report,
         )
 
 
-def end_text(answer: Answer, token: int, reason: FinishReason | None) -> str | None:
+def feed_text(answer: Answer, token: int, reason: FinishReason | None) -> str | None:
     """Feed the text with a new token; gives the stop string that it completes, if it does."""
     if reason is FinishReason.STOP:
         answer.text.append_stop(token)
@@ -122,15 +121,3 @@ def end_text(answer: Answer, token: int, reason: FinishReason | None) -> str | N
     if stop is None and reason is not None:
         answer.text.flush()
     return stop
-
-
-def draw_seed(engine_seed: int, serial: int) -> int:
-    """The seed of a request that names none: differs from request to request, repeats from run to run."""
-    data = f"{engine_seed}:{serial}".encode()
-    return int.from_bytes(blake2b(data, digest_size=6).digest(), "little")
-
-
-def _cache_report(report: Report) -> CacheReport: ...
-
-
-def suppressed(ids: Sequence[int]) -> Sequence[int]: ...

@@ -44,7 +44,8 @@ LayerSpec = AttentionSpec | RecurrentSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
-    """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots, *recurrent_shape].
+    """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots,
+    *recurrent_shape].
     """
 
     conv: Tensor

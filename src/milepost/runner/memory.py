@@ -1,7 +1,8 @@
 """How much memory the pools get, and how it is split between pages and slots.
 
-The rule: every request that may run gets a slot, and of the rest a third goes to slots for checkpoints and the
-remainder to pages. There are never more slots than pages, nor fewer pages than one request of full length needs.
+The rule: every request that may run gets a slot, and of the rest a third goes to slots for
+checkpoints and the remainder to pages. There are never more slots than pages, nor fewer pages than
+one request of full length needs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> PoolSizes:
     if budget < least:
         raise ConfigError(
             f"{budget / GIB:.3f} GiB are left for the cache, {least / GIB:.3f} GiB are the least "
-            "that runs: raise gpu_memory_utilization (cpu_cache_gib on a CPU) or use a smaller model"
+            "that runs: raise gpu_memory_utilization (cpu_cache_gib on a CPU)"
         )
     running = min(max_num_seqs * slot, budget // 2)
     rest = budget - running

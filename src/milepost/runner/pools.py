@@ -55,9 +55,7 @@ class Pools:
             kv[:, target, :num_tokens] = kv[:, source, :num_tokens]
 
 
-def allocate(
-    shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.device
-) -> Pools:
+def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.device) -> Pools:
     """Zeroed pools; `num_slots` usable slots come on top of the zero slot."""
     kv, states = {}, {}
     for index, spec in enumerate(shape.specs):

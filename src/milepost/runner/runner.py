@@ -1,7 +1,7 @@
 """Executes step plans on the model. The only part that knows both plans and tensors.
 
-Keeps, beside the pools, the position that each slot's contents have consumed, and refuses to read a slot that holds
-another one than the plan says.
+Keeps, beside the pools, the position that each slot's contents have consumed, and refuses to read a
+slot that holds another one than the plan says.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class Runner:
         sampled = self._sample(plan, hidden, rows)
         written = self._note_writes(plan)
         tokens = {id_: token.token_id for id_, token in sampled.items()}
-        return RunnerOutput(
-            result=StepResult(tokens=tokens, written=written), sampled=sampled
-        )
+        return RunnerOutput(result=StepResult(tokens=tokens, written=written), sampled=sampled)
 
     def _sample(
         self, plan: StepPlan, hidden: torch.Tensor, rows: Mapping[str, SamplingRow]

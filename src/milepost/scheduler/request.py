@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from milepost.cache.chain import Chain
 from milepost.cache.plans import Lease
-from milepost.cache.report import Report
+from milepost.cache.report import CacheReport
 
 
 class FinishReason(StrEnum):
@@ -41,7 +41,7 @@ class Request:
     """Set by the scheduler: the order in which requests were added."""
     num_prompt_tokens: int = field(init=False)
     lease: Lease | None = None
-    report: Report | None = None
+    report: CacheReport | None = None
     """What the cache gave on the first admission."""
     num_preemptions: int = 0
     num_overtaken: int = 0

@@ -59,7 +59,7 @@ class Scheduler:
     # --- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError if the pool could never hold it to its end."""
+        """Queue a request. Raises InvalidRequestError if the pool could never hold it all."""
         longest = request.num_tokens + request.max_tokens
         capacity = self.cache.pages.total * self.cache.page_size
         if longest > capacity:
@@ -135,7 +135,7 @@ class Scheduler:
                     return
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
-        """Whether a running prefill computes a prefix of this request, and keeps its state there."""
+        """Whether a running prefill computes this prefix; then it keeps its state there."""
         shared = self._in_flight.find(request, match)
         if shared is None:
             return False

@@ -1,0 +1,163 @@
+"""The step loop: requests in, outputs out, one `step` at a time.
+
+Owns the jobs (a prompt with its n answers) and joins the pure scheduler with the runner. Single-
+threaded; whoever drives it calls `step` while `has_work`.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from milepost.config import EngineConfig
+from milepost.engine.detokenizer import detokenizer_for
+from milepost.engine.metrics import Metric, collect
+from milepost.engine.prompts import check_prompt
+from milepost.engine.requests import Answer, Job, Prompt, feed_text
+from milepost.engine.setup import Parts, build
+from milepost.errors import EngineDeadError
+from milepost.runner.runner import RunnerOutput
+from milepost.runner.sampling import SamplingRow
+from milepost.sampling_params import SamplingParams
+from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.request import FinishReason, Request
+
+
+class Engine:
+    """One model with its cache. Raises what `setup.build` raises."""
+
+    def __init__(self, config: EngineConfig, parts: Parts | None = None) -> None:
+        self.config = config
+        parts = parts if parts is not None else build(config)
+        self.scheduler = parts.scheduler
+        self.runner = parts.runner
+        self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
+        self.max_model_len = parts.max_model_len
+        self.vocab_size = parts.vocab_size
+        self._end_token_ids = parts.end_token_ids
+        self._jobs: dict[str, Job] = {}
+        self._answers: dict[str, tuple[Job, Answer]] = {}
+        self._num_requests = 0
+        self._death: BaseException | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise InvalidRequestError if `add` would."""
+        check_prompt(
+            prompt,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_cache_marks=self.config.max_cache_marks,
+        )
+        params.check_vocab(self.vocab_size)
+        detokenizer_for(self.tokenizer, params)
+
+    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
+        """Queue a prompt. Raises InvalidRequestError, and then nothing has changed."""
+        self._check_alive()
+        self.check(prompt, params)
+        number = self._num_requests
+        self._num_requests += 1
+        job = Job(id=str(number), prompt=prompt, params=params)
+        for index in range(params.n):
+            request = self._request(f"{number}-{index}", prompt, params, priority)
+            seed = params.sample_seed(index, engine_seed=self.config.seed, request_number=number)
+            text = detokenizer_for(self.tokenizer, params)
+            answer = Answer(index=index, request=request, text=text, seed=seed)
+            self.scheduler.add(request)
+            job.answers.append(answer)
+            self._answers[request.id] = (job, answer)
+        self._jobs[job.id] = job
+        return job
+
+    def abort(self, job: Job) -> None:
+        """End a job's answers that are not over; what they hold is free at once."""
+        for answer in job.answers:
+            self.scheduler.finish(answer.request.id, FinishReason.ABORT)
+            answer.text.flush()
+        self._forget(job)
+
+    def step(self) -> list[Job]:
+        """Run one step; gives the jobs that have new tokens, in the order in which they were added.
+
+        Raises EngineDeadError if the step fails: the state of its requests is lost, and so is the
+        engine.
+        """
+        self._check_alive()
+        try:
+            plan = self.scheduler.schedule()
+            if not plan.sequences:
+                return []
+            output = self.runner.run(plan, self._sampling_rows(plan))
+            jobs = self._take(plan, output)
+        except Exception as error:
+            self._death = error
+            raise EngineDeadError(f"the step loop failed: {error}") from error
+        for job in jobs:
+            if job.is_finished:
+                self._forget(job)
+        return jobs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything cached; False while requests are running."""
+        return self.scheduler.cache.reset()
+
+    def metrics(self) -> list[Metric]:
+        """All counters and gauges of this moment."""
+        return collect(self.scheduler)
+
+    def _request(self, id_: str, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        room = self.max_model_len - len(prompt.token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        own = params.stop_token_ids or ()
+        ends = () if params.ignore_eos else self._end_token_ids
+        return Request(
+            id=id_,
+            chain=self.scheduler.cache.chain(prompt.token_ids, prompt.cache_salt),
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=frozenset((*own, *ends)),
+            marks=tuple(sorted(set(prompt.cache_marks))),
+            priority=priority,
+        )
+
+    def _sampling_rows(self, plan: StepPlan) -> dict[str, SamplingRow]:
+        rows = {}
+        for sequence in plan.sequences:
+            if sequence.samples:
+                job, answer = self._answers[sequence.request.id]
+                rows[sequence.request.id] = answer.sampling_row(job.params)
+        return rows
+
+    def _take(self, plan: StepPlan, output: RunnerOutput) -> list[Job]:
+        """Hand the outcome to the scheduler, then each new token to its answer."""
+        progressed: dict[Job, None] = {}
+        for progress in self.scheduler.update(plan, output.result):
+            job, answer = self._answers[progress.request.id]
+            answer.add_logprobs(output.sampled[progress.request.id], self.tokenizer)
+            if progress.finish_reason is FinishReason.STOP:
+                own = progress.token in (job.params.stop_token_ids or ())
+                answer.stop_reason = progress.token if own else None
+            stop = feed_text(answer, progress.token, progress.finish_reason)
+            if stop is not None:
+                self._end_at_stop_string(answer, stop)
+            progressed[job] = None
+        return sorted(progressed, key=lambda job: int(job.id))
+
+    def _end_at_stop_string(self, answer: Answer, stop: str) -> None:
+        answer.stop_reason = stop
+        self.scheduler.finish(answer.request.id, FinishReason.STOP)
+        answer.request.finish_reason = FinishReason.STOP
+
+    def _forget(self, job: Job) -> None:
+        self._jobs.pop(job.id, None)
+        for answer in job.answers:
+            self._answers.pop(answer.request.id, None)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(
+                f"the step loop failed earlier ({self._death}): make a new engine"
+            ) from self._death

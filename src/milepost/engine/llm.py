@@ -1,0 +1,203 @@
+"""The Python API: prompts in, outputs out, in the shape that vLLM users know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from milepost.config import EngineConfig
+from milepost.engine import chat
+from milepost.engine.core import Engine
+from milepost.engine.metrics import Metric
+from milepost.engine.outputs import RequestOutput
+from milepost.engine.prompts import PromptLike, read_prompt
+from milepost.engine.requests import Job, Prompt
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Loads a model and generates. Options are the fields of `EngineConfig`.
+
+    Without a model the embedded one is used. Raises ConfigError, UnsupportedModelError,
+    WeightsError.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.llm_engine = Engine(EngineConfig(model=model, **options))
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer each prompt, in the order given.
+
+        Raises InvalidRequestError, naming the prompt, before anything is computed.
+        """
+        one = isinstance(prompts, str | Mapping)
+        listed = [prompts] if one else list(prompts)
+        read = [self._read(index, prompt) for index, prompt in enumerate(listed)]
+        return self._run(read, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several. Message boundaries become marks.
+
+        Raises InvalidRequestError before anything is computed.
+        """
+        conversations = [messages] if _is_conversation(messages) else list(messages)
+        prompts = [
+            self._render(
+                conversation,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                cache_salt=cache_salt,
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """The growing answer to one prompt: each output holds all of it so far.
+
+        Closing the iterator early ends the request.
+        """
+        return self._stream(read_prompt(prompt, self.get_tokenizer()), sampling_params)
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[RequestOutput]:
+        """Like `stream`, for one conversation; options are those of `chat`."""
+        return self._stream(self._render(messages, **options), sampling_params)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer; None with skip_tokenizer_init."""
+        return self.llm_engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages and states; False while requests are running."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """All counters and gauges of this moment."""
+        return self.llm_engine.metrics()
+
+    def _read(self, index: int, prompt: PromptLike) -> Prompt:
+        try:
+            return read_prompt(prompt, self.get_tokenizer())
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {index}: {error}") from error
+
+    def _render(
+        self, messages: Messages, *, cache_salt: str | None = None, **options: Any
+    ) -> Prompt:
+        tokenizer = self.get_tokenizer()
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
+            )
+        rendered = chat.render(tokenizer, messages, **options)
+        marks = rendered.marks[: self.llm_engine.config.max_cache_marks]
+        salt = {"cache_salt": cache_salt} if cache_salt is not None else {}
+        return read_prompt(
+            {"prompt_token_ids": rendered.token_ids, "cache_marks": marks, **salt}, tokenizer
+        )
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _spread(sampling_params, len(prompts))
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self.llm_engine.check(prompt, own)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") from error
+        jobs = [self.llm_engine.add(*pair) for pair in zip(prompts, params, strict=True)]
+        self._finish(jobs, use_tqdm)
+        if not self.llm_engine.config.disable_log_stats:
+            self._log_stats()
+        return [job.output() for job in jobs]
+
+    def _finish(self, jobs: list[Job], use_tqdm: bool) -> None:
+        """Step until all jobs are over; whatever ends the loop early aborts the rest."""
+        bar = tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
+        try:
+            while not all(job.is_finished for job in jobs):
+                done = [job for job in self.llm_engine.step() if job.is_finished]
+                bar.update(len(done))
+        finally:
+            bar.close()
+            for job in jobs:
+                if not job.is_finished:
+                    self.llm_engine.abort(job)
+
+    def _stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None
+    ) -> Iterator[RequestOutput]:
+        job = self.llm_engine.add(prompt, sampling_params or SamplingParams())
+        return self._outputs(job)
+
+    def _outputs(self, job: Job) -> Iterator[RequestOutput]:
+        try:
+            while not job.is_finished:
+                if job in self.llm_engine.step():
+                    yield job.output()
+        finally:
+            if not job.is_finished:
+                self.llm_engine.abort(job)
+
+    def _log_stats(self) -> None:
+        stats = self.llm_engine.scheduler.cache.stats
+        share = 100 * stats.hits / stats.queries if stats.queries else 0.0
+        logger.info(
+            "prefix cache: %d of %d prompt tokens reused (%.1f %%), %d checkpoints made, %d used",
+            stats.hits,
+            stats.queries,
+            share,
+            stats.checkpoints_made,
+            stats.checkpoints_used,
+        )
+
+
+def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
+    """One conversation is a list of messages, several are a list of such lists."""
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def _spread(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """One set of parameters for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one for each"
+        )
+    return list(params)

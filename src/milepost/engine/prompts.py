@@ -1,0 +1,100 @@
+"""Checks what a caller passes as a prompt, and turns it into token ids. Nothing is queued before
+all is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from milepost.engine.requests import Prompt
+from milepost.errors import InvalidRequestError
+
+PromptLike = str | Mapping[str, Any]
+"""Text, or {"prompt": text} or {"prompt_token_ids": [...]}, with "cache_salt" and "cache_marks" if
+wanted.
+"""
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "cache_marks")
+
+
+def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
+    """Token ids, salt and marks of a prompt. Raises InvalidRequestError naming what is wrong."""
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        raise InvalidRequestError(
+            f"prompt of type {type(prompt).__name__}: use a string or a dict with prompt_token_ids"
+        )
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown:
+        raise InvalidRequestError(f"prompt key {unknown[0]!r}: use {', '.join(_KEYS)}")
+    text = prompt.get("prompt")
+    token_ids = prompt.get("prompt_token_ids")
+    if (text is None) == (token_ids is None):
+        raise InvalidRequestError("a prompt needs either 'prompt' or 'prompt_token_ids', not both")
+    if token_ids is None:
+        token_ids = _tokenize(text, tokenizer)
+    return Prompt(
+        token_ids=list(token_ids),
+        text=text,
+        cache_salt=_read_salt(prompt.get("cache_salt")),
+        cache_marks=tuple(prompt.get("cache_marks") or ()),
+    )
+
+
+def check_prompt(
+    prompt: Prompt, *, vocab_size: int, max_model_len: int, max_cache_marks: int
+) -> None:
+    """Raise InvalidRequestError for a prompt that this engine cannot serve."""
+    length = len(prompt.token_ids)
+    if not length:
+        raise InvalidRequestError("the prompt is empty: use one token or more")
+    for index, token in enumerate(prompt.token_ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidRequestError(f"prompt_token_ids[{index}]={token!r}: use integers")
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"prompt_token_ids[{index}]={token}: the vocabulary has {vocab_size} tokens, "
+                f"use ids from 0 to {vocab_size - 1}"
+            )
+    if length >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {length} tokens, and max_model_len={max_model_len} leaves no room for "
+            f"an answer: shorten it to {max_model_len - 1} or raise max_model_len"
+        )
+    _check_marks(prompt.cache_marks, length, max_cache_marks)
+
+
+def _check_marks(marks: Sequence[int], length: int, max_marks: int) -> None:
+    if len(marks) > max_marks:
+        raise InvalidRequestError(
+            f"{len(marks)} cache_marks: use {max_marks} or fewer (max_cache_marks)"
+        )
+    for mark in marks:
+        if isinstance(mark, bool) or not isinstance(mark, int) or not 0 < mark <= length:
+            raise InvalidRequestError(
+                f"cache_marks has {mark!r}: use token positions from 1 to {length}, the prompt's "
+                "length"
+            )
+
+
+def _tokenize(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"prompt of type {type(text).__name__}: use a string")
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "a text prompt needs a tokenizer, and skip_tokenizer_init=True loaded none: pass "
+            "{'prompt_token_ids': [...]}"
+        )
+    return list(tokenizer.encode(text))
+
+
+def _read_salt(salt: object) -> str:
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not salt:
+        raise InvalidRequestError(f"cache_salt={salt!r}: use a string that is not empty")
+    return salt

@@ -1,0 +1,148 @@
+"""Builds an engine from its configuration: model, tokenizer, pools, cache, scheduler, runner.
+
+Everything that can be wrong with a configuration and a checkpoint is found here, before the first
+request.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from milepost.cache import Cache
+from milepost.config import EngineConfig
+from milepost.engine.tokenizer import end_token_ids, load_tokenizer
+from milepost.errors import ConfigError
+from milepost.models.hybrid import HybridModel
+from milepost.models.loading import find_folder, load_model, resolve_dtype
+from milepost.runner.memory import PoolSizes, free_bytes, split
+from milepost.runner.pools import PoolShape, allocate
+from milepost.runner.runner import Runner
+from milepost.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED_MODEL = Path(__file__).parent.parent / "tiny"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine runs on."""
+
+    scheduler: Scheduler
+    runner: Runner
+    tokenizer: PreTrainedTokenizerBase | None
+    end_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+
+def build(config: EngineConfig) -> Parts:
+    """Load and allocate everything. Raises ConfigError, UnsupportedModelError and WeightsError."""
+    source = config.model or str(EMBEDDED_MODEL)
+    has_weights = config.load_format != "dummy"
+    folder = find_folder(source, revision=config.revision, with_weights=has_weights)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(config.tokenizer or folder, config.revision)
+    device = _device(config.device)
+    model, _ = load_model(
+        folder,
+        dtype=config.dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+    )
+    shape = _pool_shape(config, model)
+    sizes = _pool_sizes(config, shape, device)
+    max_model_len = _max_model_len(config, model, sizes)
+    cache = Cache(
+        num_pages=sizes.num_pages,
+        num_slots=sizes.num_slots,
+        page_size=config.page_size,
+        mode=config.mamba_cache_mode if config.enable_prefix_caching else "none",
+        block_size=config.mamba_block_size,
+    )
+    pools = allocate(shape, num_pages=sizes.num_pages, num_slots=sizes.num_slots, device=device)
+    _log_memory(shape, sizes, config.page_size)
+    return Parts(
+        scheduler=Scheduler(
+            cache,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        ),
+        runner=Runner(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len),
+        tokenizer=tokenizer,
+        end_token_ids=end_token_ids(folder, tokenizer),
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r}: use auto, cpu, cuda or cuda:0 ...") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch sees no CUDA device here; use device='cpu'")
+    return device
+
+
+def _pool_shape(config: EngineConfig, model: HybridModel) -> PoolShape:
+    state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    if config.mamba_ssm_cache_dtype != "auto":
+        state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)
+    return PoolShape(
+        specs=model.layer_specs,
+        page_size=config.page_size,
+        dtype=model.dtype,
+        state_dtype=state_dtype,
+    )
+
+
+def _pool_sizes(config: EngineConfig, shape: PoolShape, device: torch.device) -> PoolSizes:
+    """What was asked for, and for the rest what the memory gives."""
+    num_pages, num_slots = config.num_pages, config.num_slots
+    if num_pages is None or num_slots is None:
+        budget = free_bytes(
+            device, utilization=config.gpu_memory_utilization, cpu_cache_gib=config.cpu_cache_gib
+        )
+        sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
+        num_pages = num_pages or sizes.num_pages
+        num_slots = num_slots or sizes.num_slots
+    return PoolSizes(num_pages=num_pages, num_slots=num_slots)
+
+
+def _max_model_len(config: EngineConfig, model: HybridModel, sizes: PoolSizes) -> int:
+    """The longest prompt plus answer: as asked, or what the model and the pool both hold."""
+    capacity = sizes.num_pages * config.page_size
+    limit = model.max_position_embeddings
+    asked = config.max_model_len
+    if asked is None:
+        return min(limit, capacity)
+    if asked > limit:
+        raise ConfigError(f"max_model_len={asked}: the model's own limit is {limit} positions")
+    if asked > capacity:
+        raise ConfigError(
+            f"max_model_len={asked}: the pool of {sizes.num_pages} pages holds {capacity} tokens; "
+            "lower it, or raise num_pages, gpu_memory_utilization or cpu_cache_gib"
+        )
+    return asked
+
+
+def _log_memory(shape: PoolShape, sizes: PoolSizes, page_size: int) -> None:
+    logger.info(
+        "cache: %d pages of %d tokens (%.1f MiB), %d state slots (%.1f MiB)",
+        sizes.num_pages,
+        page_size,
+        sizes.num_pages * shape.page_bytes / 2**20,
+        sizes.num_slots,
+        (sizes.num_slots + 1) * shape.slot_bytes / 2**20,
+    )

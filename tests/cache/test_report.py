@@ -1,0 +1,32 @@
+import pytest
+
+from milepost.cache.report import PHRASES, CacheReport, Lost
+
+
+def report(reused, lost):
+    total = reused + sum(lost.values())
+    return CacheReport(
+        prompt_tokens=total, kv_length=total, state_length=reused, reused=reused, lost=lost
+    )
+
+
+def test_summary_names_the_losses_largest_first():
+    text = str(report(1472, {Lost.GRID: 28, Lost.UNSEEN: 700, Lost.KV_EVICTED: 0}))
+    assert text == (
+        "1472 of 2200 prompt tokens from the cache; "
+        "computed 728: 700 not seen before, 28 beyond the 64-token grid"
+    )
+
+
+def test_summary_of_a_full_hit_has_no_reasons():
+    assert report(64, {}).summary() == "64 of 64 prompt tokens from the cache"
+
+
+def test_every_reason_has_words():
+    for reason in Lost:
+        assert report(0, {reason: 3}).reasons() == [f"3 {PHRASES[reason]}"]
+
+
+def test_tokens_that_nobody_accounts_for_are_a_broken_invariant():
+    with pytest.raises(AssertionError, match="R1"):
+        CacheReport(prompt_tokens=10, kv_length=0, state_length=0, reused=4, lost={Lost.UNSEEN: 5})
