@@ -125,7 +125,7 @@ def _penalize(logits: Tensor, row: SamplingRow) -> None:
         seen = torch.cat([_ids(row.prompt_token_ids, logits), output]).unique()
         values, penalty = logits[seen], params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    logits[output] -= params.frequency_penalty * counts + params.presence_penalty
+    logits[output] -= params.frequency_penalty * counts.to(logits.dtype) + params.presence_penalty
 
 
 def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
