@@ -93,7 +93,7 @@ class Scheduler:
             self._plan_running(step, request)
         for request in [r for r in self.running if not _is_decoding(r)]:
             self._plan_running(step, request)
-        if self.stats.num_preemptions == num_preemptions:
+        if self.stats.num_preemptions == num_preemptions or not step.num_tokens:
             self._plan_waiting(step)
         plans = [self._sequence_plan(request, n) for request, n in step.num_tokens.items()]
         plans.sort(key=lambda plan: not plan.is_decode)
