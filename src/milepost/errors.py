@@ -5,7 +5,9 @@
     ├── ConfigError (ValueError)            the engine's configuration
     │   └── UnsupportedModelError           an architecture or a feature that we do not run
     ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
-    └── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
+    ├── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
+    ├── QueueFullError (RuntimeError)       a server has as many requests as it accepts; try again
+    └── ServerClosingError (RuntimeError)   a server is about to end and takes or finishes no more
 
 `InvalidRequestError` concerns one request: the engine goes on serving the others. Messages name the
 offending value and what to do next. A broken invariant of ours is an `assert`, never one of these.
@@ -36,3 +38,11 @@ class WeightsError(MilepostError, ValueError):
 
 class EngineDeadError(MilepostError, RuntimeError):
     """The step loop raised; no request of this engine can be answered."""
+
+
+class QueueFullError(MilepostError, RuntimeError):
+    """As many requests are queued as are accepted at once."""
+
+
+class ServerClosingError(MilepostError, RuntimeError):
+    """The server is about to end."""

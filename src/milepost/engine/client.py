@@ -1,0 +1,335 @@
+"""The other end of the engine process: starts it, and turns its messages into async streams.
+
+Everything here runs in one event loop. A stream holds what has arrived and was not taken yet, as
+one growing piece per answer, so a slow reader costs no more memory than its answer is long. When
+the engine dies, each open stream, and each question, raises EngineDeadError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from milepost import errors
+from milepost.config import EngineConfig
+from milepost.engine import process
+from milepost.engine.metrics import Metric
+from milepost.engine.requests import Prompt
+from milepost.engine.wire import (
+    Abort,
+    Add,
+    Ask,
+    Delta,
+    Died,
+    Failed,
+    Frames,
+    Output,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    Stop,
+    ToClient,
+    frame,
+)
+from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError, QueueFullError
+from milepost.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 2**18
+STOP_S = 5.0
+"""How long the process may take to end before it is killed."""
+
+
+class Stream:
+    """The outputs of one request, from `EngineClient.add` to its end.
+
+    Iterate to take them; `close` it, whatever happens. Outputs that come faster than they are taken
+    are joined.
+    """
+
+    def __init__(self, id_: int, num_answers: int, client: EngineClient) -> None:
+        self.id = id_
+        self.num_answers = num_answers
+        self._client = client
+        self._arrived = asyncio.Event()
+        self._pending: Output | None = None
+        self._error: MilepostError | None = None
+        self._is_over = False
+
+    def __aiter__(self) -> AsyncIterator[Output]:
+        return self
+
+    async def __anext__(self) -> Output:
+        """The next output. Raises InvalidRequestError, EngineDeadError, or what `fail` was given."""
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        output, self._pending = self._pending, None
+        return output
+
+    def put(self, output: Output) -> None:
+        """Take over what the engine sent."""
+        self._pending = output if self._pending is None else _joined(self._pending, output)
+        self._is_over = output.finished
+        self._arrived.set()
+
+    def fail(self, error: MilepostError) -> None:
+        """End the stream with an error, once what has arrived is taken."""
+        if not self._is_over and self._error is None:
+            self._error = error
+            self._arrived.set()
+
+    def close(self) -> None:
+        """Give the request up if it is not over; the engine frees it before its next step."""
+        self._client.forget(self, is_over=self._is_over)
+
+
+def _joined(first: Output, second: Output) -> Output:
+    """Two outputs of one request, as one."""
+    deltas = {delta.index: delta for delta in first.deltas}
+    for delta in second.deltas:
+        known = deltas.get(delta.index)
+        deltas[delta.index] = delta if known is None else _joined_delta(known, delta)
+    return Output(
+        id=first.id,
+        deltas=list(deltas.values()),
+        finished=second.finished,
+        report=first.report or second.report,
+    )
+
+
+def _joined_delta(first: Delta, second: Delta) -> Delta:
+    logprobs = first.logprobs
+    if second.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *second.logprobs]
+    return Delta(
+        index=first.index,
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=logprobs,
+        finish_reason=second.finish_reason,
+        stop_reason=second.stop_reason,
+    )
+
+
+class EngineClient:
+    """One engine process. `await start()` before anything else, `await close()` at the end.
+
+    `max_waiting` bounds the answers that are accepted beyond the `max_num_seqs` that can run.
+    `on_death` is called once if the engine ends by itself.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        max_waiting: int = 1024,
+        on_death: Callable[[str], None] = lambda _: None,
+        make_engine: Callable[..., Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.max_in_flight = config.max_num_seqs + max_waiting
+        self.num_in_flight = 0
+        self.death: str | None = None
+        self.info: Ready
+        self._on_death = on_death
+        self._make_engine = make_engine
+        self._streams: dict[int, Stream] = {}
+        self._asked: dict[int, asyncio.Future[Reply]] = {}
+        self._num_ids = 0
+        self._is_closing = False
+
+    async def start(self) -> Ready:
+        """Start the process and wait until it is ready.
+
+        Raises ConfigError, UnsupportedModelError or WeightsError if the engine cannot be built, and
+        EngineDeadError if its process ends before it has said so.
+        """
+        ours, theirs = socket.socketpair()
+        context = multiprocessing.get_context("spawn")
+        arguments = (self.config, theirs)
+        if self._make_engine is not None:
+            arguments = (*arguments, self._make_engine)
+        self._process = context.Process(target=process.main, args=arguments, name="engine")
+        await asyncio.to_thread(self._process.start)
+        theirs.close()
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._frames: Frames[ToClient] = Frames(ToClient)
+        first, *rest = await self._first_messages()
+        if isinstance(first, Failed):
+            await self._end_process()
+            raise getattr(errors, first.kind)(first.message)
+        assert isinstance(first, Ready)
+        self.info = first
+        self._handle_all(rest)
+        self._reading = asyncio.create_task(self._read())
+        return first
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the engine."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.death is None and not self._is_closing
+
+    def check_room(self, num_answers: int) -> None:
+        """Raise QueueFullError if so many answers more would overfill the queue."""
+        if self.num_in_flight + num_answers > self.max_in_flight:
+            raise QueueFullError(
+                f"{self.num_in_flight} answers are running or waiting, {num_answers} more would "
+                f"exceed the {self.max_in_flight} that this server accepts at once: try again later"
+            )
+
+    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Stream:
+        """Queue a prompt. Raises EngineDeadError and QueueFullError."""
+        self._check_alive()
+        self.check_room(params.n)
+        stream = Stream(self._next_id(), params.n, self)
+        self._streams[stream.id] = stream
+        self.num_in_flight += params.n
+        self._send(Add(id=stream.id, prompt=prompt, params=params, priority=priority))
+        return stream
+
+    def forget(self, stream: Stream, *, is_over: bool) -> None:
+        """Drop a stream, telling the engine if the request is not over; used by `Stream.close`."""
+        if self._streams.pop(stream.id, None) is None:
+            return
+        self.num_in_flight -= stream.num_answers
+        if not is_over and self.death is None:
+            self._send(Abort(stream.id))
+
+    def fail_all(self, error: MilepostError) -> None:
+        """End every open stream with an error."""
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+
+    async def metrics(self) -> list[Metric]:
+        """The engine's counters and gauges. Waits for the step under way."""
+        return (await self._ask("metrics")).metrics or []
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget everything cached; False while requests are running."""
+        return bool((await self._ask("reset_prefix_cache")).done)
+
+    async def close(self) -> None:
+        """End the process; open streams raise EngineDeadError."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self.death is None:
+            self._send(Stop())
+        await self._end_process()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._fail_everything(EngineDeadError("the engine was stopped"))
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _next_id(self) -> int:
+        self._num_ids += 1
+        return self._num_ids
+
+    def _check_alive(self) -> None:
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+        if self._is_closing:
+            raise EngineDeadError("the engine was stopped")
+
+    def _send(self, message: object) -> None:
+        self._writer.write(frame(message))
+
+    async def _ask(self, what: str) -> Reply:
+        self._check_alive()
+        id_ = self._next_id()
+        future = self._asked[id_] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Ask(id=id_, what=what))
+            return await future
+        finally:
+            self._asked.pop(id_, None)
+
+    async def _first_messages(self) -> list[ToClient]:
+        while data := await self._reader.read(READ_BYTES):
+            messages = self._frames.feed(data)
+            if messages:
+                return messages
+        await self._end_process()
+        raise EngineDeadError(
+            f"the engine process ended while it started: {_ending(self._process.exitcode)}"
+        )
+
+    async def _read(self) -> None:
+        """Hand out messages until the process ends."""
+        reason = ""
+        try:
+            while data := await self._reader.read(READ_BYTES):
+                for message in self._frames.feed(data):
+                    if isinstance(message, Died):
+                        reason = message.message
+                    self._handle(message)
+        except ConnectionError:
+            pass  # the exit code says more
+        except ValueError as error:
+            reason = f"the engine process sent what is no message: {error}"
+            self._process.kill()
+        if not self._is_closing:
+            await self._die(reason)
+
+    async def _die(self, reason: str) -> None:
+        await asyncio.to_thread(self._process.join, STOP_S)
+        self.death = reason or f"the engine process ended: {_ending(self._process.exitcode)}"
+        logger.error("%s", self.death)
+        self._fail_everything(EngineDeadError(self.death))
+        self._on_death(self.death)
+
+    def _handle_all(self, messages: list[ToClient]) -> None:
+        for message in messages:
+            self._handle(message)
+
+    def _handle(self, message: ToClient) -> None:
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    stream = self._streams.get(output.id)
+                    if stream is not None:
+                        stream.put(output)
+            case Refused():
+                stream = self._streams.get(message.id)
+                if stream is not None:
+                    stream.fail(InvalidRequestError(message.message))
+            case Reply():
+                future = self._asked.get(message.id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+
+    def _fail_everything(self, error: EngineDeadError) -> None:
+        self.fail_all(error)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(error)
+
+    async def _end_process(self) -> None:
+        await asyncio.to_thread(self._process.join, STOP_S)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        self._writer.close()
+
+
+def _ending(exit_code: int | None) -> str:
+    """An exit code in words."""
+    if exit_code is None:
+        return "its connection closed"
+    return f"exit code {exit_code}" if exit_code >= 0 else f"killed by signal {-exit_code}"

@@ -1,0 +1,238 @@
+"""The engine in a process of its own: messages in from a socket, steps, messages out.
+
+Single-threaded. Between two steps it takes whatever has arrived, so an abort frees what a request
+held before the next step is planned. It knows nothing of HTTP. It ends when it is told to, when the
+client goes away, or when a step fails; Ctrl-C and SIGTERM are the client's to handle, who may want
+to finish answers first.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from milepost.config import EngineConfig
+from milepost.engine.core import Engine
+from milepost.engine.requests import Answer, Job
+from milepost.engine.wire import (
+    Abort,
+    Add,
+    Ask,
+    Delta,
+    Died,
+    Failed,
+    Frames,
+    Output,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    Report,
+    Stop,
+    ToEngine,
+    frame,
+)
+from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 2**18
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """How much of one answer the client has."""
+
+    answer: Answer
+    num_tokens: int = 0
+    num_logprobs: int = 0
+    is_over: bool = False
+
+    def delta(self) -> Delta | None:
+        """What the answer gained since the last call; None for nothing."""
+        request = self.answer.request
+        if self.is_over:
+            return None
+        tokens = request.chain.tokens[request.num_prompt_tokens + self.num_tokens :].tolist()
+        reason = request.finish_reason
+        if not tokens and reason is None:
+            return None
+        self.num_tokens += len(tokens)
+        self.is_over = reason is not None
+        return Delta(
+            index=self.answer.index,
+            text=self.answer.text.delta(),
+            token_ids=tokens,
+            logprobs=self._logprobs(),
+            finish_reason=reason.value if reason is not None else None,
+            stop_reason=self.answer.stop_reason,
+        )
+
+    def _logprobs(self) -> list | None:
+        known = self.answer.logprobs
+        if known is None:
+            return None
+        new = known[self.num_logprobs :]
+        self.num_logprobs = len(known)
+        return new
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A request of the client."""
+
+    id: int
+    job: Job
+    sent: list[_Sent] = field(default_factory=list)
+    admitted_at: float | None = None
+    has_report: bool = False
+
+    def output(self) -> Output:
+        deltas = [delta for sent in self.sent if (delta := sent.delta()) is not None]
+        report = None if self.has_report else self._report()
+        self.has_report = self.has_report or report is not None
+        return Output(id=self.id, deltas=deltas, finished=self.job.is_finished, report=report)
+
+    def _report(self) -> Report | None:
+        report = self.job.answers[0].request.report
+        if report is None:
+            return None
+        return Report(
+            prompt_tokens=report.prompt_tokens,
+            kv_length=report.kv_length,
+            state_length=report.state_length,
+            reused=report.reused,
+            lost={reason.value: count for reason, count in report.lost.items()},
+            admitted_at=self.admitted_at or time.monotonic(),
+        )
+
+
+class Loop:
+    """Joins one engine with one socket."""
+
+    def __init__(self, engine: Engine, sock: socket.socket) -> None:
+        self._engine = engine
+        self._socket = sock
+        self._frames: Frames[ToEngine] = Frames(ToEngine)
+        self._tasks: dict[int, _Task] = {}
+        self._by_job: dict[Job, _Task] = {}
+        self._queued: dict[int, _Task] = {}
+        self._is_open = True
+
+    def run(self) -> None:
+        """Serve until Stop, or until the client is gone. Raises EngineDeadError."""
+        while self._is_open:
+            self._receive(wait=not self._engine.has_work)
+            if self._is_open and self._engine.has_work:
+                self._step()
+
+    def _receive(self, *, wait: bool) -> None:
+        """Handle what has arrived; with `wait`, until there is something."""
+        timeout = None if wait else 0
+        while self._is_open and select.select([self._socket], [], [], timeout)[0]:
+            data = self._socket.recv(READ_BYTES)
+            if not data:
+                self._is_open = False
+            for message in self._frames.feed(data):
+                self._handle(message)
+            timeout = 0
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                self._abort(message.id)
+            case Ask():
+                self._send(self._answer(message))
+            case Stop():
+                self._is_open = False
+
+    def _add(self, message: Add) -> None:
+        try:
+            job = self._engine.add(message.prompt, message.params, priority=message.priority)
+        except InvalidRequestError as error:
+            self._send(Refused(id=message.id, message=str(error)))
+            return
+        task = _Task(message.id, job, [_Sent(answer) for answer in job.answers])
+        self._tasks[message.id] = self._queued[message.id] = task
+        self._by_job[job] = task
+
+    def _abort(self, id_: int) -> None:
+        task = self._tasks.get(id_)
+        if task is not None:
+            self._engine.abort(task.job)
+            self._forget(task)
+
+    def _answer(self, ask: Ask) -> Reply:
+        if ask.what == "reset_prefix_cache":
+            return Reply(id=ask.id, done=self._engine.reset_prefix_cache())
+        assert ask.what == "metrics", f"no such question: {ask.what!r}"
+        return Reply(id=ask.id, metrics=self._engine.metrics())
+
+    def _step(self) -> None:
+        start = time.monotonic()
+        jobs = self._engine.step()
+        self._note_admissions(start)
+        tasks = [self._by_job[job] for job in jobs]
+        outputs = [task.output() for task in tasks]
+        for task in tasks:
+            if task.job.is_finished:
+                self._forget(task)
+        if outputs:
+            self._send(Outputs(outputs))
+
+    def _note_admissions(self, now: float) -> None:
+        admitted = [
+            task for task in self._queued.values() if task.job.answers[0].request.report is not None
+        ]
+        for task in admitted:
+            task.admitted_at = now
+            del self._queued[task.id]
+
+    def _forget(self, task: _Task) -> None:
+        del self._tasks[task.id], self._by_job[task.job]
+        self._queued.pop(task.id, None)
+
+    def _send(self, message: object) -> None:
+        try:
+            self._socket.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self._is_open = False
+
+
+def main(config: EngineConfig, sock: socket.socket, make_engine: Callable = Engine) -> None:
+    """The process: build the engine, say how that went, serve. Exit status 1 after a failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with sock:
+        try:
+            engine = make_engine(config)
+        except MilepostError as error:
+            sock.sendall(frame(Failed(kind=type(error).__name__, message=str(error))))
+            raise SystemExit(1) from None
+        sock.sendall(frame(_ready(engine)))
+        loop = Loop(engine, sock)
+        try:
+            loop.run()
+        except EngineDeadError as error:
+            logger.exception("the step loop failed")
+            loop._send(Died(message=str(error)))
+            raise SystemExit(1) from None
+
+
+def _ready(engine: Engine) -> Ready:
+    cache = engine.scheduler.cache
+    return Ready(
+        model=engine.config.model or "milepost-tiny",
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        page_size=cache.page_size,
+        num_pages=cache.pages.total,
+        num_slots=cache.slots.pool.total,
+    )

@@ -1,0 +1,179 @@
+"""What the engine process and its client say to each other, and how it stands on the socket.
+
+A frame is a length (4 bytes, big-endian) and that many bytes of msgpack: plain values, never code.
+`Frames` cuts a byte stream into messages and does no I/O; both sides use it.
+
+    client -> engine    Add, Abort, Ask, Stop
+    engine -> client    Ready or Failed, once; then Outputs, Refused, Reply; Died before a bad end
+
+Every `Add` is followed by exactly one end: an Output with `finished`, or Refused. After `Abort` (and
+after a Refused) nothing more comes for that id that the client may not drop.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from milepost.engine.metrics import Metric
+from milepost.engine.outputs import Logprob
+from milepost.engine.requests import Prompt
+from milepost.sampling_params import SamplingParams
+
+M = TypeVar("M")
+
+_LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 2**30
+"""Longer than any message of ours: a larger length means that the stream is out of step."""
+
+
+# --- to the engine --------------------------------------------------------------------------------
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """Queue a prompt under an id that the client chose."""
+
+    id: int
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End a request before the next step."""
+
+    id: int
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """A question that is answered between steps: `metrics` or `reset_prefix_cache`."""
+
+    id: int
+    what: str
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """End the process; whatever is running is dropped."""
+
+
+ToEngine = Add | Abort | Ask | Stop
+
+
+# --- to the client --------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine can take requests."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    num_slots: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not be built. `kind` is the name of one of our errors."""
+
+    kind: str
+    message: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A request's CacheReport, and when it was admitted (seconds of the monotonic clock)."""
+
+    prompt_tokens: int
+    kv_length: int
+    state_length: int
+    reused: int
+    lost: dict[str, int]
+    admitted_at: float
+
+
+class Delta(msgspec.Struct, array_like=True, frozen=True):
+    """What one answer gained in a step."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Output(msgspec.Struct, array_like=True, frozen=True):
+    """What a request gained in a step; `report` comes once, with the first."""
+
+    id: int
+    deltas: list[Delta]
+    finished: bool
+    report: Report | None = None
+
+
+class Outputs(msgspec.Struct, tag=True, frozen=True):
+    """All that a step gave."""
+
+    outputs: list[Output]
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request was not taken, and why."""
+
+    id: int
+    message: str
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    """The answer to an Ask."""
+
+    id: int
+    metrics: list[Metric] | None = None
+    done: bool | None = None
+
+
+class Died(msgspec.Struct, tag=True, frozen=True):
+    """The step loop failed; the process is about to end."""
+
+    message: str
+
+
+ToClient = Ready | Failed | Outputs | Refused | Reply | Died
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def frame(message: Any) -> bytes:
+    """A message as it stands on the socket."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames(Generic[M]):
+    """Cuts what arrives into messages of one type."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[M]:
+        """The messages that are whole now. Raises ValueError for what is none of ours."""
+        self._buffer += data
+        messages: list[M] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes: the stream is out of step")
+            body = start + _LENGTH.size
+            if len(self._buffer) - body < length:
+                break
+            start = body + length
+            messages.append(self._decoder.decode(bytes(self._buffer[body:start])))
+        del self._buffer[:start]
+        return messages
