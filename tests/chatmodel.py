@@ -1,7 +1,7 @@
 """A checkpoint that can hold a conversation, for tests of everything above the engine.
 
-Random weights, a byte-level tokenizer, and a chat template in the manner of the Qwen family: ChatML,
-tools as JSON in the system prompt, calls in <tool_call> and reasoning in <think>.
+Random weights, a byte-level tokenizer, and a chat template in the manner of the Qwen family:
+ChatML, tools as JSON in the system prompt, calls in <tool_call> and reasoning in <think>.
 """
 
 from __future__ import annotations

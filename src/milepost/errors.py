@@ -7,6 +7,7 @@
     ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
     ├── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
     ├── QueueFullError (RuntimeError)       a server has as many requests as it accepts; try again
+    ├── RequestTimeoutError (TimeoutError)  a request took longer than a server allows
     └── ServerClosingError (RuntimeError)   a server is about to end and takes or finishes no more
 
 `InvalidRequestError` concerns one request: the engine goes on serving the others. Messages name the
@@ -42,6 +43,10 @@ class EngineDeadError(MilepostError, RuntimeError):
 
 class QueueFullError(MilepostError, RuntimeError):
     """As many requests are queued as are accepted at once."""
+
+
+class RequestTimeoutError(MilepostError, TimeoutError):
+    """A request took longer than it may."""
 
 
 class ServerClosingError(MilepostError, RuntimeError):

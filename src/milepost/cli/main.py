@@ -1,7 +1,7 @@
 """The command `milepost`: parses the command line, and turns every end into an exit status.
 
-0 is success, 2 a mistake in what was asked (one line on standard error, no traceback), 130 Ctrl-C,
-141 a reader of the output that went away.
+0 is success, 1 a server whose engine died, 2 a mistake in what was asked (one line on standard
+error, no traceback), 130 Ctrl-C, 141 a reader of the output that went away.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.console import Console
 import milepost
 from milepost.cli.display import Screen
 from milepost.cli.generate import Engine, generate_command
+from milepost.cli.serve import Serve, run_server, serve_command
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
 
@@ -29,12 +30,13 @@ def main(
     open_engine: Callable[[EngineConfig], Engine] | None = None,
     screen: Screen | None = None,
     stdin: TextIO | None = None,
+    serve: Serve | None = None,
 ) -> int:
     """Run one command line (by default the process's own) and return its exit status."""
     screen = screen or _process_screen()
-    app = build_app(open_engine or open_llm, screen, stdin or sys.stdin)
+    app = build_app(open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server)
     try:
-        app(
+        status = app(
             arguments,
             exit_on_error=False,
             print_error=False,
@@ -49,10 +51,12 @@ def main(
     except BrokenPipeError:
         _forget_stdout()
         return 141
-    return 0
+    return status if isinstance(status, int) else 0
 
 
-def build_app(open_engine: Callable[[EngineConfig], Engine], screen: Screen, stdin: TextIO) -> App:
+def build_app(
+    open_engine: Callable[[EngineConfig], Engine], screen: Screen, stdin: TextIO, serve: Serve
+) -> App:
     """All commands."""
     app = App(
         name="milepost",
@@ -62,6 +66,7 @@ def build_app(open_engine: Callable[[EngineConfig], Engine], screen: Screen, std
         suppress_keyboard_interrupt=False,
     )
     app.command(generate_command(open_engine, screen, stdin))
+    app.command(serve_command(serve))
     return app
 
 

@@ -66,7 +66,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Output:
-        """The next output. Raises InvalidRequestError, EngineDeadError, or what `fail` was given."""
+        """The next output. Raises what `fail` was given: InvalidRequestError, EngineDeadError."""
         while self._pending is None:
             if self._error is not None:
                 raise self._error

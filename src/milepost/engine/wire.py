@@ -6,8 +6,8 @@ A frame is a length (4 bytes, big-endian) and that many bytes of msgpack: plain 
     client -> engine    Add, Abort, Ask, Stop
     engine -> client    Ready or Failed, once; then Outputs, Refused, Reply; Died before a bad end
 
-Every `Add` is followed by exactly one end: an Output with `finished`, or Refused. After `Abort` (and
-after a Refused) nothing more comes for that id that the client may not drop.
+Every `Add` is followed by exactly one end (an Output with `finished`, or Refused), unless an
+`Abort` comes first: what was under way then may still arrive, and is dropped.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""`milepost serve`: an OpenAI-compatible server. Its flags are the fields of two dataclasses."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from milepost.cli.flags import Flags, add_flags
+from milepost.config import EngineConfig
+from milepost.errors import ConfigError
+from milepost.server.config import ServerConfig
+
+SERVER = Flags(config=ServerConfig, group=Group("Server", sort_key=1), renamed={})
+ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
+
+Serve = Callable[[ServerConfig, EngineConfig], int]
+
+
+def serve_command(serve: Serve) -> Callable[..., int]:
+    """The command, bound to what serves."""
+
+    def serve_(
+        checkpoint: Annotated[
+            str | None, Parameter(help="The same as --model.", group=SERVER.group)
+        ] = None,
+        /,
+        *,
+        verbose: Annotated[
+            bool, Parameter(negative=(), help="Log what the engine does.", group=SERVER.group)
+        ] = False,
+        **settings: Any,
+    ) -> int:
+        """Serve a model over HTTP, in the shape of OpenAI's API.
+
+        The address goes to standard output once requests are taken; logs go to standard error.
+        """
+        if checkpoint is not None:
+            settings["model"] = checkpoint
+        server, engine = SERVER.build(settings), ENGINE.build(settings)
+        _log_to_stderr(verbose)
+        return serve(server, engine)
+
+    serve_.__name__ = "serve"
+    return add_flags(serve_, [SERVER, ENGINE])
+
+
+def run_server(server: ServerConfig, engine: EngineConfig) -> int:
+    """The real server. Raises ConfigError if its libraries are not installed."""
+    try:
+        from milepost.server.run import run
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the server needs {error.name}: install it with `pip install 'milepost[server]'`"
+        ) from error
+    return run(server, engine, announce=_announce)
+
+
+def _announce(address: str) -> None:
+    print(f"Milepost listens on {address}", flush=True)
+
+
+def _log_to_stderr(is_detailed: bool) -> None:
+    logging.basicConfig(
+        level=logging.INFO if is_detailed else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    access = logging.getLogger("milepost.access")
+    access.setLevel(logging.INFO)
+    access.propagate = False
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access.handlers = [handler]

@@ -1,0 +1,212 @@
+"""The HTTP application: which path does what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import milepost
+from milepost.engine.metrics import Metric
+from milepost.errors import EngineDeadError, MilepostError
+from milepost.server import errors
+from milepost.server.chat import chat
+from milepost.server.completions import complete
+from milepost.server.errors import HttpError
+from milepost.server.gate import Gate
+from milepost.server.messages import for_template, tools_for_template
+from milepost.server.metrics import CONTENT_TYPE
+from milepost.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    field_names,
+)
+from milepost.server.service import Service
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The request cannot be served as it stands; `error.param` says what."},
+    401: {"description": "No valid key."},
+    404: {"description": "No such model."},
+    413: {"description": "The body is too large."},
+    429: {"description": "As many requests are queued as are accepted; see Retry-After."},
+    503: {"description": "The engine has died, or the server is shutting down."},
+    504: {"description": "The request took longer than the server allows."},
+}
+
+
+class _JsonRoute(APIRoute):
+    """Reads bodies with a parser that says where they are wrong, and that depth cannot break."""
+
+    def get_route_handler(self) -> Any:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            return from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise HTTPException(400, f"the body is no valid JSON: {error}") from error
+
+
+def build(service: Service) -> Gate:
+    """The whole application around a service."""
+    app = FastAPI(
+        title="Milepost",
+        version=milepost.__version__,
+        description="OpenAI-compatible server for hybrid language models.",
+        redoc_url=None,
+    )
+    app.router.route_class = _JsonRoute
+    _add_openai(app, service)
+    _add_text(app, service)
+    _add_operation(app, service)
+    _add_errors(app, service)
+    config = service.config
+    return Gate(
+        app,
+        api_keys=config.api_key or (),
+        max_request_bytes=config.max_request_bytes,
+        log=config.access_log,
+    )
+
+
+def _add_openai(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=ERRORS, response_class=Response)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await complete(service, body, request)
+
+    @app.post("/v1/chat/completions", responses=ERRORS, response_class=Response)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await chat(service, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+
+    @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
+    async def model(name: str) -> dict[str, Any]:
+        return _model(service, service.check_model(name))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "milepost",
+        "max_model_len": service.client.info.max_model_len,
+    }
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", responses={400: ERRORS[400], 404: ERRORS[404]})
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        tokens, marks = await _tokenized(service, body)
+        names = None
+        if body.return_token_strs:
+            names = await service.with_tokenizer(lambda t: t.convert_ids_to_tokens(tokens))
+        return {
+            "tokens": tokens,
+            "count": len(tokens),
+            "max_model_len": service.client.info.max_model_len,
+            "cache_marks": marks,
+            "token_strs": names,
+        }
+
+    @app.post("/detokenize", responses={400: ERRORS[400], 404: ERRORS[404]})
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        vocab_size = service.client.info.vocab_size
+        for index, token in enumerate(body.tokens):
+            if token >= vocab_size:
+                raise HttpError(
+                    400,
+                    f"tokens[{index}]={token}: the vocabulary has {vocab_size} tokens",
+                    param=f"tokens[{index}]",
+                )
+        text = await service.with_tokenizer(lambda t: t.decode(body.tokens))
+        return {"prompt": text}
+
+
+async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[int]]:
+    """Token ids and marks."""
+    if body.prompt is not None:
+        text = body.prompt
+        tokens = await service.with_tokenizer(
+            lambda t: list(t.encode(text, add_special_tokens=body.add_special_tokens))
+        )
+        return tokens, []
+    rendered = await service.render(
+        for_template(body.messages or []),
+        tools=tools_for_template(body.tools),
+        template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )
+    return rendered.token_ids, list(rendered.marks)
+
+
+def _add_operation(app: FastAPI, service: Service) -> None:
+    @app.get("/health", responses={503: ERRORS[503]})
+    async def health() -> dict[str, Any]:
+        if service.client.death is not None or service.is_closing:
+            raise EngineDeadError(service.client.death or "the server is shutting down")
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        return {"version": milepost.__version__}
+
+    @app.post("/reset_prefix_cache", responses={409: {"description": "Requests are running."}})
+    async def reset_prefix_cache() -> dict[str, Any]:
+        if not await service.client.reset_prefix_cache():
+            raise HttpError(409, "requests are running: the cache is reset only between them")
+        return {"reset": True}
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        engine: Sequence[Metric] = await service.client.metrics()
+        return Response(service.metrics.expose(engine), media_type=CONTENT_TYPE)
+
+
+def _add_errors(app: FastAPI, service: Service) -> None:
+    fields = field_names()
+
+    def answer(error: Exception) -> Response:
+        response = errors.response_of(error)
+        service.metrics.refused.labels(str(response.status_code)).inc()
+        return response
+
+    async def of_ours(request: Request, error: Exception) -> Response:
+        request.scope["milepost.record"]["error"] = str(error)
+        return answer(error)
+
+    async def of_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await of_ours(request, errors.of_validation(error, fields))
+
+    async def of_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return await of_ours(request, errors.of_http(error))
+
+    app.add_exception_handler(Exception, of_ours)
+    app.add_exception_handler(MilepostError, of_ours)
+    app.add_exception_handler(HttpError, of_ours)
+    app.add_exception_handler(RequestValidationError, of_validation)
+    app.add_exception_handler(HTTPException, of_http)

@@ -1,0 +1,227 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from milepost.engine.requests import Prompt
+from milepost.engine.wire import Delta
+from milepost.server import logprobs, parameters
+from milepost.server.errors import json_response
+from milepost.server.generation import Generation
+from milepost.server.messages import for_template, tools_for_template
+from milepost.server.parsing.answer import AnswerParser, ends_in_reasoning
+from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+from milepost.server.protocol import ChatRequest
+from milepost.server.service import Service
+from milepost.server.stream import DONE, EventStream, event, unless_disconnected
+
+_TAIL = 16
+"""Tokens at the prompt's end that show whether the template has opened the reasoning."""
+
+
+async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    model = service.check_model(request.model)
+    params = parameters.of_chat(request)
+    tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
+    rendered = await service.render(
+        for_template(request.messages),
+        tools=tools,
+        template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt is not False,
+    )
+    prompt = Prompt(
+        token_ids=rendered.token_ids,
+        cache_salt=request.cache_salt or "",
+        cache_marks=rendered.marks[: service.client.config.max_cache_marks],
+    )
+    if request.user is not None:
+        http.scope["milepost.record"]["user"] = request.user
+    tail = rendered.token_ids[-_TAIL:]
+    is_open = service.format.has_reasoning and ends_in_reasoning(
+        await service.with_tokenizer(lambda tokenizer: tokenizer.decode(tail))
+    )
+    generation = Generation(
+        service,
+        [prompt],
+        params,
+        scope=http.scope,
+        priority=request.priority or 0,
+        field="messages",
+    )
+    parsers = [service.format.parser(tools=tools, is_open=is_open) for _ in range(params.n)]
+    writer = _Writer(request, prompt, generation, parsers, model)
+    close = generation.close
+    if request.stream:
+        limit = service.config.write_timeout_s
+        return EventStream(writer.events(), close, write_timeout_s=limit)
+    return json_response(await unless_disconnected(http, writer.whole(), close))
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One choice, as far as it has come."""
+
+    parser: AnswerParser
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def feed(self, delta: Delta) -> list[dict[str, Any]]:
+        """Take over what the engine sent; gives what a stream says of it, piece by piece."""
+        self.token_ids += delta.token_ids
+        events = self.parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += self.parser.finish()
+        gains = [self._take(found) for found in events]
+        if delta.finish_reason is not None:
+            self.finish_reason = self._finish_reason(delta.finish_reason)
+            self.stop_reason = delta.stop_reason
+        return gains
+
+    def _take(self, found: Event) -> dict[str, Any]:
+        match found:
+            case Reasoning(text):
+                self.reasoning += text
+                return {"reasoning_content": text}
+            case Content(text):
+                self.content += text
+                return {"content": text}
+            case CallStart(name):
+                id_ = f"call_{uuid.uuid4().hex[:24]}"
+                call = {"id": id_, "type": "function"}
+                self.calls.append({**call, "function": {"name": name, "arguments": ""}})
+                return self._call_gain({**call, "function": {"name": name, "arguments": ""}})
+            case CallArguments(text):
+                self.calls[-1]["function"]["arguments"] += text
+                return self._call_gain({"function": {"arguments": text}})
+
+    def _call_gain(self, gain: dict[str, Any]) -> dict[str, Any]:
+        return {"tool_calls": [{"index": len(self.calls) - 1, **gain}]}
+
+    def _finish_reason(self, reason: str) -> str:
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    def message(self) -> dict[str, Any]:
+        """The whole answer; content is null beside calls or reasoning without any."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if not self.content and (self.calls or self.reasoning):
+            message["content"] = None
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+class _Writer:
+    """Gives the response its form."""
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        generation: Generation,
+        parsers: list[AnswerParser],
+        model: str,
+    ) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._generation = generation
+        self._answers = [_Answer(parser) for parser in parsers]
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    # --- at once ----------------------------------------------------------------------------------
+
+    async def whole(self) -> dict[str, Any]:
+        async for deltas in self._generation.deltas():
+            for index, delta in deltas:
+                answer = self._answers[index]
+                answer.feed(delta)
+                answer.logprobs += logprobs.chat_content(delta, self._request.top_logprobs or 0)
+        body = self._head("chat.completion")
+        body["choices"] = [self._choice(index) for index in range(len(self._answers))]
+        body["usage"] = self._generation.usage()
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = self._prompt.token_ids
+        return body
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        answer = self._answers[index]
+        content = {"content": answer.logprobs, "refusal": None}
+        choice = {
+            "index": index,
+            "message": answer.message(),
+            "logprobs": content if self._request.logprobs else None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    # --- streamed ---------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[bytes]:
+        options = self._request.stream_options
+        with_usage = bool(options and options.include_usage)
+        head = self._head("chat.completion.chunk")
+        empty = {"usage": None} if with_usage else {}
+        begun: set[int] = set()
+        arrived = self._generation.deltas()
+        try:
+            async for deltas in arrived:
+                for index, delta in deltas:
+                    for choice in self._chunks(index, delta, is_first=index not in begun):
+                        yield event({**head, "choices": [choice], **empty})
+                    begun.add(index)
+            if with_usage:
+                yield event({**head, "choices": [], "usage": self._generation.usage()})
+            yield DONE
+        finally:
+            await arrived.aclose()
+
+    def _chunks(self, index: int, delta: Delta, *, is_first: bool) -> list[dict[str, Any]]:
+        """The choices to send for a delta: the first has its logprobs, the last says the end."""
+        answer = self._answers[index]
+        gains = answer.feed(delta)
+        own = logprobs.chat_content(delta, self._request.top_logprobs or 0)
+        if is_first:
+            gains.insert(0, {"role": "assistant", "content": ""})
+        if not gains and (own or answer.finish_reason or self._request.return_token_ids):
+            gains.append({})
+        choices = [_chunk(index, gain) for gain in gains]
+        if own and choices:
+            choices[0]["logprobs"] = {"content": own, "refusal": None}
+        if self._request.return_token_ids and choices:
+            choices[0]["token_ids"] = delta.token_ids
+        if answer.finish_reason is not None:
+            choices[-1]["finish_reason"] = answer.finish_reason
+            choices[-1]["stop_reason"] = answer.stop_reason
+        return choices
+
+
+def _chunk(index: int, gain: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": gain, "logprobs": None, "finish_reason": None}

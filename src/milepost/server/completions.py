@@ -1,0 +1,146 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from milepost.engine.requests import Prompt
+from milepost.engine.wire import Delta
+from milepost.errors import InvalidRequestError
+from milepost.server import logprobs, parameters
+from milepost.server.errors import json_response
+from milepost.server.generation import Generation
+from milepost.server.protocol import CompletionRequest
+from milepost.server.service import Service
+from milepost.server.stream import DONE, EventStream, event, unless_disconnected
+
+
+async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
+    """Answer prompts as they stand."""
+    model = service.check_model(request.model)
+    params = parameters.of_completion(request)
+    prompts = await _prompts(service, request)
+    if request.user is not None:
+        http.scope["milepost.record"]["user"] = request.user
+    generation = Generation(
+        service,
+        prompts,
+        params,
+        scope=http.scope,
+        priority=request.priority or 0,
+        field="prompt",
+    )
+    writer = _Writer(request, prompts, generation, model)
+    close = generation.close
+    if request.stream:
+        limit = service.config.write_timeout_s
+        return EventStream(writer.events(), close, write_timeout_s=limit)
+    return json_response(await unless_disconnected(http, writer.whole(), close))
+
+
+async def _prompts(service: Service, request: CompletionRequest) -> list[Prompt]:
+    given = request.prompt
+    marks = tuple(request.cache_marks or ())
+    salt = request.cache_salt or ""
+    if isinstance(given, list) and isinstance(given[0], int):
+        given = [given]
+    listed = given if isinstance(given, list) else [given]
+    if marks and len(listed) > 1:
+        raise InvalidRequestError(f"cache_marks={list(marks)!r}: use it with a single prompt")
+    texts = [prompt for prompt in listed if isinstance(prompt, str)]
+    encoded: list[Any] = listed
+    if texts:
+        encoded = await service.with_tokenizer(
+            lambda tokenizer: [list(tokenizer.encode(text)) for text in texts]
+        )
+    return [Prompt(token_ids=ids, cache_salt=salt, cache_marks=marks) for ids in encoded]
+
+
+class _Writer:
+    """Gives the response its form."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        generation: Generation,
+        model: str,
+    ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._generation = generation
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._offsets = [0] * generation.num_choices
+        self._begun: set[int] = set()
+
+    async def whole(self) -> dict[str, Any]:
+        choices = [self._choice(index) for index in range(self._generation.num_choices)]
+        async for deltas in self._generation.deltas():
+            for index, delta in deltas:
+                self._extend(choices[index], delta)
+        return {**self._head, "choices": choices, "usage": self._generation.usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        options = self._request.stream_options
+        with_usage = bool(options and options.include_usage)
+        empty = {"usage": None} if with_usage else {}
+        arrived = self._generation.deltas()
+        try:
+            async for deltas in arrived:
+                for index, delta in deltas:
+                    choice = self._choice(index)
+                    self._extend(choice, delta)
+                    if _says_something(choice):
+                        yield event({**self._head, "choices": [choice], **empty})
+            if with_usage:
+                usage = self._generation.usage()
+                yield event({**self._head, "choices": [], "usage": usage})
+            yield DONE
+        finally:
+            await arrived.aclose()
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = []
+            if index not in self._begun:
+                self._begun.add(index)
+                num_answers = self._generation.num_choices // len(self._prompts)
+                choice["prompt_token_ids"] = self._prompts[index // num_answers].token_ids
+        return choice
+
+    def _extend(self, choice: dict[str, Any], delta: Delta) -> None:
+        choice["text"] += delta.text
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if self._request.return_token_ids:
+            choice["token_ids"] += delta.token_ids
+        if delta.logprobs is not None:
+            index, num_top = choice["index"], self._request.logprobs or 0
+            known, offset = choice["logprobs"], self._offsets[index]
+            choice["logprobs"], self._offsets[index] = logprobs.extend_completion(
+                known, delta, num_top, offset
+            )
+
+
+def _says_something(choice: dict[str, Any]) -> bool:
+    return bool(
+        choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
+    )

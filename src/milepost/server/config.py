@@ -1,0 +1,64 @@
+"""What an operator may set about the HTTP side; the flags of `milepost serve` are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from milepost.errors import ConfigError
+
+ToolParser = Literal["auto", "hermes", "qwen3_xml", "none"]
+ReasoningParser = Literal["auto", "qwen3", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Configuration of one server; raises ConfigError."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Other machines reach the server only if you say so here."""
+    port: int = 8000
+    """TCP port; 0 takes a free one and says which."""
+    uds: str | None = None
+    """Listen on this Unix domain socket in place of host and port."""
+    served_model_name: Sequence[str] | None = None
+    """Names that requests may call the model by; by default the checkpoint's. May be given several
+    times."""
+    api_key: Sequence[str] | None = None
+    """Serve only requests that bear one of these keys (all but /health). May be given several
+    times."""
+    max_waiting: int = 1024
+    """Answers that may wait beyond the max_num_seqs that run; more are refused with 429."""
+    request_timeout_s: float = 600.0
+    """Longest time that a request may take, queueing included."""
+    write_timeout_s: float = 30.0
+    """Longest time that a client may leave what it was sent unread; then its request is dropped."""
+    shutdown_timeout_s: float = 30.0
+    """Time that running requests get to finish after SIGTERM or Ctrl-C; then they are failed."""
+    max_request_bytes: int = 16 * 2**20
+    """Largest request body."""
+    tool_call_parser: ToolParser = "auto"
+    """Form of the model's tool calls; `auto` reads it off the chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Form of the model's reasoning; `auto` reads it off the chat template."""
+    access_log: bool = True
+    """Write one JSON line per request to standard error, with the request's cache report."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, f"port={self.port}: use 0 to 65535")
+        _require(self.max_waiting >= 0, f"max_waiting={self.max_waiting}: use 0 or more")
+        for name in ("request_timeout_s", "write_timeout_s", "max_request_bytes"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name}={value}: use more than 0")
+        _require(
+            self.shutdown_timeout_s >= 0,
+            f"shutdown_timeout_s={self.shutdown_timeout_s}: use 0 or more",
+        )
+        for name in ("api_key", "served_model_name"):
+            _require(all(getattr(self, name) or ["-"]), f"{name}='': use text that is not empty")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

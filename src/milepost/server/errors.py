@@ -1,0 +1,145 @@
+"""Turns every error into a status and a body of the form that OpenAI clients read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from milepost.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    MilepostError,
+    QueueFullError,
+    RequestTimeoutError,
+    ServerClosingError,
+)
+
+RETRY_AFTER_S = 1
+
+_STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
+    (InvalidRequestError, 400, "invalid_request_error"),
+    (QueueFullError, 429, "rate_limit_error"),
+    (ServerClosingError, 503, "service_unavailable"),
+    (EngineDeadError, 503, "service_unavailable"),
+    (RequestTimeoutError, 504, "timeout"),
+)
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict",
+    413: "request_too_large",
+    500: "internal_error",
+}
+_FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?=")
+"""How messages about one field begin."""
+
+
+class HttpError(Exception):
+    """An error with a status of its own."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, HttpError):
+        return error.status
+    return next((status for kind, status, _ in _STATUS if isinstance(error, kind)), 500)
+
+
+def body_of(error: Exception) -> dict[str, Any]:
+    """{"error": {message, type, param, code}}"""
+    status = status_of(error)
+    kind = next((name for cls, _, name in _STATUS if isinstance(error, cls)), None)
+    message, param, code = str(error), None, None
+    if isinstance(error, HttpError):
+        param, code = error.param, error.code
+    elif isinstance(error, InvalidRequestError):
+        field = _FIELD.match(message)
+        param = field.group(1) if field else None
+    elif kind is None:
+        message = "the server failed; its log says why"
+    return error_body(
+        message, kind or _TYPES.get(status, "invalid_request_error"), param, code or status
+    )
+
+
+def error_body(
+    message: str, kind: str, param: str | None = None, code: str | int | None = None
+) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def response_of(error: Exception) -> Response:
+    """The whole response."""
+    status = status_of(error)
+    headers = {}
+    if status in (429, 503):
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return json_response(body_of(error), status, headers)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
+    )
+
+
+def of_validation(error: RequestValidationError, fields: Collection[str]) -> HttpError:
+    """What is wrong with a body, and where: the deepest finding, and how many more there are.
+
+    `fields` are the names that bodies have; other steps of a location name the member of a union
+    that was tried.
+    """
+    findings = error.errors()
+    paths = [path_of(finding, fields) for finding in findings]
+    best = max(range(len(findings)), key=lambda i: (paths[i].count(".") + paths[i].count("["), -i))
+    message = _message(findings[best], paths[best])
+    others = len(set(paths) - {paths[best]})
+    if others:
+        message += f" (and {others} more)"
+    return HttpError(400, message, param=paths[best] or None)
+
+
+def path_of(finding: Mapping[str, Any], fields: Collection[str]) -> str:
+    """("body", "messages", 0, "content") as messages[0].content."""
+    steps = finding["loc"][1:]
+    path = ""
+    for place, step in enumerate(steps):
+        is_unknown_field = finding["type"] == "extra_forbidden" and place == len(steps) - 1
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step in fields or is_unknown_field:
+            path += f".{step}" if path else step
+    return path
+
+
+def _message(finding: Mapping[str, Any], where: str) -> str:
+    if finding["type"] == "extra_forbidden":
+        return f"{where}: no such field here"
+    if finding["type"] == "missing":
+        return f"{where or 'the body'}: this field is required"
+    if not where:
+        return f"the body is no JSON object of this endpoint: {finding['msg']}"
+    text = finding["msg"].removeprefix("Value error, ")
+    return f"{where}: {text[0].lower()}{text[1:]}"
+
+
+def of_http(error: HTTPException) -> HttpError:
+    """Starlette's own: no such path, no such method."""
+    return HttpError(error.status_code, str(error.detail))

@@ -1,0 +1,136 @@
+"""What every request passes before the application: the key, the size of the body, the access log.
+
+Plain ASGI, so that streams pass unbuffered. The record of a request lives in its scope: handlers
+add what they know (`request.scope["milepost.record"]`), and it is written when the response ends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from milepost.server.errors import HttpError, response_of
+from milepost.server.stream import ClientGoneError
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("milepost.access")
+
+OPEN_PATHS = frozenset(("/health",))
+"""Served without a key, so that a load balancer can ask."""
+
+
+class Gate:
+    """Wraps the application."""
+
+    def __init__(
+        self, app: Any, *, api_keys: Sequence[str], max_request_bytes: int, log: bool
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+        self._max_bytes = max_request_bytes
+        self._log = log
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(send, time.monotonic())
+        scope["milepost.record"] = exchange.record
+        scope["milepost.arrival"] = exchange.arrival
+        scope["milepost.abort"] = _aborter(send)
+        try:
+            self._check_key(scope)
+            self._check_length(scope)
+            await self._app(scope, self._limited(receive), exchange.send)
+        except ClientGoneError:
+            exchange.record["client_gone"] = True
+        except Exception as error:  # noqa: BLE001 - the last place where one can be answered
+            await self._fail(error, scope, receive, exchange)
+        finally:
+            if self._log:
+                access.info("%s", json.dumps(exchange.line(scope), ensure_ascii=True))
+
+    def _check_key(self, scope: Any) -> None:
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return
+        kind, _, key = _header(scope, b"authorization").partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), own) for own in self._keys]
+        if kind.lower() != b"bearer" or True not in matches:
+            raise HttpError(401, "send a valid key as 'Authorization: Bearer KEY'")
+
+    def _check_length(self, scope: Any) -> None:
+        length = _header(scope, b"content-length")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+            raise self._too_large()
+
+    def _limited(self, receive: Any) -> Any:
+        """`receive` for bodies that come without a length."""
+        num_bytes = 0
+
+        async def limited() -> Any:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> HttpError:
+        return HttpError(413, f"the body is larger than the {self._max_bytes} bytes allowed here")
+
+    async def _fail(self, error: Exception, scope: Any, receive: Any, exchange: _Exchange) -> None:
+        response = response_of(error)
+        exchange.record["error"] = str(error)
+        if response.status_code == 500:
+            logger.exception("a request failed", exc_info=error)
+        if exchange.status is None:
+            await response(scope, receive, exchange.send)
+        elif not exchange.is_complete:
+            scope["milepost.abort"]()  # half a response is out: the client must see that it broke
+
+
+class _Exchange:
+    """One request and what became of it."""
+
+    def __init__(self, send: Any, arrival: float) -> None:
+        self._send = send
+        self.arrival = arrival
+        self.status: int | None = None
+        self.is_complete = False
+        self.record: dict[str, Any] = {}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self.is_complete = True
+
+    def line(self, scope: Any) -> dict[str, Any]:
+        """The access log's line."""
+        client = scope.get("client")
+        return {
+            "time": round(time.time(), 3),
+            "client": client[0] if client else None,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": self.status,
+            "duration_s": round(time.monotonic() - self.arrival, 4),
+            **self.record,
+        }
+
+
+def _header(scope: Any, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _aborter(send: Any) -> Callable[[], None]:
+    """Drops the connection at once. ASGI has no word for it, so this asks uvicorn's transport."""
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    return getattr(transport, "abort", lambda: None)

@@ -1,0 +1,164 @@
+"""One HTTP request on its way through the engine, with all that is counted about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from milepost.cache import Lost
+from milepost.engine.requests import Prompt
+from milepost.engine.wire import Delta, Output, Report
+from milepost.sampling_params import SamplingParams
+from milepost.server.service import Service
+
+
+class Generation:
+    """Submits prompts, and yields (choice index, delta) until all answers have ended.
+
+    Keeps the usage, the metrics and the access log's record. Raises what `Service.submit` raises,
+    from the constructor.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        scope: Mapping[str, Any],
+        priority: int,
+        field: str,
+    ) -> None:
+        self._service = service
+        self._params = params
+        self._record: dict[str, Any] = scope["milepost.record"]
+        self._arrival: float = scope["milepost.arrival"]
+        self._submission = service.submit(
+            prompts, params, priority=priority, arrival=self._arrival, field=field
+        )
+        self.reports: list[Report] = []
+        self.num_choices = len(prompts) * params.n
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._num_tokens = [0] * self.num_choices
+        self._ended: dict[int, str] = {}
+        self._last_at: dict[int, float] = {}
+        self._first_at: float | None = None
+        self._is_closed = False
+        service.metrics.prompt_tokens.inc(self._num_prompt_tokens)
+
+    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """What has arrived, each time something has."""
+        outputs = self._submission.outputs()
+        try:
+            async for number, output in outputs:
+                yield self._take(number, output)
+        finally:
+            await outputs.aclose()
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is not over, and settle the accounts. Call it whatever happens."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._submission.close()
+            self._close_record()
+
+    def _take(self, number: int, output: Output) -> list[tuple[int, Delta]]:
+        now = time.monotonic()
+        if output.report is not None:
+            self.reports.append(output.report)
+            waited = max(output.report.admitted_at - self._arrival, 0.0)
+            self._service.metrics.queue_time.observe(waited)
+        self._time(number, now)
+        deltas = []
+        for delta in output.deltas:
+            index = number * self._params.n + delta.index
+            self._num_tokens[index] += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._ended[index] = delta.finish_reason
+                self._service.metrics.requests.labels(delta.finish_reason).inc()
+            deltas.append((index, delta))
+        return deltas
+
+    def _time(self, number: int, now: float) -> None:
+        metrics = self._service.metrics
+        if self._first_at is None:
+            self._first_at = now
+            metrics.time_to_first_token.observe(now - self._arrival)
+        elif number in self._last_at:
+            metrics.inter_token.observe(now - self._last_at[number])
+        self._last_at[number] = now
+
+    def usage(self) -> dict[str, Any]:
+        """The `usage` of the response, so far."""
+        completion = sum(self._num_tokens)
+        prompt = self._num_prompt_tokens
+        page_size = self._service.client.info.page_size
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(report.reused for report in self.reports),
+                "lost_tokens": public_losses(self.reports, page_size),
+            },
+        }
+
+    def _close_record(self) -> None:
+        now = time.monotonic()
+        metrics, num_tokens = self._service.metrics, sum(self._num_tokens)
+        metrics.generation_tokens.inc(num_tokens)
+        metrics.prompt_lengths.observe(self._num_prompt_tokens)
+        if len(self._ended) == self.num_choices:
+            metrics.end_to_end.observe(now - self._arrival)
+            for count in self._num_tokens:
+                metrics.answer_lengths.observe(count)
+            longest = max(self._num_tokens)
+            if longest > 1 and self._first_at is not None:
+                spent = max(self._last_at.values()) - self._first_at
+                metrics.time_per_output_token.observe(spent / (longest - 1))
+        self._record.update(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=num_tokens,
+            finish_reasons=[self._ended.get(i) for i in range(self.num_choices)],
+            cached_tokens=sum(report.reused for report in self.reports),
+            lost_tokens=_losses(self.reports),
+        )
+        if self._first_at is not None:
+            self._record["ttft_s"] = round(self._first_at - self._arrival, 4)
+
+
+def _losses(reports: Sequence[Report]) -> dict[str, int]:
+    lost: dict[str, int] = {}
+    for report in reports:
+        for reason, count in report.lost.items():
+            if count:
+                lost[reason] = lost.get(reason, 0) + count
+    return lost
+
+
+def public_losses(reports: Sequence[Report], page_size: int) -> dict[str, int]:
+    """Tokens lost by reason, as a client may see them.
+
+    A salt keeps one tenant from learning what others have cached. So what is only known under
+    another salt counts as unseen; and so does the last token, unless the request's own salt
+    explains why the whole prompt was known.
+    """
+    lost: dict[str, int] = {}
+    for report in reports:
+        for reason, count in report.lost.items():
+            name = reason
+            if reason == Lost.SALT or (
+                reason == Lost.LAST_TOKEN and not _knows_all_itself(report, page_size)
+            ):
+                name = Lost.UNSEEN.value
+            if count:
+                lost[name] = lost.get(name, 0) + count
+    return lost
+
+
+def _knows_all_itself(report: Report, page_size: int) -> bool:
+    """Other salts are looked up by whole pages, so they tell nothing of a prompt that ends inside
+    one."""
+    return report.prompt_tokens % page_size != 0 or report.kv_length >= report.prompt_tokens

@@ -1,0 +1,51 @@
+"""Messages and tools of a request in the form that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from milepost.server.errors import HttpError
+from milepost.server.protocol import Message, Tool, ToolCall
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Raises HttpError 400 for a call whose arguments are no JSON object."""
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """None for no tools, so that templates that ask `if tools` agree with those that count."""
+    return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+
+
+def _message(index: int, message: Message) -> dict[str, Any]:
+    """Templates know no role `developer`: it is the system's."""
+    plain = message.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
+    plain["content"] = plain.get("content", "")
+    if message.role == "developer":
+        plain["role"] = "system"
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        where = f"messages[{index}].tool_calls"
+        plain["tool_calls"] = [
+            _call(f"{where}[{place}]", call) for place, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _call(where: str, call: ToolCall) -> dict[str, Any]:
+    """Arguments become an object: templates write it in the model's own way."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        field = f"{where}.function.arguments"
+        raise HttpError(400, f"{field}: use the text of a JSON object", param=field)
+    plain = call.model_dump(exclude_none=True, exclude={"index"})
+    plain["function"]["arguments"] = arguments
+    return plain

@@ -1,0 +1,95 @@
+"""What Prometheus scrapes: the engine's counters and gauges, and the latencies seen here.
+
+Names are vLLM's where the meaning is the same, with the prefix `milepost:`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from milepost.engine.metrics import Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80, 160,
+    320, 640,
+)  # fmt: skip
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class RequestMetrics:
+    """The HTTP side's own registry."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _Snapshot()
+        self._registry.register(self._engine)
+        self.time_to_first_token = self._seconds(
+            "time_to_first_token_seconds", "From a request's arrival to its first token."
+        )
+        self.inter_token = self._seconds(
+            "inter_token_latency_seconds", "Between two deliveries of tokens of one request."
+        )
+        self.time_per_output_token = self._seconds(
+            "request_time_per_output_token_seconds", "Mean over a request's tokens but the first."
+        )
+        self.end_to_end = self._seconds(
+            "e2e_request_latency_seconds", "From a request's arrival to its last token."
+        )
+        self.queue_time = self._seconds(
+            "request_queue_time_seconds", "From a request's arrival to its admission."
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens of answers.")
+        self.prompt_lengths = self._tokens("request_prompt_tokens", "Prompt length.")
+        self.answer_lengths = self._tokens("request_generation_tokens", "Answer length.")
+        self.requests = self._counter(
+            "request_success", "Answers by how they ended.", ("finished_reason",)
+        )
+        self.refused = self._counter("request_refused", "Requests that got an error.", ("status",))
+        self.disconnects = self._counter(
+            "request_disconnects", "Requests whose client left or did not read."
+        )
+
+    def expose(self, engine: Sequence[Metric]) -> bytes:
+        """The text format, with the engine's metrics of this moment."""
+        self._engine.metrics = engine
+        return generate_latest(self._registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"milepost:{name}", text, buckets=_SECONDS, registry=self._registry)
+
+    def _tokens(self, name: str, text: str) -> Histogram:
+        return Histogram(f"milepost:{name}", text, buckets=_TOKENS, registry=self._registry)
+
+    def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(f"milepost:{name}", text, labels, registry=self._registry)
+
+
+class _Snapshot(Collector):
+    """The engine's metrics in Prometheus' form."""
+
+    def __init__(self) -> None:
+        self.metrics: Sequence[Metric] = ()
+
+    def collect(self) -> Iterator[Family]:
+        ordered = sorted(self.metrics, key=lambda metric: metric.name)
+        for name, group in groupby(ordered, key=lambda metric: metric.name):
+            yield _family(name, list(group))
+
+
+def _family(name: str, metrics: list[Metric]) -> Family:
+    kind = CounterMetricFamily if metrics[0].kind == "counter" else GaugeMetricFamily
+    labels = sorted(metrics[0].labels)
+    text = name.removeprefix("milepost:").replace("_", " ")
+    family = kind(name, f"Engine: {text}.", labels=labels)
+    for metric in metrics:
+        family.add_metric([metric.labels[label] for label in labels], metric.value)
+    return family

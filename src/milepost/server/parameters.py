@@ -1,0 +1,46 @@
+"""Sampling parameters from the fields of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from milepost.sampling_params import SamplingParams
+from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
+
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+"""Fields that SamplingParams has under the same name."""
+
+
+def of_completion(request: CompletionRequest) -> SamplingParams:
+    """Raises InvalidRequestError."""
+    return _params(request, max_tokens=request.max_tokens or 16, logprobs=request.logprobs)
+
+
+def of_chat(request: ChatRequest) -> SamplingParams:
+    """Raises InvalidRequestError."""
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    return _params(request, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _params(request: Sampling, **own: Any) -> SamplingParams:
+    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    if request.logit_bias:
+        own["logit_bias"] = {int(key): bias for key, bias in request.logit_bias.items()}
+    return SamplingParams(**given, **own)

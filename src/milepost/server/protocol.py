@@ -1,0 +1,297 @@
+"""What the bodies of requests may hold.
+
+Every field of OpenAI's API stands here. One that we do not support takes only the value that asks
+for nothing; anything else is refused by name, as is a field that nobody knows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+MAX_STOPS = 64
+MAX_STOP_LEN = 1024
+MAX_INT = 2**63 - 1
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
+
+
+def only(*values: Any) -> Any:
+    """The type of a field that is not supported: null, or a value that asks for nothing."""
+
+    def check(value: Any) -> Any:
+        if any(type(value) is type(allowed) and value == allowed for allowed in (None, *values)):
+            return value
+        raise ValueError("this is not supported: leave the field out")
+
+    schema = {"enum": [None, *values], "description": "Not supported beyond these values."}
+    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
+
+
+class Body(BaseModel):
+    """JSON types are taken as they are: no number in a string, no unknown field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """End the stream with a chunk that has `usage`."""
+    include_obfuscation: only(False) = None
+
+
+class CacheControl(Body):
+    """A breakpoint: the state at the end of this part is worth keeping."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(Body):
+    """A message of any role."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    cache_control: CacheControl | None = None
+    refusal: only() = None
+    audio: only() = None
+    function_call: only() = None
+    annotations: only([]) = None
+
+    @model_validator(mode="after")
+    def _has_something(self) -> Message:
+        if self.content is None and not (self.role == "assistant"):
+            raise ValueError(f"a message of role {self.role!r} needs a content")
+        return self
+
+
+class Function(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type 'json_schema', and only with it")
+        return self
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class Sampling(Body):
+    """What completions and chat have in common. Limits of values stand in SamplingParams."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    seed: Count | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id, as a string, to what is added to its logit."""
+    min_tokens: Count | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Requests share cached prefixes only with those of the same salt."""
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    """Lower goes first."""
+    return_token_ids: bool | None = None
+    """Add the token ids of the prompt and of the answers."""
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    """Goes to the access log."""
+    prompt_logprobs: only() = None
+    service_tier: only("auto", "default") = None
+    store: only(False) = None
+    metadata: only({}) = None
+    prompt_cache_key: only() = None
+    safety_identifier: only() = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 11):
+                raise ValueError(f"key {key!r}: use token ids")
+        return value
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream=true")
+        return self
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions"""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    cache_marks: list[Annotated[int, Field(ge=1, le=MAX_INT)]] | None = None
+    """Token positions in the prompt at which a state is worth keeping; for a single prompt."""
+    echo: only(False) = None
+    best_of: only(1) = None
+    suffix: only("") = None
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: only(True) = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template: only() = None
+    continue_final_message: only(False) = None
+    reasoning_effort: only() = None
+    modalities: only(["text"]) = None
+    audio: only() = None
+    prediction: only() = None
+    verbosity: only() = None
+    web_search_options: only() = None
+    functions: only() = None
+    function_call: only("none", "auto") = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs=true")
+        if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ: use one of them")
+        _check_tool_choice(self)
+        return self
+
+
+def _check_tool_choice(request: ChatRequest) -> None:
+    choice, names = request.tool_choice, [tool.function.name for tool in request.tools or ()]
+    if choice in (None, "none"):
+        return
+    if not names:
+        raise ValueError("tool_choice needs tools")
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        raise ValueError(f"tool_choice names {choice.function.name!r}, which is not in tools")
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def field_names() -> frozenset[str]:
+    """Every name that a field of some body has."""
+    names: set[str] = set()
+    kinds = [Body]
+    while kinds:
+        kind = kinds.pop()
+        names.update(field.alias or name for name, field in kind.model_fields.items())
+        kinds += kind.__subclasses__()
+    return frozenset(names)

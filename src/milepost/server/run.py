@@ -1,0 +1,174 @@
+"""`milepost serve`: brings up engine and HTTP, and takes both down.
+
+The listening socket is bound first, so a port in use is found before the weights are loaded. On
+SIGTERM or Ctrl-C no new connection is taken, new requests get 503, and those that run may finish
+within `shutdown_timeout_s`; then they are failed. When the engine dies, every open request gets an
+error and the server ends with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+from transformers import PreTrainedTokenizerBase
+
+from milepost.config import EngineConfig
+from milepost.engine.client import EngineClient
+from milepost.engine.setup import EMBEDDED_MODEL
+from milepost.engine.tokenizer import load_tokenizer
+from milepost.errors import ConfigError, ServerClosingError
+from milepost.models.loading import find_folder
+from milepost.server import app
+from milepost.server.config import ServerConfig
+from milepost.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+LAST_WORDS_S = 5.0
+"""Time for the errors of a shutdown to reach the clients."""
+
+
+def run(
+    server_config: ServerConfig,
+    engine_config: EngineConfig,
+    announce: Callable[[str], None] = print,
+) -> int:
+    """Serve until told to stop; returns the exit status. Raises ConfigError and WeightsError.
+
+    `announce` is called with the address once requests are taken.
+    """
+    with _listen(server_config) as sock:
+        return asyncio.run(_serve(server_config, engine_config, sock, announce))
+
+
+async def _serve(
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    sock: socket.socket,
+    announce: Callable[[str], None],
+) -> int:
+    server: HttpServer | None = None
+
+    def stop(_: str) -> None:
+        if server is not None:
+            server.should_exit = True
+
+    client = EngineClient(engine_config, max_waiting=config.max_waiting, on_death=stop)
+    loading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine_config))
+    try:
+        await client.start()
+        service = Service(config, client, await loading, _names(config, engine_config))
+        server = HttpServer(service)
+        announce(_address(config, sock))
+        await server.serve(sockets=[sock])
+        service.close()
+    finally:
+        await client.close()
+        await asyncio.gather(loading, return_exceptions=True)
+    return 0 if client.death is None else 1
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with an end that the requests are told of."""
+
+    def __init__(self, service: Service) -> None:
+        limit = service.config.shutdown_timeout_s
+        super().__init__(
+            uvicorn.Config(
+                app.build(service),
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=int(limit + LAST_WORDS_S) + 1,
+            )
+        )
+        self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A signal ends `serve`; uvicorn would then raise it again, before the engine is ended."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.is_closing = True
+        limit = self._service.config.shutdown_timeout_s
+        timer = asyncio.get_running_loop().call_later(limit, self._give_up)
+        try:
+            await super().shutdown(sockets=sockets)
+        finally:
+            timer.cancel()
+
+    def _give_up(self) -> None:
+        limit = self._service.config.shutdown_timeout_s
+        error = ServerClosingError(f"the server shut down {limit:g} seconds after it was told to")
+        self._service.client.fail_all(error)
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Raises ConfigError if the address cannot be had."""
+    try:
+        if config.uds is not None:
+            return _listen_uds(Path(config.uds))
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        sock = socket.socket(family)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        where = config.uds or f"{config.host}:{config.port}"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+    return sock
+
+
+def _listen_uds(path: Path) -> socket.socket:
+    """A socket file that nobody listens on is replaced."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(f"{path} is in use")
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(str(path))
+    os.chmod(path, 0o600)
+    sock.listen(BACKLOG)
+    return sock
+
+
+def _address(config: ServerConfig, sock: socket.socket) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer, config.revision)
+    model = config.model or str(EMBEDDED_MODEL)
+    folder = find_folder(model, revision=config.revision, with_weights=False)
+    return load_tokenizer(folder, config.revision)
+
+
+def _names(server: ServerConfig, engine: EngineConfig) -> Sequence[str]:
+    """What clients may call the model."""
+    return server.served_model_name or [engine.model or "milepost-tiny"]

@@ -1,0 +1,231 @@
+"""Joins the HTTP handlers with the tokenizer and the engine.
+
+Tokenizing runs in one thread of its own: it gives up the interpreter lock, and a tokenizer must not
+be used from two threads at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from milepost.engine import chat
+from milepost.engine.client import EngineClient, Stream
+from milepost.engine.prompts import check_prompt
+from milepost.engine.requests import Prompt
+from milepost.engine.wire import Output
+from milepost.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RequestTimeoutError,
+    ServerClosingError,
+)
+from milepost.sampling_params import SamplingParams
+from milepost.server.config import ServerConfig
+from milepost.server.errors import HttpError
+from milepost.server.metrics import RequestMetrics
+from milepost.server.parsing.answer import find_format
+
+T = TypeVar("T")
+
+
+class Submission:
+    """The streams of one HTTP request; `close` it, whatever happens."""
+
+    def __init__(self, streams: list[Stream], timer: asyncio.TimerHandle) -> None:
+        self._streams = streams
+        self._timer = timer
+
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """(Number of the prompt, what its answers gained), as they come."""
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        async for item in self._merged():
+            yield item
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Output]]:
+        waiting = {self._next(number): number for number in range(len(self._streams))}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: waiting[task]):
+                    number = waiting.pop(task)
+                    output = task.result()
+                    if output is not None:
+                        yield number, output
+                        waiting[self._next(number)] = number
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _next(self, number: int) -> asyncio.Task[Output | None]:
+        return asyncio.ensure_future(anext(self._streams[number], None))
+
+    def close(self) -> None:
+        """Give up what is not over."""
+        self._timer.cancel()
+        for stream in self._streams:
+            stream.close()
+
+
+class Service:
+    """What the handlers share."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase | None,
+        names: Sequence[str],
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.names = list(names)
+        self.started = int(time.time())
+        self.metrics = RequestMetrics()
+        self.format = find_format(
+            getattr(tokenizer, "chat_template", None),
+            calls=config.tool_call_parser,
+            reasoning=config.reasoning_parser,
+        )
+        self.is_closing = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the response. Raises HttpError 404 for one that is not served."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise HttpError(
+                404,
+                f"model {name!r} is not served here: use {' or '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], T]) -> T:
+        """Run `work` in the tokenizer's thread. Raises InvalidRequestError for bad text."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "this server has no tokenizer (--skip-tokenizer-init): use token ids"
+            )
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, tokenizer)
+        except UnicodeError as error:
+            raise InvalidRequestError(f"text that is no valid Unicode: {error}") from error
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+    ) -> chat.ChatPrompt:
+        """A conversation as token ids and marks."""
+        check_template_kwargs(template_kwargs or {})
+        return await self.with_tokenizer(
+            lambda tokenizer: chat.render(
+                tokenizer,
+                messages,
+                tools=tools,
+                chat_template_kwargs=template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int,
+        arrival: float,
+        field: str,
+    ) -> Submission:
+        """Queue all prompts or none. `field` is what errors about prompts name."""
+        if self.is_closing:
+            raise ServerClosingError("the server is shutting down")
+        if self.client.death is not None:
+            raise EngineDeadError(self.client.death)
+        self._check(prompts, params, field)
+        streams = [self.client.add(prompt, params, priority=priority) for prompt in prompts]
+        remaining = arrival + self.config.request_timeout_s - time.monotonic()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(max(remaining, 0.0), self._time_out, streams)
+        return Submission(streams, timer)
+
+    def _check(self, prompts: Sequence[Prompt], params: SamplingParams, field: str) -> None:
+        num_answers = len(prompts) * params.n
+        if num_answers > self.client.max_in_flight:
+            raise InvalidRequestError(
+                f"n={params.n}: {len(prompts)} prompts with {params.n} answers each are more than "
+                f"the {self.client.max_in_flight} that this server accepts at once"
+            )
+        self.client.check_room(num_answers)
+        params.check_vocab(self.client.info.vocab_size)
+        for prompt in prompts:
+            self._check_prompt(prompt, params, field)
+
+    def _check_prompt(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
+        info = self.client.info
+        try:
+            check_prompt(
+                prompt,
+                vocab_size=info.vocab_size,
+                max_model_len=info.max_model_len,
+                max_cache_marks=self.client.config.max_cache_marks,
+            )
+        except InvalidRequestError as error:
+            is_long = len(prompt.token_ids) >= info.max_model_len
+            code = "context_length_exceeded" if is_long else None
+            raise HttpError(400, f"{field}: {error}", param=field, code=code) from error
+        room = info.max_model_len - len(prompt.token_ids)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise HttpError(
+                400,
+                f"max_tokens={params.max_tokens}: the prompt has {len(prompt.token_ids)} tokens, "
+                f"and of max_model_len={info.max_model_len} that leaves {room}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _time_out(self, streams: Sequence[Stream]) -> None:
+        limit = self.config.request_timeout_s
+        for stream in streams:
+            stream.fail(RequestTimeoutError(f"the request took longer than {limit:g} seconds"))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse what would not reach the template but change how it is applied."""
+    for name in kwargs:
+        if name in _RESERVED:
+            raise HttpError(
+                400,
+                f"chat_template_kwargs.{name}: this is not for a request to set",
+                param=f"chat_template_kwargs.{name}",
+            )
+
+
+_RESERVED = frozenset(
+    name
+    for name, parameter in inspect.signature(
+        PreTrainedTokenizerBase.apply_chat_template
+    ).parameters.items()
+    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+) | {"messages", "conversations", "bos_token", "eos_token", "raise_exception"}

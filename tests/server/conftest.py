@@ -1,0 +1,112 @@
+"""A real server in a process of its own, with a tiny model, for all tests that want one."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests import chatmodel
+
+FLAGS = ("--cpu-cache-gib", "0.05", "--max-num-seqs", "8", "--served-model-name", "tiny")
+
+
+@dataclass(slots=True)
+class Server:
+    """A running `milepost serve`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: list[str] = field(default_factory=list)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        values = [
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.partition("{")[0].partition(" ")[0] == f"milepost:{name}"
+        ]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    @property
+    def engine_pid(self) -> int:
+        """The process that holds the engine: the child that is no resource tracker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in children.split():
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+        raise AssertionError("the server has no engine process")
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
+    """Start a server, wait until it takes requests, end it."""
+    command = [sys.executable, "-m", "milepost", "serve", str(folder), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, *FLAGS, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    server = Server(process, "")
+    reading = threading.Thread(target=_read, args=(process.stderr, server.log))
+    reading.start()
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("Milepost listens on "), (line, server.log)
+        server.url = line.split()[-1]
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reading.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _read(stream, lines: list[str]) -> None:
+    for line in stream:
+        lines.append(line.rstrip("\n"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return chatmodel.save(tmp_path_factory.mktemp("chatmodel"))
+
+
+@pytest.fixture(scope="session")
+def server(folder) -> Iterator[Server]:
+    with serving(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def http(server) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client
