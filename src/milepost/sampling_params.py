@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from milepost.errors import InvalidRequestError
 
@@ -18,6 +19,28 @@ MAX_LOGPROBS = 20
 """Most alternatives per token that `logprobs` may ask for."""
 
 _MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """The form of an answer: exactly one of the first four; raises InvalidRequestError."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """The whole answer is one of these."""
+    grammar: str | None = None
+    """In llguidance's dialect of Lark."""
+    starts_after: int | None = None
+    """Token id behind which the form begins, such as the end of the reasoning."""
+
+    def __post_init__(self) -> None:
+        given = [self.json, self.regex, self.choice, self.grammar]
+        if sum(form is not None for form in given) != 1 or self.choice == []:
+            raise InvalidRequestError(
+                "structured_outputs: give exactly one of json, regex, choice and grammar"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +82,8 @@ class SamplingParams:
     """Above 1, makes tokens of the prompt and the answer less likely."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of single token ids; from -100 to 100."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer keeps to."""
     detokenize: bool = True
     """Turn the answer's tokens into text."""
     include_stop_str_in_output: bool = False

@@ -206,3 +206,32 @@ def test_bad_messages_are_refused(with_template, messages, said):
 def test_no_template_is_refused_with_a_way_out(tokenizer):
     with pytest.raises(InvalidRequestError, match="no chat template"):
         render(tokenizer, [USER])
+
+
+PARTS = {
+    "role": "user",
+    "content": [
+        {"type": "text", "text": "the quick brown fox", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "jumps over the lazy dog"},
+    ],
+}
+
+
+def test_cache_control_on_a_part_is_a_mark(with_template):
+    tokenizer = with_template(QWEN)
+    plain = {**PARTS, "content": [{**part} for part in PARTS["content"]]}
+    plain["content"][0].pop("cache_control")
+    prompt = render(tokenizer, [SYSTEM, PARTS])
+    assert prompt.token_ids == render(tokenizer, [SYSTEM, plain]).token_ids
+    _, before = texts(tokenizer, prompt)
+    assert [text for text in before if text.endswith("the quick brown fox")]
+    assert len(before) == 1 + len(render(tokenizer, [SYSTEM, plain]).marks)
+
+
+def test_cache_control_on_a_message_is_a_mark(with_template):
+    tokenizer = with_template(QWEN)
+    marked = {**USER, "cache_control": {"type": "ephemeral"}}
+    prompt = render(tokenizer, [SYSTEM, marked, ANSWER, AGAIN])
+    assert prompt.token_ids == render(tokenizer, [SYSTEM, USER, ANSWER, AGAIN]).token_ids
+    _, before = texts(tokenizer, prompt)
+    assert SYSTEM_TEXT + "<|im_start|>user\nthe quick brown fox" in before

@@ -22,7 +22,7 @@ SAMPLING = Flags(
     config=SamplingParams,
     group=Group("Sampling", sort_key=2),
     renamed={"seed": "sampling_seed"},
-    left_out=("logit_bias",),
+    left_out=("logit_bias", "structured_outputs"),
 )
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=3), renamed={})
 

@@ -48,6 +48,9 @@ def render(
 ) -> ChatPrompt:
     """Token ids and marks of a conversation.
 
+    A message, or a text part of one, with a `cache_control` gets a mark at its end; so does what
+    the template itself marks: the end of the system prompt and tools, and of the last message.
+
     Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
     message has something other than text.
     """
@@ -59,7 +62,11 @@ def render(
         text = conversation.text(checked, add_generation_prompt)
     except _REFUSALS as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
-    ends = (_head_end(conversation, checked, text), _body_end(conversation, checked, text))
+    ends = [
+        _head_end(conversation, checked, text),
+        _body_end(conversation, checked, text),
+        *_breakpoints(conversation, messages, text, add_generation_prompt),
+    ]
     token_ids, positions = _tokenize(tokenizer, text, ends)
     marks = sorted({position for position in positions if 0 < position < len(token_ids)})
     return ChatPrompt(token_ids=token_ids, marks=tuple(marks))
@@ -99,7 +106,7 @@ class _Conversation:
 
 
 def _checked(message: Message) -> dict[str, Any]:
-    """A copy whose content is text: a list of text parts becomes one string."""
+    """A copy without breakpoints, whose content is text: a list of parts becomes one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"message {message!r}: use a dict with a role and a content")
     content = message.get("content")
@@ -107,7 +114,8 @@ def _checked(message: Message) -> dict[str, Any]:
         content = "\n".join(_part_text(part) for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidRequestError(f"content={content!r}: use a string or a list of text parts")
-    return {**message, "content": content} if "content" in message else dict(message)
+    own = {key: value for key, value in message.items() if key != "cache_control"}
+    return {**own, "content": content} if "content" in message else own
 
 
 def _part_text(part: object) -> str:
@@ -149,6 +157,51 @@ def _content(message: dict[str, Any]) -> str:
 def _body_end(conversation: _Conversation, messages: list[dict[str, Any]], text: str) -> int:
     """Where the last message ends and the generation prompt begins."""
     return _common_length(text, conversation.text_if_taken(messages) or "")
+
+
+_BREAKPOINT = "\ue0b1"
+"""A character of the private use area: what follows a breakpoint never begins with it."""
+
+MAX_BREAKPOINTS = 8
+
+
+def _breakpoints(
+    conversation: _Conversation,
+    messages: Sequence[Message],
+    text: str,
+    add_generation_prompt: bool,
+) -> list[int]:
+    """Where the parts with a `cache_control` end: the last MAX_BREAKPOINTS of them.
+
+    Each is found by adding a character there: up to it, the texts agree.
+    """
+    changed = [other for index in range(len(messages)) for other in _marked(messages, index)]
+    ends = []
+    for other in changed[-MAX_BREAKPOINTS:]:
+        try:
+            marked = conversation.text([_checked(m) for m in other], add_generation_prompt)
+        except _REFUSALS:
+            continue
+        ends.append(_common_length(text, marked))
+    return ends
+
+
+def _marked(messages: Sequence[Message], index: int) -> list[list[Message]]:
+    """The conversation, once for each breakpoint in a message, with the character added there."""
+    message = messages[index]
+    content = message.get("content")
+    parts = list(content) if isinstance(content, list | tuple) else [{"text": content or ""}]
+    places = [i for i, part in enumerate(parts) if part.get("cache_control")]
+    if message.get("cache_control") and len(parts) - 1 not in places:
+        places.append(len(parts) - 1)
+    changed = []
+    for place in places:
+        added = {"type": "text", "text": f"{parts[place].get('text', '')}{_BREAKPOINT}"}
+        own = {**message, "content": [*parts[:place], added, *parts[place + 1 :]]}
+        if not isinstance(content, list | tuple):
+            own["content"] = added["text"]
+        changed.append([*messages[:index], own, *messages[index + 1 :]])
+    return changed
 
 
 def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:

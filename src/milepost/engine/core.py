@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.engine.detokenizer import detokenizer_for
+from milepost.engine.guidance import Guide, Guides, check_structured
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Answer, Job, Prompt, feed_text
 from milepost.engine.setup import Parts, build
-from milepost.errors import EngineDeadError
+from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.runner.runner import RunnerOutput
 from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Engine:
         self._end_token_ids = parts.end_token_ids
         self._jobs: dict[str, Job] = {}
         self._answers: dict[str, tuple[Job, Answer]] = {}
+        self._guides: Guides | None = None
         self._num_requests = 0
         self._death: BaseException | None = None
 
@@ -52,6 +54,7 @@ class Engine:
             max_cache_marks=self.config.max_cache_marks,
         )
         params.check_vocab(self.vocab_size)
+        check_structured(params)
         detokenizer_for(self.tokenizer, params)
 
     def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
@@ -65,7 +68,8 @@ class Engine:
             request = self._request(f"{number}-{index}", prompt, params, priority)
             seed = params.sample_seed(index, engine_seed=self.config.seed, request_number=number)
             text = detokenizer_for(self.tokenizer, params)
-            answer = Answer(index=index, request=request, text=text, seed=seed)
+            guide = self._guide(params)
+            answer = Answer(index=index, request=request, text=text, seed=seed, guide=guide)
             self.scheduler.add(request)
             job.answers.append(answer)
             self._answers[request.id] = (job, answer)
@@ -123,6 +127,15 @@ class Engine:
             priority=priority,
         )
 
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise InvalidRequestError("structured_outputs need a tokenizer, and none is loaded")
+        if self._guides is None:
+            self._guides = Guides(self.tokenizer, self.vocab_size, self._end_token_ids)
+        return self._guides.make(params.structured_outputs)
+
     def _sampling_rows(self, plan: StepPlan) -> dict[str, SamplingRow]:
         rows = {}
         for sequence in plan.sequences:
@@ -140,6 +153,8 @@ class Engine:
             if progress.finish_reason is FinishReason.STOP:
                 own = progress.token in (job.params.stop_token_ids or ())
                 answer.stop_reason = progress.token if own else None
+            if answer.guide is not None:
+                answer.guide.accept(progress.token)
             stop = feed_text(answer, progress.token, progress.finish_reason)
             if stop is not None:
                 self._end_at_stop_string(answer, stop)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.detokenizer import AnswerText
+from milepost.engine.guidance import Guide
 from milepost.engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -43,6 +44,8 @@ class Answer:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     stop_reason: int | str | None = None
+    guide: Guide | None = None
+    """Keeps the answer to a form, if one was asked for."""
 
     def sampling_row(self, params: SamplingParams) -> SamplingRow:
         """What the choice of the next token depends on."""
@@ -55,6 +58,7 @@ class Answer:
             output_token_ids=request.chain.tokens[request.num_prompt_tokens :],
             seed=self.seed,
             suppressed_ids=sorted(request.stop_token_ids) if is_below_min else (),
+            constrain=self.guide.constrain if self.guide is not None else None,
         )
 
     def add_logprobs(

@@ -3,8 +3,8 @@
 A row's token depends on its logits, its parameters, its tokens so far and (seed, number of tokens
 so far): nothing is carried from one step to the next and rows do not see each other, so preemption,
 batching and cache hits leave a sampled answer as it is. Order of operations, as in vLLM: suppressed
-ids, logit_bias, penalties, temperature, min_p, top_k, top_p. Log-probabilities are the model's own,
-from before all of these.
+ids, logit_bias, penalties, the answer's form, temperature, min_p, top_k, top_p. Log-probabilities
+are the model's own, from before all of these.
 
 Legend: R rows, V vocabulary, C candidates (the likeliest tokens, sorted).
 """
@@ -38,6 +38,8 @@ class SamplingRow:
     """This sample's own seed (`SamplingParams.sample_seed`)."""
     suppressed_ids: Sequence[int] = ()
     """Ids that may not be chosen now: those that end an answer, while it is below min_tokens."""
+    constrain: Callable[[Tensor], None] | None = None
+    """Sets the logits [V] of tokens that an answer of this form cannot have to minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,12 @@ def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _is_adjusted(row: SamplingRow) -> bool:
-    return bool(row.suppressed_ids or row.params.logit_bias or row.params.has_penalties)
+    return bool(
+        row.suppressed_ids
+        or row.params.logit_bias
+        or row.params.has_penalties
+        or row.constrain is not None
+    )
 
 
 def _adjust(logits: Tensor, row: SamplingRow) -> None:
@@ -116,6 +123,8 @@ def _adjust(logits: Tensor, row: SamplingRow) -> None:
         logits[_ids(list(row.params.logit_bias), logits)] += logits.new_tensor(biases)
     if row.params.has_penalties:
         _penalize(logits, row)
+    if row.constrain is not None:
+        row.constrain(logits)
 
 
 def _penalize(logits: Tensor, row: SamplingRow) -> None:
