@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta
-from milepost.server import logprobs, parameters
+from milepost.server import forms, logprobs, parameters
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
 from milepost.server.messages import for_template, tools_for_template
@@ -49,6 +49,12 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     is_open = service.format.has_reasoning and ends_in_reasoning(
         await service.with_tokenizer(lambda tokenizer: tokenizer.decode(tail))
     )
+    form = await service.with_tokenizer(
+        lambda tokenizer: forms.of_chat(
+            request, tools, service.format.calls, tokenizer, is_open=is_open
+        )
+    )
+    params = forms.apply(params, form)
     generation = Generation(
         service,
         [prompt],

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta
 from milepost.errors import InvalidRequestError
-from milepost.server import logprobs, parameters
+from milepost.server import forms, logprobs, parameters
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
 from milepost.server.protocol import CompletionRequest
@@ -24,7 +24,8 @@ from milepost.server.stream import DONE, EventStream, event, unless_disconnected
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
     """Answer prompts as they stand."""
     model = service.check_model(request.model)
-    params = parameters.of_completion(request)
+    form = forms.of_response_format(request.response_format)
+    params = forms.apply(parameters.of_completion(request), form)
     prompts = await _prompts(service, request)
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.engine import chat
 from milepost.engine.client import EngineClient, Stream
+from milepost.engine.guidance import check_structured
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Output
@@ -175,6 +176,7 @@ class Service:
                 f"the {self.client.max_in_flight} that this server accepts at once"
             )
         self.client.check_room(num_answers)
+        check_structured(params)
         params.check_vocab(self.client.info.vocab_size)
         for prompt in prompts:
             self._check_prompt(prompt, params, field)
