@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,14 @@ import pytest
 
 from tests import chatmodel
 
-FLAGS = ("--cpu-cache-gib", "0.05", "--max-num-seqs", "8", "--served-model-name", "tiny")
+FLAGS = {
+    "--port": "0",
+    "--cpu-cache-gib": "0.05",
+    "--max-num-seqs": "8",
+    "--served-model-name": "tiny",
+}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""A model this small gains nothing from more threads."""
 
 
 @dataclass(slots=True)
@@ -47,8 +55,8 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process that holds the engine: the child that is no resource tracker."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        for pid in children.split():
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        for pid in [pid for thread in threads for pid in (thread / "children").read_text().split()]:
             if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
         raise AssertionError("the server has no engine process")
@@ -57,9 +65,12 @@ class Server:
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[Server]:
     """Start a server, wait until it takes requests, end it."""
-    command = [sys.executable, "-m", "milepost", "serve", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "milepost", "serve", str(folder), *flags]
+    for flag, value in FLAGS.items():
+        command += [flag, value] if flag not in flags else []
     process = subprocess.Popen(
-        [*command, *FLAGS, *flags],
+        command,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

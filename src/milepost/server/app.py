@@ -194,7 +194,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return response
 
     async def of_ours(request: Request, error: Exception) -> Response:
-        request.scope["milepost.record"]["error"] = str(error)
+        request.scope["milepost.record"]["error"] = errors.message_of(error)
         return answer(error)
 
     async def of_validation(request: Request, error: Exception) -> Response:

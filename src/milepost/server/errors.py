@@ -41,14 +41,13 @@ _FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?=")
 """How messages about one field begin."""
 
 
-class HttpError(Exception):
+class HttpError(HTTPException):
     """An error with a status of its own."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message)
         self.param = param
         self.code = code
 
@@ -56,15 +55,20 @@ class HttpError(Exception):
 def status_of(error: Exception) -> int:
     """The HTTP status of an error."""
     if isinstance(error, HttpError):
-        return error.status
+        return error.status_code
     return next((status for kind, status, _ in _STATUS if isinstance(error, kind)), 500)
+
+
+def message_of(error: Exception) -> str:
+    """What it says, without the status."""
+    return error.detail if isinstance(error, HttpError) else str(error)
 
 
 def body_of(error: Exception) -> dict[str, Any]:
     """{"error": {message, type, param, code}}"""
     status = status_of(error)
     kind = next((name for cls, _, name in _STATUS if isinstance(error, cls)), None)
-    message, param, code = str(error), None, None
+    message, param, code = message_of(error), None, None
     if isinstance(error, HttpError):
         param, code = error.param, error.code
     elif isinstance(error, InvalidRequestError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from milepost.server.errors import HttpError, response_of
+from milepost.server.errors import HttpError, message_of, response_of
 from milepost.server.stream import ClientGoneError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Gate:
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, exchange: _Exchange) -> None:
         response = response_of(error)
-        exchange.record["error"] = str(error)
+        exchange.record["error"] = message_of(error)
         if response.status_code == 500:
             logger.exception("a request failed", exc_info=error)
         if exchange.status is None:

@@ -33,6 +33,8 @@ from milepost.server.service import Service
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+SEND_BUFFER_BYTES = 2**17
+"""Per connection: what a client that does not read can cost before that is noticed."""
 LAST_WORDS_S = 5.0
 """Time for the errors of a shutdown to reach the clients."""
 
@@ -130,6 +132,7 @@ def _listen(config: ServerConfig) -> socket.socket:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         sock = socket.socket(family)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.bind((config.host, config.port))
         sock.listen(BACKLOG)
     except OSError as error:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.errors import MilepostError
-from milepost.server.errors import body_of
+from milepost.server.errors import body_of, message_of
 
 T = TypeVar("T")
 Send = Callable[[Any], Awaitable[None]]
@@ -76,7 +76,7 @@ class EventStream(Response):
                 async for chunk in self._events:
                     await self._write(send, _body(chunk, more=True))
             except MilepostError as error:
-                scope["milepost.record"]["error"] = str(error)
+                scope["milepost.record"]["error"] = message_of(error)
                 await self._write(send, _body(event(body_of(error)), more=True))
             await self._write(send, _body(b"", more=False))
         except TimeoutError:

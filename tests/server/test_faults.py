@@ -1,0 +1,221 @@
+"""What happens when a part fails, leaves, or is told to go."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import serving
+
+LONG = {"prompt": "the quick brown fox", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
+DEADLINE_S = 30
+
+
+def until(condition):
+    """Ask again until it holds; fail after DEADLINE_S."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+
+
+def streaming(client):
+    """An open stream that has had its first chunk."""
+    stream = client.completions.create(
+        model="tiny",
+        prompt=LONG["prompt"],
+        max_tokens=4000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    return stream
+
+
+def test_a_killed_engine_fails_its_streams_and_ends_the_server(folder):
+    with serving(folder) as server, server.client() as client:
+        stream = streaming(client)
+        waiting = threading.Thread(target=_expect_unavailable, args=(server,))
+        waiting.start()
+        until(lambda: server.metric("num_requests_running") == 2)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="killed by signal 9"):
+            list(stream)
+        waiting.join(DEADLINE_S)
+        assert not waiting.is_alive()
+        assert server.process.wait(DEADLINE_S) == 1
+    assert any("killed by signal 9" in line for line in server.log)
+
+
+def _expect_unavailable(server):
+    response = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S)
+    assert response.status_code == 503
+    assert "killed by signal 9" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_short_requests_finish_and_fails_long_ones(folder, number):
+    with serving(folder, "--shutdown-timeout-s", "4") as server, server.client() as client:
+        stream = streaming(client)
+        with server.http() as http:
+            request = {**LONG, "max_tokens": 5, "stream": True}
+            with http.stream("POST", "/v1/completions", json=request) as short:
+                lines = short.iter_lines()
+                next(lines)
+                server.process.send_signal(number)
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        with pytest.raises(openai.APIError, match="shut down"):
+            list(stream)
+        assert server.process.wait(DEADLINE_S) == 0
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+
+
+def test_a_client_that_never_reads_is_dropped(folder):
+    with serving(folder, "--write-timeout-s", "1") as server:
+        start = os.listdir(f"/proc/{server.process.pid}/fd")
+        address = urlsplit(server.url)
+        sockets = []
+        for _ in range(4):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            sock.connect((address.hostname, address.port))
+            body = json.dumps({**LONG, "stream": True, "logprobs": 20, "return_token_ids": True})
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            sock.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
+            sockets.append(sock)
+        until(lambda: server.metric("num_requests_running") == 4)
+        until(lambda: server.metric("num_requests_running") == 0)
+        until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) <= len(start) + 1)
+        gone = [line for line in server.log if '"client_gone": true' in line]
+        assert len(gone) == 4
+        for sock in sockets:
+            sock.close()
+
+
+def test_disconnects_free_everything(server):
+    with server.http() as http:
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            next(response.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=LONG, timeout=0.2)
+    until(lambda: server.metric("num_requests_running") == 0)
+    assert server.metric("kv_cache_usage_perc") == 0
+    assert server.metric("state_cache_usage_perc") == 0
+
+
+def test_a_full_queue_says_when_to_come_back(folder):
+    flags = ("--max-num-seqs", "1", "--max-waiting", "1")
+    with serving(folder, *flags) as server, server.client() as client:
+        streams = [streaming(client)]
+        done = threading.Thread(target=lambda: _swallow(server))
+        done.start()
+        until(lambda: server.metric("num_requests_waiting") == 1)
+        with pytest.raises(openai.RateLimitError) as raised:
+            client.completions.create(model="tiny", prompt="more", max_tokens=1)
+        assert int(raised.value.response.headers["retry-after"]) >= 1
+        assert client.models.list()
+        for stream in streams:
+            stream.close()
+        done.join(DEADLINE_S)
+        assert client.completions.create(model="tiny", prompt="more", max_tokens=1)
+
+
+def _swallow(server):
+    httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=DEADLINE_S)
+
+
+def test_a_request_that_takes_too_long_is_ended(folder):
+    with serving(folder, "--request-timeout-s", "0.3") as server:
+        with server.http() as http:
+            response = http.post("/v1/completions", json=LONG)
+            assert response.status_code == 504
+            text = http.post("/v1/completions", json={**LONG, "stream": True}).text
+        events = [line for line in text.splitlines() if line]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["type"] == "timeout"
+        until(lambda: server.metric("num_requests_running") == 0)
+
+
+def test_without_a_key_nothing_is_served(folder):
+    with serving(folder, "--api-key", "one", "--api-key", "two") as server:
+        paths = httpx.get(
+            f"{server.url}/openapi.json", headers={"authorization": "Bearer one"}
+        ).json()["paths"]
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for path in [*paths, "/docs", "/openapi.json", "/nothing"]:
+            if path == "/health":
+                continue
+            for method in ("GET", "POST"):
+                for key in (None, "three", "onetwo"):
+                    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                    response = httpx.request(method, f"{server.url}{path}", headers=headers)
+                    assert response.status_code == 401, (path, key)
+        with server.client("two") as client:
+            assert client.completions.create(model="tiny", prompt="a", max_tokens=1)
+        with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+def test_a_unix_socket(folder, tmp_path):
+    path = tmp_path / "milepost.sock"
+    with serving(folder, "--uds", str(path)):
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://x") as http:
+            assert http.get("/health").status_code == 200
+
+
+def test_an_engine_that_cannot_be_built_ends_the_command(tmp_path):
+    with pytest.raises(AssertionError, match="no-such"), serving(tmp_path / "no-such"):
+        pass
+
+
+def test_a_port_in_use_is_found_before_loading(folder):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = str(sock.getsockname()[1])
+        with pytest.raises(AssertionError, match="cannot listen"), serving(folder, "--port", port):
+            pass
+
+
+def test_many_streams_some_of_which_leave(server):
+    """Those that stay get the answer that the same request gets alone."""
+
+    async def one(client, seed, leaves):
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=f"number {seed % 5}",
+            max_tokens=24,
+            seed=seed,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if leaves:
+                await stream.close()
+                return None
+        return text
+
+    async def all_of_them():
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            together = [one(client, seed, seed % 3 == 0) for seed in range(40)]
+            found = await asyncio.gather(*together)
+            alone = [await one(client, seed, False) for seed in range(40)]
+        return found, alone
+
+    found, alone = asyncio.run(all_of_them())
+    assert [text for text in found if text is not None] == [
+        text for seed, text in enumerate(alone) if seed % 3
+    ]
+    until(lambda: server.metric("num_requests_running") == 0)
+    assert server.metric("kv_cache_usage_perc") == 0

@@ -1,0 +1,105 @@
+"""Bodies that are wrong in every way get a 4xx that says what and where."""
+
+import http.client
+import json
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.server.conftest import serving
+
+JSON = {"content-type": "application/json"}
+
+
+def error(http, body, path="/v1/completions", headers=JSON):
+    response = http.post(path, content=body, headers=headers)
+    assert 400 <= response.status_code < 500, response.text
+    found = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return response.status_code, found
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "required"),
+        (b"{", "EOF"),
+        (b'{"prompt": "a",}', "column"),
+        (b'{"prompt": "\xff\xfe"}', "unicode"),
+        (b'{"prompt": "\\ud800"}', "hex escape"),
+        (b'{"prompt": "a", "temperature": NaN}', "column"),
+        (b"[1, 2]", "JSON object"),
+        (b"null", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b'{"prompt": ' + b"[" * 100_000, "recursion"),
+        (b'{"a":' * 100_000, "recursion"),
+        (b'{"prompt": "a", "max_tokens": 1e400}', "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": 1.5}', "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": "5"}', "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": true}', "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", ""),
+        (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
+        (b'{"prompt": "a", "stream_options": {"include_usage": true}}', "stream"),
+        (b'{"prompt": "a", "seed": -5}', "seed"),
+        (b'{"prompt": "a", "n": 1e3}', "n"),
+        (b"\x00\x01\x02", "JSON"),
+    ],
+)
+def test_bodies(http, body, words):
+    status, found = error(http, body)
+    assert status == 400
+    assert words.lower() in found["message"].lower()
+
+
+def test_a_body_that_says_it_is_something_else(http):
+    error(http, b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    error(http, b"prompt=a", headers={"content-type": "application/x-www-form-urlencoded"})
+
+
+def test_paths_and_methods(http):
+    assert http.get("/nothing").json()["error"]["code"] == 404
+    assert http.get("/v1/completions").status_code == 405
+    assert http.get("/v1/models/other").json()["error"]["param"] == "model"
+
+
+def test_surrogates_deep_in_a_body(http):
+    body = b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", '
+    body += b'"function": {"name": "f", "parameters": {"x": "\\udfff"}}}]}'
+    error(http, body, "/v1/chat/completions")
+
+
+def test_a_template_that_the_values_break_is_refused(http):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    body["chat_template_kwargs"] = {"messages": 3}
+    error(http, json.dumps(body).encode(), "/v1/chat/completions")
+
+
+def test_a_huge_body_is_refused_early_and_late(folder):
+    with serving(folder, "--max-request-bytes", "10000") as server:
+        with server.http() as client:
+            status, found = error(client, b'{"prompt": "' + b"a" * 20_000 + b'"}')
+            assert (status, found["type"]) == (413, "request_too_large")
+
+            def chunks():
+                for _ in range(20):
+                    yield b"a" * 1000
+
+            status, _ = error(client, chunks())
+            assert status == 413
+        address = urlsplit(server.url)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("content-length", str(10**30))
+        connection.endheaders()
+        assert connection.getresponse().status in (400, 413)
+        connection.close()
+
+
+def test_what_is_no_http(server):
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as sock:
+        sock.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        assert b"400" in sock.recv(4096)
+    with server.http() as client:
+        assert client.get("/health").status_code == 200

@@ -1,0 +1,41 @@
+"""Requests made from the server's own OpenAPI schema never get a 5xx."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+
+from tests.server.conftest import serving
+
+SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def schema(folder):
+    """Of a server whose answers are short, so that the requests that are right take no time."""
+    with serving(folder, "--max-model-len", "96", "--max-waiting", "8") as server:
+        yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        assert server.process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_no_server_error(schema, mode):
+    labels = []
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if mode is GenerationMode.NEGATIVE and not (operation.body or operation.path_parameters):
+            continue  # nothing in it can be wrong
+        labels.append(operation.label)
+
+        @SETTINGS
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case):
+            response = case.call()
+            case.validate_response(response, checks=[not_a_server_error])
+
+        check()
+    assert "POST /v1/chat/completions" in labels
+    assert len(labels) >= 5
