@@ -20,6 +20,7 @@ from milepost.layers.attention import AttentionShapes, GatedAttention
 from milepost.layers.context import BatchContext, LayerSpec
 from milepost.layers.gated_delta import GatedDelta, GatedDeltaShapes
 from milepost.layers.layout import lay_out
+from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
@@ -151,6 +152,13 @@ class HybridModel(nn.Module):
         if not self.is_tied:
             placements["lm_head.weight"] = place_whole(self.head)
         return placements
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Arrange filled float32 weights for decoding on a CPU; does nothing elsewhere."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
