@@ -57,7 +57,7 @@ def fill(cache: Cache, num_pages: int) -> None:
         seed += 1
 
 
-def measure(num_cached: int, *, warm: bool, repeats: int = 7) -> dict[str, float]:
+def measure(num_cached: int, *, warm: bool, repeats: int = 21) -> dict[str, float]:
     """Microseconds per page by verb, the median of several prompts."""
     cache = Cache(num_pages=num_cached + (repeats + 1) * (PAGES + 2), num_slots=4096)
     fill(cache, num_cached)

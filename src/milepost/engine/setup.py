@@ -57,6 +57,7 @@ def build(config: EngineConfig) -> Parts:
         load_format=config.load_format,
         seed=config.seed,
     )
+    model.pack()
     shape = _pool_shape(config, model)
     sizes = _pool_sizes(config, shape, device)
     max_model_len = _max_model_len(config, model, sizes)

@@ -16,13 +16,19 @@ _PACKED_ROWS = 16
 
 
 class Linear(nn.Module):
-    """`hidden` [T, I] to [T, O], with an optional bias."""
+    """`hidden` [T, I] to [T, O], with an optional bias. `weight` [O, I] may be shared (tied)."""
 
     def __init__(
-        self, num_inputs: int, num_outputs: int, kind: ParameterKind, *, bias: bool = False
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        kind: ParameterKind,
+        *,
+        bias: bool = False,
+        weight: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.weight = kind.empty(num_outputs, num_inputs)
+        self.weight = kind.empty(num_outputs, num_inputs) if weight is None else weight
         self.bias = kind.empty(num_outputs) if bias else None
         self._packed: Tensor | None = None
 

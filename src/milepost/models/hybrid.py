@@ -118,7 +118,8 @@ class HybridModel(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
         self.is_tied = is_tied
-        self.head = self.embedding if is_tied else kind.empty(*self.embedding.shape)
+        tied = self.embedding if is_tied else None
+        self.head = Linear(config.hidden_size, config.vocab_size, kind, weight=tied)
         self.rotary = Rotary(config, kind.device)
 
     @property
@@ -140,7 +141,7 @@ class HybridModel(nn.Module):
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab_size] of rows `hidden` [R, C] of what `forward` returned."""
-        return F.linear(hidden, self.head)
+        return self.head(hidden)
 
     def placements(self, prefix: str, names: Container[str]) -> Placements:
         """Where each tensor of a checkpoint goes whose names begin with `prefix`; `names` are those
@@ -150,7 +151,7 @@ class HybridModel(nn.Module):
         for index, layer in enumerate(self.layers):
             placements |= layer.placements(f"{prefix}layers.{index}", self.architecture, names)
         if not self.is_tied:
-            placements["lm_head.weight"] = place_whole(self.head)
+            placements |= under("lm_head", self.head.placements())
         return placements
 
     @torch.no_grad()
@@ -167,7 +168,7 @@ class HybridModel(nn.Module):
         spread = self.config.initializer_range
         fill_matrix(self.embedding, spread, generator)
         if not self.is_tied:
-            fill_matrix(self.head, spread, generator)
+            fill_matrix(self.head.weight, spread, generator)
         for layer in self.layers:
             layer.fill(spread, generator)
         self.norm.fill()
