@@ -95,7 +95,7 @@ def _decoding(folder: str, reference: Qwen3_5ForCausalLM) -> dict[str, Any]:
     seconds = _alternate({"milepost": ours, "transformers": theirs}, repeats=5)
     return _row(
         "decode 16 sequences, 128 tokens each: milepost / transformers throughput",
-        rows.median(seconds["transformers"]) / rows.median(seconds["milepost"]),
+        rows.paired_ratio(seconds["transformers"], seconds["milepost"]),
         at_least=1.5,
         seconds=seconds,
     )
@@ -131,7 +131,7 @@ def _hit(folder: str, _reference: object) -> dict[str, Any]:
         raise RefusedError(f"reused {set(reused)} tokens, not 4096")
     return _row(
         "time to first token, 4160-token prompt: cold / 4096 reused",
-        rows.median(seconds["cold"]) / rows.median(seconds["hit"]),
+        rows.paired_ratio(seconds["cold"], seconds["hit"]),
         at_least=15,
         seconds=seconds,
     )
@@ -150,10 +150,10 @@ def _unique_traffic(folder: str, _reference: object) -> dict[str, Any]:
 
         return serve
 
-    seconds = _alternate({name: side(llm) for name, llm in engines.items()}, repeats=9)
+    seconds = _alternate({name: side(llm) for name, llm in engines.items()}, repeats=11)
     return _row(
         "unique traffic, 16 x (500 in, 64 out): cache on / off throughput",
-        rows.median(seconds["off"]) / rows.median(seconds["on"]),
+        rows.paired_ratio(seconds["off"], seconds["on"]),
         at_least=0.97,
         seconds=seconds,
     )

@@ -34,8 +34,9 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{p}_s": ordered[round(p / 100 * last)] for p in (50, 90, 99)}
 
 
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median ratio of runs that were taken in turn: what both suffer from falls out."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
