@@ -54,7 +54,7 @@ class EngineConfig:
     num_slots: int | None = None
     """Recurrent state slots besides the zero slot; by default what the memory profile leaves."""
     gpu_memory_utilization: float = 0.9
-    """Share of the device's memory that weights, activations, pages and slots may take together."""
+    """Share of the GPU's memory for weights, pages and slots; the rest is left to activations."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -31,8 +32,9 @@ class LLM:
     WeightsError.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        self.llm_engine = Engine(EngineConfig(model=model, **options))
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        source = None if model is None else str(model)
+        self.llm_engine = Engine(EngineConfig(model=source, **options))
 
     def generate(
         self,
