@@ -103,7 +103,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
-        return self.llm_engine.metrics()
+        return self.llm_engine.get_metrics()
 
     def _read(self, index: int, prompt: PromptLike) -> Prompt:
         try:
@@ -160,10 +160,15 @@ class LLM:
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> Iterator[RequestOutput]:
-        job = self.llm_engine.add(prompt, sampling_params or SamplingParams())
-        return self._outputs(job)
+        params = sampling_params or SamplingParams()
+        self.llm_engine.check(prompt, params)
+        return self._outputs(prompt, params)
 
-    def _outputs(self, job: Job) -> Iterator[RequestOutput]:
+    def _outputs(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        """Queues the prompt when the first output is asked for: an iterator that is never begun
+        leaves nothing behind.
+        """
+        job = self.llm_engine.add(prompt, params)
         try:
             while not job.is_finished:
                 if job in self.llm_engine.step():
