@@ -203,7 +203,7 @@ def test_prefix_shared_within_a_batch(tiny, budget):
 
 
 def test_pages_computed_twice_within_a_batch(tiny):
-    """A shared prefix that is too short to wait for: both compute it, and one copy is given back."""
+    """A shared prefix too short to wait for: each computes it, and one copy is kept."""
     llm = tiny.open(page_size=16)
     outputs = ask(llm, *siblings(120, 50, 3))
     assert metric(llm, "prefix_waits") == 0
@@ -430,7 +430,7 @@ def test_dense_preempted_and_resumed(dense):
 
 
 def test_exported_state_is_what_the_prefill_leaves(tiny):
-    """Bit for bit, in the slots: a chunk that ends at 448 exports there, and leaves its own state."""
+    """Bit for bit, in the slots: a chunk ends at 448, exports there, and leaves its own state."""
     llm = tiny.open(max_num_batched_tokens=448)
     job = llm.llm_engine.add(*_read(tokens(500)))
     llm.llm_engine.step()
