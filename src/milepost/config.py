@@ -6,8 +6,10 @@ Names are vLLM's where the meaning is the same. Nothing here reads files, the en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from milepost.cache.placement import GRID, Mode
 from milepost.errors import ConfigError
@@ -70,6 +72,8 @@ class EngineConfig:
     """Do not log the engine's counters at intervals."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name))
         _require(
             self.page_size in _POWERS_OF_TWO,
             f"page_size={self.page_size}: use a power of two from 16 to 1024",
@@ -98,6 +102,25 @@ class EngineConfig:
 
 
 _POWERS_OF_TWO = tuple(1 << k for k in range(4, 11))
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(EngineConfig)
+
+
+def _check_type(name: str, value: object) -> None:
+    """Raise ConfigError unless the value is of its field's type: no string is taken for a flag."""
+    wanted = _types()[name]
+    if get_origin(wanted) is Literal:
+        choices = get_args(wanted)
+        _require(value in choices, f"{name}={value!r}: use one of {', '.join(choices)}")
+        return
+    kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    allowed = (*kinds, int) if float in kinds else kinds
+    is_stray_bool = isinstance(value, bool) and bool not in kinds
+    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+    _require(isinstance(value, allowed) and not is_stray_bool, f"{name}={value!r}: use {names}")
 
 
 def _require(holds: bool, message: str) -> None:
