@@ -77,6 +77,7 @@ class Pool:
             if live[id_]:
                 live[id_] += 1
             else:
+                assert self._cached_refs[id_], f"P3: free id {id_} cannot be pinned"
                 self._leave(id_)
                 live[id_] = 1
                 self._enter(id_)
