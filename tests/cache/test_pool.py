@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from milepost.cache.pool import Pool, State
 
@@ -30,18 +30,15 @@ class Machine(RuleBasedStateMachine):
         if self.state(id_) is State.FREE and was is not State.FREE:
             self.freed.append(id_)
 
-    @precondition(lambda self: self.freed)
-    @rule()
-    def allocate(self):
-        id_ = self.pool.allocate()
-        assert id_ == self.freed.pop(), "the id freed last"
-        self.live[id_] += 1
-
-    @precondition(lambda self: not self.freed)
-    @rule()
-    def allocate_from_nothing(self):
-        with pytest.raises(AssertionError):
-            self.pool.allocate()
+    @rule(num=st.integers(0, 4))
+    def allocate(self, num):
+        if num > len(self.freed):
+            with pytest.raises(AssertionError, match="P3"):
+                self.pool.allocate(num)
+            return
+        ids = self.pool.allocate(num)
+        assert ids == [self.freed.pop() for _ in range(num)], "the ids freed last"
+        self.live.update(ids)
 
     @rule(data=st.data())
     def pin(self, data):
@@ -63,11 +60,11 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep(self, data):
         id_ = data.draw(st.sampled_from(self.ids))
-        if self.state(id_) is State.FREE:
-            with pytest.raises(AssertionError, match="P3"):
-                self.pool.keep(id_)
+        if self.state(id_) is not State.USED:
+            with pytest.raises(AssertionError, match="P4"):
+                self.pool.keep([id_])
             return
-        self.pool.keep(id_)
+        self.pool.keep([id_])
         self.cached[id_] += 1
 
     @rule(data=st.data())

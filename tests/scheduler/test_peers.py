@@ -198,7 +198,7 @@ def test_defect_07_eviction_gives_back_page_ids():
     assert bench.cache.stats.pages_evicted > 0
     assert bench.cache.reset()
     pages = bench.cache.pages
-    assert sorted(pages.allocate() for _ in range(12)) == list(range(12))
+    assert sorted(pages.allocate(12)) == list(range(12))
 
 
 def test_defect_08_the_pin_holds_the_node_itself():
