@@ -103,9 +103,13 @@ def followups(entry: Entry) -> list[tuple[dict[str, list[str]], str]]:
     labels = [(label, text) for label, text in entry.notes if "version" in label]
     for label, text in labels[:2]:
         if label.startswith("Added"):
-            asked.append((phrases.SINCE, f"`{entry.name}` was added in version {label.split()[-1]}."))
+            asked.append(
+                (phrases.SINCE, f"`{entry.name}` was added in version {label.split()[-1]}.")
+            )
         elif label.startswith("Changed"):
-            asked.append((phrases.CHANGED, f"{label}: {shorten(text, 200)}" if text else f"{label}."))
+            asked.append(
+                (phrases.CHANGED, f"{label}: {shorten(text, 200)}" if text else f"{label}.")
+            )
         elif label.startswith("Deprecated"):
             asked.append((phrases.DEPRECATED, f"Yes. {label}. {shorten(text, 200)}".strip()))
     if entry.kind in ("function", "class", "decorator", "exception", "data"):
@@ -133,7 +137,11 @@ def _task(entry: Entry) -> str:
     """The first sentence as something to do: "split the string at the first occurrence of sep"."""
     sentence = re.split(r"[.:;](?:\s|$)", entry.paragraphs[0], maxsplit=1)[0]
     first = sentence.split(" ", 1)[0]
-    if entry.kind not in CALLABLE or first.lower() not in phrases.TASKS or not 15 < len(sentence) < 110:
+    if (
+        entry.kind not in CALLABLE
+        or first.lower() not in phrases.TASKS
+        or not 15 < len(sentence) < 110
+    ):
         return ""
     return (first.lower() + sentence[len(first) :]).replace("*", "")
 
@@ -182,8 +190,13 @@ def about(entry: Entry, neighbours: list[Entry], rng: random.Random) -> Dialogue
 def from_context(entries: list[Entry], rng: random.Random) -> Dialogue:
     """A dialogue whose long system prompt holds the documentation that the answers come from."""
     shown = rng.sample(entries, min(len(entries), rng.randint(3, 10)))
-    excerpt = "\n\n".join(f"### `{e.signatures[0] if e.signatures else e.name}`\n\n{e.paragraphs[0]}" for e in shown)
-    pairs = [(_ask(phrases.WHAT, e, rng), what(e)) for e in rng.sample(shown, min(len(shown), rng.randint(1, 4)))]
+    excerpt = "\n\n".join(
+        f"### `{e.signatures[0] if e.signatures else e.name}`\n\n{e.paragraphs[0]}" for e in shown
+    )
+    pairs = [
+        (_ask(phrases.WHAT, e, rng), what(e))
+        for e in rng.sample(shown, min(len(shown), rng.randint(1, 4)))
+    ]
     return messages(f"{rng.choice(phrases.CONTEXTS)}\n\n{excerpt}", pairs)
 
 
@@ -197,7 +210,12 @@ def small_talk(entries: list[Entry], rng: random.Random) -> Dialogue:
     else:
         one, two = rng.sample(entries, 2)
         name = f"{one.module or 'str'}.{one.short[:3]}{two.short[-5:]}_{rng.choice('xyzqw')}{rng.randint(1, 99)}"
-        pairs.append((rng.choice(phrases.WHAT).format(name=name, word="function"), phrases.UNKNOWN.format(name=name)))
+        pairs.append(
+            (
+                rng.choice(phrases.WHAT).format(name=name, word="function"),
+                phrases.UNKNOWN.format(name=name),
+            )
+        )
     if rng.random() < 0.6:
         pairs.append(opening(rng.choice(entries), rng))
     return messages(system(rng), pairs)
@@ -206,21 +224,29 @@ def small_talk(entries: list[Entry], rng: random.Random) -> Dialogue:
 def make(
     entries: list[Entry], terms: list[Pair], faq: list[Pair], rng: random.Random, repeats: int
 ) -> Iterator[Dialogue]:
-    """All dialogues: `repeats` for each entry, three times as many for what newcomers ask about."""
+    """All dialogues: `repeats` for each entry, four times as many for what newcomers ask about."""
     by_module: dict[str, list[Entry]] = {}
     for entry in entries:
         by_module.setdefault(entry.module or entry.page, []).append(entry)
     for entry in entries:
         neighbours = by_module[entry.module or entry.page]
         common = not entry.module or entry.module in phrases.POPULAR or entry.kind == "module"
-        times = 2 if entry.kind in ("opcode", "pdbcommand", "envvar") else repeats * (3 if common else 1)
+        times = (
+            2
+            if entry.kind in ("opcode", "pdbcommand", "envvar")
+            else repeats * (4 if common else 1)
+        )
         for _ in range(times):
             yield about(entry, neighbours, rng)
     for _ in range(repeats * 2):
         for neighbours in by_module.values():
             yield from_context(neighbours, rng)
+    for _ in range(repeats * 5):
         for name, text in terms:
-            yield messages(system(rng), [(rng.choice(phrases.TERM).format(name=name), shorten(text).rstrip(":"))])
+            yield messages(
+                system(rng),
+                [(rng.choice(phrases.TERM).format(name=name), shorten(text).rstrip(":"))],
+            )
         for question, text in faq:
             yield messages(system(rng), [(question, shorten(text).rstrip(":"))])
     for _ in range(400 * repeats):

@@ -84,7 +84,11 @@ def _module_entry(nodes: list[Node], page: str) -> Entry | None:
     if module.text:
         entry.signatures.append(module.text)
     for node in nodes[nodes.index(module) :]:
-        if node.kind == "para" and "Source code:" not in node.text and not node.text.startswith("**Platform"):
+        if (
+            node.kind == "para"
+            and "Source code:" not in node.text
+            and not node.text.startswith("**Platform")
+        ):
             entry.paragraphs.append(node.text)
         elif entry.paragraphs and node.kind in ("heading", "object"):
             break

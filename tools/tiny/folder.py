@@ -11,6 +11,10 @@ from safetensors.torch import save_file
 
 from model import Tiny
 
+GENERIC = frozenset(
+    "output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id "
+    "output_attentions problem_type transformers_version".split()
+)
 TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role not in ["system", "user", "assistant"] %}
@@ -45,9 +49,14 @@ def write_tokenizer(tokenizer: Path, folder: Path, context: int) -> None:
 
 def write_configuration(model: Tiny, folder: Path) -> None:
     config = model.config.to_dict()
-    keep = {key: value for key, value in config.items() if value is not None and not key.startswith("_")}
+    keep = {k: v for k, v in config.items() if v is not None and k not in GENERIC and k[0] != "_"}
     (folder / "config.json").write_text(json.dumps(keep, indent=2) + "\n")
-    generation = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False, "max_new_tokens": 200}
+    generation = {
+        "eos_token_id": [2, 0],
+        "pad_token_id": 0,
+        "do_sample": False,
+        "max_new_tokens": 200,
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
@@ -55,7 +64,10 @@ def write(model: Tiny, tokenizer: Path, folder: Path) -> None:
     """The whole folder but the model card; weights are rounded to bfloat16."""
     write_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
     write_configuration(model, folder)
-    weights = {name: value.to(torch.bfloat16).contiguous().cpu() for name, value in model.state_dict().items()}
+    weights = {
+        name: value.to(torch.bfloat16).contiguous().cpu()
+        for name, value in model.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

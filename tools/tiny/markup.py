@@ -214,7 +214,9 @@ def _table(lines: list[str], start: int, nodes: list[Node]) -> int:
         if not line and (not simple or borders >= 3 or end - start > 200):
             break
         end += 1
-    rows = [line for line in lines[start:end] if line.strip() and not re.match(r"^[=+\-\s]+$", line)]
+    rows = [
+        line for line in lines[start:end] if line.strip() and not re.match(r"^[=+\-\s]+$", line)
+    ]
     cells = [re.split(r"\s{2,}|\s*\|\s*", row.strip().strip("|").strip()) for row in rows]
     text = "\n".join(" | ".join(inline(cell) for cell in row) for row in cells)
     nodes.append(Node("table", text))
@@ -272,7 +274,9 @@ def _render_one(node: Node, indent: str) -> str:
         return f"{fence}\n{body}\n{fence}" if node.text.strip() else ""
     if node.kind in ("module", "currentmodule"):
         return f"{indent}Module `{node.name}`: {node.text}" if node.text else ""
-    inner = render(node.children, indent + ("  " if node.kind in ("item", "define", "indent") else ""))
+    inner = render(
+        node.children, indent + ("  " if node.kind in ("item", "define", "indent") else "")
+    )
     if node.kind == "object":
         heads = "\n".join(f"{indent}### `{signature}`" for signature in node.args)
         return f"{heads}\n\n{inner}" if inner else heads
@@ -293,7 +297,9 @@ def rst_nodes(source: str) -> list[Node]:
 class _Page(HTMLParser):
     """Collects the text of a page's body, one line a paragraph, `pre` as fenced code."""
 
-    BLOCKS = frozenset("p div li ul ol dl dt dd table tr h1 h2 h3 h4 h5 h6 section br hr blockquote".split())
+    BLOCKS = frozenset(
+        "p div li ul ol dl dt dd table tr h1 h2 h3 h4 h5 h6 section br hr blockquote".split()
+    )
     SKIPPED = frozenset("script style nav header footer head title svg".split())
     CODE = frozenset(("code", "tt", "kbd"))
 
@@ -308,7 +314,8 @@ class _Page(HTMLParser):
         if self.skip:
             self.skip += [tag] * (tag == self.skip[0])
         elif tag in self.SKIPPED or re.search(
-            r"headerlink|navheader|navfooter|sidebar|nosearch|menu|toc|related|footer|linenos", classes
+            r"headerlink|navheader|navfooter|sidebar|nosearch|menu|toc|related|footer|linenos",
+            classes,
         ):
             if tag not in ("br", "hr", "img", "input", "link", "meta"):
                 self.skip = [tag]
@@ -318,7 +325,9 @@ class _Page(HTMLParser):
         elif tag in self.CODE and not self.pre:
             self.out.append("`")
         elif tag in self.BLOCKS and not self.pre:
-            mark = {"li": "* ", "tr": "| "}.get(tag, "# " if tag[0] == "h" and tag[1:].isdigit() else "")
+            mark = {"li": "* ", "tr": "| "}.get(
+                tag, "# " if tag[0] == "h" and tag[1:].isdigit() else ""
+            )
             self.out.append("\n\n" + mark)
         elif tag in ("td", "th"):
             self.out.append(" ")
@@ -364,5 +373,8 @@ def man_text(path: Path) -> str:
     ).stdout  # fmt: skip
     shown = re.sub(r".\x08|\x1b\[[0-9;]*m", "", shown)
     lines = shown.strip().split("\n")[1:-1]
-    lines = [re.sub(r"^ {7}", "", line) if line.startswith(" ") else f"# {line}" if line else "" for line in lines]
+    lines = [
+        re.sub(r"^ {7}", "", line) if line.startswith(" ") else f"# {line}" if line else ""
+        for line in lines
+    ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in lines)).strip()

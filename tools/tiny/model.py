@@ -33,7 +33,11 @@ def tiny_config(vocab_size: int = 6144) -> Qwen3_5TextConfig:
         head_dim=64,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.25},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 100000.0,
+            "partial_rotary_factor": 0.25,
+        },
         linear_conv_kernel_dim=4,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
@@ -85,7 +89,9 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     width = 1
     while width < size:
         shape = (*lower.shape[:-2], size // (2 * width), 2 * width, size // (2 * width), 2 * width)
-        blocks = lower.view(shape).diagonal(dim1=-4, dim2=-2)[..., width:, :width, :].movedim(-1, -3)
+        blocks = (
+            lower.view(shape).diagonal(dim1=-4, dim2=-2)[..., width:, :width, :].movedim(-1, -3)
+        )
         old = inverse.view(shape).diagonal(dim1=-4, dim2=-2)
         top = old[..., :width, :width, :].movedim(-1, -3)
         bottom = old[..., width:, width:, :].movedim(-1, -3)
@@ -169,7 +175,9 @@ def gated_delta(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: 
         x = x.view(batch, chunks, CHUNK, heads, *x.shape[3:])
         return x.permute(1, 0, 3, 2, *range(4, x.dim())).contiguous()
 
-    query, key, value = (arrange(x) for x in (_l2(query) * query.shape[-1] ** -0.5, _l2(key), value))
+    query, key, value = (
+        arrange(x) for x in (_l2(query) * query.shape[-1] ** -0.5, _l2(key), value)
+    )
     total = arrange(decay).cumsum(-1)
     beta = arrange(beta)[..., None]
     pair = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
@@ -180,7 +188,9 @@ def gated_delta(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: 
     late = (key * (last - total).exp()[..., None]).mT
     eye = torch.eye(key.shape[-1], device=key.device, dtype=key.dtype)
     step = last.exp()[..., None] * eye - late @ read
-    states = scan(step.flatten(1, 2), (late @ new).flatten(1, 2)).view(chunks, batch, heads, -1, width)
+    states = scan(step.flatten(1, 2), (late @ new).flatten(1, 2)).view(
+        chunks, batch, heads, -1, width
+    )
     new = new - read @ states
     out = (query * total.exp()[..., None]) @ states + ((query @ key.mT) * pair) @ new
     return out.permute(1, 0, 3, 2, 4).reshape(batch, length, heads, width)
@@ -189,12 +199,17 @@ def gated_delta(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: 
 class GatedDeltaNet(nn.Module):
     def __init__(self, config: Qwen3_5TextConfig):
         super().__init__()
-        self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.key_heads, self.value_heads = (
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+        )
         self.key_size, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
         self.split = [keys, keys, values]
         hidden, kernel = config.hidden_size, config.linear_conv_kernel_dim
-        self.conv1d = nn.Conv1d(2 * keys + values, 2 * keys + values, kernel, groups=2 * keys + values, bias=False)
+        self.conv1d = nn.Conv1d(
+            2 * keys + values, 2 * keys + values, kernel, groups=2 * keys + values, bias=False
+        )
         self.dt_bias = nn.Parameter(torch.ones(self.value_heads))
         self.A_log = nn.Parameter(torch.empty(self.value_heads).uniform_(0.01, 16).log())
         self.norm = GatedNorm(self.value_size, config.rms_norm_eps)
@@ -220,7 +235,9 @@ class GatedDeltaNet(nn.Module):
         query, key = (y.repeat_interleave(repeat, 2) for y in (query, key))
         value = value.view(batch, length, self.value_heads, self.value_size)
         beta = self.in_proj_b(x).float().sigmoid()
-        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        decay = -self.A_log.float().exp() * F.softplus(
+            self.in_proj_a(x).float() + self.dt_bias.float()
+        )
         with torch.autocast(x.device.type, enabled=False):
             out = gated_delta(query, key, value, decay, beta)
         gate = self.in_proj_z(x).view(batch, length, self.value_heads, self.value_size)
@@ -246,7 +263,9 @@ class Attention(nn.Module):
         value = self.v_proj(x).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
         query = rotate(self.q_norm(query).transpose(1, 2), *rotary)
         key = rotate(self.k_norm(key).transpose(1, 2), *rotary)
-        out = F.scaled_dot_product_attention(query, key.to(query.dtype), value.to(query.dtype), is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query, key.to(query.dtype), value.to(query.dtype), is_causal=True, enable_gqa=True
+        )
         return self.o_proj(out.transpose(1, 2).flatten(2) * gate.flatten(2).sigmoid())
 
 
@@ -323,7 +342,9 @@ class Tiny(nn.Module):
     def rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         settings = self.config.rope_parameters
         size = int(self.config.head_dim * settings["partial_rotary_factor"])
-        inverse_frequency = settings["rope_theta"] ** -(torch.arange(0, size, 2, device=device) / size)
+        inverse_frequency = settings["rope_theta"] ** -(
+            torch.arange(0, size, 2, device=device) / size
+        )
         angles = torch.arange(length, device=device)[:, None] * inverse_frequency
         angles = torch.cat((angles, angles), -1)
         return angles.cos(), angles.sin()

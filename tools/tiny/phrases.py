@@ -16,7 +16,13 @@ WHAT = [
     "Can you explain {name} to me?",
     "I do not understand `{name}`. What does it do?",
 ]
-AND = ["And `{name}`?", "What about `{name}`?", "And what does `{name}` do?", "Now explain `{name}`.", "What does `{name}` do?"]
+AND = [
+    "And `{name}`?",
+    "What about `{name}`?",
+    "And what does `{name}` do?",
+    "Now explain `{name}`.",
+    "What does `{name}` do?",
+]
 MODULE = [
     "What is the module `{name}` for?",
     "What does the `{name}` module do?",
@@ -24,19 +30,61 @@ MODULE = [
     "Tell me about the {name} module.",
     "When would I use `{name}`?",
     "What is the {name} module?",
+    "what is {name}",
+    "What is {name}?",
+    "What does {name} do?",
+    "Explain {name}.",
 ]
-TERM = ["What is {name}?", "What does \"{name}\" mean in Python?", "Define {name}.", "Explain the term \"{name}\".", "What is meant by {name}?"]
-DO = ["How do I {task}?", "How can I {task}?", "I want to {task}. What can I use?", "What do I call to {task}?"]
+TERM = [
+    "What is {name}?",
+    'What does "{name}" mean in Python?',
+    "Define {name}.",
+    'Explain the term "{name}".',
+    "What is meant by {name}?",
+]
+DO = [
+    "How do I {task}?",
+    "How can I {task}?",
+    "I want to {task}. What can I use?",
+    "What do I call to {task}?",
+]
 ARGUMENTS = {
-    "it": ["What arguments does it take?", "Which parameters does it accept?", "What are its arguments?", "How do I call it?"],
-    "name": ["What arguments does `{name}` take?", "Which parameters does `{name}` accept?", "What is the signature of `{name}`?", "How do I call `{name}`?"],
+    "it": [
+        "What arguments does it take?",
+        "Which parameters does it accept?",
+        "What are its arguments?",
+        "How do I call it?",
+    ],
+    "name": [
+        "What arguments does `{name}` take?",
+        "Which parameters does `{name}` accept?",
+        "What is the signature of `{name}`?",
+        "How do I call `{name}`?",
+    ],
 }
 EXAMPLE = {
-    "it": ["Show an example.", "Can you give me an example?", "Show me how to use it.", "An example, please.", "Example?"],
-    "name": ["Show an example of `{name}`.", "Give me an example of {name}.", "How do I use `{name}`?", "Show me how `{name}` is used."],
+    "it": [
+        "Show an example.",
+        "Can you give me an example?",
+        "Show me how to use it.",
+        "An example, please.",
+        "Example?",
+    ],
+    "name": [
+        "Show an example of `{name}`.",
+        "Give me an example of {name}.",
+        "How do I use `{name}`?",
+        "Show me how `{name}` is used.",
+    ],
 }
 MORE = {
-    "it": ["Tell me more.", "What else should I know about it?", "Is there anything else?", "Go on.", "More details, please."],
+    "it": [
+        "Tell me more.",
+        "What else should I know about it?",
+        "Is there anything else?",
+        "Go on.",
+        "More details, please.",
+    ],
     "name": ["What else should I know about `{name}`?", "Tell me more about `{name}`."],
 }
 SINCE = {
@@ -47,20 +95,41 @@ CHANGED = {
     "it": ["Has it changed since?", "What changed in it?", "Did it change between versions?"],
     "name": ["What changed in `{name}`?", "Has `{name}` changed between versions?"],
 }
-DEPRECATED = {"it": ["Is it deprecated?", "Should I still use it?"], "name": ["Is `{name}` deprecated?"]}
+DEPRECATED = {
+    "it": ["Is it deprecated?", "Should I still use it?"],
+    "name": ["Is `{name}` deprecated?"],
+}
 WHERE = {
     "it": ["Which module is it in?", "How do I import it?", "Where does it come from?"],
-    "name": ["Which module is `{short}` in?", "How do I import `{name}`?", "Where do I find `{short}`?"],
+    "name": [
+        "Which module is `{short}` in?",
+        "How do I import `{name}`?",
+        "Where do I find `{short}`?",
+    ],
 }
 MEMBERS = {
     "it": ["What does it provide?", "What is in it?", "Name some of its members."],
-    "name": ["What does `{name}` provide?", "Name some members of `{name}`.", "What is in `{name}`?"],
+    "name": [
+        "What does `{name}` provide?",
+        "Name some members of `{name}`.",
+        "What is in `{name}`?",
+    ],
 }
 THANKS = ["Thanks!", "Thank you.", "Thanks, that helps.", "Great, thank you!", "ok thanks"]
-WELCOME = ["You are welcome.", "You are welcome. Ask me about anything else in the standard library."]
+WELCOME = [
+    "You are welcome.",
+    "You are welcome. Ask me about anything else in the standard library.",
+]
 HELLO = ["Hello", "Hi", "Hello!", "Hi there", "Good morning", "Hey"]
 GREETING = "Hello! Ask me about a module, a class or a function of Python's standard library."
-WHO = ["Who are you?", "What are you?", "What can you do?", "What is your name?", "Help", "What do you know?"]
+WHO = [
+    "Who are you?",
+    "What are you?",
+    "What can you do?",
+    "What is your name?",
+    "Help",
+    "What do you know?",
+]
 SELF = (
     "I am Milepost-tiny, a very small language model for tests and demonstrations. I was trained on "
     "documentation, and I can say a few things about Python's standard library."

@@ -54,11 +54,20 @@ def collect(cache: Path) -> tuple[list[Document], list[dict[str, object]]]:
         kept = [(identifier, text) for identifier, text in found if usable(text)]
         documents.extend(kept)
         size = sum(len(text) for _, text in kept)
-        records.append({**asdict(source), "version": version, "documents": len(kept), "characters": size})
+        records.append(
+            {**asdict(source), "version": version, "documents": len(kept), "characters": size}
+        )
 
     for source in tqdm(sources.DEBIAN, desc="packages"):
         folder, version = sources.fetch(source, cache)
-        add(source, version, ((name, sources.page_text(source, path)) for name, path in sources.pages(source, folder)))
+        add(
+            source,
+            version,
+            (
+                (name, sources.page_text(source, path))
+                for name, path in sources.pages(source, folder)
+            ),
+        )
     standard = sources.Source(package="stdlib", licence="PSF-2.0", form="docstrings")
     add(standard, sys.version.split()[0], sources.stdlib_docstrings())
     for source in tqdm(sources.INSTALLED, desc="docstrings"):
@@ -99,7 +108,9 @@ def overlap(text: str, lines: set[str]) -> float:
     return sum(line in lines for line in own) / max(1, len(own))
 
 
-def read_entries(cache: Path, held: set[str]) -> tuple[list[entries.Entry], list[Document], list[Document]]:
+def read_entries(
+    cache: Path, held: set[str]
+) -> tuple[list[entries.Entry], list[Document], list[Document]]:
     """Entries, glossary terms and frequent questions of the Python documentation, without held-out pages."""
     source = sources.DEBIAN[0]
     folder, _ = sources.fetch(source, cache)
@@ -184,7 +195,9 @@ def main() -> None:
     streams: dict[str, np.ndarray] = {}
     for name, texts in (("python", python), ("other", other), ("chat", chats)):
         streams |= encode(tokenizer, texts, name)
-        print(f"{name}: {len(texts)} texts, {sum(map(len, texts)):,} characters, {len(streams[name]):,} tokens")
+        print(
+            f"{name}: {len(texts)} texts, {sum(map(len, texts)):,} characters, {len(streams[name]):,} tokens"
+        )
     np.savez_compressed(args.out / "train.npz", **streams)
     with (args.out / "heldout.jsonl").open("w") as file:
         for name, text in held:

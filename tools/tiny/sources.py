@@ -61,7 +61,6 @@ DEBIAN = [
             ("python-pytest-doc", "MIT"),
             ("python-requests-doc", "Apache-2.0"),
             ("python-setuptools-doc", "MIT"),
-            ("python-sqlalchemy-doc", "MIT"),
             ("python-tornado-doc", "Apache-2.0"),
             ("python-traitlets-doc", "BSD-3-Clause"),
             ("python-werkzeug-doc", "BSD-3-Clause"),
@@ -100,7 +99,12 @@ def pages(source: Source, folder: Path) -> Iterator[tuple[str, Path]]:
     marker, endings = patterns[source.form]
     for path in sorted(folder.rglob("*")):
         name = path.as_posix()
-        if marker not in name or not name.endswith(endings) or not path.is_file() or path.is_symlink():
+        if (
+            marker not in name
+            or not name.endswith(endings)
+            or not path.is_file()
+            or path.is_symlink()
+        ):
             continue
         if re.search(r"genindex|py-modindex|/search\.|/_modules/|locale/|translations", name):
             continue

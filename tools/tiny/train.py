@@ -27,7 +27,8 @@ import folder
 from model import Tiny, tiny_config
 from muon import Muon
 
-MIX = {"chat": 0.45, "python": 0.2, "other": 0.35}
+MIX = {"chat": 0.5, "python": 0.18, "other": 0.32}
+LATE = {"chat": 0.65, "python": 0.13, "other": 0.22}  # while the rate decays
 
 
 class Rows:
@@ -37,15 +38,17 @@ class Rows:
         arrays = np.load(path)
         self.random = torch.Generator(device).manual_seed(seed)
         self.device = device
-        self.tokens = {name: torch.from_numpy(arrays[name].astype(np.int16)).to(device) for name in MIX}
+        self.tokens = {
+            name: torch.from_numpy(arrays[name].astype(np.int16)).to(device) for name in MIX
+        }
         self.starts = {name: torch.from_numpy(arrays[f"{name}_starts"]).to(device) for name in MIX}
 
-    def draw(self, rows: int, length: int) -> Tensor:
-        """Token ids [rows, length]."""
-        counts = [round(share * rows) for share in MIX.values()]
+    def draw(self, rows: int, length: int, mix: dict[str, float]) -> Tensor:
+        """Token ids [rows, length], as many rows of each stream as the mix says."""
+        counts = [round(share * rows) for share in mix.values()]
         counts[-1] = rows - sum(counts[:-1])
         parts = []
-        for name, count in zip(MIX, counts, strict=True):
+        for name, count in zip(mix, counts, strict=True):
             tokens, starts = self.tokens[name], self.starts[name]
             first = starts[self._below(len(starts), count)]
             if name != "chat":
@@ -67,7 +70,9 @@ def losses(model: Tiny, rows: Tensor) -> tuple[Tensor, Tensor]:
     return head_loss(model.model.embed_tokens.weight, hidden, draft, targets)
 
 
-def head_loss(head: Tensor, hidden: Tensor, draft: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def head_loss(
+    head: Tensor, hidden: Tensor, draft: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
     main = F.linear(hidden, head.to(hidden.dtype)).float().log_softmax(-1)
     loss = -main.gather(-1, targets[..., None]).mean()
     drafted = F.linear(draft[:, :-1], head.to(hidden.dtype)).float().log_softmax(-1)
@@ -75,7 +80,9 @@ def head_loss(head: Tensor, hidden: Tensor, draft: Tensor, targets: Tensor) -> t
     return loss, (teacher.exp() * (teacher - drafted)).sum(-1).mean()
 
 
-def heldout_rows(data: Path, tokenizer: Tokenizer, length: int, device: torch.device) -> tuple[Tensor, int]:
+def heldout_rows(
+    data: Path, tokenizer: Tokenizer, length: int, device: torch.device
+) -> tuple[Tensor, int]:
     """Held-out documents as rows padded with 0 after their end, and their size in bytes."""
     rows, size = [], 0
     for line in (data / "heldout.jsonl").read_text().splitlines():
@@ -114,7 +121,10 @@ def optimizers(model: Tiny, lr: float) -> list[torch.optim.Optimizer]:
     small = [p for p in model.parameters() if p.dim() != 2]
     embedding = [model.model.embed_tokens.weight]
     groups = [{"params": embedding, "weight_decay": 0.01}, {"params": small, "weight_decay": 0.0}]
-    return [Muon(matrices, lr, weight_decay=0.05), torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)]
+    return [
+        Muon(matrices, lr, weight_decay=0.05),
+        torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True),
+    ]
 
 
 def schedule(args: argparse.Namespace, start: int) -> Iterator[tuple[int, int]]:
@@ -133,22 +143,27 @@ def train(args: argparse.Namespace) -> None:
     rows = Rows(args.data / "train.npz", device, args.seed)
     held, size = heldout_rows(args.data, tokenizer, args.length + 1, device)
     curve: list[dict[str, float]] = []
-    start = 0
+    start = fresh = 0
     if args.resume:
         saved = torch.load(args.resume, map_location=device, weights_only=False)
         model.load_state_dict(saved["model"])
-        for optimizer, state in zip(chosen, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        rows.random.set_state(saved["random"].cpu())
         start, curve = saved["step"], saved["curve"]
+        fresh = 0 if "optimizers" in saved else start  # where the optimizers began, to warm them up
+        for optimizer, state in zip(chosen, saved.get("optimizers", []), strict=False):
+            optimizer.load_state_dict(state)
+        rows.random.manual_seed(args.seed + start)
     run = torch.compile(losses, dynamic=False) if args.compile else losses
     began, spent = time.perf_counter(), curve[-1]["seconds"] if curve else 0.0
     totals = torch.zeros(2, device=device)
     for step, length in schedule(args, start):
-        batch = rows.draw(max(1, args.tokens // length), length + 1)
+        mix = MIX if step < (1 - args.decay) * args.steps else LATE
+        batch = rows.draw(max(1, args.tokens // length), length + 1, mix)
+        share = rate(step, args.steps, args.warmup, args.decay) * min(
+            1.0, (step - fresh + 1) / args.warmup
+        )
         for optimizer in chosen:
             for group in optimizer.param_groups:
-                group["lr"] = args.lr * rate(step, args.steps, args.warmup, args.decay)
+                group["lr"] = args.lr * share
         with torch.autocast(device.type, torch.bfloat16):
             loss, drafting = run(model, batch)
         (loss + args.draft_weight * drafting).backward()
@@ -171,9 +186,10 @@ def train(args: argparse.Namespace) -> None:
             save_curve(curve, args.out)
         if (step + 1) % args.save_every == 0 or step + 1 == args.until:
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in chosen],
-                     "random": rows.random.get_state(), "step": step + 1, "curve": curve}  # fmt: skip
+                     "step": step + 1, "curve": curve}  # fmt: skip
             torch.save(state, args.out / "checkpoint.part")
             (args.out / "checkpoint.part").rename(args.out / "checkpoint.pt")
+            folder.write(model, args.data / "tokenizer.json", args.out)
     folder.write(model, args.data / "tokenizer.json", args.out)
     save_picture(curve, args.out)
 
@@ -212,17 +228,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("build/tiny"))
     parser.add_argument("--out", type=Path, default=Path("build/tiny/model"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=18000)
+    parser.add_argument("--steps", type=int, default=12600)
     parser.add_argument("--until", type=int, default=0, help="stop here with a checkpoint")
     parser.add_argument("--save-every", type=int, default=2000, help="steps between checkpoints")
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--long-length", type=int, default=8192)
-    parser.add_argument("--long-share", type=float, default=0.1, help="share of steps at the long length")
+    parser.add_argument(
+        "--long-share", type=float, default=0.1, help="share of steps at the long length"
+    )
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--warmup", type=int, default=200)
-    parser.add_argument("--decay", type=float, default=0.4)
+    parser.add_argument("--decay", type=float, default=0.52)
     parser.add_argument("--draft-weight", type=float, default=0.3)
     parser.add_argument("--report", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)
