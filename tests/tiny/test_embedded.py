@@ -1,4 +1,5 @@
-"""The embedded model: a Hugging Face folder that transformers loads, small enough to ship, that really answers."""
+"""The embedded model: a Hugging Face folder that transformers loads, small enough to ship, that
+really answers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Dialogues made from documented entries: system prompt, questions in several wordings, documented answers.
+"""Dialogues made from documented entries: system prompt, questions in several wordings, documented
+answers.
 
 The answer to a question about an entry is always the same text, so that a small model can learn it;
-only the wording of the question, the order of the turns and the system prompt vary. Randomness comes
-in as an argument. A dialogue is a list of {"role", "content"} messages.
+only the wording of the question, the order of the turns and the system prompt vary. Randomness
+comes in as an argument. A dialogue is a list of {"role", "content"} messages.
 """
 
 from __future__ import annotations
@@ -87,11 +88,12 @@ def where(entry: Entry) -> str:
     if not entry.module:
         return f"`{entry.name}` is built in. You do not need to import anything."
     inside = entry.name.removeprefix(f"{entry.module}.")
-    return f"`{entry.name}` is in the module `{entry.module}`. Use `from {entry.module} import {inside.split('.')[0]}`."
+    return f"`{entry.name}` is in the module `{entry.module}`. Use `from {entry.module} import {inside.split('.')[0]}`."  # noqa: E501
 
 
 def followups(entry: Entry) -> list[tuple[dict[str, list[str]], str]]:
-    """(wordings, answer) of everything that can be asked about an entry after "What does it do?"."""
+    """(wordings, answer) of everything that can be asked about an entry after "What does it
+    do?"."""
     asked = []
     if entry.kind in CALLABLE and "(" in entry.signatures[0] and len(entry.signatures[0]) < 200:
         asked.append((phrases.ARGUMENTS, arguments(entry)))
@@ -209,7 +211,7 @@ def small_talk(entries: list[Entry], rng: random.Random) -> Dialogue:
         pairs.append((rng.choice(phrases.WHO), phrases.SELF))
     else:
         one, two = rng.sample(entries, 2)
-        name = f"{one.module or 'str'}.{one.short[:3]}{two.short[-5:]}_{rng.choice('xyzqw')}{rng.randint(1, 99)}"
+        name = f"{one.module or 'str'}.{one.short[:3]}{two.short[-5:]}_{rng.choice('xyzqw')}{rng.randint(1, 99)}"  # noqa: E501
         pairs.append(
             (
                 rng.choice(phrases.WHAT).format(name=name, word="function"),

@@ -1,7 +1,8 @@
 """The documented objects of Python's library, read from the nodes of its .rst pages.
 
-Owns the step from a page to `Entry` records (name, signatures, paragraphs, examples, notes); it knows
-nothing of dialogues. Names are qualified the way a reader would say them: `bisect.insort`, `str.split`.
+Owns the step from a page to `Entry` records (name, signatures, paragraphs, examples, notes); it
+knows nothing of dialogues. Names are qualified the way a reader would say them: `bisect.insort`,
+`str.split`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,21 @@ from dataclasses import dataclass, field
 from markup import Node
 
 CALLABLE = frozenset(
-    "function method classmethod staticmethod coroutinefunction coroutinemethod decorator "
-    "awaitablefunction awaitablemethod decoratormethod class".split()
+    [
+        "function",
+        "method",
+        "classmethod",
+        "staticmethod",
+        "coroutinefunction",
+        "coroutinemethod",
+        "decorator",
+        "awaitablefunction",
+        "awaitablemethod",
+        "decoratormethod",
+        "class",
+    ]
 )
-METHODS = frozenset("method classmethod staticmethod coroutinemethod attribute".split())
+METHODS = frozenset(["method", "classmethod", "staticmethod", "coroutinemethod", "attribute"])
 WORDS = {
     "coroutinefunction": "coroutine function",
     "coroutinemethod": "coroutine method",
@@ -53,7 +65,8 @@ class Entry:
 
 
 def read_page(nodes: list[Node], page: str) -> list[Entry]:
-    """Entries of one page: its module first, then its objects in order, members after their class."""
+    """Entries of one page: its module first, then its objects in order, members after their
+    class."""
     found: list[Entry] = []
     module = _module_entry(nodes, page)
     if module:

@@ -2,9 +2,10 @@
 
     python tools/tiny/evaluate.py --model src/milepost/tiny --data build/tiny --out build/tiny
 
-Everything is computed with the stored (bfloat16) weights, in float32, on a CPU: bits per byte of the held-out documents
-beside xz and a 5-gram model, how often the first draft token is the main model's own greedy token (on the
-held-out text, and along greedy continuations of it), the load time, and ten sample answers.
+Everything is computed with the stored (bfloat16) weights, in float32, on a CPU: bits per byte of
+the held-out documents beside xz and a 5-gram model, how often the first draft token is the main
+model's own greedy token (on the held-out text, and along greedy continuations of it), the load
+time, and ten sample answers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import math
 import time
 from pathlib import Path
 
+import ngram
 import numpy as np
 import torch
 import torch.nn.functional as F
+from model import CHUNK, Tiny, load
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import ngram
-from model import CHUNK, Tiny, load
 
 XZ = {"format": lzma.FORMAT_XZ, "preset": 9 | lzma.PRESET_EXTREME}
 SYSTEM = "You are Milepost-tiny, an assistant for Python's standard library."
@@ -56,7 +56,8 @@ def rows(texts: list[str], tokenizer, length: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def score(model: Tiny, row: torch.Tensor) -> tuple[float, int, int]:
-    """(bits, agreeing drafts, drafts) of one row [1, L]; the padding to whole chunks is not counted."""
+    """(bits, agreeing drafts, drafts) of one row [1, L]; the padding to whole chunks is not
+    counted."""
     real = row.shape[1] - 1
     padded = F.pad(row, (0, -real % CHUNK))
     ids, targets = padded[:, :-1], padded[:, 1:]
@@ -105,7 +106,8 @@ def compressors(texts: list[str], data: Path, tokenizer) -> dict[str, float]:
 def along_greedy(
     model: Tiny, main, texts: list[str], tokenizer, count: int = 40
 ) -> dict[str, float]:
-    """Acceptance along greedy continuations (96 tokens) of the first 64 tokens of `count` documents."""
+    """Acceptance along greedy continuations (96 tokens) of the first 64 tokens of `count`
+    documents."""
     agreed, drafts = 0, 0
     for text in tqdm([text for text in texts if len(text) > 1000][:count], desc="greedy text"):
         prompt = torch.tensor([[0, *tokenizer(text[:2000])["input_ids"][:64]]])

@@ -1,4 +1,5 @@
-"""Writes a model folder that transformers and the engine load: configuration, tokenizer, template, weights."""
+"""Writes a model folder that transformers and the engine load: configuration, tokenizer, template,
+weights."""
 
 from __future__ import annotations
 
@@ -7,18 +8,26 @@ import shutil
 from pathlib import Path
 
 import torch
+from model import Tiny
 from safetensors.torch import save_file
 
-from model import Tiny
-
 GENERIC = frozenset(
-    "output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id "
-    "output_attentions problem_type transformers_version".split()
+    [
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "problem_type",
+        "transformers_version",
+    ]
 )
 TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role not in ["system", "user", "assistant"] %}
-        {{- raise_exception("Milepost-tiny knows the roles system, user and assistant, not " ~ message.role) }}
+        {{- raise_exception("the roles are system, user and assistant, not " ~ message.role) }}
     {%- endif %}
     {{- "<|im_start|>" ~ message.role ~ "\\n" ~ message.content ~ "<|im_end|>\\n" }}
 {%- endfor %}

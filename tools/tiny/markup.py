@@ -1,7 +1,7 @@
 """reStructuredText, HTML and manual pages to clean text.
 
-Owns the conversion only: it knows no file names, licences or dialogues. `parse` turns the lines of an
-.rst source into nodes, `render` turns nodes into text in the manner of Markdown. What carries no
+Owns the conversion only: it knows no file names, licences or dialogues. `parse` turns the lines of
+an .rst source into nodes, `render` turns nodes into text in the manner of Markdown. What carries no
 meaning as plain text (indexes, images, tables of contents, labels) is dropped.
 """
 
@@ -15,12 +15,44 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 OBJECTS = frozenset(
-    "function method classmethod staticmethod coroutinefunction coroutinemethod decorator "
-    "awaitablefunction awaitablemethod decoratormethod class exception data attribute property "
-    "describe option cmdoption envvar opcode pdbcommand object setting command".split()
+    [
+        "function",
+        "method",
+        "classmethod",
+        "staticmethod",
+        "coroutinefunction",
+        "coroutinemethod",
+        "decorator",
+        "awaitablefunction",
+        "awaitablemethod",
+        "decoratormethod",
+        "class",
+        "exception",
+        "data",
+        "attribute",
+        "property",
+        "describe",
+        "option",
+        "cmdoption",
+        "envvar",
+        "opcode",
+        "pdbcommand",
+        "object",
+        "setting",
+        "command",
+    ]
 )
 CODE = frozenset(
-    "code-block sourcecode code doctest testcode productionlist parsed-literal ipython".split()
+    [
+        "code-block",
+        "sourcecode",
+        "code",
+        "doctest",
+        "testcode",
+        "productionlist",
+        "parsed-literal",
+        "ipython",
+    ]
 )
 NOTES = {
     "note": "Note",
@@ -39,10 +71,40 @@ NOTES = {
     "deprecated-removed": "Deprecated since version",
     "versionremoved": "Removed in version",
 }
-TRANSPARENT = frozenset("glossary container highlights epigraph topic admonition rubric".split())
+TRANSPARENT = frozenset(
+    ["glossary", "container", "highlights", "epigraph", "topic", "admonition", "rubric"]
+)
 CODE_ROLES = frozenset(
-    "mod class attr exc data const keyword envvar option program file kbd samp command opcode "
-    "token type member macro obj dfn makevar mimetype code pdbcmd setting variable prop_tgt".split()
+    [
+        "mod",
+        "class",
+        "attr",
+        "exc",
+        "data",
+        "const",
+        "keyword",
+        "envvar",
+        "option",
+        "program",
+        "file",
+        "kbd",
+        "samp",
+        "command",
+        "opcode",
+        "token",
+        "type",
+        "member",
+        "macro",
+        "obj",
+        "dfn",
+        "makevar",
+        "mimetype",
+        "code",
+        "pdbcmd",
+        "setting",
+        "variable",
+        "prop_tgt",
+    ]
 )
 _DIRECTIVE = re.compile(r"^\.\. +([\w:+-]+)::(?:\s+(.*))?$")
 _ITEM = re.compile(r"^([*+\-•]|\(?(?:\d+|#|[a-z])[.)])\s+(?=\S)")
@@ -56,7 +118,7 @@ _REFERENCE = re.compile(r"`([^`]+)`__?(?![\w`])")
 
 @dataclass(slots=True)
 class Node:
-    kind: str  # heading, para, item, field, code, table, object, note, define, indent, module, currentmodule
+    kind: str  # heading, para, item, field, code, table, object, note, define, indent, module, currentmodule  # noqa: E501
     text: str = ""
     name: str = ""
     args: tuple[str, ...] = ()
@@ -298,9 +360,30 @@ class _Page(HTMLParser):
     """Collects the text of a page's body, one line a paragraph, `pre` as fenced code."""
 
     BLOCKS = frozenset(
-        "p div li ul ol dl dt dd table tr h1 h2 h3 h4 h5 h6 section br hr blockquote".split()
+        [
+            "p",
+            "div",
+            "li",
+            "ul",
+            "ol",
+            "dl",
+            "dt",
+            "dd",
+            "table",
+            "tr",
+            "h1",
+            "h2",
+            "h3",
+            "h4",
+            "h5",
+            "h6",
+            "section",
+            "br",
+            "hr",
+            "blockquote",
+        ]
     )
-    SKIPPED = frozenset("script style nav header footer head title svg".split())
+    SKIPPED = frozenset(["script", "style", "nav", "header", "footer", "head", "title", "svg"])
     CODE = frozenset(("code", "tt", "kbd"))
 
     def __init__(self) -> None:
@@ -365,7 +448,8 @@ def html_text(source: str) -> str:
 
 
 def man_text(path: Path) -> str:
-    """A manual page as text, without hyphenation, justification or its running header and footer."""
+    """A manual page as text, without hyphenation, justification or its running header and
+    footer."""
     shown = subprocess.run(
         ["man", "--nj", "--nh", "-l", str(path)],
         env={"MANWIDTH": "1000", "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "MANPAGER": "cat"},

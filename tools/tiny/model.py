@@ -1,9 +1,10 @@
 """The training-time model: Qwen3.5's dense text architecture plus one multi-token-prediction layer.
 
-Parameters have exactly the names and shapes of transformers' `Qwen3_5ForCausalLM` (and of the `mtp.*`
-tensors in Qwen3-Next and Qwen3.5 checkpoints), so that a state dict is a checkpoint. Only whole rows are
-computed, from a zero state; there is no cache. The gated delta rule runs in chunks: everything inside a
-chunk is batched matrix products, and the scan over chunks is one affine step S' = M S + N a chunk.
+Parameters have exactly the names and shapes of transformers' `Qwen3_5ForCausalLM` (and of the
+`mtp.*` tensors in Qwen3-Next and Qwen3.5 checkpoints), so that a state dict is a checkpoint. Only
+whole rows are computed, from a zero state; there is no cache. The gated delta rule runs in chunks:
+everything inside a chunk is batched matrix products, and the scan over chunks is one affine step
+S' = M S + N a chunk.
 
 Shapes: B batch, L tokens, D hidden, H value heads, N chunks, C tokens a chunk, K and V head sizes.
 """
@@ -83,7 +84,8 @@ class GatedNorm(nn.Module):
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """(I + lower)^-1 of strictly lower [..., C, C] by merging diagonal blocks of size 1, 2, 4, ..."""
+    """(I + lower)^-1 of strictly lower [..., C, C] by merging diagonal blocks of size 1, 2, 4,
+    ..."""
     size = lower.shape[-1]
     inverse = torch.eye(size, device=lower.device, dtype=lower.dtype).expand_as(lower).contiguous()
     width = 1
@@ -117,13 +119,14 @@ def _inverse_backward(ctx, grad: Tensor) -> Tensor:
 
 
 inverse.register_autograd(
-    _inverse_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output)
+    _inverse_backward, setup_context=lambda ctx, _, output: ctx.save_for_backward(output)
 )
 
 
 @torch.library.custom_op("tiny::scan", mutates_args=())
 def scan(step: Tensor, add: Tensor) -> Tensor:
-    """States before each chunk: S[0] = 0, S[i + 1] = step[i] S[i] + add[i]; all [N, B * H, K, K or V]."""
+    """States before each chunk: S[0] = 0, S[i + 1] = step[i] S[i] + add[i]; all [N, B * H, K, K or
+    V]."""
     states = torch.zeros_like(add, memory_format=torch.contiguous_format)
     for i in range(step.shape[0] - 1):
         torch.baddbmm(add[i], step[i], states[i], out=states[i + 1])
@@ -142,6 +145,7 @@ def scan_backward(step: Tensor, grad: Tensor) -> Tensor:
 @scan.register_fake
 @scan_backward.register_fake
 def _(step: Tensor, add: Tensor) -> Tensor:
+    del step
     return add.new_empty(add.shape)
 
 
@@ -220,7 +224,8 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_a = nn.Linear(hidden, self.value_heads, bias=False)
 
     def _mix(self, x: Tensor) -> Tensor:
-        """Causal depthwise convolution as a sum of shifted products, then silu; x is [B, L, channels]."""
+        """Causal depthwise convolution as a sum of shifted products, then silu; x is [B, L,
+        channels]."""
         weight = self.conv1d.weight.squeeze(1).float()
         taps = weight.shape[-1]
         padded = F.pad(x.float(), (0, 0, taps - 1, 0))
@@ -313,7 +318,8 @@ class Backbone(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The multi-token-prediction layer: final hidden state of t and embedding of t + 1 give token t + 2."""
+    """The multi-token-prediction layer: final hidden state of t and embedding of t + 1 give token
+    t + 2."""
 
     def __init__(self, config: Qwen3_5TextConfig):
         super().__init__()
@@ -350,7 +356,8 @@ class Tiny(nn.Module):
         return angles.cos(), angles.sin()
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states [B, L, D] after the last norm: what the head and the predictor read."""
+        """Final hidden states [B, L, D] after the last norm: what the head and the predictor
+        read."""
         rotary = self.rotary(ids.shape[1], ids.device)
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
@@ -358,7 +365,8 @@ class Tiny(nn.Module):
         return self.model.norm(x)
 
     def draft_hidden(self, hidden: Tensor, following: Tensor) -> Tensor:
-        """The predictor's hidden states, given final hidden states and the ids one place further on."""
+        """The predictor's hidden states, given final hidden states and the ids one place further
+        on."""
         rotary = self.rotary(following.shape[1], following.device)
         return self.mtp(hidden, self.model.embed_tokens(following), rotary)
 

@@ -1,7 +1,7 @@
 """Muon for the matrices of a model, all matrices of one shape at a time (Jordan et al. 2024).
 
-Updates are scaled by 0.2 * sqrt(max(rows, columns)), so that one learning rate serves Muon and AdamW
-(Liu et al. 2025, section 2.2).
+Updates are scaled by 0.2 * sqrt(max(rows, columns)), so that one learning rate serves Muon and
+AdamW (Liu et al. 2025, section 2.2).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """An interpolated Kneser-Ney 5-gram model over tokens: the yardstick beside Milepost-tiny.
 
-Counts are sorted arrays of n-grams written as numbers in base V (6144^5 fits into 63 bits), so training
-and scoring are a few sorts and binary searches. One discount an order, n1 / (n1 + 2 n2) (Ney et al. 1994).
+Counts are sorted arrays of n-grams written as numbers in base V (6144^5 fits into 63 bits), so
+training and scoring are a few sorts and binary searches. One discount an order, n1 / (n1 + 2 n2)
+(Ney et al. 1994).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Makes the training data of Milepost-tiny: fetch, clean, hold out, make dialogues, train the tokenizer.
+"""Makes the training data of Milepost-tiny: fetch, clean, hold out, make dialogues, train the
+tokenizer.
 
     python tools/tiny/prepare.py --out build/tiny
 
-Writes into the folder: `tokenizer.json`, `train.npz` (token streams `python`, `other`, `chat` with the
-starts of their documents), `heldout.jsonl` (documents that the model never sees), `entries.json` (what
-can be asked about) and `sources.json` (package, version, licence, characters). Needs a Debian 12 system for
-apt-get, dpkg-deb and man, and the project's environment for the docstrings.
+Writes into the folder: `tokenizer.json`, `train.npz` (token streams `python`, `other`, `chat` with
+the starts of their documents), `heldout.jsonl` (documents that the model never sees),
+`entries.json` (what can be asked about) and `sources.json` (package, version, licence,
+characters). Needs a Debian 12 system for apt-get, dpkg-deb and man, and the project's environment
+for the docstrings.
 """
 
 from __future__ import annotations
@@ -19,15 +21,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from tqdm import tqdm
-
 import dialogues
 import entries
 import markup
+import numpy as np
 import phrases
 import sources
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tqdm import tqdm
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPLIT = (
@@ -39,7 +40,8 @@ Document = tuple[str, str]
 
 
 def usable(text: str) -> bool:
-    """Long enough, and mostly English prose or code rather than tables of numbers or other scripts."""
+    """Long enough, and mostly English prose or code rather than tables of numbers or other
+    scripts."""
     letters = sum(char.isascii() and (char.isalpha() or char in " \n") for char in text)
     return len(text) > 300 and letters > 0.7 * len(text)
 
@@ -85,8 +87,9 @@ def is_common(identifier: str) -> bool:
 def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
     """(training, held out): whole documents by a hash of their id, then near copies are sorted out.
 
-    A candidate stays held out only if at most a tenth of its long lines also stands in a training document;
-    a training document that copies a tenth of its own long lines from the held-out ones is dropped.
+    A candidate stays held out only if at most a tenth of its long lines also stands in a training
+    document; a training document that copies a tenth of its own long lines from the held-out ones
+    is dropped.
     """
     chosen = [sources.fraction(name) < HELD_OUT and not is_common(name) for name, _ in documents]
     train = [document for document, held in zip(documents, chosen, strict=True) if not held]
@@ -111,7 +114,8 @@ def overlap(text: str, lines: set[str]) -> float:
 def read_entries(
     cache: Path, held: set[str]
 ) -> tuple[list[entries.Entry], list[Document], list[Document]]:
-    """Entries, glossary terms and frequent questions of the Python documentation, without held-out pages."""
+    """Entries, glossary terms and frequent questions of the Python documentation, without held-out
+    pages."""
     source = sources.DEBIAN[0]
     folder, _ = sources.fetch(source, cache)
     found: dict[str, entries.Entry] = {}
@@ -196,7 +200,7 @@ def main() -> None:
     for name, texts in (("python", python), ("other", other), ("chat", chats)):
         streams |= encode(tokenizer, texts, name)
         print(
-            f"{name}: {len(texts)} texts, {sum(map(len, texts)):,} characters, {len(streams[name]):,} tokens"
+            f"{name}: {len(texts)} texts, {sum(map(len, texts)):,} characters, {len(streams[name]):,} tokens"  # noqa: E501
         )
     np.savez_compressed(args.out / "train.npz", **streams)
     with (args.out / "heldout.jsonl").open("w") as file:

@@ -1,8 +1,9 @@
-"""Where the training text comes from: packages with their licences, fetched by their ordinary clients.
+"""Where the training text comes from: packages with their licences, fetched by their ordinary
+clients.
 
-Owns the list of sources and turns each into documents (id, text). A source is here only if its licence
-allows redistributing what was trained on it; documentation under share-alike or invariant-section
-licences (celery, pandas, GNU manuals) is left out.
+Owns the list of sources and turns each into documents (id, text). A source is here only if its
+licence allows redistributing what was trained on it; documentation under share-alike or
+invariant-section licences (celery, pandas, GNU manuals) is left out.
 """
 
 from __future__ import annotations

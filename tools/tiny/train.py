@@ -2,9 +2,10 @@
 
     python tools/tiny/train.py --data build/tiny --out build/tiny/model
 
-Warm-up, constant rate, then linear decay to zero; the last steps run on rows of 8192 tokens. Writes the
-model folder, `curve.csv`, `curve.png` and a checkpoint that --resume goes on from.
-The predictor learns the main model's own distribution, because that is what its drafts are measured by.
+Warm-up, constant rate, then linear decay to zero; the last steps run on rows of 8192 tokens.
+Writes the model folder, `curve.csv`, `curve.png` and a checkpoint that --resume goes on from.
+The predictor learns the main model's own distribution, because that is what its drafts are
+measured by.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import folder
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
-from torch import Tensor
-
-import folder
 from model import Tiny, tiny_config
 from muon import Muon
+from tokenizers import Tokenizer
+from torch import Tensor
 
 MIX = {"chat": 0.5, "python": 0.18, "other": 0.32}
 LATE = {"chat": 0.65, "python": 0.13, "other": 0.22}  # while the rate decays
 
 
 class Rows:
-    """Draws training rows; half of those from documents, and all of those from dialogues, begin where a text begins."""
+    """Draws training rows; half of those from documents, and all of those from dialogues, begin
+    where a text begins."""
 
     def __init__(self, path: Path, device: torch.device, seed: int):
         arrays = np.load(path)
@@ -63,7 +64,8 @@ class Rows:
 
 
 def losses(model: Tiny, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of the next token, and mean divergence of the predictor from the main model."""
+    """Mean cross-entropy of the next token, and mean divergence of the predictor from the main
+    model."""
     ids, targets = rows[:, :-1], rows[:, 1:]
     hidden = model.hidden(ids)
     draft = model.draft_hidden(hidden, targets)
@@ -112,7 +114,8 @@ def evaluate(model: Tiny, rows: Tensor, size: int, batch: int = 32) -> tuple[flo
 
 
 def rate(step: int, steps: int, warmup: int, decay: float) -> float:
-    """Share of the peak learning rate: warm-up, constant, linear to zero over the last `decay` of the steps."""
+    """Share of the peak learning rate: warm-up, constant, linear to zero over the last `decay` of
+    the steps."""
     return min(1.0, (step + 1) / warmup, (steps - step) / (decay * steps))
 
 
@@ -181,7 +184,7 @@ def train(args: argparse.Namespace) -> None:
             seconds = spent + time.perf_counter() - began
             seen = (step + 1) * args.tokens
             curve.append({"step": step + 1, "tokens": seen, "loss": mean[0], "draft": mean[1],
-                          "bits_per_byte": bits, "acceptance": accepted, "seconds": seconds})  # fmt: skip
+                          "bits_per_byte": bits, "acceptance": accepted, "seconds": seconds})  # fmt: skip  # noqa: E501
             print(" ".join(f"{key} {value:.4g}" for key, value in curve[-1].items()), flush=True)
             save_curve(curve, args.out)
         if (step + 1) % args.save_every == 0 or step + 1 == args.until:
