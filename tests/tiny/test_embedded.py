@@ -110,7 +110,7 @@ def test_template_renders_roles(tokenizer):
 
 
 def test_template_refuses_an_unknown_role(tokenizer):
-    with pytest.raises(Exception, match="roles system, user and assistant"):
+    with pytest.raises(Exception, match="the roles are system, user and assistant"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
