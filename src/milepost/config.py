@@ -34,7 +34,8 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     """`auto` and `safetensors` read safetensors files; `dummy` fills the weights from the seed."""
     dtype: DType = "auto"
-    """Type of weights and activations; `auto` takes the checkpoint's."""
+    """Type of weights and activations; `auto` takes the checkpoint's, but float32 rather than half
+    precision on a CPU."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
     seed: int = 0
