@@ -424,7 +424,6 @@ def test_several_answers(tiny):
 # --- everything at once ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_mixture(tiny, seed):
     """A random tree of prompts in small pools, several at a time: every answer is the cold one."""
