@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from milepost import LLM, RequestOutput, SamplingParams
+from milepost import LLM, CompletionOutput, RequestOutput, SamplingParams
 from milepost.cache.check import check
 from milepost.models import load_model
-from milepost.runner.sampling import SamplingRow, sample
+from milepost.runner.sampling import SampledToken, SamplingRow, sample
 from tests.batches import Part, build_pools
-from tests.checkpoints import save
+from tests.checkpoints import build
 
 VOCAB_SIZE = 320
 PAGE_SIZE = 64
@@ -30,12 +30,14 @@ def tokens(num: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB_SIZE), k=num)
 
 
-def greedy(max_tokens: int = NUM_TOKENS, **options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
+def greedy(max_tokens: int | None = NUM_TOKENS, **options: Any) -> SamplingParams:
+    """With the tokens' log-probabilities, which show what is too little to change a token."""
+    return sampled(max_tokens, temperature=0, **options)
 
 
-def sampled(max_tokens: int = NUM_TOKENS, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **({"seed": 7} | options))
+def sampled(max_tokens: int | None = NUM_TOKENS, **options: Any) -> SamplingParams:
+    defaults = {"ignore_eos": True, "seed": 7, "logprobs": 0}
+    return SamplingParams(max_tokens=max_tokens, **(defaults | options))
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
@@ -71,6 +73,12 @@ def answer(output: RequestOutput, index: int = 0) -> list[int]:
     return output.outputs[index].token_ids
 
 
+def logprobs(completion: CompletionOutput) -> list[float]:
+    """Of the tokens of an answer, each."""
+    pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
+    return [entry[token].logprob for token, entry in pairs]
+
+
 def metric(llm: LLM, name: str, **labels: str) -> float:
     """Sum of the values under a name that have these labels."""
     found = [m for m in llm.get_metrics() if m.name == f"milepost:{name}"]
@@ -95,42 +103,62 @@ class Tiny:
     """A checkpoint with what it has to answer, found in ways that have nothing in common."""
 
     folder: Path
+    dtype: torch.dtype
     _model: Any = None
-    _cold: LLM | None = None
-    _known: dict[Any, list[int]] = field(default_factory=dict)
+    _engine: LLM | None = None
+    _known: dict[Any, CompletionOutput] = field(default_factory=dict)
 
     def open(self, **options: Any) -> LLM:
         return open_llm(self.folder, **options)
 
+    def check(self, outputs: Iterable[RequestOutput], params: SamplingParams | None = None) -> None:
+        """Every answer is what it has to be: the same tokens, as likely as they have to be."""
+        params = params or greedy()
+        for output in outputs:
+            for completion in output.outputs:
+                expected = self._cold(output.prompt_token_ids, params, completion.index)
+                assert completion.token_ids == expected.token_ids
+                assert self._are_close(logprobs(completion), logprobs(expected))
+
     def expected(
         self, token_ids: Sequence[int], params: SamplingParams, index: int = 0
     ) -> list[int]:
-        """The answer of an engine without a cache to this prompt alone, once the model agrees."""
+        """The tokens of the answer."""
+        return self._cold(token_ids, params, index).token_ids
+
+    def _cold(
+        self, token_ids: Sequence[int], params: SamplingParams, index: int
+    ) -> CompletionOutput:
+        """By an engine that keeps nothing, to this prompt alone, once the bare model agrees."""
         key = (tuple(token_ids), repr(params), index)
         if key not in self._known:
-            cold = self.cold(token_ids, params, index)
-            assert cold == self.chosen(token_ids, cold, params, index), "a cold engine errs"
-            self._known[key] = cold
+            if self._engine is None:
+                self._engine = self.open(enable_prefix_caching=False)
+            (output,) = ask(self._engine, token_ids, params=params)
+            assert output.num_cached_tokens == 0
+            completion = output.outputs[index]
+            chosen = self.chosen(token_ids, completion.token_ids, params, index)
+            assert completion.token_ids == [each.token_id for each in chosen], "a cold engine errs"
+            assert self._are_close(logprobs(completion), [each.logprob for each in chosen])
+            self._known[key] = completion
         return self._known[key]
 
-    def cold(self, token_ids: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
-        """By an engine that keeps nothing, one prompt at a time."""
-        if self._cold is None:
-            self._cold = self.open(enable_prefix_caching=False)
-        (output,) = ask(self._cold, token_ids, params=params)
-        assert output.num_cached_tokens == 0
-        return answer(output, index)
+    def _are_close(self, left: list[float], right: list[float]) -> bool:
+        """Up to the rounding of matrix products of different shapes."""
+        bound = 1e-9 if self.dtype == torch.float64 else 1e-3
+        pairs = zip(left, right, strict=True)
+        return all(abs(a - b) < bound for a, b in pairs)
 
     def chosen(
-        self, token_ids: Sequence[int], cold: list[int], params: SamplingParams, index: int = 0
-    ) -> list[int]:
+        self, token_ids: Sequence[int], found: list[int], params: SamplingParams, index: int = 0
+    ) -> list[SampledToken]:
         """What follows each prefix of prompt and answer, of a single pass over both.
 
         A causal model's answer is the one of which this gives every token.
         """
-        logits = self.logits([*token_ids, *cold[:-1]])[len(token_ids) - 1 :]
-        rows = [self._row(token_ids, cold[:num], params, index) for num in range(len(cold))]
-        return [token.token_id for token in sample(logits, rows)]
+        logits = self.logits([*token_ids, *found[:-1]])[len(token_ids) - 1 :]
+        rows = [self._row(token_ids, found[:num], params, index) for num in range(len(found))]
+        return sample(logits, rows)
 
     def loop(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """Without any engine: the model computes the whole prefix again for every token."""
@@ -162,17 +190,23 @@ class Tiny:
             seed=params.sample_seed(index, engine_seed=0, request_number=0),
         )
 
-    def check(self, outputs: Sequence[RequestOutput], params: SamplingParams | None = None) -> None:
-        """Every answer is what it has to be."""
-        params = params or greedy()
-        for output in outputs:
-            for completion in output.outputs:
-                expected = self.expected(output.prompt_token_ids, params, completion.index)
-                assert completion.token_ids == expected
-
 
 def save_tiny(folder: Path, name: str, dtype: torch.dtype, **changes: Any) -> Tiny:
-    """Save a checkpoint whose logits are far from flat."""
-    defaults = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 65536}
-    save(name, folder, dtype, **(defaults | changes))
-    return Tiny(folder)
+    """Save a checkpoint whose logits are far from flat and whose states remember long ago: decays
+    as they are drawn at random forget within a few tokens, and no wrong state would ever show.
+    """
+    model = build(name, dtype, **(_DEFAULTS | changes))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("A_log"):
+            torch.nn.init.uniform_(parameter, -9, -5)
+    model.save_pretrained(folder)
+    return Tiny(folder, dtype)
+
+
+_DEFAULTS = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 65536,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+}

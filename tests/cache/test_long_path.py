@@ -39,7 +39,6 @@ def prefill(cache: Cache, chain) -> object:
     return lease
 
 
-@pytest.mark.slow
 def test_match_admit_commit_release_evict(shallow):
     cache = Cache(num_pages=NUM_PAGES + 2, num_slots=4, page_size=PAGE_SIZE)
     tokens = long_tokens(1)
@@ -73,7 +72,6 @@ def test_match_admit_commit_release_evict(shallow):
     assert cache.pages.num_free == cache.pages.total
 
 
-@pytest.mark.slow
 def test_a_state_at_the_end_of_a_long_path_goes_alone(shallow):
     """Dropping it makes the whole path strays, which go one by one and from the end."""
     cache = Cache(num_pages=NUM_PAGES, num_slots=1, page_size=PAGE_SIZE)

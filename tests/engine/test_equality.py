@@ -1,8 +1,9 @@
 """A hit never changes the answer: every way in which a state comes back, against a cold run.
 
 Each test says which path it takes and makes sure that it was taken. Answers are compared, token by
-token, with those of an engine without a cache to one prompt at a time, which are compared with the
-model's choice behind every prefix, computed in one pass without any engine.
+token and with the tokens' log-probabilities, with those of an engine without a cache to one prompt
+at a time, which are compared with the model's choice behind every prefix, computed in one pass
+without any engine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from milepost.engine.requests import Prompt
 from tests.engines import (
     NUM_TOKENS,
+    PAGE_SIZE,
     answer,
     ask,
     cached,
@@ -68,6 +70,29 @@ def test_answers_are_worth_comparing(tiny):
     assert all(len(set(each)) > NUM_TOKENS // 2 for each in answers)
 
 
+@pytest.mark.parametrize(
+    ("layer", "part"),
+    [(0, "conv"), (0, "recurrent"), (2, "conv"), (2, "recurrent"), (3, "kv")],
+)
+def test_answers_would_show_wrong_contents(tiny, layer, part):
+    """A hit on a state or KV of another prompt, in one layer alone, is seen."""
+    llm = tiny.open()
+    ask(llm, tokens(500))
+    ask(llm, tokens(500, seed=1))
+    pools, cache = llm.llm_engine.runner.pools, llm.llm_engine.scheduler.cache
+    own, other = (cache.match(cache.chain(tokens(500, seed=seed))) for seed in (0, 1))
+    if part == "kv":
+        pool, right, wrong = pools.kv[layer][0], own.path.nodes[3].page, other.path.nodes[3].page
+    else:
+        pool = getattr(pools.states[layer], part)
+        right, wrong = own.checkpoint.slot, other.checkpoint.slot
+    pool[right] = pool[wrong]
+    (output,) = ask(llm, tokens(500))
+    assert output.num_cached_tokens == 448
+    with pytest.raises(AssertionError):
+        tiny.check([output])
+
+
 @pytest.mark.parametrize("params", [greedy(), sampled()], ids=["greedy", "sampled"])
 def test_cold_answer_is_that_of_a_plain_loop(tiny, params):
     """The whole prefix computed again for every token, by the model alone."""
@@ -94,6 +119,27 @@ def test_junction(tiny, page_size):
     assert cached(outputs) == [0, 0, 384, 384]
     assert outputs[1].cache_report.kv_length == 400 // page_size * page_size
     tiny.check(outputs)
+
+
+def test_shared_pages_are_not_written_again(tiny, monkeypatch):
+    """Not even with the same values: others may be reading them."""
+    llm = tiny.open()
+    first, second, third = siblings(400, 100, 3)
+    ask(llm, first)
+    shared = set(_page_table(llm, second)[:6])
+    model, written = llm.llm_engine.runner.model, set()
+    forward = model.forward
+
+    def watched(token_ids, ctx):
+        written.update((ctx.kv_write_slots // PAGE_SIZE).tolist())
+        return forward(token_ids, ctx)
+
+    monkeypatch.setattr(model, "forward", watched)
+    ask(llm, second)
+    ask(llm, third)
+    assert len(shared) == 6
+    assert written
+    assert not shared & written
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -127,7 +173,7 @@ def test_two_resume_from_the_same_place_inside_a_page(tiny, page_size):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize(
     ("mode", "block_size", "expected"),
     [
@@ -378,8 +424,7 @@ def test_several_answers(tiny):
 # --- everything at once ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_mixture(tiny, seed):
     """A random tree of prompts in small pools, several at a time: every answer is the cold one."""
     rng = random.Random(seed)
@@ -484,6 +529,11 @@ def _state_in(llm, slot: int) -> dict[str, torch.Tensor]:
         for index, state in llm.llm_engine.runner.pools.states.items()
         for name in ("conv", "recurrent")
     }
+
+
+def _page_table(llm, token_ids: list[int]) -> list[int]:
+    cache = llm.llm_engine.scheduler.cache
+    return [node.page for node in cache.match(cache.chain(token_ids)).path.nodes]
 
 
 def _read(token_ids):

@@ -229,7 +229,7 @@ def test_logprobs(tiny, llm, num):
 
 
 def test_without_logprobs_there_are_none(llm):
-    (output,) = ask(llm, tokens(50))
+    (output,) = ask(llm, tokens(50), params=SamplingParams(temperature=0))
     assert output.outputs[0].logprobs is None
     assert output.outputs[0].cumulative_logprob is None
 
