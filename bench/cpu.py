@@ -53,8 +53,10 @@ class RefusedError(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-cpu.jsonl")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     console = Console()
     measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
