@@ -75,7 +75,7 @@ def _multimodal_moe() -> PreTrainedModel:
     return Qwen3_5MoeForConditionalGeneration(config)
 
 
-CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
+CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_next_tied": lambda: _qwen3_next(tie_word_embeddings=True),
     "qwen3_next_dense": lambda: _qwen3_next(num_experts=0),
@@ -99,12 +99,15 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
 """Name -> a model with random weights, from a fixed seed once `build` has called it."""
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of this name; norms, biases and decays are random too, so that none is missed."""
+def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """The model of this name; norms, biases and decays are random too, so that none is missed.
+
+    `changes` to the configuration are taken by the plain ones, named after their architecture.
+    """
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        model = CHECKPOINTS[name]().eval()
+        model = CHECKPOINTS[name](**changes).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -113,8 +116,10 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model.to(dtype)
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def save(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     """Build the model and save it in `folder`."""
-    model = build(name, dtype)
+    model = build(name, dtype, **changes)
     model.save_pretrained(folder)
     return model

@@ -21,6 +21,7 @@ MAY_USE = {
     "runner": {"kernels", "layers", "models", "cache", "scheduler"},
     "engine": {"cache", "scheduler", "kernels", "layers", "models", "runner"},
 }
+MAY_USE["config"] = {"cache"}
 MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
 MAY_USE["cli"] = {*MAY_USE["server"], "server", "simulator"}
 

@@ -6,8 +6,10 @@ Names are vLLM's where the meaning is the same. Nothing here reads files, the en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from milepost.cache.placement import GRID, Mode
 from milepost.errors import ConfigError
@@ -32,7 +34,8 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     """`auto` and `safetensors` read safetensors files; `dummy` fills the weights from the seed."""
     dtype: DType = "auto"
-    """Type of weights and activations; `auto` takes the checkpoint's."""
+    """Type of weights and activations; `auto` takes the checkpoint's, but float32 rather than half
+    precision on a CPU."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
     seed: int = 0
@@ -41,9 +44,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse KV and recurrent states of earlier prompts and answers."""
     mamba_cache_mode: Mode = "auto"
-    """Where recurrent states are kept: `auto` (junctions, marks, ends), `align` (end of each block-
-    aligned
-    prefill chunk), `all` (each block boundary), `none`."""
+    """Where recurrent states are kept: `auto` (junctions, marks, ends), `align` (end of each
+    block-aligned prefill chunk), `all` (each block boundary), `none`."""
     mamba_block_size: int = 512
     """Tokens between states in `align` and `all`; a multiple of 64."""
     mamba_ssm_cache_dtype: DType = "auto"
@@ -55,7 +57,7 @@ class EngineConfig:
     num_slots: int | None = None
     """Recurrent state slots besides the zero slot; by default what the memory profile leaves."""
     gpu_memory_utilization: float = 0.9
-    """Share of the device's memory that weights, activations, pages and slots may take together."""
+    """Share of the GPU's memory for weights, pages and slots; the rest is left to activations."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
 
@@ -71,6 +73,8 @@ class EngineConfig:
     """Do not log the engine's counters at intervals."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name))
         _require(
             self.page_size in _POWERS_OF_TWO,
             f"page_size={self.page_size}: use a power of two from 16 to 1024",
@@ -99,6 +103,25 @@ class EngineConfig:
 
 
 _POWERS_OF_TWO = tuple(1 << k for k in range(4, 11))
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(EngineConfig)
+
+
+def _check_type(name: str, value: object) -> None:
+    """Raise ConfigError unless the value is of its field's type: no string is taken for a flag."""
+    wanted = _types()[name]
+    if get_origin(wanted) is Literal:
+        choices = get_args(wanted)
+        _require(value in choices, f"{name}={value!r}: use one of {', '.join(choices)}")
+        return
+    kinds = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    allowed = (*kinds, int) if float in kinds else kinds
+    is_stray_bool = isinstance(value, bool) and bool not in kinds
+    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+    _require(isinstance(value, allowed) and not is_stray_bool, f"{name}={value!r}: use {names}")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -4,12 +4,12 @@ import json
 import re
 
 import pytest
-from tests import chatmodel
 
 from milepost import LLM, SamplingParams
 from milepost.engine.guidance import check_structured
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import StructuredOutputs
+from tests import chatmodel
 
 SCHEMA = {
     "type": "object",

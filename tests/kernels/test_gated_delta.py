@@ -174,14 +174,16 @@ def test_prefill_in_parts_on_the_grid_gives_the_same_bits() -> None:
     assert torch.equal(parts[2], whole[2])
 
 
-def test_nan_in_one_sequence_stays_there() -> None:
+@pytest.mark.parametrize("broken", [0, 1])
+def test_nan_in_one_sequence_stays_there(broken: int) -> None:
     tokens, pool = make_tokens(80), make_pool()
-    tokens.value[:40] = torch.nan
-    tokens.query_key[:40] = torch.nan
+    rows, others = (slice(40 * each, 40 * each + 40) for each in (broken, 1 - broken))
+    tokens.value[rows] = torch.nan
+    tokens.query_key[rows] = torch.nan
     output = run(tokens[:], pool, [0, 0], [40, 40], [0, 0], [2, 3])
-    assert output[:40].isnan().all()
-    assert output[40:].isfinite().all()
-    assert pool[3].isfinite().all()
+    assert output[rows].isnan().all()
+    assert output[others].isfinite().all()
+    assert pool[3 - broken].isfinite().all()
 
 
 @pytest.mark.parametrize(

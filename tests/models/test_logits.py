@@ -129,3 +129,17 @@ def test_bfloat16_errs_no_more_than_transformers(state_dtype: torch.dtype, tmp_p
     logits = torch.cat([step(model, pools, tokens, *edge) for edge in pairwise(edges)])
     assert logits.dtype == torch.bfloat16
     assert relative_error(logits, exact) < 1.25 * relative_error(expected, exact)
+
+
+def test_packed_weights_give_the_same_logits(tmp_path: Path) -> None:
+    tokens = random_tokens(90)
+    save("qwen3_next_one_head", tmp_path)
+    model, _ = load_model(tmp_path)
+    logits = []
+    for _ in range(2):
+        pools = build_pools(model.layer_specs, model.dtype)
+        edges = [0, 75, 89, 90]
+        logits.append(torch.cat([step(model, pools, tokens, *edge) for edge in pairwise(edges)]))
+        model.pack()
+    assert relative_error(logits[1], logits[0]) < 1e-5
+    assert model.layers[0].mixer.out.weight is None or not torch.backends.mkldnn.is_available()

@@ -97,6 +97,16 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.update(plan, self.runner.run(plan))
             check(self.cache)
 
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(was_run=st.booleans())
+    def cut_short(self, was_run):
+        """A step whose outcome never comes in, whatever it has written."""
+        plan = self.scheduler.schedule()
+        if was_run:
+            self.runner.run(plan)
+        self.scheduler.retract(plan)
+        check(self.cache)
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):

@@ -19,7 +19,7 @@ from milepost.cache.pool import Pool
 from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import CacheReport, Lost, Seen, Stats, explain
 from milepost.cache.slots import ZERO_SLOT, Slots
-from milepost.cache.tree import Checkpoint, Tree
+from milepost.cache.tree import Checkpoint, Node, Tree
 
 MAX_CHECKPOINTS_PER_PATH = 4
 """System prompt, last message, prompt's end and answer's end: what `auto` places on one path."""
@@ -214,7 +214,7 @@ class Cache:
         else:
             slot_out = self.reclaimer.allocate_slot()
         first_fresh = len(table)
-        table.extend(self.reclaimer.allocate_page() for _ in range(num_pages - first_fresh))
+        table.extend(self.reclaimer.allocate_pages(num_pages - first_fresh))
         copy = None
         if tail:
             tokens = match.state_length % self.page_size
@@ -247,7 +247,7 @@ class Cache:
         if missing > self.pages.room:
             return False
         self.version += 1
-        lease.page_table.extend(self.reclaimer.allocate_page() for _ in range(missing))
+        lease.page_table.extend(self.reclaimer.allocate_pages(missing))
         return True
 
     def add_junction(self, lease: Lease, position: int) -> None:
@@ -319,19 +319,29 @@ class Cache:
         num_full = lease.position // self.page_size
         if len(path) == num_full:
             return
-        digests = chain.digests(num_full)
-        node = path[-1] if path else self.tree.root(chain.root)
-        for index in range(len(path), num_full):
-            known = self.tree.nodes.get(digests[index])
-            if known is None:
-                node = self.tree.insert(chain, node, lease.page_table[index])
-                self.pages.keep(node.page)
-            else:
-                node = known
-                self.pages.pin((node.page,))
-                lease.duplicates.append(node.page)
-                self.reclaimer.rank(node)
-            path.append(node)
+        nodes, digests = self.tree.nodes, chain.digests(num_full)
+        first = len(path)
+        while first < num_full:
+            known = nodes.get(digests[first])
+            if known is not None:
+                self._join(lease, known)
+                first += 1
+                continue
+            end = first + 1
+            while end < num_full and digests[end] not in nodes:
+                end += 1
+            parent = path[-1] if path else self.tree.root(chain.root)
+            pages = lease.page_table[first:end]
+            path.extend(self.tree.insert(chain, parent, pages))
+            self.pages.keep(pages)
+            first = end
+
+    def _join(self, lease: Lease, node: Node) -> None:
+        """Follow a node that another request published; the page computed here stays our own."""
+        self.pages.pin((node.page,))
+        lease.duplicates.append(node.page)
+        lease.path.append(node)
+        self.reclaimer.rank(node)
 
     def _publish_state(self, lease: Lease, position: int, slot: int, kind: Kind) -> None:
         """Turn a live slot into a checkpoint of the lease's path; a state known already is given
@@ -348,11 +358,11 @@ class Cache:
             return
         tail_page = lease.page_table[depth] if tail else None
         if tail_page is not None:
-            self.pages.keep(tail_page)
+            self.pages.keep((tail_page,))
         checkpoint = Checkpoint(
             position=position, slot=slot, node=node, kind=kind, tail=tail, tail_page=tail_page
         )
-        self.slots.pool.keep(slot)
+        self.slots.pool.keep((slot,))
         self.slots.pool.unpin((slot,))
         self.tree.attach(checkpoint)
         self.stats.checkpoints_made += 1

@@ -67,15 +67,18 @@ class Chain:
         """Token ids of [start, end) as packed uint32."""
         return self.tokens[start:end].tobytes()
 
+    def page_bytes(self, first: int, end: int) -> list[bytes]:
+        """Token ids of the full pages [first, end), each as packed uint32."""
+        data = self.token_bytes(first * self.page_size, end * self.page_size)
+        step = self.page_size * TOKEN_BYTES
+        return [data[start : start + step] for start in range(0, len(data), step)]
+
     def _extend(self, num_pages: int) -> None:
         assert num_pages * self.page_size <= len(self.tokens), "digests exist for full pages only"
         known = self._digests
-        step = self.page_size * TOKEN_BYTES
-        first = len(known)
-        data = self.token_bytes(first * self.page_size, num_pages * self.page_size)
         digest = known[-1] if known else self.root
-        for start in range(0, len(data), step):
-            digest = blake2b(digest + data[start : start + step], digest_size=DIGEST_BYTES).digest()
+        for held in self.page_bytes(len(known), num_pages):
+            digest = blake2b(digest + held, digest_size=DIGEST_BYTES).digest()
             known.append(digest)
 
 

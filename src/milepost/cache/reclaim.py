@@ -45,13 +45,14 @@ class Reclaimer:
         """The orders of strays, carriers and states; for checks alone."""
         return self._strays, self._carriers, self._states
 
-    def allocate_page(self) -> int:
-        """A page with one live reference; evicts if none is free. The caller has checked the pool's
-        room.
+    def allocate_pages(self, num: int) -> list[int]:
+        """Pages with one live reference each; evicts what is missing.
+
+        The caller has checked the pool's room.
         """
-        while not self._pages.num_free:
+        while self._pages.num_free < num:
             self._free_a_page()
-        return self._pages.allocate()
+        return self._pages.allocate(num)
 
     def allocate_slot(self) -> int:
         """A slot with one live reference; evicts if none is free. The caller has checked the pool's

@@ -26,7 +26,7 @@ class Slots:
 
     def allocate(self) -> int:
         """Take a free slot with one live reference and no contents."""
-        slot = self.pool.allocate()
+        (slot,) = self.pool.allocate(1)
         self._positions[slot] = UNWRITTEN
         return slot
 

@@ -11,7 +11,7 @@ be 100,000 nodes deep.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from milepost.cache.chain import Chain
@@ -132,22 +132,26 @@ class Tree:
             root = self.roots[digest] = Node(digest, NO_PAGE, None, b"")
         return root
 
-    def insert(self, chain: Chain, parent: Node, page: int) -> Node:
-        """Add the node for the chain's page below `parent`."""
-        index = parent.depth
-        digest = chain.digests(index + 1)[index]
-        assert digest not in self.nodes, "T1: a digest has one node"
-        start = index * chain.page_size
-        node = Node(digest, page, parent, chain.token_bytes(start, start + chain.page_size))
-        self.nodes[digest] = node
-        self.at_page[page] = node
-        self._ghosts.pop(digest, None)
-        parent.num_children += 1
-        parent.last_child = node
+    def insert(self, chain: Chain, parent: Node, pages: Sequence[int]) -> list[Node]:
+        """Add a run of nodes below `parent` for the chain's next pages; their digests are new."""
+        first = parent.depth
+        digests = chain.digests(first + len(pages))
+        tokens = chain.page_bytes(first, first + len(pages))
+        run = []
+        for page, digest, held in zip(pages, digests[first:], tokens, strict=False):
+            node = Node(digest, page, parent, held)
+            self.nodes[digest] = node
+            self.at_page[page] = node
+            parent.num_children += 1
+            parent.last_child = node
+            run.append(node)
+            parent = node
+        if self._ghosts:
+            for node in run:
+                self._ghosts.pop(node.digest, None)
         if chain.salt:
-            node.twin = chain.unsalted().digests(index + 1)[index]
-            self._twins[node.twin] = self._twins.get(node.twin, 0) + 1
-        return node
+            self._add_twins(chain, run)
+        return run
 
     def remove(self, node: Node) -> None:
         """Take out a childless node without checkpoints and remember its digest as a ghost."""
@@ -220,6 +224,13 @@ class Tree:
         self._ghosts[digest] = None
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
+
+    def _add_twins(self, chain: Chain, run: list[Node]) -> None:
+        """Note the salted nodes' unsalted digests, so that other salts' requests can be told."""
+        twins = chain.unsalted().digests(run[-1].depth)
+        for node in run:
+            node.twin = twins[node.depth - 1]
+            self._twins[node.twin] = self._twins.get(node.twin, 0) + 1
 
     def _forget_twin(self, twin: bytes) -> None:
         self._twins[twin] -= 1

@@ -20,6 +20,9 @@ from milepost.sampling_params import SamplingParams
 
 _BAR_WIDTH = 24
 _SNIPPET_LEN = 48
+_OTHER_COLUMNS_WIDTH = 54
+"""What the summary's columns besides the prompt take, with the space between them."""
+_LEAST_PROMPT_WIDTH = 12
 _CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\n\t"} | {127: "\ufffd"}
 """Control characters, which would let an answer steer the terminal."""
 
@@ -99,9 +102,17 @@ class Screen:
     def summary(self, requests: list[Shown]) -> None:
         """A table of several requests, and what the cache gave in all."""
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left")
-        for name in ("#", "prompt", "tokens", "from cache", "", "first token"):
-            is_left = name in ("prompt", "")
-            table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
+        bar_width = _BAR_WIDTH // 2
+        table.add_column("#", justify="right", min_width=2)
+        room = max(_LEAST_PROMPT_WIDTH, self.reports.width - _OTHER_COLUMNS_WIDTH)
+        table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=room)
+        for name, width in (
+            ("tokens", 6),
+            ("from cache", 10),
+            ("", bar_width),
+            ("first token", 11),
+        ):
+            table.add_column(name, justify="right" if name else "left", min_width=width)
         for number, shown in enumerate(requests, start=1):
             cached, tokens = _counts(shown)
             table.add_row(
@@ -109,7 +120,7 @@ class Screen:
                 Text(snippet(shown.label)),
                 f"{tokens}",
                 f"{cached}",
-                _bar(cached, tokens, _BAR_WIDTH // 2),
+                _bar(cached, tokens, bar_width),
                 seconds(shown.first_token_s),
             )
         self.reports.print()

@@ -6,6 +6,9 @@ threaded; whoever drives it calls `step` while `has_work`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
@@ -46,7 +49,8 @@ class Engine:
         return self.scheduler.has_work
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise InvalidRequestError if `add` would."""
+        """Raise what `add` would: InvalidRequestError, or EngineDeadError."""
+        self._check_alive()
         check_prompt(
             prompt,
             vocab_size=self.vocab_size,
@@ -59,7 +63,6 @@ class Engine:
 
     def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
         """Queue a prompt. Raises InvalidRequestError, and then nothing has changed."""
-        self._check_alive()
         self.check(prompt, params)
         number = self._num_requests
         self._num_requests += 1
@@ -78,27 +81,30 @@ class Engine:
 
     def abort(self, job: Job) -> None:
         """End a job's answers that are not over; what they hold is free at once."""
+        self._forget(job)
+        if self._death is not None:
+            return
         for answer in job.answers:
             self.scheduler.finish(answer.request.id, FinishReason.ABORT)
             answer.text.flush()
-        self._forget(job)
 
     def step(self) -> list[Job]:
         """Run one step; gives the jobs that have new tokens, in the order in which they were added.
 
         Raises EngineDeadError if the step fails: the state of its requests is lost, and so is the
-        engine.
+        engine. One that is interrupted while the model runs is taken back: its requests are
+        computed again by the steps that follow.
         """
         self._check_alive()
-        try:
+        with self._fatal(BaseException):
             plan = self.scheduler.schedule()
-            if not plan.sequences:
-                return []
-            output = self.runner.run(plan, self._sampling_rows(plan))
+            assert plan.sequences or not self.has_work, "a step with work to do does some of it"
+        if not plan.sequences:
+            return []
+        with self._fatal(Exception):
+            output = self._run(plan)
+        with self._fatal(BaseException):
             jobs = self._take(plan, output)
-        except Exception as error:
-            self._death = error
-            raise EngineDeadError(f"the step loop failed: {error}") from error
         for job in jobs:
             if job.is_finished:
                 self._forget(job)
@@ -108,7 +114,7 @@ class Engine:
         """Forget everything cached; False while requests are running."""
         return self.scheduler.cache.reset()
 
-    def metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
         return collect(self.scheduler)
 
@@ -135,6 +141,25 @@ class Engine:
         if self._guides is None:
             self._guides = Guides(self.tokenizer, self.vocab_size, self._end_token_ids)
         return self._guides.make(params.structured_outputs)
+
+    @contextmanager
+    def _fatal(self, kind: type[BaseException]) -> Iterator[None]:
+        """What raises this kind of exception in here is the engine's death."""
+        try:
+            yield
+        except kind as error:
+            self._death = error
+            if not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(f"the step loop failed: {error!r}") from error
+
+    def _run(self, plan: StepPlan) -> RunnerOutput:
+        """Run the model; an interruption leaves half-written states, so the step is taken back."""
+        try:
+            return self.runner.run(plan, self._sampling_rows(plan))
+        except (KeyboardInterrupt, SystemExit):
+            self.scheduler.retract(plan)
+            raise
 
     def _sampling_rows(self, plan: StepPlan) -> dict[str, SamplingRow]:
         rows = {}
@@ -174,5 +199,5 @@ class Engine:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(
-                f"the step loop failed earlier ({self._death}): make a new engine"
+                f"the step loop failed earlier ({self._death!r}): make a new engine"
             ) from self._death

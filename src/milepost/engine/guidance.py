@@ -85,7 +85,10 @@ class Guides:
         )
 
     def make(self, wanted: StructuredOutputs) -> Guide:
+        """Raises InvalidRequestError for a form that this tokenizer cannot write."""
         matcher = self._library.LLMatcher(self._tokenizer, grammar_of(wanted), log_level=0)
+        if matcher.is_error():
+            raise InvalidRequestError(f"structured_outputs: {matcher.get_error().splitlines()[0]}")
         return Guide(matcher, self._vocab_size, self._end_token_ids, wanted.starts_after)
 
 

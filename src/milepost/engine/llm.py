@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from os import PathLike
 from typing import Any
 
 from tqdm import tqdm
@@ -16,7 +19,7 @@ from milepost.engine.metrics import Metric
 from milepost.engine.outputs import RequestOutput
 from milepost.engine.prompts import PromptLike, read_prompt
 from milepost.engine.requests import Job, Prompt
-from milepost.errors import InvalidRequestError
+from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,9 @@ class LLM:
     WeightsError.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
+        _refuse_unknown(options)
+        model = str(model) if isinstance(model, PathLike) else model
         self.llm_engine = Engine(EngineConfig(model=model, **options))
 
     def generate(
@@ -103,7 +108,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
-        return self.llm_engine.metrics()
+        return self.llm_engine.get_metrics()
 
     def _read(self, index: int, prompt: PromptLike) -> Prompt:
         try:
@@ -160,14 +165,23 @@ class LLM:
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> Iterator[RequestOutput]:
-        job = self.llm_engine.add(prompt, sampling_params or SamplingParams())
-        return self._outputs(job)
+        (params,) = _spread(sampling_params, 1)
+        self.llm_engine.check(prompt, params)
+        return self._outputs(prompt, params)
 
-    def _outputs(self, job: Job) -> Iterator[RequestOutput]:
+    def _outputs(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        """Queues the prompt when the first output is asked for: an iterator that is never begun
+        leaves nothing behind.
+        """
+        job = self.llm_engine.add(prompt, params)
+        num_shown = 0
         try:
-            while not job.is_finished:
-                if job in self.llm_engine.step():
-                    yield job.output()
+            while num_shown < job.num_output_tokens or not job.is_finished:
+                if num_shown == job.num_output_tokens:
+                    self.llm_engine.step()
+                    continue
+                num_shown = job.num_output_tokens
+                yield job.output()
         finally:
             if not job.is_finished:
                 self.llm_engine.abort(job)
@@ -185,6 +199,15 @@ class LLM:
         )
 
 
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
+            raise ConfigError(f"option {name!r} is unknown: {hint}")
+
+
 def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
     """One conversation is a list of messages, several are a list of such lists."""
     return not messages or isinstance(messages[0], Mapping)
@@ -196,6 +219,8 @@ def _spread(
     """One set of parameters for each prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise InvalidRequestError(f"sampling_params={params!r}: use SamplingParams(...), or a list")
     if len(params) != num_prompts:
         raise InvalidRequestError(
             f"{len(params)} sampling_params for {num_prompts} prompts: give one, or one for each"

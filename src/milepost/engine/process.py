@@ -173,7 +173,7 @@ class Loop:
         if ask.what == "reset_prefix_cache":
             return Reply(id=ask.id, done=self._engine.reset_prefix_cache())
         assert ask.what == "metrics", f"no such question: {ask.what!r}"
-        return Reply(id=ask.id, metrics=self._engine.metrics())
+        return Reply(id=ask.id, metrics=self._engine.get_metrics())
 
     def _step(self) -> None:
         start = time.monotonic()

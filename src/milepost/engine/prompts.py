@@ -4,7 +4,7 @@ all is checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -38,10 +38,10 @@ def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -
     if token_ids is None:
         token_ids = _tokenize(text, tokenizer)
     return Prompt(
-        token_ids=list(token_ids),
+        token_ids=_read_list("prompt_token_ids", token_ids),
         text=text,
         cache_salt=_read_salt(prompt.get("cache_salt")),
-        cache_marks=tuple(prompt.get("cache_marks") or ()),
+        cache_marks=_read_marks(prompt.get("cache_marks")),
     )
 
 
@@ -90,6 +90,16 @@ def _tokenize(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[i
             "{'prompt_token_ids': [...]}"
         )
     return list(tokenizer.encode(text))
+
+
+def _read_list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name}={value!r}: use a list of integers")
+    return list(value)
+
+
+def _read_marks(marks: Any) -> tuple[Any, ...]:
+    return () if marks is None else tuple(_read_list("cache_marks", marks))
 
 
 def _read_salt(salt: object) -> str:

@@ -102,6 +102,11 @@ class Job:
     def is_finished(self) -> bool:
         return all(answer.request.finish_reason is not None for answer in self.answers)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(answer.request.num_output_tokens for answer in self.answers)
+
     def output(self) -> RequestOutput:
         """The answers so far, as the caller sees them."""
         report = self.answers[0].request.report

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from milepost.cache import Cache
-from milepost.config import EngineConfig
+from milepost.config import DType, EngineConfig
 from milepost.engine.tokenizer import end_token_ids, load_tokenizer
 from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
-from milepost.models.loading import find_folder, load_model, resolve_dtype
+from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
 from milepost.runner.memory import PoolSizes, free_bytes, split
 from milepost.runner.pools import PoolShape, allocate
 from milepost.runner.runner import Runner
@@ -52,11 +52,12 @@ def build(config: EngineConfig) -> Parts:
     device = _device(config.device)
     model, _ = load_model(
         folder,
-        dtype=config.dtype,
+        dtype=_dtype(config, folder, device),
         device=device,
         load_format=config.load_format,
         seed=config.seed,
     )
+    model.pack()
     shape = _pool_shape(config, model)
     sizes = _pool_sizes(config, shape, device)
     max_model_len = _max_model_len(config, model, sizes)
@@ -93,6 +94,14 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch sees no CUDA device here; use device='cpu'")
     return device
+
+
+def _dtype(config: EngineConfig, folder: Path, device: torch.device) -> DType:
+    """On a CPU half precision is slower and less exact than float32: `auto` avoids it there."""
+    if config.dtype != "auto" or device.type != "cpu":
+        return config.dtype
+    own = resolve_dtype("auto", load_config(folder))
+    return "float32" if own.itemsize < torch.float32.itemsize else "auto"
 
 
 def _pool_shape(config: EngineConfig, model: HybridModel) -> PoolShape:

@@ -20,6 +20,7 @@ from milepost.layers.attention import AttentionShapes, GatedAttention
 from milepost.layers.context import BatchContext, LayerSpec
 from milepost.layers.gated_delta import GatedDelta, GatedDeltaShapes
 from milepost.layers.layout import lay_out
+from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
@@ -117,7 +118,8 @@ class HybridModel(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
         self.is_tied = is_tied
-        self.head = self.embedding if is_tied else kind.empty(*self.embedding.shape)
+        tied = self.embedding if is_tied else None
+        self.head = Linear(config.hidden_size, config.vocab_size, kind, weight=tied)
         self.rotary = Rotary(config, kind.device)
 
     @property
@@ -139,7 +141,7 @@ class HybridModel(nn.Module):
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab_size] of rows `hidden` [R, C] of what `forward` returned."""
-        return F.linear(hidden, self.head)
+        return self.head(hidden)
 
     def placements(self, prefix: str, names: Container[str]) -> Placements:
         """Where each tensor of a checkpoint goes whose names begin with `prefix`; `names` are those
@@ -149,8 +151,15 @@ class HybridModel(nn.Module):
         for index, layer in enumerate(self.layers):
             placements |= layer.placements(f"{prefix}layers.{index}", self.architecture, names)
         if not self.is_tied:
-            placements["lm_head.weight"] = place_whole(self.head)
+            placements |= under("lm_head", self.head.placements())
         return placements
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Arrange filled float32 weights for decoding on a CPU; does nothing elsewhere."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
@@ -159,7 +168,7 @@ class HybridModel(nn.Module):
         spread = self.config.initializer_range
         fill_matrix(self.embedding, spread, generator)
         if not self.is_tied:
-            fill_matrix(self.head, spread, generator)
+            fill_matrix(self.head.weight, spread, generator)
         for layer in self.layers:
             layer.fill(spread, generator)
         self.norm.fill()

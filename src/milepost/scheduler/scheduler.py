@@ -2,7 +2,7 @@
 
 Owns the requests from `add` to their terminal event. Makes plans and takes facts; no tensors, no
 clock, no I/O. One step: `schedule()` gives a plan, somebody runs it, `update(plan, result)` takes
-the outcome.
+the outcome, or `retract(plan)` if it was cut short.
 
 Order within a step: decodes, then running prefills, then waiting requests by priority and arrival.
 A chunk that is not a prompt's last ends on the grid. Memory that runs out is taken from the
@@ -169,12 +169,15 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
-        assert request.lease is not None
-        self._in_flight.drop(request)
-        self.cache.release(request.lease, Kind.PREEMPTED)
-        request.lease = None
+        self._requeue(request, Kind.PREEMPTED)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
+
+    def _requeue(self, request: Request, kind: Kind | None) -> None:
+        assert request.lease is not None
+        self._in_flight.drop(request)
+        self.cache.release(request.lease, kind)
+        request.lease = None
         self.running.remove(request)
         insort(self.waiting, request, key=lambda r: r.rank)
 
@@ -211,6 +214,13 @@ class Scheduler:
             if sequence.samples:
                 progress.append(self._append(request, result.tokens[request.id]))
         return progress
+
+    def retract(self, plan: StepPlan) -> None:
+        """Take back a planned step that was cut short: its requests give up their live states,
+        which may be half written, and wait to be admitted again.
+        """
+        for sequence in plan.sequences:
+            self._requeue(sequence.request, None)
 
     def _append(self, request: Request, token: int) -> Progress:
         request.chain.append(token)

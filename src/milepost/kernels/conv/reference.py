@@ -77,11 +77,14 @@ def decode(
     `inputs` [D, C], `weight` [C, J], `bias` [C], `pool` [slots, C, J - 1], `slot_in` and `slot_out`
     [D].
     """
-    before = pool.index_select(0, slot_in).to(inputs.dtype)
-    window = torch.cat((before, inputs[:, :, None]), -1)
-    pool.index_copy_(0, slot_out, window[:, :, 1:].to(pool.dtype))
+    before = pool.index_select(0, slot_in)
+    after = torch.cat((before[:, :, 1:], inputs[:, :, None].to(pool.dtype)), -1)
+    pool.index_copy_(0, slot_out, after)
     dtype = accumulation_dtype(inputs.dtype)
-    output = (window.to(dtype) * weight.to(dtype)).sum(-1)
+    before, taps = before.to(dtype), weight.to(dtype).unbind(1)
+    output = inputs.to(dtype) * taps[-1]
+    for index, tap in enumerate(taps[:-1]):
+        output.addcmul_(before[:, :, index], tap)
     if bias is not None:
         output += bias
     return F.silu(output, inplace=True).to(inputs.dtype)

@@ -56,7 +56,7 @@ def decode(
     wanted = value.reshape(-1, value_dim).to(state.dtype)
     change = (wanted - remembered).mul_(beta.reshape(-1, 1))
     output = torch.addcmul(read, (query * key).sum(-1, keepdim=True), change)
-    state.baddbmm_(key[:, :, None], change[:, None, :])
+    state.addcmul_(key[:, :, None], change[:, None, :])
 
     pool.index_copy_(0, slot_out, state.view(-1, *pool.shape[1:]).to(pool.dtype))
     return output.view(value.shape).to(value.dtype)

@@ -13,8 +13,9 @@ from torch import Tensor
 from milepost.kernels.precision import accumulation_dtype
 
 _DENSE_TOKENS = 32
-"""Up to this many tokens it can be cheaper to run every expert at once than to visit those that are
-hit."""
+_DENSE_WEIGHTS = 1 << 15
+"""Up to this many tokens, and weights in an expert's first matrix, running every expert at once is
+cheaper than visiting those that are hit: the visits cost more than the arithmetic."""
 
 
 def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -35,8 +36,8 @@ def apply(
 ) -> Tensor:
     """Mix the outputs of each token's experts: `hidden` [T, H], `weights` and `experts` [T, N];
     returns [T, H]."""
-    num_tokens, num_experts = hidden.shape[0], gate_up.shape[0]
-    if num_tokens <= _DENSE_TOKENS and experts.numel() >= num_experts:
+    is_small = hidden.shape[0] <= _DENSE_TOKENS and gate_up[0].numel() <= _DENSE_WEIGHTS
+    if is_small and experts.numel() >= gate_up.shape[0]:
         return _apply_all(hidden, weights, experts, gate_up, down)
     return _apply_hit(hidden, weights, experts, gate_up, down)
 

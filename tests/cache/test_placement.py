@@ -1,0 +1,75 @@
+"""The contract of every placement policy, and what each is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from milepost.cache.placement import GRID, POLICIES, Facts, Kind, floor
+
+LENGTH = 2000
+POSITION = st.integers(1, LENGTH)
+FACTS = st.builds(
+    Facts,
+    prompt_length=POSITION,
+    marks=st.lists(POSITION, max_size=3).map(tuple),
+    junctions=st.lists(POSITION, max_size=2).map(tuple),
+    block_size=st.sampled_from([64, 128, 192, 512]),
+)
+CUTS = st.lists(st.integers(1, LENGTH // GRID).map(lambda n: n * GRID), max_size=6)
+
+
+@given(facts=FACTS, start=st.integers(0, LENGTH), length=st.integers(1, LENGTH))
+@pytest.mark.parametrize("mode", POLICIES)
+def test_contract(mode, facts, start, length):
+    """Grid positions inside the chunk, ascending; the same for the same facts, which stay."""
+    before = replace(facts)
+    end = start + length
+    found = POLICIES[mode](facts, start, end)
+    assert all(start < position <= end and position % GRID == 0 for position in found)
+    assert list(found) == sorted(found)
+    assert all(isinstance(kind, Kind) for kind in found.values())
+    assert POLICIES[mode](facts, start, end) == found
+    assert facts == before
+
+
+@given(facts=FACTS, cuts=CUTS)
+@pytest.mark.parametrize("mode", ["auto", "all", "none"])
+def test_positions_do_not_depend_on_how_a_prompt_is_cut(mode, facts, cuts):
+    edges = [0, *sorted(set(cuts)), LENGTH + 64]
+    place = POLICIES[mode]
+    pieces = [place(facts, *edge) for edge in pairwise(edges)]
+    assert {p: kind for piece in pieces for p, kind in piece.items()} == place(facts, 0, edges[-1])
+
+
+@given(facts=FACTS)
+def test_auto_keeps_the_prompts_end_marks_and_junctions(facts):
+    found = POLICIES["auto"](facts, 0, LENGTH)
+    wanted = {floor(p) for p in (facts.prompt_length - 1, *facts.marks, *facts.junctions)}
+    assert set(found) == wanted - {0}
+
+
+@given(facts=FACTS, start=st.integers(0, LENGTH), length=st.integers(1, LENGTH))
+def test_align_keeps_the_last_block_of_a_chunk(facts, start, length):
+    """Of the prompt alone, and never all of it: its last token is computed in any case."""
+    found = POLICIES["align"](facts, start, start + length)
+    end = min(start + length, facts.prompt_length - 1)
+    blocks = [p for p in range(0, end + 1, facts.block_size) if p > start]
+    assert list(found) == blocks[-1:]
+
+
+@given(facts=FACTS, start=st.integers(0, LENGTH), length=st.integers(1, LENGTH))
+def test_all_keeps_every_block(facts, start, length):
+    found = POLICIES["all"](facts, start, start + length)
+    assert list(found) == [
+        p for p in range(start + 1, start + length + 1) if not p % facts.block_size
+    ]
+
+
+@given(facts=FACTS)
+def test_none_keeps_nothing(facts):
+    assert POLICIES["none"](facts, 0, LENGTH) == {}

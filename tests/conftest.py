@@ -1,0 +1,34 @@
+"""What all tests share: one thread for tiny tensors, and the tables that tests print at the end."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Tiny tensors gain nothing from threads, and threads that share few cores stall each other. Before
+# torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TABLES = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TABLES] = {}
+
+
+@pytest.fixture(scope="session")
+def tables(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, ...]]]:
+    """Title -> rows, the first of them the heads of the columns; shown when all tests are over."""
+    return request.config.stash[TABLES]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for title, rows in config.stash[TABLES].items():
+        terminalreporter.section(title)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            terminalreporter.write_line("  ".join(cells).rstrip())
