@@ -5,6 +5,7 @@
     ├── ConfigError (ValueError)            the engine's configuration
     │   └── UnsupportedModelError           an architecture or a feature that we do not run
     ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
+    ├── TraceError (ValueError)             a trace or a cost model that the simulator cannot read
     └── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
 
 `InvalidRequestError` concerns one request: the engine goes on serving the others. Messages name the
@@ -32,6 +33,10 @@ class UnsupportedModelError(ConfigError):
 
 class WeightsError(MilepostError, ValueError):
     """The weight files do not hold what the model needs."""
+
+
+class TraceError(MilepostError, ValueError):
+    """A line of a trace, or a cost model, is not as documented."""
 
 
 class EngineDeadError(MilepostError, RuntimeError):

@@ -1,0 +1,260 @@
+"""What a checkpoint is worth: the tokens that it is expected to save, learned from what returns.
+
+Owns the memory of where known paths ended and where they forked, and the counts learned from it.
+Knows nothing of pools, and evicts nothing. No knob: the constants are priors that evidence outvotes.
+
+A request *returns* to a known path in one of two ways. It continues where the path ended (the next
+turn of a chat, an agent's next step), or it leaves the path some tokens before that end (an edited
+message, another question to the same document). So a checkpoint is needed again
+
+- if nothing deeper is left on its path, whenever the path is continued, and
+- whenever the path is left between this checkpoint and the next deeper one;
+- at a fork, also whenever yet another prompt leaves the path there.
+
+    path    0 ------- a ------------ b ------- end
+    cuts                             |--- few ---|     b serves paths cut back by no more than this
+                      |------ b's loss costs a to b -----
+
+How likely a return is falls with age as 1 / (age + AGE_OFFSET) (a Lomax law); age counts requests,
+not time. Its level is learned for ends and for forks, in all and by number of earlier returns, also
+from those whose state is gone. Worth = chance of a return that needs it x tokens to replay without.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Protocol
+
+from milepost.cache.chain import Chain
+from milepost.cache.placement import SPARSE, floor
+from milepost.cache.tree import Checkpoint, End, Node
+
+AGE_OFFSET = 16.0
+"""Requests over which a return stays about as likely as at once: traffic is interleaved."""
+PRIOR_EVENTS = 4.0
+"""Weight of the prior in each learned ratio, in events."""
+PRIOR_FORKS = 0.1
+"""Forks for each continuation, before there is evidence."""
+PRIOR_CUTS = 0.25
+"""Forks supposed at each magnitude of cut, before there is evidence."""
+MAX_RETURNS = 2
+"""Earlier returns are told apart up to this many."""
+MEMORY = 4
+"""Ends and forks remembered for each slot."""
+MAGNITUDES = 32
+MAX_WALK = 4096
+"""Pages looked at to find where a path ended that a request leaves."""
+
+
+class Law:
+    """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by returns."""
+
+    __slots__ = ("_expected", "_seen")
+
+    def __init__(self) -> None:
+        self._seen = [0.0] * (MAX_RETURNS + 2)
+        self._expected = [0.0] * (MAX_RETURNS + 2)
+
+    def level(self, num_returns: int) -> float:
+        return self._ratio(-1) * self._ratio(min(num_returns, MAX_RETURNS))
+
+    def chance(self, num_returns: int, age: float) -> float:
+        """Of a return with the next request."""
+        return self.level(num_returns) / (age + AGE_OFFSET)
+
+    def observe(self, num_returns: int, age: float, *, returned: bool) -> None:
+        """Something lived to `age`, and then returned or was given up."""
+        index = min(num_returns, MAX_RETURNS)
+        expected = log((age + AGE_OFFSET) / AGE_OFFSET)
+        scaled = expected * self._ratio(-1)
+        self._expected[-1] += expected
+        self._expected[index] += scaled
+        self._seen[-1] += returned
+        self._seen[index] += returned
+
+    def _ratio(self, index: int) -> float:
+        return (self._seen[index] + PRIOR_EVENTS) / (self._expected[index] + PRIOR_EVENTS)
+
+
+class Cuts:
+    """How many tokens before a path's end others leave it, by magnitude."""
+
+    __slots__ = ("_counts", "_total")
+
+    def __init__(self) -> None:
+        self._counts = [PRIOR_CUTS] * MAGNITUDES
+        self._total = PRIOR_CUTS * MAGNITUDES
+
+    def observe(self, num_tokens: int) -> None:
+        self._counts[num_tokens.bit_length()] += 1
+        self._total += 1
+
+    def share(self, over: int, up_to: int) -> float:
+        """Share of the cuts above `over` tokens, up to and with `up_to`."""
+        found = 0.0
+        for magnitude in range((over + 1).bit_length(), up_to.bit_length() + 1):
+            low = 1 << magnitude >> 1
+            width = max(low, 1)
+            inside = min(up_to + 1, low + width) - max(over + 1, low)
+            found += self._counts[magnitude] * inside / width
+        return found / self._total
+
+
+@dataclass(slots=True)
+class Fork:
+    """A place where prompts part."""
+
+    time: int
+    num_returns: int = 0
+
+
+class Worth(Protocol):
+    """What the cache asks. One contract test runs for each."""
+
+    clock: int
+    """Requests so far."""
+
+    def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:
+        """Note a new request, of whose pages the first `num_seen` were seen before, and `nodes` are
+        resident.
+        """
+        ...
+
+    def ended(self, end: End, node: Node, position: int) -> None:
+        """Note where the request's path ends, now that it is over."""
+        ...
+
+    def shelf(self, checkpoint: Checkpoint) -> Hashable:
+        """Checkpoints with equal shelves keep their order of worth as they age."""
+        ...
+
+    def of(self, checkpoint: Checkpoint) -> float:
+        """Tokens that the checkpoint is expected to save, on the scale of its kind."""
+        ...
+
+    def of_sparse(self, end: End, position: int, above: int) -> float:
+        """The same for a state inside a prompt that nobody has asked for yet."""
+        ...
+
+
+class Expected:
+    """`auto`'s own: learns from every request."""
+
+    __slots__ = ("_continued", "_cuts", "_ends", "_forked", "_forks", "_law", "_memory", "clock")
+
+    def __init__(self, num_slots: int) -> None:
+        self.clock = 0
+        self._memory = MEMORY * num_slots
+        self._ends: OrderedDict[bytes, End] = OrderedDict()
+        self._forks: OrderedDict[bytes, Fork] = OrderedDict()
+        self._law = {"end": Law(), "fork": Law()}
+        self._cuts = Cuts()
+        self._continued = 0
+        self._forked = 0
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:
+        self.clock += 1
+        end = End(position=len(chain), time=self.clock)
+        if num_seen:
+            last = nodes[-1] if num_seen == len(nodes) else None
+            if last is None or not last.num_children:
+                end.num_returns = self._continue(chain.full_digests()[num_seen - 1])
+            else:
+                end.num_returns = self._leave(chain, nodes)
+        return end
+
+    def _continue(self, digest: bytes) -> int:
+        """A prompt holds a known path to its end; gives how often the path was returned to."""
+        before = self._ends.pop(digest, None)
+        if before is None:
+            return 0
+        self._continued += 1
+        self._law["end"].observe(before.num_returns, self.clock - before.time, returned=True)
+        return before.num_returns + 1
+
+    def _leave(self, chain: Chain, nodes: Sequence[Node]) -> int:
+        """A prompt leaves a known path before its end."""
+        position = len(nodes) * chain.page_size
+        at = floor(position) // chain.page_size
+        if at and self._return_to_fork(nodes[at - 1].digest):
+            return 0
+        before = self._ends.get(_newest_leaf(nodes[-1]).digest)
+        if before is None:
+            return 0
+        cut = max(before.position - position, 0)
+        self._forked += 1
+        self._cuts.observe(cut)
+        return before.num_returns + 1 if cut < position else 0
+
+    def _return_to_fork(self, digest: bytes) -> bool:
+        """Note a fork; whether it was known as one."""
+        fork = self._forks.get(digest)
+        if fork is None:
+            self._forks[digest] = Fork(self.clock)
+            if len(self._forks) > self._memory:
+                _, old = self._forks.popitem(last=False)
+                age = self.clock - old.time
+                self._law["fork"].observe(old.num_returns, age, returned=False)
+            return False
+        self._law["fork"].observe(fork.num_returns, self.clock - fork.time, returned=True)
+        fork.num_returns += 1
+        fork.time = self.clock
+        self._forks.move_to_end(digest)
+        return True
+
+    def ended(self, end: End, node: Node, position: int) -> None:
+        end.position = position
+        self._ends[node.digest] = end
+        self._ends.move_to_end(node.digest)
+        if len(self._ends) > self._memory:
+            _, old = self._ends.popitem(last=False)
+            self._law["end"].observe(old.num_returns, self.clock - old.time, returned=False)
+
+    # --- what it is worth -------------------------------------------------------------------------
+
+    def shelf(self, checkpoint: Checkpoint) -> Hashable:
+        deeper = checkpoint.deeper
+        gap = (deeper.position - checkpoint.position).bit_length() if deeper is not None else -1
+        fork = self._forks.get(checkpoint.node.digest)
+        return (
+            min(checkpoint.end.num_returns, MAX_RETURNS),
+            min(fork.num_returns, MAX_RETURNS) if fork is not None else -1,
+            checkpoint.replay_tokens.bit_length(),
+            gap,
+        )
+
+    def of(self, checkpoint: Checkpoint) -> float:
+        end, deeper = checkpoint.end, checkpoint.deeper
+        needed = self._cut_share(end, checkpoint.position, deeper.position if deeper else None)
+        chance = needed * self._law["end"].chance(end.num_returns, self.clock - end.time)
+        fork = self._forks.get(checkpoint.node.digest)
+        if fork is not None and not checkpoint.tail:
+            chance += self._law["fork"].chance(fork.num_returns, self.clock - fork.time)
+        return chance * checkpoint.replay_tokens
+
+    def of_sparse(self, end: End, position: int, above: int) -> float:
+        deeper = min(position + SPARSE, end.position)
+        needed = self._cut_share(end, position, deeper)
+        return needed * self._law["end"].chance(end.num_returns, 0) * (position - above)
+
+    def _cut_share(self, end: End, position: int, deeper: int | None) -> float:
+        """Returns that need the state at `position`, for each one that continues the path."""
+        forks = (self._forked + PRIOR_EVENTS * PRIOR_FORKS) / (self._continued + PRIOR_EVENTS)
+        back = max(end.position - position, 0)
+        if deeper is None:
+            return 1.0 + forks * self._cuts.share(0, back)
+        return forks * self._cuts.share(min(max(end.position - deeper, 0), back), back)
+
+
+def _newest_leaf(node: Node) -> Node:
+    """Where the path that was last added below a node ends."""
+    for _ in range(MAX_WALK):
+        if node.last_child is None:
+            break
+        node = node.last_child
+    return node
