@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import log
 from typing import Protocol
 
@@ -52,55 +53,63 @@ MAX_WALK = 4096
 class Law:
     """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by returns."""
 
-    __slots__ = ("_expected", "_seen")
+    __slots__ = ("_levels", "_own", "_total")
 
     def __init__(self) -> None:
-        self._seen = [0.0] * (MAX_RETURNS + 2)
-        self._expected = [0.0] * (MAX_RETURNS + 2)
-
-    def level(self, num_returns: int) -> float:
-        return self._ratio(-1) * self._ratio(min(num_returns, MAX_RETURNS))
+        self._total = _Ratio()
+        self._own = [_Ratio() for _ in range(MAX_RETURNS + 1)]
+        self._levels = [1.0] * (MAX_RETURNS + 1)
 
     def chance(self, num_returns: int, age: float) -> float:
         """Of a return with the next request."""
-        return self.level(num_returns) / (age + AGE_OFFSET)
+        return self._levels[min(num_returns, MAX_RETURNS)] / (age + AGE_OFFSET)
 
     def observe(self, num_returns: int, age: float, *, returned: bool) -> None:
         """Something lived to `age`, and then returned or was given up."""
-        index = min(num_returns, MAX_RETURNS)
         expected = log((age + AGE_OFFSET) / AGE_OFFSET)
-        scaled = expected * self._ratio(-1)
-        self._expected[-1] += expected
-        self._expected[index] += scaled
-        self._seen[-1] += returned
-        self._seen[index] += returned
+        own = self._own[min(num_returns, MAX_RETURNS)]
+        own.observe(expected * self._total.value, returned)
+        self._total.observe(expected, returned)
+        self._levels = [self._total.value * ratio.value for ratio in self._own]
 
-    def _ratio(self, index: int) -> float:
-        return (self._seen[index] + PRIOR_EVENTS) / (self._expected[index] + PRIOR_EVENTS)
+
+class _Ratio:
+    """Events seen to events expected, starting from one."""
+
+    __slots__ = ("_expected", "_seen", "value")
+
+    def __init__(self) -> None:
+        self._seen = self._expected = PRIOR_EVENTS
+        self.value = 1.0
+
+    def observe(self, expected: float, seen: int) -> None:
+        self._expected += expected
+        self._seen += seen
+        self.value = self._seen / self._expected
 
 
 class Cuts:
     """How many tokens before a path's end others leave it, by magnitude."""
 
-    __slots__ = ("_counts", "_total")
+    __slots__ = ("_below", "_counts")
 
     def __init__(self) -> None:
         self._counts = [PRIOR_CUTS] * MAGNITUDES
-        self._total = PRIOR_CUTS * MAGNITUDES
+        self._below = [0.0, *accumulate(self._counts)]
 
     def observe(self, num_tokens: int) -> None:
         self._counts[num_tokens.bit_length()] += 1
-        self._total += 1
+        self._below = [0.0, *accumulate(self._counts)]
 
     def share(self, over: int, up_to: int) -> float:
         """Share of the cuts above `over` tokens, up to and with `up_to`."""
-        found = 0.0
-        for magnitude in range((over + 1).bit_length(), up_to.bit_length() + 1):
-            low = 1 << magnitude >> 1
-            width = max(low, 1)
-            inside = min(up_to + 1, low + width) - max(over + 1, low)
-            found += self._counts[magnitude] * inside / width
-        return found / self._total
+        return (self._under(up_to + 1) - self._under(over + 1)) / self._below[-1]
+
+    def _under(self, num_tokens: int) -> float:
+        """Cuts of fewer tokens; inside a magnitude they are supposed to be even."""
+        magnitude = num_tokens.bit_length()
+        low = 1 << magnitude >> 1
+        return self._below[magnitude] + self._counts[magnitude] * (num_tokens - low) / (low or 1)
 
 
 @dataclass(slots=True)
