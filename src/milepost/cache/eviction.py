@@ -74,13 +74,41 @@ class Order(Generic[T]):
         heapq.heapify(self._heap)
 
 
+class Shelf:
+    """Checkpoints by time of last use, found from both ends."""
+
+    __slots__ = ("_newest", "_oldest")
+
+    def __init__(self) -> None:
+        self._oldest: Order[Checkpoint] = Order()
+        self._newest: Order[Checkpoint] = Order()
+
+    def __len__(self) -> int:
+        return len(self._oldest)
+
+    def push(self, checkpoint: Checkpoint, time: float) -> None:
+        self._oldest.push(checkpoint, time)
+        self._newest.push(checkpoint, -time)
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        self._oldest.discard(checkpoint)
+        self._newest.discard(checkpoint)
+
+    def ends(self) -> tuple[Checkpoint, ...]:
+        """The oldest and the newest."""
+        oldest, newest = self._oldest.first(), self._newest.first()
+        assert oldest is not None, "E2: an empty shelf is taken down"
+        assert newest is not None, "E2: an empty shelf is taken down"
+        return (oldest,) if oldest is newest else (oldest, newest)
+
+
 class Shelves:
     """Checkpoints on their shelves, each shelf in order of last use."""
 
     __slots__ = ("_shelf_of", "_shelves")
 
     def __init__(self) -> None:
-        self._shelves: dict[Hashable, Order[Checkpoint]] = {}
+        self._shelves: dict[Hashable, Shelf] = {}
         self._shelf_of: dict[Checkpoint, Hashable] = {}
 
     def __iter__(self) -> Iterator[Checkpoint]:
@@ -89,32 +117,31 @@ class Shelves:
     def __contains__(self, checkpoint: Checkpoint) -> bool:
         return checkpoint in self._shelf_of
 
-    def push(self, checkpoint: Checkpoint, shelf: Hashable, time: float) -> None:
+    def push(self, checkpoint: Checkpoint, name: Hashable, time: float) -> None:
         """Put a checkpoint where it belongs, wherever it was."""
-        if self._shelf_of.get(checkpoint, shelf) != shelf:
+        if self._shelf_of.get(checkpoint, name) != name:
             self.discard(checkpoint)
-        self._shelf_of[checkpoint] = shelf
-        order = self._shelves.get(shelf)
-        if order is None:
-            order = self._shelves[shelf] = Order()
-        order.push(checkpoint, time)
+        self._shelf_of[checkpoint] = name
+        shelf = self._shelves.get(name)
+        if shelf is None:
+            shelf = self._shelves[name] = Shelf()
+        shelf.push(checkpoint, time)
 
     def discard(self, checkpoint: Checkpoint) -> None:
         if checkpoint not in self._shelf_of:
             return
-        shelf = self._shelf_of.pop(checkpoint)
-        order = self._shelves[shelf]
-        order.discard(checkpoint)
-        if not len(order):
-            del self._shelves[shelf]
+        name = self._shelf_of.pop(checkpoint)
+        shelf = self._shelves[name]
+        shelf.discard(checkpoint)
+        if not len(shelf):
+            del self._shelves[name]
 
     def least(self, worth: Callable[[Checkpoint], float]) -> tuple[Checkpoint, float] | None:
         """The checkpoint that is worth least, and what it is worth."""
         best, lowest = None, float("inf")
-        for order in self._shelves.values():
-            oldest = order.first()
-            assert oldest is not None, "E2: an empty shelf is taken down"
-            value = worth(oldest)
-            if value < lowest or best is None:
-                best, lowest = oldest, value
+        for shelf in self._shelves.values():
+            for checkpoint in shelf.ends():
+                value = worth(checkpoint)
+                if value < lowest or best is None:
+                    best, lowest = checkpoint, value
         return (best, lowest) if best is not None else None

@@ -37,6 +37,8 @@ AGE_OFFSET = 16.0
 """Requests over which a return stays about as likely as at once: traffic is interleaved."""
 PRIOR_EVENTS = 4.0
 """Weight of the prior in each learned ratio, in events."""
+PRIOR_EVENTS_AT_AGE = 16.0
+"""The same for the ages of returns: they are many, and all learn from them."""
 PRIOR_FORKS = 0.1
 """Forks for each continuation, before there is evidence."""
 PRIOR_CUTS = 0.25
@@ -51,25 +53,69 @@ MAX_WALK = 4096
 
 
 class Law:
-    """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by returns."""
+    """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by number of
+    earlier returns and by magnitude of the age.
+    """
 
-    __slots__ = ("_levels", "_own", "_total")
+    __slots__ = ("_by_age", "_levels", "_own", "_total", "_waits")
 
     def __init__(self) -> None:
-        self._total = _Ratio()
-        self._own = [_Ratio() for _ in range(MAX_RETURNS + 1)]
+        self._total = _Ratio(PRIOR_EVENTS)
+        self._own = [_Ratio(PRIOR_EVENTS) for _ in range(MAX_RETURNS + 1)]
+        self._by_age = [_Ratio(PRIOR_EVENTS_AT_AGE) for _ in range(MAGNITUDES)]
         self._levels = [1.0] * (MAX_RETURNS + 1)
+        self._waits: list[tuple[int, float]] | None = None
 
-    def chance(self, num_returns: int, age: float) -> float:
-        """Of a return with the next request."""
-        return self._levels[min(num_returns, MAX_RETURNS)] / (age + AGE_OFFSET)
+    def chance(self, num_returns: int, age: int) -> float:
+        """Of a return, for each request that the wait for it takes at best: returns may be unlikely
+        now and come all at a later age.
+        """
+        magnitude = age.bit_length()
+        ratio = self._by_age[magnitude].value
+        rate = ratio / (age + AGE_OFFSET)
+        until, events = self._best_waits()[magnitude]
+        if until > age:
+            low = 1 << magnitude >> 1
+            events -= ratio * log((age + AGE_OFFSET) / (low + AGE_OFFSET))
+            rate = max(rate, events / (until - age))
+        return self._levels[min(num_returns, MAX_RETURNS)] * rate
 
-    def observe(self, num_returns: int, age: float, *, returned: bool) -> None:
+    def _best_waits(self) -> list[tuple[int, float]]:
+        """For each magnitude of age: until when to wait for the most events a request, and how many
+        come from the magnitude's beginning until then.
+        """
+        if self._waits is not None:
+            return self._waits
+        ages = [1 << m >> 1 for m in range(MAGNITUDES + 1)]
+        events = [0.0] * MAGNITUDES
+        waits = [(0, 0.0)] * MAGNITUDES
+        for m in range(MAGNITUDES - 1, -1, -1):
+            width = log((ages[m + 1] + AGE_OFFSET) / (ages[m] + AGE_OFFSET))
+            events[m] = self._by_age[m].value * width
+            until, found = ages[m + 1], events[m]
+            if m + 1 < MAGNITUDES:
+                later, more = waits[m + 1]
+                if (found + more) * (until - ages[m]) > found * (later - ages[m]):
+                    until, found = later, found + more
+            waits[m] = (until, found)
+        self._waits = waits
+        return waits
+
+    def observe(self, num_returns: int, age: int, *, returned: bool) -> None:
         """Something lived to `age`, and then returned or was given up."""
-        expected = log((age + AGE_OFFSET) / AGE_OFFSET)
+        self._waits = None
         own = self._own[min(num_returns, MAX_RETURNS)]
-        own.observe(expected * self._total.value, returned)
-        self._total.observe(expected, returned)
+        level = self._total.value * own.value
+        in_all = 0.0
+        for magnitude in range(age.bit_length() + 1):
+            low = 1 << magnitude >> 1
+            high = min(age, (1 << magnitude) - 1) + 1
+            expected = log((high + AGE_OFFSET) / (low + AGE_OFFSET))
+            in_all += expected
+            is_last = returned and magnitude == age.bit_length()
+            self._by_age[magnitude].observe(expected * level, is_last)
+        own.observe(in_all * self._total.value, returned)
+        self._total.observe(in_all, returned)
         self._levels = [self._total.value * ratio.value for ratio in self._own]
 
 
@@ -78,8 +124,8 @@ class _Ratio:
 
     __slots__ = ("_expected", "_seen", "value")
 
-    def __init__(self) -> None:
-        self._seen = self._expected = PRIOR_EVENTS
+    def __init__(self, prior_events: float) -> None:
+        self._seen = self._expected = prior_events
         self.value = 1.0
 
     def observe(self, expected: float, seen: int) -> None:

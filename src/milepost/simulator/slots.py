@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from milepost.cache import Cache, Mode
+from milepost.cache import Cache
 from milepost.simulator.chain import TraceChain
+from milepost.simulator.policies import POLICIES, Policy
 from milepost.simulator.trace import Trace
 
 
@@ -18,17 +19,15 @@ def replay(
     trace: Trace,
     num_slots: int,
     *,
-    mode: Mode = "auto",
+    policy: Policy = POLICIES["auto"],
     on_request: Callable[[int], None] | None = None,
 ) -> Cache:
     """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache."""
     longest = max(request.input_length for request in trace.requests)
-    cache = Cache(
+    cache = policy.cache(
         num_pages=trace.num_page_ids + -(-longest // trace.page_size),
         num_slots=num_slots + 1,
         page_size=trace.page_size,
-        grid=trace.page_size,
-        mode=mode,
     )
     digests = trace.digests()
     for number, request in enumerate(trace.requests, start=1):
