@@ -27,8 +27,8 @@ class Cache:
     """Pages, slots and the prefix tree of one engine.
 
     `num_slots` counts usable slots, without the zero slot. `mode="none"` reuses nothing and keeps
-    nothing. `grid` is where a prefill can export a state; `placement` and `worth` replace the mode's
-    own, for comparisons.
+    nothing. `grid` is where a prefill can export a state; `placement` and `worth` replace the
+    mode's own, for comparisons.
     """
 
     def __init__(

@@ -126,6 +126,7 @@ class Reclaimer:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
         self._states.discard(checkpoint)
         self._carriers.discard(checkpoint)
+        self.worth.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
         node.evicted_position = max(node.evicted_position, checkpoint.position)

@@ -73,6 +73,8 @@ class End:
     """In requests."""
     num_returns: int = 0
     """Times that the path was returned to before."""
+    counted_age: int = 0
+    """Up to which age its wait for a return has been counted."""
 
 
 class Checkpoint:

@@ -1,7 +1,8 @@
 """What a checkpoint is worth: the tokens that it is expected to save, learned from what returns.
 
 Owns the memory of where known paths ended and where they forked, and the counts learned from it.
-Knows nothing of pools, and evicts nothing. No knob: the constants are priors that evidence outvotes.
+Knows nothing of pools, and evicts nothing. No knob: the constants are priors, which evidence
+outvotes.
 
 A request *returns* to a known path in one of two ways. It continues where the path ended (the next
 turn of a chat, an agent's next step), or it leaves the path some tokens before that end (an edited
@@ -15,9 +16,12 @@ message, another question to the same document). So a checkpoint is needed again
     cuts                             |--- few ---|     b serves paths cut back by no more than this
                       |------ b's loss costs a to b -----
 
-How likely a return is falls with age as 1 / (age + AGE_OFFSET) (a Lomax law); age counts requests,
-not time. Its level is learned for ends and for forks, in all and by number of earlier returns, also
-from those whose state is gone. Worth = chance of a return that needs it x tokens to replay without.
+A return is at first supposed to be as likely as 1 / (age + AGE_OFFSET) (a Lomax law); age counts
+requests, not time. How much more or less likely it is, is learned for ends and for forks: in all, by
+number of earlier returns, and by magnitude of the age, also from those whose state is gone. Where
+returns come late and all at once (a cycle), the chance looks ahead to the best time to wait until, as
+a Gittins index does. Worth = that chance x share of the returns that need the state x tokens to
+compute again without it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import log
+from math import log, log2
 from typing import Protocol
 
 from milepost.cache.chain import Chain
@@ -101,15 +105,15 @@ class Law:
         self._waits = waits
         return waits
 
-    def observe(self, num_returns: int, age: int, *, returned: bool) -> None:
-        """Something lived to `age`, and then returned or was given up."""
+    def observe(self, num_returns: int, since: int, age: int, *, returned: bool) -> None:
+        """Something lived from age `since` to `age`, and then returned or was left waiting."""
         self._waits = None
         own = self._own[min(num_returns, MAX_RETURNS)]
         level = self._total.value * own.value
         in_all = 0.0
-        for magnitude in range(age.bit_length() + 1):
-            low = 1 << magnitude >> 1
-            high = min(age, (1 << magnitude) - 1) + 1
+        for magnitude in range(since.bit_length(), age.bit_length() + 1):
+            low = max(1 << magnitude >> 1, since)
+            high = max(min(age, 1 << magnitude), low)
             expected = log((high + AGE_OFFSET) / (low + AGE_OFFSET))
             in_all += expected
             is_last = returned and magnitude == age.bit_length()
@@ -182,6 +186,10 @@ class Worth(Protocol):
         """Note where the request's path ends, now that it is over."""
         ...
 
+    def evicted(self, checkpoint: Checkpoint) -> None:
+        """Note that a checkpoint is about to go."""
+        ...
+
     def shelf(self, checkpoint: Checkpoint) -> Hashable:
         """Checkpoints with equal shelves keep their order of worth as they age."""
         ...
@@ -229,7 +237,7 @@ class Expected:
         if before is None:
             return 0
         self._continued += 1
-        self._law["end"].observe(before.num_returns, self.clock - before.time, returned=True)
+        self._observe_end(before, returned=True)
         return before.num_returns + 1
 
     def _leave(self, chain: Chain, nodes: Sequence[Node]) -> int:
@@ -254,9 +262,10 @@ class Expected:
             if len(self._forks) > self._memory:
                 _, old = self._forks.popitem(last=False)
                 age = self.clock - old.time
-                self._law["fork"].observe(old.num_returns, age, returned=False)
+                self._law["fork"].observe(old.num_returns, 0, age, returned=False)
             return False
-        self._law["fork"].observe(fork.num_returns, self.clock - fork.time, returned=True)
+        age = self.clock - fork.time
+        self._law["fork"].observe(fork.num_returns, 0, age, returned=True)
         fork.num_returns += 1
         fork.time = self.clock
         self._forks.move_to_end(digest)
@@ -268,29 +277,46 @@ class Expected:
         self._ends.move_to_end(node.digest)
         if len(self._ends) > self._memory:
             _, old = self._ends.popitem(last=False)
-            self._law["end"].observe(old.num_returns, self.clock - old.time, returned=False)
+            self._observe_end(old, returned=False)
+
+    def evicted(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.deeper is None:
+            self._observe_end(checkpoint.end, returned=False)
+
+    def _observe_end(self, end: End, *, returned: bool) -> None:
+        """Count how long an end has waited, as far as that isn't counted."""
+        age = self.clock - end.time
+        self._law["end"].observe(end.num_returns, end.counted_age, age, returned=returned)
+        end.counted_age = age
 
     # --- what it is worth -------------------------------------------------------------------------
 
     def shelf(self, checkpoint: Checkpoint) -> Hashable:
-        deeper = checkpoint.deeper
-        gap = (deeper.position - checkpoint.position).bit_length() if deeper is not None else -1
+        returns = min(checkpoint.end.num_returns, MAX_RETURNS)
+        saved = _half_magnitude(self._saved(checkpoint))
         fork = self._forks.get(checkpoint.node.digest)
-        return (
-            min(checkpoint.end.num_returns, MAX_RETURNS),
-            min(fork.num_returns, MAX_RETURNS) if fork is not None else -1,
-            checkpoint.replay_tokens.bit_length(),
-            gap,
-        )
+        if fork is None or checkpoint.tail:
+            return (returns, saved)
+        fork_returns = min(fork.num_returns, MAX_RETURNS)
+        return (returns, saved, fork_returns, _half_magnitude(checkpoint.replay_tokens))
 
     def of(self, checkpoint: Checkpoint) -> float:
-        end, deeper = checkpoint.end, checkpoint.deeper
-        needed = self._cut_share(end, checkpoint.position, deeper.position if deeper else None)
-        chance = needed * self._law["end"].chance(end.num_returns, self.clock - end.time)
+        end = checkpoint.end
+        chance = self._law["end"].chance(end.num_returns, self.clock - end.time)
+        worth = chance * self._saved(checkpoint)
         fork = self._forks.get(checkpoint.node.digest)
         if fork is not None and not checkpoint.tail:
-            chance += self._law["fork"].chance(fork.num_returns, self.clock - fork.time)
-        return chance * checkpoint.replay_tokens
+            chance = self._law["fork"].chance(fork.num_returns, self.clock - fork.time)
+            worth += chance * checkpoint.replay_tokens
+        return worth
+
+    def _saved(self, checkpoint: Checkpoint) -> float:
+        """Tokens expected to be saved for each time that the path is continued."""
+        deeper = checkpoint.deeper
+        needed = self._cut_share(
+            checkpoint.end, checkpoint.position, deeper.position if deeper else None
+        )
+        return needed * checkpoint.replay_tokens
 
     def of_sparse(self, end: End, position: int, above: int) -> float:
         deeper = min(position + SPARSE, end.position)
@@ -304,6 +330,11 @@ class Expected:
         if deeper is None:
             return 1.0 + forks * self._cuts.share(0, back)
         return forks * self._cuts.share(min(max(end.position - deeper, 0), back), back)
+
+
+def _half_magnitude(num: float) -> int:
+    """Equal for numbers within about a factor of 1.4."""
+    return round(2 * log2(num)) if num > 0 else -99
 
 
 def _newest_leaf(node: Node) -> Node:

@@ -19,6 +19,7 @@ from rich.console import Console
 import milepost
 from milepost.cli.display import Screen
 from milepost.cli.generate import Engine, generate_command
+from milepost.cli.simulate import simulate_command
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
 
@@ -62,6 +63,7 @@ def build_app(open_engine: Callable[[EngineConfig], Engine], screen: Screen, std
         suppress_keyboard_interrupt=False,
     )
     app.command(generate_command(open_engine, screen, stdin))
+    app.command(simulate_command(screen))
     return app
 
 

@@ -34,6 +34,9 @@ class Lru:
     def ended(self, end: End, node: Node, position: int) -> None:  # noqa: ARG002
         end.position = position
 
+    def evicted(self, checkpoint: Checkpoint) -> None:
+        pass
+
     def shelf(self, checkpoint: Checkpoint) -> Hashable:
         """One for each checkpoint: what was used last is not what the shelves are ordered by."""
         return None if self._touches_path else checkpoint

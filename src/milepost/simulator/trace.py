@@ -15,8 +15,8 @@ Every line of a file uses one block size; it is found from the lengths, or named
 is the page size of the replay, since reuse cannot be seen in smaller steps.
 
 An answer's tokens have no ids of their own in such a file. They are seen only when a later prompt
-holds them. `Trace.link_answers` finds that prompt: the first one behind a request's prompt with room
-for the answer. Then the pages behind the prompt take that prompt's ids, so that a state kept at the
+holds them. `Trace.link_answers` finds that prompt: the first one behind a request's prompt with
+room for the answer. Then the pages behind the prompt take that prompt's ids, so that a state kept at the
 answer's end can be found again. Answers that no prompt continues have ids that nobody asks for.
 """
 
@@ -158,7 +158,8 @@ def _finish(name: str, requests: list[TraceRequest], page_size: int, num_ids: in
 def _one_size(sizes: tuple[int, ...], path: Path) -> int:
     if len(sizes) > 1:
         raise TraceError(
-            f"{path}: blocks of {' or '.join(map(str, sizes))} tokens would fit; name the block size"
+            f"{path}: blocks of {' or '.join(map(str, sizes))} tokens would fit; "
+            "name the block size"
         )
     return sizes[0]
 
@@ -167,9 +168,12 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open("rb") as raw:
             is_gzip = raw.read(2) == b"\x1f\x8b"
-        opened = gzip.open(path, "rt") if is_gzip else path.open(encoding="utf-8")
-        with opened as lines:
-            yield from lines
+        if is_gzip:
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                yield from lines
+        else:
+            with path.open(encoding="utf-8") as lines:
+                yield from lines
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text") from error
     except (OSError, EOFError) as error:
@@ -227,9 +231,7 @@ def _count(row: dict[str, Any], key: str, where: str, *, least: int) -> int:
     return value
 
 
-def _sizes_that_fit(
-    request: TraceRequest, sizes: tuple[int, ...], where: str
-) -> tuple[int, ...]:
+def _sizes_that_fit(request: TraceRequest, sizes: tuple[int, ...], where: str) -> tuple[int, ...]:
     tokens, num = request.input_length, len(request.page_ids)
     fitting = tuple(s for s in sizes if num in (tokens // s, -(-tokens // s)))
     if not fitting:
