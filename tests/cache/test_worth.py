@@ -1,6 +1,7 @@
 """What is learned, and the order in which checkpoints go because of it."""
 
 import random
+from itertools import pairwise
 
 from milepost.cache.eviction import Shelves
 from milepost.cache.tree import NO_PAGE, Checkpoint, End, Node
@@ -53,7 +54,7 @@ def test_shares_of_cuts_add_up():
     for _ in range(100):
         cuts.observe(rng.randrange(50_000))
     edges = [0, 1, 63, 64, 65, 5000, 8191, 100_000]
-    parts = [cuts.share(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [cuts.share(a, b) for a, b in pairwise(edges)]
     assert all(part >= 0 for part in parts)
     assert abs(sum(parts) - cuts.share(0, 100_000)) < 1e-12
     assert cuts.share(64, 64) == 0

@@ -17,11 +17,11 @@ message, another question to the same document). So a checkpoint is needed again
                       |------ b's loss costs a to b -----
 
 A return is at first supposed to be as likely as 1 / (age + AGE_OFFSET) (a Lomax law); age counts
-requests, not time. How much more or less likely it is, is learned for ends and for forks: in all, by
-number of earlier returns, and by magnitude of the age, also from those whose state is gone. Where
-returns come late and all at once (a cycle), the chance looks ahead to the best time to wait until, as
-a Gittins index does. Worth = that chance x share of the returns that need the state x tokens to
-compute again without it.
+requests, not time. How much more or less likely it is, is learned for ends and for forks: in all,
+by number of earlier returns, and by magnitude of the age, also from those whose state is gone.
+Where returns come late and all at once (a cycle), the chance looks ahead to the best time to wait
+until, as a Gittins index does. Worth = that chance x share of the returns that need the state x
+tokens to compute again without it.
 """
 
 from __future__ import annotations
