@@ -82,7 +82,7 @@ class Checkpoint:
 
     Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
     past the node. `above` is the next shallower checkpoint on its path, `below` those that have
-    this one above them, the path that was used last at the end.
+    this one above them, the path that was used last at the end. `saved` is for the worth to note.
     """
 
     __slots__ = (
@@ -93,6 +93,7 @@ class Checkpoint:
         "node",
         "num_uses",
         "position",
+        "saved",
         "slot",
         "tail",
         "tail_page",
@@ -119,6 +120,7 @@ class Checkpoint:
         self.num_uses = 0
         self.used_at = end.time
         self.end = end
+        self.saved = 0.0
         self.above: Checkpoint | None = None
         self.below: dict[Checkpoint, None] = {}
 

@@ -191,7 +191,9 @@ class Worth(Protocol):
         ...
 
     def shelf(self, checkpoint: Checkpoint) -> Hashable:
-        """Checkpoints with equal shelves keep their order of worth as they age."""
+        """Checkpoints with equal shelves keep their order of worth as they age. Asked again when
+        a checkpoint is used, or those next to it on its path change.
+        """
         ...
 
     def of(self, checkpoint: Checkpoint) -> float:
@@ -293,7 +295,8 @@ class Expected:
 
     def shelf(self, checkpoint: Checkpoint) -> Hashable:
         returns = min(checkpoint.end.num_returns, MAX_RETURNS)
-        saved = _half_magnitude(self._saved(checkpoint))
+        checkpoint.saved = self._saved(checkpoint)
+        saved = _half_magnitude(checkpoint.saved)
         fork = self._forks.get(checkpoint.node.digest)
         if fork is None or checkpoint.tail:
             return (returns, saved)
@@ -303,7 +306,7 @@ class Expected:
     def of(self, checkpoint: Checkpoint) -> float:
         end = checkpoint.end
         chance = self._law["end"].chance(end.num_returns, self.clock - end.time)
-        worth = chance * self._saved(checkpoint)
+        worth = chance * checkpoint.saved
         fork = self._forks.get(checkpoint.node.digest)
         if fork is not None and not checkpoint.tail:
             chance = self._law["fork"].chance(fork.num_returns, self.clock - fork.time)
