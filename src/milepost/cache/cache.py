@@ -359,8 +359,12 @@ class Cache:
                 end += 1
             parent = path[-1] if path else self.tree.root(chain.root)
             pages = lease.page_table[first:end]
-            path.extend(self.tree.insert(chain, parent, pages))
+            run = self.tree.insert(chain, parent, pages)
+            path.extend(run)
             self.pages.keep(pages)
+            for above in (parent, *run[:-1]):
+                if above.checkpoints:
+                    self.reclaimer.rank(above)
             first = end
 
     def _join(self, lease: Lease, node: Node) -> None:

@@ -147,8 +147,8 @@ class Reclaimer:
             self._evict_page(*stray)
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
-        node = checkpoint.node
-        if checkpoint.tail_page is not None:
+        node, tail_page = checkpoint.node, checkpoint.tail_page
+        if tail_page is not None and tail_page not in self._tree.at_page:
             return True
         return not node.is_root and not node.num_children and not self._pages.live_refs(node.page)
 
@@ -180,7 +180,6 @@ class Reclaimer:
         self._tree.remove(node)
         self._pages.drop(node.page)
         self.stats.pages_evicted += 1
-        if not parent.is_root and not parent.num_children:
-            self.rank(parent)
-            if parent in self._strays:
-                self._strays.push(parent, key)
+        self.rank(parent)
+        if parent in self._strays:
+            self._strays.push(parent, key)

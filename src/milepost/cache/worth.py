@@ -34,7 +34,7 @@ from math import log, log2
 from typing import Protocol
 
 from milepost.cache.chain import Chain
-from milepost.cache.placement import SPARSE, floor
+from milepost.cache.placement import SPARSE, Kind, floor
 from milepost.cache.tree import Checkpoint, End, Node
 
 AGE_OFFSET = 16.0
@@ -294,6 +294,8 @@ class Expected:
     # --- what it is worth -------------------------------------------------------------------------
 
     def shelf(self, checkpoint: Checkpoint) -> Hashable:
+        if _is_awaited(checkpoint):
+            return Kind.PREEMPTED
         returns = min(checkpoint.end.num_returns, MAX_RETURNS)
         checkpoint.saved = self._saved(checkpoint)
         saved = _half_magnitude(checkpoint.saved)
@@ -304,6 +306,8 @@ class Expected:
         return (returns, saved, fork_returns, _half_magnitude(checkpoint.replay_tokens))
 
     def of(self, checkpoint: Checkpoint) -> float:
+        if _is_awaited(checkpoint):
+            return checkpoint.position
         end = checkpoint.end
         chance = self._law["end"].chance(end.num_returns, self.clock - end.time)
         worth = chance * checkpoint.saved
@@ -333,6 +337,11 @@ class Expected:
         if deeper is None:
             return 1.0 + forks * self._cuts.share(0, back)
         return forks * self._cuts.share(min(max(end.position - deeper, 0), back), back)
+
+
+def _is_awaited(checkpoint: Checkpoint) -> bool:
+    """Whether a preempted request is sure to come back for it."""
+    return checkpoint.kind == Kind.PREEMPTED and not checkpoint.num_uses
 
 
 def _half_magnitude(num: float) -> int:
