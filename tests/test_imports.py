@@ -23,7 +23,8 @@ MAY_USE = {
 }
 MAY_USE["config"] = {"cache"}
 MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
-MAY_USE["cli"] = {*MAY_USE["server"], "server", "simulator"}
+MAY_USE["load"] = set()
+MAY_USE["cli"] = {*MAY_USE["server"], "server", "simulator", "load"}
 
 SHARED = {"config", "errors", "sampling_params"}
 """Modules beside the parts that all of them may use, and that use only each other."""

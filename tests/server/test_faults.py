@@ -13,6 +13,8 @@ import httpx
 import openai
 import pytest
 
+from milepost.server import run
+from milepost.server.config import ServerConfig
 from tests.server.conftest import serving
 
 LONG = {"prompt": "the quick brown fox", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
@@ -161,6 +163,29 @@ def test_without_a_key_nothing_is_served(folder):
             assert client.completions.create(model="tiny", prompt="a", max_tokens=1)
         with server.client("wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
+
+
+def test_small_writes_are_sent_at_once():
+    """Nagle's algorithm with a delayed ACK adds 40 ms to the first token."""
+
+    async def accepted():
+        with run._listen(ServerConfig(port=0)) as sock:
+            seen = asyncio.get_running_loop().create_future()
+            listener = await asyncio.start_server(
+                lambda _, writer: seen.set_result(writer), sock=sock
+            )
+            async with listener:
+                _, ours = await asyncio.open_connection(*sock.getsockname())
+                writer = await seen
+                option = writer.get_extra_info("socket").getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY
+                )
+                for one in (ours, writer):
+                    one.close()
+                    await one.wait_closed()
+                return option
+
+    assert asyncio.run(accepted())
 
 
 def test_a_unix_socket(folder, tmp_path):

@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError
 from rich.console import Console
 
 import milepost
+from milepost.cli.bench import bench_command
 from milepost.cli.display import Screen
 from milepost.cli.generate import Engine, generate_command
 from milepost.cli.serve import Serve, run_server, serve_command
@@ -69,6 +70,7 @@ def build_app(
     app.command(generate_command(open_engine, screen, stdin))
     app.command(serve_command(serve))
     app.command(simulate_command(screen))
+    app.command(bench_command(screen.reports))
     return app
 
 

@@ -47,7 +47,7 @@ class Gate:
             self._check_length(scope)
             await self._app(scope, self._limited(receive), exchange.send)
         except ClientGoneError:
-            exchange.record["client_gone"] = True
+            pass  # the record says so
         except Exception as error:  # noqa: BLE001 - the last place where one can be answered
             await self._fail(error, scope, receive, exchange)
         finally:

@@ -110,6 +110,8 @@ class Generation:
         metrics, num_tokens = self._service.metrics, sum(self._num_tokens)
         metrics.generation_tokens.inc(num_tokens)
         metrics.prompt_lengths.observe(self._num_prompt_tokens)
+        if self._record.get("client_gone"):
+            metrics.disconnects.inc()
         if len(self._ended) == self.num_choices:
             metrics.end_to_end.observe(now - self._arrival)
             for count in self._num_tokens:

@@ -130,7 +130,9 @@ def _listen(config: ServerConfig) -> socket.socket:
         if config.uds is not None:
             return _listen_uds(Path(config.uds))
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        sock = socket.socket(family)
+        # With the protocol named, asyncio switches Nagle's algorithm off: it would hold back the
+        # second small write, which is the first token, until the client's delayed ACK.
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.bind((config.host, config.port))

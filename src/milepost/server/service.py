@@ -94,8 +94,10 @@ class Service:
         self.names = list(names)
         self.started = int(time.time())
         self.metrics = RequestMetrics()
+        template = getattr(tokenizer, "chat_template", None)
+        self._knows_tools = isinstance(template, str) and "tools" in template
         self.format = find_format(
-            getattr(tokenizer, "chat_template", None),
+            template,
             calls=config.tool_call_parser,
             reasoning=config.reasoning_parser,
         )
@@ -137,6 +139,10 @@ class Service:
     ) -> chat.ChatPrompt:
         """A conversation as token ids and marks."""
         check_template_kwargs(template_kwargs or {})
+        if tools and not self._knows_tools:
+            raise HttpError(
+                400, "tools: this model's chat template has no place for them", param="tools"
+            )
         return await self.with_tokenizer(
             lambda tokenizer: chat.render(
                 tokenizer,

@@ -103,6 +103,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T], close: Calla
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
+            request.scope["milepost.record"]["client_gone"] = True
             raise ClientGoneError
         return await working
     finally:

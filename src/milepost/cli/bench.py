@@ -1,0 +1,123 @@
+"""`milepost bench`: puts load on a server that speaks OpenAI's API, and shows how it bore it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from milepost.cli.flags import Flags, add_flags
+from milepost.errors import ConfigError
+from milepost.load.workloads import WorkloadConfig, sessions
+
+
+def bench_command(reports: Console) -> Callable[..., int]:
+    """The command, bound to where its table goes."""
+    try:
+        from milepost.load import drive
+        from milepost.load.summary import summarize
+    except ModuleNotFoundError as error:
+        return _missing(error.name or "aiohttp")
+
+    load_flags = Flags(config=WorkloadConfig, group=Group("Workload", sort_key=2), renamed={})
+    drive_flags = Flags(config=drive.DriveConfig, group=Group("Load", sort_key=1), renamed={})
+
+    def bench(
+        *,
+        out: Annotated[
+            Path | None, Parameter(help="Append the row to this file of JSON lines.")
+        ] = None,
+        **settings: Any,
+    ) -> int:
+        """Put load on a server, and show latencies, rates and what came from its cache.
+
+        Works with any server that streams /v1/chat/completions. The row goes to standard output as
+        JSON, the table to standard error.
+        """
+        config, workload = drive_flags.build(settings), load_flags.build(settings)
+        load = sessions(workload)
+        total = sum(len(session.turns) for session in load)
+        with _bar(reports) as bar:
+            task = bar.add_task("requests", total=total, failed=0)
+            failed = 0
+
+            def progress(result: Any) -> None:
+                nonlocal failed
+                failed += not result.is_complete
+                bar.update(task, advance=1, failed=failed)
+
+            results, seconds = asyncio.run(
+                drive.drive(config, load, seed=workload.workload_seed, progress=progress)
+            )
+        row = {**_row_head(config, workload), **summarize(results, seconds)}
+        print(json.dumps(row), flush=True)
+        if out is not None:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        reports.print(_table(row))
+        return 1 if row["failed"] else 0
+
+    return add_flags(bench, [drive_flags, load_flags])
+
+
+def _missing(library: str) -> Callable[..., int]:
+    def bench() -> int:
+        """Put load on a server (needs the `server` extra)."""
+        raise ConfigError(
+            f"bench needs {library}: install it with `pip install 'milepost[server]'`"
+        )
+
+    return bench
+
+
+def _bar(reports: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.completed} of {task.total} requests, {task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+        console=reports,
+        transient=True,
+        disable=not reports.is_terminal,
+    )
+
+
+def _row_head(config: Any, workload: WorkloadConfig) -> dict[str, Any]:
+    """What the row measures; without the key."""
+    return {
+        "base_url": config.base_url,
+        "workload": workload.workload,
+        "seed": workload.workload_seed,
+        "loop": "open" if config.request_rate or workload.workload == "trace" else "closed",
+        "request_rate": config.request_rate,
+        "concurrency": None if config.request_rate else config.concurrency,
+    }
+
+
+def _table(row: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", "p50", "p90", "p99", "mean"):
+        table.add_column(name, justify="left" if not name else "right")
+    names = {
+        "ttft_ms": "first token, ms",
+        "tpot_ms": "per output token, ms",
+        "itl_ms": "between deliveries, ms",
+        "e2e_ms": "whole answer, ms",
+    }
+    for key, label in names.items():
+        if row[key]:
+            table.add_row(label, *(f"{row[key][p]:.1f}" for p in ("p50", "p90", "p99", "mean")))
+    share = f"{row['hit_rate']:.1%}" if row["hit_rate"] is not None else "unknown"
+    table.add_row()
+    table.add_row(f"{row['requests']} requests, {row['failed']} failed, {row['seconds']:.1f} s")
+    table.add_row(f"{row['requests_per_s']} requests/s, {row['output_tokens_per_s']} tokens/s out")
+    table.add_row(f"{share} of {row['prompt_tokens']} prompt tokens from the cache")
+    for error in row["errors"]:
+        table.add_row(error)
+    return table

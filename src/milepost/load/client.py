@@ -1,0 +1,102 @@
+"""Sends one chat request and takes its stream apart, with the time at which each piece came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What one request gave. Times are seconds of the given clock."""
+
+    start: float
+    first: float | None = None
+    end: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.error is None and self.finish_reason is not None
+
+
+class Endpoint:
+    """One server; `options` go into every request."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        base_url: str,
+        *,
+        model: str,
+        api_key: str | None,
+        options: Mapping[str, Any],
+        clock: Callable[[], float],
+    ) -> None:
+        self._http = http
+        self._url = f"{base_url.rstrip('/')}/v1/chat/completions"
+        self._model = model
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._options = dict(options)
+        self._clock = clock
+
+    async def ask(self, messages: list[Mapping[str, Any]], max_tokens: int) -> Result:
+        """Never raises for what a server or a network does: the result says what it was."""
+        result = Result(start=self._clock())
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._options,
+        }
+        try:
+            async with self._http.post(self._url, json=body, headers=self._headers) as response:
+                if response.status != 200:
+                    result.error = f"{response.status}: {(await response.text())[:200]}"
+                else:
+                    await self._read(response, result)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            result.error = f"{type(error).__name__}: {error}"
+        result.end = self._clock()
+        if result.error is None and result.finish_reason is None:
+            result.error = "the stream ended without a finish reason"
+        return result
+
+    async def _read(self, response: aiohttp.ClientResponse, result: Result) -> None:
+        async for line in response.content:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            self._take(json.loads(line[6:]), result)
+
+    def _take(self, chunk: Mapping[str, Any], result: Result) -> None:
+        if "error" in chunk:
+            result.error = str(chunk["error"])[:200]
+            return
+        result.usage = chunk.get("usage") or result.usage
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+            if text:
+                now = self._clock()
+                result.first = result.first or now
+                result.arrivals.append(now)
+                result.text += text
+            result.finish_reason = choice.get("finish_reason") or result.finish_reason
+
+
+async def find_model(http: aiohttp.ClientSession, base_url: str, api_key: str | None) -> str:
+    """The first model that the server names. Raises aiohttp.ClientError."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    async with http.get(f"{base_url.rstrip('/')}/v1/models", headers=headers) as response:
+        response.raise_for_status()
+        return (await response.json())["data"][0]["id"]

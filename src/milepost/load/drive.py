@@ -1,0 +1,144 @@
+"""Plays sessions against an endpoint: open loop (at a rate) or closed loop (at a concurrency)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from milepost.errors import ConfigError
+from milepost.load.client import Endpoint, Result, find_model
+from milepost.load.workloads import Session
+
+Progress = Callable[[Result], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveConfig:
+    """How the load is put on; raises ConfigError."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    """The server, without /v1."""
+    api_key: str | None = None
+    """Sent as a bearer token."""
+    served_model: str | None = None
+    """Name of the model; by default the first that the server lists."""
+    concurrency: int = 16
+    """Sessions at once (closed loop), if there is no request rate."""
+    request_rate: float | None = None
+    """Sessions a second, with exponential gaps (open loop)."""
+    num_warmups: int = 4
+    """Requests before the measurement, of text of their own."""
+    temperature: float = 0.0
+    """Sent with every request."""
+    ignore_eos: bool = False
+    """Ask for answers of full length; servers that know no such field refuse it."""
+    timeout_s: float = 600.0
+    """Longest time for one request."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigError(f"concurrency={self.concurrency}: use 1 or more")
+        if self.request_rate is not None and self.request_rate <= 0:
+            raise ConfigError(f"request_rate={self.request_rate}: use more than 0")
+
+
+async def drive(
+    config: DriveConfig, load: Sequence[Session], *, seed: int, progress: Progress
+) -> tuple[list[Result], float]:
+    """Play all sessions; the results in order of their end, and the seconds that it took.
+
+    Raises ConfigError if the server does not answer.
+    """
+    limits = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=config.timeout_s)
+    async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
+        endpoint = await _endpoint(config, http)
+        await _warm_up(endpoint, config)
+        results: list[Result] = []
+
+        def note(result: Result) -> None:
+            results.append(result)
+            progress(result)
+
+        start = time.perf_counter()
+        await _play_all(config, load, seed, lambda session: _play(endpoint, session, note))
+        return results, time.perf_counter() - start
+
+
+async def _endpoint(config: DriveConfig, http: aiohttp.ClientSession) -> Endpoint:
+    model = config.served_model
+    try:
+        model = model or await find_model(http, config.base_url, config.api_key)
+    except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
+        raise ConfigError(f"base_url={config.base_url!r} does not answer: {error}") from error
+    options: dict[str, Any] = {"temperature": config.temperature}
+    if config.ignore_eos:
+        options["ignore_eos"] = True
+    return Endpoint(
+        http,
+        config.base_url,
+        model=model,
+        api_key=config.api_key,
+        options=options,
+        clock=time.perf_counter,
+    )
+
+
+async def _warm_up(endpoint: Endpoint, config: DriveConfig) -> None:
+    for number in range(config.num_warmups):
+        result = await endpoint.ask([{"role": "user", "content": f"warm-up number {number}"}], 8)
+        if result.error is not None:
+            raise ConfigError(f"base_url={config.base_url!r} refuses a request: {result.error}")
+
+
+async def _play(endpoint: Endpoint, session: Session, note: Progress) -> None:
+    """One conversation; it ends early with the first turn that fails."""
+    messages: list[Mapping[str, Any]] = []
+    for turn in session.turns:
+        messages += turn.messages
+        result = await endpoint.ask(messages, turn.max_tokens)
+        note(result)
+        if result.error is not None:
+            return
+        messages.append({"role": "assistant", "content": result.text})
+
+
+async def _play_all(
+    config: DriveConfig,
+    load: Sequence[Session],
+    seed: int,
+    play: Callable[[Session], Awaitable[None]],
+) -> None:
+    is_timed = any(session.arrival_s is not None for session in load)
+    if config.request_rate is None and not is_timed:
+        await _closed_loop(load, config.concurrency, play)
+        return
+    rng, at, start = random.Random(seed), 0.0, time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for session in load:
+            if config.request_rate is not None:
+                at += rng.expovariate(config.request_rate)
+            else:
+                at = session.arrival_s or 0.0
+            await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+            tasks.create_task(play(session))
+
+
+async def _closed_loop(
+    load: Sequence[Session], concurrency: int, play: Callable[[Session], Awaitable[None]]
+) -> None:
+    waiting = iter(load)
+
+    async def worker() -> None:
+        for session in waiting:
+            await play(session)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(concurrency):
+            tasks.create_task(worker())

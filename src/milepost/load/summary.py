@@ -1,0 +1,57 @@
+"""Adds up what the requests gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from milepost.load.client import Result
+
+PERCENTILES = (50, 90, 99)
+
+
+def summarize(results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """One JSON row: counts, rates, latencies in milliseconds, and what came from the cache."""
+    good = [result for result in results if result.is_complete]
+    prompt = sum(result.usage.get("prompt_tokens", 0) for result in good)
+    cached = sum(_cached(result) for result in good)
+    completion = sum(result.usage.get("completion_tokens", 0) for result in good)
+    return {
+        "requests": len(results),
+        "failed": len(results) - len(good),
+        "errors": sorted({result.error for result in results if result.error})[:5],
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(good) / seconds, 3),
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "hit_rate": round(cached / prompt, 4) if prompt else None,
+        "completion_tokens": completion,
+        "output_tokens_per_s": round(completion / seconds, 2),
+        "ttft_ms": percentiles([r.first - r.start for r in good if r.first is not None]),
+        "tpot_ms": percentiles([t for r in good if (t := _per_token(r)) is not None]),
+        "itl_ms": percentiles([b - a for r in good for a, b in pairwise(r.arrivals)]),
+        "e2e_ms": percentiles([r.end - r.start for r in good]),
+    }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90, p99 (nearest rank) and the mean, in milliseconds; None of nothing."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    found = {f"p{p}": round(1000 * ordered[round(p / 100 * last)], 3) for p in PERCENTILES}
+    return {**found, "mean": round(1000 * sum(ordered) / len(ordered), 3)}
+
+
+def _cached(result: Result) -> int:
+    return (result.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _per_token(result: Result) -> float | None:
+    """Mean time of an answer's tokens but the first."""
+    num_tokens = result.usage.get("completion_tokens", 0)
+    if num_tokens < 2 or result.first is None:
+        return None
+    return (result.arrivals[-1] - result.first) / (num_tokens - 1)

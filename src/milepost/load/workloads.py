@@ -1,0 +1,162 @@
+"""What the load consists of: sessions, each a conversation of one turn or more.
+
+Pure and seeded: the same arguments give the same sessions. Text is made of words, about one or two
+tokens each; what a server makes of them shows in its usage.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from milepost.errors import ConfigError
+
+Kind = Literal["shared-prefix", "multi-turn", "agent", "trace"]
+
+_SYLLABLES = tuple(a + b for a in "bdfglmnprs" for b in "aeiou")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request: the messages that are new in it. Answers join the conversation by themselves."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    turns: tuple[Turn, ...]
+    arrival_s: float | None = None
+    """When a trace says that it comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadConfig:
+    """Shape of the load; raises ConfigError."""
+
+    workload: Kind = "shared-prefix"
+    """`shared-prefix`: groups of single requests with a common system prompt; `multi-turn`: chats;
+    `agent`: long growing conversations with short answers; `trace`: a file of hash ids."""
+    num_sessions: int = 64
+    """Conversations, or single requests."""
+    num_groups: int = 4
+    """Different system prompts."""
+    num_turns: int = 4
+    """Turns of a conversation (`multi-turn` and `agent`)."""
+    shared_words: int = 400
+    """Words of a system prompt."""
+    own_words: int = 100
+    """Words of each message."""
+    output_tokens: int = 64
+    """Most tokens of an answer."""
+    trace: str | None = None
+    """JSON lines (.gz too) with input_length, output_length, hash_ids and timestamp_ms."""
+    trace_scale: float = 1.0
+    """Multiplies the trace's lengths."""
+    trace_speed: float = 1.0
+    """Divides the trace's times."""
+    workload_seed: int = 0
+    """Seeds words and arrivals."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_sessions", "num_groups", "num_turns", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: use 1 or more")
+        if (self.workload == "trace") != (self.trace is not None):
+            raise ConfigError("workload='trace' and trace=FILE go together")
+
+
+def sessions(config: WorkloadConfig) -> list[Session]:
+    """The load, in order of arrival."""
+    if config.workload == "trace":
+        return list(_trace(config))
+    make = _SHAPES[config.workload]
+    rng = random.Random(config.workload_seed)
+    systems = [
+        _message("system", words(rng, config.shared_words)) for _ in range(config.num_groups)
+    ]
+    return [make(config, systems[i % len(systems)], rng) for i in range(config.num_sessions)]
+
+
+def words(rng: random.Random, count: int) -> str:
+    """That many made-up words."""
+    return " ".join("".join(rng.choices(_SYLLABLES, k=2)) for _ in range(count))
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _single(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Random) -> Session:
+    return _conversation(system, rng, 1, config.own_words, config.output_tokens)
+
+
+def _chat(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Random) -> Session:
+    return _conversation(system, rng, config.num_turns, config.own_words, config.output_tokens)
+
+
+def _agent(config: WorkloadConfig, system: Mapping[str, Any], rng: random.Random) -> Session:
+    """What tools return is long, what the model says to it short."""
+    return _conversation(
+        system, rng, config.num_turns, 4 * config.own_words, -(-config.output_tokens // 4)
+    )
+
+
+def _conversation(
+    system: Mapping[str, Any],
+    rng: random.Random,
+    num_turns: int,
+    num_words: int,
+    max_tokens: int,
+) -> Session:
+    turns = []
+    for number in range(num_turns):
+        user = _message("user", words(rng, num_words))
+        messages = (system, user) if number == 0 else (user,)
+        turns.append(Turn(messages=messages, max_tokens=max_tokens))
+    return Session(turns=tuple(turns))
+
+
+_SHAPES: Mapping[str, Callable[..., Session]] = {
+    "shared-prefix": _single,
+    "multi-turn": _chat,
+    "agent": _agent,
+}
+
+
+def _trace(config: WorkloadConfig) -> Iterator[Session]:
+    """Each line is a session of its own: equal hash ids become equal words."""
+    path = Path(config.trace or "")
+    for number, line in enumerate(_lines(path)):
+        if number >= config.num_sessions:
+            return
+        yield _traced(config, json.loads(line))
+
+
+def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> Session:
+    num_words = max(1, round(row["input_length"] * config.trace_scale))
+    ids: Sequence[int] = row["hash_ids"] or [0]
+    share = -(-num_words // len(ids))
+    texts = [words(random.Random(f"{config.workload_seed}:{id_}"), share) for id_ in ids]
+    text = " ".join(" ".join(texts).split(" ")[:num_words])
+    turn = Turn(
+        messages=(_message("user", text),),
+        max_tokens=max(1, round(row["output_length"] * config.trace_scale)),
+    )
+    arrival_s = row.get("timestamp_ms", 0) / 1000 / config.trace_speed
+    return Session(turns=(turn,), arrival_s=arrival_s)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt") as lines:
+            yield from lines
+    except OSError as error:
+        raise ConfigError(f"trace={str(path)!r}: {error.strerror or error}") from error
