@@ -5,6 +5,7 @@
     ├── ConfigError (ValueError)            the engine's configuration
     │   └── UnsupportedModelError           an architecture or a feature that we do not run
     ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
+    ├── TraceError (ValueError)             a trace or cost model that the simulator cannot read
     ├── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
     ├── QueueFullError (RuntimeError)       a server has as many requests as it accepts; try again
     ├── RequestTimeoutError (TimeoutError)  a request took longer than a server allows
@@ -35,6 +36,10 @@ class UnsupportedModelError(ConfigError):
 
 class WeightsError(MilepostError, ValueError):
     """The weight files do not hold what the model needs."""
+
+
+class TraceError(MilepostError, ValueError):
+    """A line of a trace, or a cost model, is not as documented."""
 
 
 class EngineDeadError(MilepostError, RuntimeError):

@@ -110,7 +110,7 @@ def test_defect_03_match_changes_nothing():
         return (
             [(n.digest, n.page, n.num_children, n.num_reaching) for n in nodes],
             [
-                (c.position, c.slot, c.age, c.priority, c.num_uses)
+                (c.position, c.slot, c.used_at, c.end, c.saved, c.num_uses)
                 for n in nodes
                 for c in n.checkpoints.values()
             ],

@@ -11,25 +11,24 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from milepost.cache.chain import Chain, common_tokens
-from milepost.cache.eviction import MAX_TAILS_COMPARED, surplus
 from milepost.cache.kinds import HYBRID, LayerKind, Path, longest_usable
-from milepost.cache.placement import POLICIES, Facts, Kind, Mode, floor
+from milepost.cache.links import MAX_TAILS_COMPARED
+from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement, floor
 from milepost.cache.plans import Export, Lease, Match, PageCopy
 from milepost.cache.pool import Pool
 from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import CacheReport, Lost, Seen, Stats, explain
 from milepost.cache.slots import ZERO_SLOT, Slots
-from milepost.cache.tree import Checkpoint, Node, Tree
-
-MAX_CHECKPOINTS_PER_PATH = 4
-"""System prompt, last message, prompt's end and answer's end: what `auto` places on one path."""
+from milepost.cache.tree import Checkpoint, End, Node, Tree
+from milepost.cache.worth import Expected, Worth
 
 
 class Cache:
     """Pages, slots and the prefix tree of one engine.
 
     `num_slots` counts usable slots, without the zero slot. `mode="none"` reuses nothing and keeps
-    nothing.
+    nothing. `grid` is where a prefill can export a state; `placement` and `worth` replace the
+    mode's own, for comparisons.
     """
 
     def __init__(
@@ -41,6 +40,9 @@ class Cache:
         mode: Mode = "auto",
         block_size: int = 512,
         kinds: tuple[LayerKind, ...] = HYBRID,
+        grid: int = GRID,
+        placement: Placement | None = None,
+        worth: Worth | None = None,
     ) -> None:
         self.page_size = page_size
         self.mode = mode
@@ -52,8 +54,12 @@ class Cache:
         self.stats = Stats()
         self.leases: dict[Lease, None] = {}
         self.version = 0
-        self.reclaimer = Reclaimer(self.tree, self.pages, self.slots, self.stats)
-        self._place = POLICIES[mode]
+        self.grid = grid
+        self.worth: Worth = worth if worth is not None else Expected(num_slots)
+        self.reclaimer = Reclaimer(
+            self.tree, self.pages, self.slots, self.stats, self.worth, page_size
+        )
+        self._place = placement if placement is not None else POLICIES[mode]
 
     @property
     def enabled(self) -> bool:
@@ -77,17 +83,18 @@ class Cache:
         path = Path(chain, self.tree.roots.get(chain.root), nodes)
         position = longest_usable(self.kinds, path, limit) if self.enabled else 0
         checkpoint = path.deepest_checkpoint(position) if position else None
-        junction = floor(min(path.kv_length, last))
-        report = self._report(path, position)
+        junction = floor(min(path.kv_length, last), self.grid)
+        num_seen = self.tree.ghost_depth(chain, len(nodes)) if self.enabled else 0
         return Match(
             path=path,
             checkpoint=checkpoint,
             junction=junction if junction > position else 0,
-            report=report,
+            num_seen=num_seen,
+            report=self._report(path, position, num_seen),
             version=self.version,
         )
 
-    def _report(self, path: Path, reused: int) -> CacheReport:
+    def _report(self, path: Path, reused: int, num_seen: int) -> CacheReport:
         num_tokens = len(path.chain)
         if not self.enabled:
             lost = {Lost.DISABLED: num_tokens}
@@ -95,17 +102,16 @@ class Cache:
                 prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
             )
         resident = path.kv_length + self._tokens_past_nodes(path)
-        ghost_depth = self.tree.ghost_depth(path.chain, len(path.nodes))
-        salt_depth = self.tree.other_salt_depth(path.chain, ghost_depth)
+        salt_depth = self.tree.other_salt_depth(path.chain, num_seen)
         evicted = max((node.evicted_position for node in path.nodes), default=0)
         if path.root is not None:
             evicted = max(evicted, path.root.evicted_position)
         seen = Seen(
             reused=reused,
             checkpoint_evicted=min(evicted, resident),
-            kv_grid=floor(resident),
+            kv_grid=floor(resident, self.grid),
             resident=max(resident, reused),
-            ghost=ghost_depth * self.page_size,
+            ghost=num_seen * self.page_size,
             other_salt=salt_depth * self.page_size,
         )
         return CacheReport(
@@ -149,8 +155,9 @@ class Cache:
             self._unpin(match)
             return None
         self.version += 1
-        self._withdraw_from_eviction(match)
-        lease = self._lease(match, num_pages, takes_over)
+        end = self._arrive(match, first_time=first_time)
+        self._withdraw_from_eviction(match, end)
+        lease = self._lease(match, end, num_pages, takes_over)
         lease.facts.marks = marks
         self.leases[lease] = None
         self.stats.admitted(match.report, first_time=first_time)
@@ -159,14 +166,19 @@ class Cache:
     def _has_room(self, num_pages: int, num_slots: int) -> bool:
         return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
 
-    def _withdraw_from_eviction(self, match: Match) -> None:
+    def _arrive(self, match: Match, *, first_time: bool) -> End:
+        """Where the request's path will end; a preempted one's return is no news of its path."""
+        if first_time:
+            return self.worth.arrive(match.path.chain, match.path.nodes, match.num_seen)
+        return End(position=len(match.path.chain), time=self.worth.clock)
+
+    def _withdraw_from_eviction(self, match: Match, end: End) -> None:
         """Bring the orders in step with the pins; of the path, only what is used is touched."""
         if match.path.nodes:
             self.reclaimer.rank(match.path.nodes[-1])
         if match.checkpoint is not None:
-            match.checkpoint.num_uses += 1
             self.stats.checkpoints_used += 1
-            self.reclaimer.touch(match.checkpoint)
+            self.reclaimer.used(match.checkpoint, end)
             for page in self._tail_to_copy(match):
                 self.reclaimer.rank_page(page)
 
@@ -199,7 +211,7 @@ class Cache:
         )
         return fresh - int(owns_tail) <= self.pages.room
 
-    def _lease(self, match: Match, num_pages: int, takes_over: bool) -> Lease:
+    def _lease(self, match: Match, end: End, num_pages: int, takes_over: bool) -> Lease:
         """Build the lease of a pinned match for which there is room."""
         chain, checkpoint = match.path.chain, match.checkpoint
         table = [node.page for node in match.path.nodes]
@@ -232,7 +244,15 @@ class Cache:
             slot_out=slot_out,
             source=checkpoint if not takes_over else None,
             page_copy=copy,
-            facts=Facts(prompt_length=len(chain), junctions=junctions, block_size=self.block_size),
+            end=end,
+            deepest_state=match.state_length,
+            facts=Facts(
+                prompt_length=len(chain),
+                junctions=junctions,
+                block_size=self.block_size,
+                new_from=match.kv_length,
+                grid=self.grid,
+            ),
         )
 
     # --- while it runs ----------------------------------------------------------------------------
@@ -271,10 +291,17 @@ class Cache:
             if not self.slots.pool.room:
                 self.stats.checkpoints_skipped += 1
                 continue
+            if kind is Kind.SPARSE and not self._is_worth_a_slot(lease, position):
+                self.stats.checkpoints_declined += 1
+                continue
             self.version += 1
             slot = self.reclaimer.allocate_slot()
             lease.exports.append(Export(position=position, slot=slot, kind=kind))
         return lease.exports
+
+    def _is_worth_a_slot(self, lease: Lease, position: int) -> bool:
+        above = max([lease.deepest_state, *(export.position for export in lease.exports)])
+        return self.reclaimer.is_worth_a_slot(lease.end, position, above)
 
     def _may_export(self, lease: Lease) -> bool:
         return lease.position < lease.facts.prompt_length or self.mode == "all"
@@ -332,8 +359,12 @@ class Cache:
                 end += 1
             parent = path[-1] if path else self.tree.root(chain.root)
             pages = lease.page_table[first:end]
-            path.extend(self.tree.insert(chain, parent, pages))
+            run = self.tree.insert(chain, parent, pages)
+            path.extend(run)
             self.pages.keep(pages)
+            for above in (parent, *run[:-1]):
+                if above.checkpoints:
+                    self.reclaimer.rank(above)
             first = end
 
     def _join(self, lease: Lease, node: Node) -> None:
@@ -360,23 +391,20 @@ class Cache:
         if tail_page is not None:
             self.pages.keep((tail_page,))
         checkpoint = Checkpoint(
-            position=position, slot=slot, node=node, kind=kind, tail=tail, tail_page=tail_page
+            position=position,
+            slot=slot,
+            node=node,
+            kind=kind,
+            tail=tail,
+            tail_page=tail_page,
+            end=lease.end,
         )
         self.slots.pool.keep((slot,))
         self.slots.pool.unpin((slot,))
         self.tree.attach(checkpoint)
         self.stats.checkpoints_made += 1
-        self.reclaimer.touch(checkpoint)
-        if self.mode == "auto":
-            self._cap_path(
-                Path(lease.chain, self.tree.roots.get(lease.chain.root), lease.path[:depth])
-            )
-
-    def _cap_path(self, path: Path) -> None:
-        checkpoints = path.checkpoints()
-        extra = surplus(checkpoints, MAX_CHECKPOINTS_PER_PATH)
-        if extra is not None and not self.slots.pool.live_refs(extra.slot):
-            self.reclaimer.evict_checkpoint(extra, "cap")
+        self.reclaimer.made(checkpoint)
+        lease.deepest_state = max(lease.deepest_state, position)
 
     # --- release ----------------------------------------------------------------------------------
 
@@ -391,6 +419,8 @@ class Cache:
         self.slots.pool.unpin(export.slot for export in lease.exports)
         has_run = lease.slot_in == lease.slot_out and lease.page_copy is None
         self._end_reading(lease)
+        if has_run and lease.path and kind is not Kind.PREEMPTED:
+            self.worth.ended(lease.end, lease.path[-1], lease.position)
         if kind is not None and self.enabled and has_run:
             self._publish_state(lease, lease.position, lease.slot_out, kind)
         else:

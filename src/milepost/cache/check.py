@@ -144,5 +144,6 @@ def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
     for checkpoint in unread:
         leaf = not checkpoint.node.is_root and not checkpoint.node.num_children
         leaf = leaf and not cache.pages.live_refs(checkpoint.node.page)
-        carries = checkpoint.tail_page is not None or leaf
+        tail_page = checkpoint.tail_page
+        carries = leaf or (tail_page is not None and tail_page not in cache.tree.at_page)
         assert carries == (checkpoint in carriers), "E1: carriers"

@@ -1,68 +1,19 @@
-"""What goes first when pages or slots run out: scoring functions and the order they give.
+"""Orders of what may be evicted, which find the least worthy without looking at everything.
 
-Strays (pages below which no checkpoint is left) go before anything that a resume could use. Among
-checkpoints the one that is cheapest to compute again and longest unused goes first, by GreedyDual
-(Young, 1994; Cao & Irani, 1997, "Cost-Aware WWW Proxy Caching Algorithms"): priority = inflation at
-last use + tokens to replay, where the inflation is the priority of what was evicted last. So age is
-counted in work, not in time.
+What a checkpoint is worth falls as it ages, each at its own rate, so no fixed key orders them all.
+But of checkpoints that are alike (on one *shelf*) the one used longest ago is always worth least.
+So only the oldest of each shelf are compared.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
-from milepost.cache.placement import Kind
-from milepost.cache.tree import Checkpoint, Node
+from milepost.cache.tree import Checkpoint
 
 T = TypeVar("T")
-
-MAX_TAILS_COMPARED = 8
-"""Thousands of short prompts may end inside a node's next page: so many of the newest are looked
-at, no more.
-"""
-
-
-def replay_tokens(checkpoint: Checkpoint) -> int:
-    """Tokens that must be computed again without this checkpoint: back to the next one on its path.
-
-    Of many checkpoints on one node only the newest few are looked at; the result may then be too
-    large.
-    """
-    following = checkpoint.tail
-    for node in checkpoint.node.ancestors():
-        shallower = [
-            other.position
-            for other in islice(reversed(node.checkpoints.values()), MAX_TAILS_COMPARED)
-            if other is not checkpoint and following.startswith(other.tail)
-        ]
-        if shallower:
-            return checkpoint.position - max(shallower)
-        following = node.tokens
-    return checkpoint.position
-
-
-def is_fork(node: Node) -> bool:
-    """Whether several known continuations leave this node."""
-    return node.num_children > 1
-
-
-def surplus(path: Sequence[Checkpoint], cap: int) -> Checkpoint | None:
-    """The checkpoint to drop from a path with more than `cap`, shallowest first: the least work to
-    replay.
-
-    The deepest is never dropped, nor a mark, nor one at a fork.
-    """
-    if len(path) <= cap:
-        return None
-    gaps = [
-        (here.position - before, here.position, here)
-        for before, here in zip([0, *(c.position for c in path)], path[:-1], strict=False)
-        if here.kind is not Kind.MARK and not is_fork(here.node)
-    ]
-    return min(gaps, key=lambda gap: gap[:2])[2] if gaps else None
 
 
 class Order(Generic[T]):
@@ -101,15 +52,96 @@ class Order(Generic[T]):
     def discard(self, item: T) -> None:
         self._entries.pop(item, None)
 
+    def first(self) -> T | None:
+        """The item with the smallest key."""
+        while self._heap:
+            key, serial, item = self._heap[0]
+            if self._entries.get(item) == (key, serial):
+                return item
+            heapq.heappop(self._heap)
+        return None
+
     def pop(self) -> tuple[T, float] | None:
         """Take out the item with the smallest key."""
-        while self._heap:
-            key, serial, item = heapq.heappop(self._heap)
-            if self._entries.get(item) == (key, serial):
-                del self._entries[item]
-                return item, key
-        return None
+        item = self.first()
+        if item is None:
+            return None
+        del self._entries[item]
+        return item, heapq.heappop(self._heap)[0]
 
     def _sweep(self) -> None:
         self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[:2]]
         heapq.heapify(self._heap)
+
+
+class Shelf:
+    """Checkpoints by time of last use, found from both ends."""
+
+    __slots__ = ("_newest", "_oldest")
+
+    def __init__(self) -> None:
+        self._oldest: Order[Checkpoint] = Order()
+        self._newest: Order[Checkpoint] = Order()
+
+    def __len__(self) -> int:
+        return len(self._oldest)
+
+    def push(self, checkpoint: Checkpoint, time: float) -> None:
+        self._oldest.push(checkpoint, time)
+        self._newest.push(checkpoint, -time)
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        self._oldest.discard(checkpoint)
+        self._newest.discard(checkpoint)
+
+    def ends(self) -> tuple[Checkpoint, ...]:
+        """The oldest and the newest."""
+        oldest, newest = self._oldest.first(), self._newest.first()
+        assert oldest is not None, "E2: an empty shelf is taken down"
+        assert newest is not None, "E2: an empty shelf is taken down"
+        return (oldest,) if oldest is newest else (oldest, newest)
+
+
+class Shelves:
+    """Checkpoints on their shelves, each shelf in order of last use."""
+
+    __slots__ = ("_shelf_of", "_shelves")
+
+    def __init__(self) -> None:
+        self._shelves: dict[Hashable, Shelf] = {}
+        self._shelf_of: dict[Checkpoint, Hashable] = {}
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._shelf_of)
+
+    def __contains__(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint in self._shelf_of
+
+    def push(self, checkpoint: Checkpoint, name: Hashable, time: float) -> None:
+        """Put a checkpoint where it belongs, wherever it was."""
+        if self._shelf_of.get(checkpoint, name) != name:
+            self.discard(checkpoint)
+        self._shelf_of[checkpoint] = name
+        shelf = self._shelves.get(name)
+        if shelf is None:
+            shelf = self._shelves[name] = Shelf()
+        shelf.push(checkpoint, time)
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        if checkpoint not in self._shelf_of:
+            return
+        name = self._shelf_of.pop(checkpoint)
+        shelf = self._shelves[name]
+        shelf.discard(checkpoint)
+        if not len(shelf):
+            del self._shelves[name]
+
+    def least(self, worth: Callable[[Checkpoint], float]) -> tuple[Checkpoint, float] | None:
+        """The checkpoint that is worth least, and what it is worth."""
+        best, lowest = None, float("inf")
+        for shelf in self._shelves.values():
+            for checkpoint in shelf.ends():
+                value = worth(checkpoint)
+                if value < lowest or best is None:
+                    best, lowest = checkpoint, value
+        return (best, lowest) if best is not None else None

@@ -14,6 +14,10 @@ from typing import Literal
 GRID = 64
 """The recurrent kernels' chunk: a prefill can export a state at its multiples."""
 
+SPARSE = 8192
+"""Distance of the states that are kept inside a long prompt, where there is nothing better to keep.
+"""
+
 Mode = Literal["auto", "none", "align", "all"]
 
 
@@ -22,6 +26,7 @@ class Kind(StrEnum):
 
     JUNCTION = "junction"
     MARK = "mark"
+    SPARSE = "sparse"
     BOUNDARY = "boundary"
     PROMPT_END = "prompt_end"
     ANSWER_END = "answer_end"
@@ -36,6 +41,9 @@ class Facts:
     marks: tuple[int, ...] = ()
     junctions: tuple[int, ...] = ()
     block_size: int = 512
+    new_from: int = 0
+    """Tokens before this are in the cache, so what is worth keeping there is known."""
+    grid: int = GRID
 
 
 Placement = Callable[[Facts, int, int], dict[int, Kind]]
@@ -65,10 +73,16 @@ def place_all(facts: Facts, start: int, end: int) -> dict[int, Kind]:
 
 
 def place_auto(facts: Facts, start: int, end: int) -> dict[int, Kind]:
-    """Junctions, marks and the prompt's end; the answer's end needs no export."""
-    wanted = {floor(facts.prompt_length - 1): Kind.PROMPT_END}
-    wanted |= {floor(mark): Kind.MARK for mark in facts.marks}
-    wanted |= {floor(junction): Kind.JUNCTION for junction in facts.junctions}
+    """Junctions, marks and the prompt's end; in a long prompt sparse states too, which the cache
+    may decline. The answer's end needs no export.
+    """
+    grid, last = facts.grid, floor(facts.prompt_length - 1, facts.grid)
+    step = max(floor(SPARSE, grid), grid)
+    first = floor(max(start, facts.new_from), step) + step
+    wanted = dict.fromkeys(range(first, min(end, last) + 1, step), Kind.SPARSE)
+    wanted |= {last: Kind.PROMPT_END}
+    wanted |= {floor(mark, grid): Kind.MARK for mark in facts.marks}
+    wanted |= {floor(junction, grid): Kind.JUNCTION for junction in facts.junctions}
     return {p: wanted[p] for p in sorted(wanted) if start < p <= end}
 
 

@@ -11,7 +11,7 @@ from milepost.cache.chain import Chain
 from milepost.cache.kinds import Path
 from milepost.cache.placement import Facts, Kind
 from milepost.cache.report import CacheReport
-from milepost.cache.tree import Checkpoint, Node
+from milepost.cache.tree import Checkpoint, End, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,8 @@ class Match:
     checkpoint: Checkpoint | None
     junction: int
     """Grid position behind which a state is missing although KV is there; 0 if there is none."""
+    num_seen: int
+    """Pages of the prompt that are resident or were evicted."""
     report: CacheReport
     version: int
 
@@ -81,6 +83,10 @@ class Lease:
     """The checkpoint that is read, pinned until the first commit."""
     page_copy: PageCopy | None
     """Done before the first chunk; its source is pinned until the first commit."""
+    end: End
+    """Where the path ends, for the worth of its checkpoints."""
+    deepest_state: int
+    """Position of the deepest checkpoint that the request resumed from or made."""
     facts: Facts
     exports: list[Export] = field(default_factory=list)
     """Taken for the step under way, not yet committed."""

@@ -8,11 +8,15 @@ pools, and counts what it evicts.
 
 from __future__ import annotations
 
-from milepost.cache.eviction import Order, replay_tokens
+from collections.abc import Callable
+
+from milepost.cache.eviction import Order, Shelves
+from milepost.cache.links import follow, link, unlink
 from milepost.cache.pool import Pool
 from milepost.cache.report import Stats
 from milepost.cache.slots import Slots
-from milepost.cache.tree import Checkpoint, Node, Tree
+from milepost.cache.tree import Checkpoint, End, Node, Tree
+from milepost.cache.worth import Worth
 
 
 class Reclaimer:
@@ -20,7 +24,7 @@ class Reclaimer:
 
     __slots__ = (
         "_carriers",
-        "_inflation",
+        "_page_size",
         "_pages",
         "_slots",
         "_states",
@@ -28,20 +32,24 @@ class Reclaimer:
         "_strays",
         "_tree",
         "stats",
+        "worth",
     )
 
-    def __init__(self, tree: Tree, pages: Pool, slots: Slots, stats: Stats) -> None:
+    def __init__(
+        self, tree: Tree, pages: Pool, slots: Slots, stats: Stats, worth: Worth, page_size: int
+    ) -> None:
         self._tree = tree
         self._pages = pages
         self._slots = slots
         self.stats = stats
+        self.worth = worth
+        self._page_size = page_size
         self._strays: Order[Node] = Order()
-        self._carriers: Order[Checkpoint] = Order()
-        self._states: Order[Checkpoint] = Order()
-        self._inflation = 0.0
+        self._carriers = Shelves()
+        self._states = Shelves()
         self._stray_clock = 0
 
-    def candidates(self) -> tuple[Order[Node], Order[Checkpoint], Order[Checkpoint]]:
+    def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
         """The orders of strays, carriers and states; for checks alone."""
         return self._strays, self._carriers, self._states
 
@@ -59,14 +67,29 @@ class Reclaimer:
         room.
         """
         if not self._slots.pool.num_free:
-            self._evict_lowest(self._states, "slots")
+            self._evict_least(self._states, self.worth.of, "slots")
         return self._slots.allocate()
 
-    def touch(self, checkpoint: Checkpoint) -> None:
-        """Note that a checkpoint was made or used: its age starts again."""
-        checkpoint.age = self._inflation
-        checkpoint.priority = checkpoint.age + replay_tokens(checkpoint)
+    def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
+        """Whether a state that nobody has asked for is worth more than what it would displace."""
+        if self._slots.pool.num_free:
+            return True
+        least = self._states.least(self.worth.of)
+        return least is not None and self.worth.of_sparse(end, position, above) > least[1]
+
+    def made(self, checkpoint: Checkpoint) -> None:
+        """Take in a checkpoint that was attached to the tree."""
+        for changed in link(checkpoint):
+            self.rank_checkpoint(changed)
         self.rank_checkpoint(checkpoint)
+
+    def used(self, checkpoint: Checkpoint, end: End) -> None:
+        """Note that a request resumed from a checkpoint: the path above it is its path now."""
+        checkpoint.num_uses += 1
+        checkpoint.used_at = end.time
+        for here in follow(checkpoint):
+            here.end = end
+            self.rank_checkpoint(here)
 
     def rank(self, node: Node) -> None:
         """Bring the orders in step with a node whose children, checkpoints or pins have changed."""
@@ -92,9 +115,10 @@ class Reclaimer:
             self._states.discard(checkpoint)
             self._carriers.discard(checkpoint)
             return
-        self._states.push(checkpoint, checkpoint.priority)
+        shelf = self.worth.shelf(checkpoint)
+        self._states.push(checkpoint, shelf, checkpoint.end.time)
         if self._carries_page(checkpoint):
-            self._carriers.push(checkpoint, checkpoint.priority)
+            self._carriers.push(checkpoint, shelf, checkpoint.end.time)
         else:
             self._carriers.discard(checkpoint)
 
@@ -102,10 +126,13 @@ class Reclaimer:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
         self._states.discard(checkpoint)
         self._carriers.discard(checkpoint)
+        self.worth.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
         node.evicted_position = max(node.evicted_position, checkpoint.position)
         strays = self._tree.detach(checkpoint)
+        for changed in unlink(checkpoint):
+            self.rank_checkpoint(changed)
         self._slots.pool.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
             self._pages.drop(checkpoint.tail_page)
@@ -114,14 +141,14 @@ class Reclaimer:
 
     def evict_everything(self) -> None:
         """Take out every checkpoint and page that no running request holds."""
-        while (found := self._states.pop()) is not None:
-            self.evict_checkpoint(found[0], "reset")
+        for checkpoint in list(self._states):
+            self.evict_checkpoint(checkpoint, "reset")
         while (stray := self._strays.pop()) is not None:
             self._evict_page(*stray)
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
-        node = checkpoint.node
-        if checkpoint.tail_page is not None:
+        node, tail_page = checkpoint.node, checkpoint.tail_page
+        if tail_page is not None and tail_page not in self._tree.at_page:
             return True
         return not node.is_root and not node.num_children and not self._pages.live_refs(node.page)
 
@@ -130,22 +157,21 @@ class Reclaimer:
         if stray is not None:
             self._evict_page(*stray)
             return
-        self._evict_lowest(self._carriers, "pages")
+        self._evict_least(self._carriers, self._worth_per_page, "pages")
 
-    def _evict_lowest(self, order: Order[Checkpoint], cause: str) -> None:
-        """Evict the checkpoint of lowest priority; one that has become dearer since it was ranked
-        goes back.
-        """
-        while True:
-            found = order.pop()
-            assert found is not None, "E1: what is cached can be reached through the orders"
-            checkpoint, ranked = found
-            checkpoint.priority = checkpoint.age + replay_tokens(checkpoint)
-            if checkpoint.priority <= ranked:
-                break
-            self.rank_checkpoint(checkpoint)
-        self._inflation = max(self._inflation, ranked)
-        self.evict_checkpoint(checkpoint, cause)
+    def _worth_per_page(self, checkpoint: Checkpoint) -> float:
+        """What is lost for each page that becomes free, now or as a stray."""
+        pages = 1
+        if not checkpoint.below:
+            pages += checkpoint.replay_tokens // self._page_size
+        return self.worth.of(checkpoint) / pages
+
+    def _evict_least(
+        self, shelves: Shelves, worth: Callable[[Checkpoint], float], cause: str
+    ) -> None:
+        found = shelves.least(worth)
+        assert found is not None, "E1: what is cached can be reached through the shelves"
+        self.evict_checkpoint(found[0], cause)
 
     def _evict_page(self, node: Node, key: float) -> None:
         """Evict a stray; a parent that becomes one goes next, so that a path goes in one piece."""
@@ -154,7 +180,6 @@ class Reclaimer:
         self._tree.remove(node)
         self._pages.drop(node.page)
         self.stats.pages_evicted += 1
-        if not parent.is_root and not parent.num_children:
-            self.rank(parent)
-            if parent in self._strays:
-                self._strays.push(parent, key)
+        self.rank(parent)
+        if parent in self._strays:
+            self._strays.push(parent, key)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from milepost.cache.chain import Chain
@@ -63,27 +64,52 @@ class Node:
             node = node.parent
 
 
+@dataclass(slots=True, eq=False)
+class End:
+    """Where the newest request on a path ended, or will: shared by the path's checkpoints."""
+
+    position: int
+    time: int
+    """In requests."""
+    num_returns: int = 0
+    """Times that the path was returned to before."""
+    counted_age: int = 0
+    """Up to which age its wait for a return has been counted."""
+
+
 class Checkpoint:
     """A cached state after exactly `position` tokens, on the node of its last full page.
 
     Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
-    past the node.
+    past the node. `above` is the next shallower checkpoint on its path, `below` those that have
+    this one above them, the path that was used last at the end. `saved` is for the worth to note.
     """
 
     __slots__ = (
-        "age",
+        "above",
+        "below",
+        "end",
         "kind",
         "node",
         "num_uses",
         "position",
-        "priority",
+        "saved",
         "slot",
         "tail",
         "tail_page",
+        "used_at",
     )
 
     def __init__(
-        self, *, position: int, slot: int, node: Node, kind: str, tail: bytes, tail_page: int | None
+        self,
+        *,
+        position: int,
+        slot: int,
+        node: Node,
+        kind: str,
+        tail: bytes,
+        tail_page: int | None,
+        end: End,
     ) -> None:
         self.position = position
         self.slot = slot
@@ -92,8 +118,21 @@ class Checkpoint:
         self.tail = tail
         self.tail_page = tail_page
         self.num_uses = 0
-        self.age = 0.0
-        self.priority = 0.0
+        self.used_at = end.time
+        self.end = end
+        self.saved = 0.0
+        self.above: Checkpoint | None = None
+        self.below: dict[Checkpoint, None] = {}
+
+    @property
+    def deeper(self) -> Checkpoint | None:
+        """The next deeper checkpoint on the path that was used last."""
+        return next(reversed(self.below), None)
+
+    @property
+    def replay_tokens(self) -> int:
+        """Tokens to compute again without this checkpoint: back to the next one above."""
+        return self.position - (self.above.position if self.above is not None else 0)
 
 
 NO_PAGE: Final = -1

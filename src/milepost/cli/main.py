@@ -21,6 +21,7 @@ from milepost.cli.bench import bench_command
 from milepost.cli.display import Screen
 from milepost.cli.generate import Engine, generate_command
 from milepost.cli.serve import Serve, run_server, serve_command
+from milepost.cli.simulate import simulate_command
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
 
@@ -68,6 +69,7 @@ def build_app(
     )
     app.command(generate_command(open_engine, screen, stdin))
     app.command(serve_command(serve))
+    app.command(simulate_command(screen))
     app.command(bench_command(screen.reports))
     return app
 

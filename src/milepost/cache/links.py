@@ -1,0 +1,94 @@
+"""Links each checkpoint with the next shallower one on its path, and keeps these links as
+checkpoints come and go.
+
+A link upward is always to the deepest checkpoint above. Of many checkpoints on one node only the
+newest few are looked at, and of several known continuations below a new checkpoint only the newest:
+a link of another one may then skip it, so that its replay looks dearer than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from milepost.cache.tree import Checkpoint, Node
+
+MAX_TAILS_COMPARED = 8
+"""Thousands of short prompts may end inside a node's next page: so many of the newest are looked
+at, no more.
+"""
+
+
+def link(checkpoint: Checkpoint) -> list[Checkpoint]:
+    """Link a checkpoint that was attached; gives those whose links have changed."""
+    above = _nearest_above(checkpoint)
+    moved = [c for c in _nearest_below(checkpoint) if c.above is above]
+    for deeper in moved:
+        if above is not None:
+            del above.below[deeper]
+        deeper.above = checkpoint
+        checkpoint.below[deeper] = None
+    checkpoint.above = above
+    if above is None:
+        return moved
+    above.below[checkpoint] = None
+    return [*moved, above]
+
+
+def unlink(checkpoint: Checkpoint) -> list[Checkpoint]:
+    """Take a checkpoint out of its links; gives those whose links have changed."""
+    above, below = checkpoint.above, checkpoint.below
+    for deeper in below:
+        deeper.above = above
+    if above is None:
+        return list(below)
+    is_newest = above.deeper is checkpoint
+    del above.below[checkpoint]
+    above.below = above.below | below if is_newest else below | above.below
+    return [*below, above]
+
+
+def follow(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """This checkpoint and all above it, each made the newest below the next."""
+    here: Checkpoint | None = checkpoint
+    while here is not None:
+        above = here.above
+        if above is not None:
+            del above.below[here]
+            above.below[here] = None
+        yield here
+        here = above
+
+
+def _nearest_above(checkpoint: Checkpoint) -> Checkpoint | None:
+    following = checkpoint.tail
+    for node in checkpoint.node.ancestors():
+        if node.checkpoints:
+            shallower = [
+                other
+                for other in _newest(node)
+                if other is not checkpoint and following.startswith(other.tail)
+            ]
+            if shallower:
+                return max(shallower, key=lambda c: c.position)
+        following = node.tokens
+    return None
+
+
+def _nearest_below(checkpoint: Checkpoint) -> list[Checkpoint]:
+    node, tail = checkpoint.node, checkpoint.tail
+    here = [c for c in _newest(node) if c is not checkpoint and c.tail.startswith(tail)]
+    child = node.last_child
+    if child is not None and not child.tokens.startswith(tail):
+        return here
+    while child is not None and child.num_reaching:
+        if child.checkpoints:
+            return here + _newest(child)
+        child = child.last_child
+    return here
+
+
+def _newest(node: Node) -> list[Checkpoint]:
+    newest = list(islice(reversed(node.checkpoints.values()), MAX_TAILS_COMPARED))
+    newest.reverse()
+    return newest

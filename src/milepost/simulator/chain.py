@@ -1,0 +1,65 @@
+"""A request's chain when a trace tells page ids instead of tokens.
+
+The digest of a page stands for its id, which stands for everything before it; so two chains meet
+exactly as far as the trace says. The tokens of a page are its id over and over: equal where the
+pages are, different where they aren't.
+"""
+
+from __future__ import annotations
+
+from itertools import chain as concatenated
+
+from milepost.cache.chain import TOKEN_BYTES, Chain
+from milepost.simulator.trace import Trace, TraceRequest
+
+
+class TraceChain(Chain):
+    """`digests` are those of the whole trace, by page id."""
+
+    __slots__ = ("_request", "_shared")
+
+    def __init__(self, request: TraceRequest, page_size: int, digests: list[bytes]) -> None:
+        super().__init__((), page_size)
+        self.tokens = range(request.input_length)  # type: ignore[assignment]
+        self._request = request
+        self._shared = digests
+
+    def append(self, token: int) -> None:  # noqa: ARG002
+        """Grow by one token; which one, the trace doesn't say."""
+        self.tokens = range(len(self.tokens) + 1)  # type: ignore[assignment]
+
+    def page_id(self, index: int) -> int:
+        """The id of a page, full or not."""
+        request = self._request
+        behind = index - len(request.page_ids)
+        if behind < 0:
+            return request.page_ids[index]
+        if behind < len(request.answer_ids):
+            return request.answer_ids[behind]
+        return request.own_id + behind
+
+    def token_bytes(self, start: int, end: int) -> bytes:
+        size = self.page_size
+        end = min(end, len(self.tokens))
+        if start >= end:
+            return b""
+        first, last = start // size, (end - 1) // size
+        pages = b"".join(self._page_bytes(i) for i in range(first, last + 1))
+        return pages[(start - first * size) * TOKEN_BYTES : (end - first * size) * TOKEN_BYTES]
+
+    def page_bytes(self, first: int, end: int) -> list[bytes]:
+        return [self._page_bytes(index) for index in range(first, end)]
+
+    def _page_bytes(self, index: int) -> bytes:
+        return self.page_id(index).to_bytes(TOKEN_BYTES, "little") * self.page_size
+
+    def _extend(self, num_pages: int) -> None:
+        known, shared, request = self._digests, self._shared, self._request
+        if not known:
+            ids = concatenated(request.page_ids, request.answer_ids)
+            known.extend(shared[id_] for _, id_ in zip(range(num_pages), ids, strict=False))
+        known.extend(shared[self.page_id(i)] for i in range(len(known), num_pages))
+
+
+def chain_of(trace: Trace, request: TraceRequest, digests: list[bytes]) -> TraceChain:
+    return TraceChain(request, trace.page_size, digests)

@@ -1,0 +1,81 @@
+"""What a step costs on some machine: measured constants from a small TOML or JSON file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from milepost.errors import TraceError
+from milepost.scheduler.plans import StepPlan
+
+SHIPPED = Path(__file__).with_name("costs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds and bytes. A file names every field."""
+
+    name: str
+    step_s: float
+    """A step that prefills, before its tokens."""
+    prefill_token_s: float
+    attention_pair_s: float
+    """A prefilled token together with one token before it."""
+    decode_step_s: float
+    """A step that only decodes, before its sequences."""
+    decode_seq_s: float
+    page_token_bytes: int
+    """KV of one token, of all attention layers."""
+    state_bytes: int
+    """One slot."""
+    host_bytes_per_s: float
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Duration of one step."""
+        num_decodes = plan.num_decodes
+        prefills = plan.sequences[num_decodes:]
+        if not prefills:
+            return self.decode_step_s + num_decodes * self.decode_seq_s
+        tokens = sum(len(sequence.tokens) for sequence in prefills)
+        pairs = sum((s.end - s.start) * (s.start + s.end) / 2 for s in prefills)
+        return (
+            self.step_s
+            + tokens * self.prefill_token_s
+            + pairs * self.attention_pair_s
+            + num_decodes * self.decode_seq_s
+        )
+
+
+def shipped_costs() -> list[str]:
+    """Names of the cost models in the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def read_cost(name: str) -> CostModel:
+    """A shipped model by name, or a file by path. Raises TraceError."""
+    path = SHIPPED / f"{name}.toml" if name in shipped_costs() else Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+        row = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        known = ", ".join(shipped_costs())
+        raise TraceError(
+            f"cost model {name!r}: {error.strerror}; give a file or one of {known}"
+        ) from error
+    except ValueError as error:
+        raise TraceError(f"cost model {path}: {error}") from error
+    return _checked(row, path)
+
+
+def _checked(row: dict[str, Any], path: Path) -> CostModel:
+    names = {field.name for field in fields(CostModel)}
+    if row.keys() != names:
+        wrong = ", ".join(sorted(row.keys() ^ names))
+        raise TraceError(f"cost model {path}: missing or unknown: {wrong}")
+    for name in sorted(names - {"name"}):
+        if not isinstance(row[name], (int, float)) or row[name] < 0:
+            raise TraceError(f"cost model {path}: {name}={row[name]!r} is not a number from 0 up")
+    return CostModel(**row)

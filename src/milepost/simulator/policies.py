@@ -1,0 +1,173 @@
+"""Policies to compare with: where states are kept and what goes first, for the same cache.
+
+Each is a placement and a worth; everything else (pages, slots, matching, the scheduler) is ours, so
+a comparison shows the policy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from milepost.cache import Cache, Kind, Mode
+from milepost.cache.chain import Chain
+from milepost.cache.placement import Facts, Placement, floor
+from milepost.cache.tree import Checkpoint, End, Node
+from milepost.cache.worth import Worth
+
+INTERVAL = 8192
+
+
+class Lru:
+    """Least recently used goes first. `touches_path`: a use counts for every state above too."""
+
+    __slots__ = ("_touches_path", "clock")
+
+    def __init__(self, *, touches_path: bool = False) -> None:
+        self.clock = 0
+        self._touches_path = touches_path
+
+    def arrive(self, chain: Chain, nodes: Sequence[Node], num_seen: int) -> End:  # noqa: ARG002
+        self.clock += 1
+        return End(position=len(chain), time=self.clock)
+
+    def ended(self, end: End, node: Node, position: int) -> None:  # noqa: ARG002
+        end.position = position
+
+    def evicted(self, checkpoint: Checkpoint) -> None:
+        pass
+
+    def shelf(self, checkpoint: Checkpoint) -> Hashable:
+        """One for each checkpoint: what was used last is not what the shelves are ordered by."""
+        return None if self._touches_path else checkpoint
+
+    def of(self, checkpoint: Checkpoint) -> float:
+        return checkpoint.end.time if self._touches_path else checkpoint.used_at
+
+    def of_sparse(self, end: End, position: int, above: int) -> float:  # noqa: ARG002
+        return self.clock + 1
+
+
+class Capped(Lru):
+    """LRU of what was used, where no path keeps more than `cap` states: the shallowest go first."""
+
+    __slots__ = ("_cap",)
+
+    def __init__(self, cap: int) -> None:
+        super().__init__()
+        self._cap = cap
+
+    def of(self, checkpoint: Checkpoint) -> float:
+        below, here = 0, checkpoint.deeper
+        while here is not None and below < self._cap:
+            below, here = below + 1, here.deeper
+        return checkpoint.used_at - (self.clock if below >= self._cap else 0)
+
+
+class Efficiency(Lru):
+    """Recency plus tokens saved for each byte, both as ranks from 0 to 1 (Marconi, MLSys 2025,
+    section 4, from the description in the paper; its weight is learned there, and fixed here).
+    """
+
+    __slots__ = ("_longest", "_weight")
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self._weight = weight
+        self._longest = 1
+
+    def of(self, checkpoint: Checkpoint) -> float:
+        saved = checkpoint.replay_tokens
+        self._longest = max(self._longest, saved)
+        return checkpoint.used_at / (self.clock or 1) + self._weight * saved / self._longest
+
+
+def ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+    """The prompt's end."""
+    last = floor(facts.prompt_length - 1, facts.grid)
+    return {last: Kind.PROMPT_END} if start < last <= end else {}
+
+
+def forks_and_ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+    """Where a prompt leaves known KV, and its end."""
+    found = ends(facts, start, end)
+    found |= {p: Kind.JUNCTION for p in facts.junctions if start < p <= end}
+    return dict(sorted(found.items()))
+
+
+def intervals_too(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+    """Every 8192 tokens, forks and the prompt's end."""
+    first = floor(start, INTERVAL) + INTERVAL
+    found = dict.fromkeys(range(first, end + 1, INTERVAL), Kind.BOUNDARY)
+    return dict(sorted((found | forks_and_ends(facts, start, end)).items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How to build a cache that follows it."""
+
+    name: str
+    about: str
+    mode: Mode = "auto"
+    block_size: int = 2048
+    placement: Placement | None = None
+    worth: Callable[[], Worth] | None = None
+
+    def cache(self, *, num_pages: int, num_slots: int, page_size: int) -> Cache:
+        return Cache(
+            num_pages=num_pages,
+            num_slots=num_slots,
+            page_size=page_size,
+            grid=page_size,
+            mode=self.mode,
+            block_size=self.block_size,
+            placement=self.placement,
+            worth=self.worth() if self.worth is not None else None,
+        )
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy(name="auto", about="Milepost's default"),
+        Policy(name="none", about="no reuse", mode="none"),
+        Policy(
+            name="align",
+            about="the last multiple of 2048 in each chunk; LRU",
+            mode="align",
+            worth=Lru,
+        ),
+        Policy(name="all", about="each multiple of 2048; LRU", mode="all", worth=Lru),
+        Policy(
+            name="interval-path",
+            about="every 8192, forks, ends; LRU, a use touches the path",
+            placement=intervals_too,
+            worth=lambda: Lru(touches_path=True),
+        ),
+        Policy(
+            name="interval",
+            about="every 8192, forks, ends; LRU of what was used",
+            placement=intervals_too,
+            worth=Lru,
+        ),
+        Policy(
+            name="interval-cap3",
+            about="the same, at most 3 on a path",
+            placement=intervals_too,
+            worth=lambda: Capped(3),
+        ),
+        Policy(name="ends", about="the prompt's end; LRU", placement=ends, worth=Lru),
+        Policy(
+            name="forks-cap2",
+            about="forks and ends; LRU, at most 2 on a path",
+            placement=forks_and_ends,
+            worth=lambda: Capped(2),
+        ),
+        Policy(
+            name="efficiency",
+            about="forks and ends; recency plus tokens saved per byte",
+            placement=forks_and_ends,
+            worth=Efficiency,
+        ),
+    )
+}

@@ -1,0 +1,94 @@
+"""What a replay is reported as: one row for each policy and memory size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.cache import Cache
+from milepost.simulator.loop import Run
+from milepost.simulator.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Lost tokens and hits add up to the queries. What a slots-only replay has not is None."""
+
+    trace: str
+    policy: str
+    num_slots: int
+    num_pages: int | None
+    """None: KV was not limited."""
+    requests: int
+    queries: int
+    """Prompt tokens, each request once."""
+    hits: int
+    hit_rate: float
+    share_of_bound: float
+    """Of what a state at every page and unlimited KV would give."""
+    lost: dict[str, int]
+    ttft_p50_s: float | None = None
+    ttft_p90_s: float | None = None
+    ttft_p99_s: float | None = None
+    prefill_tokens: int
+    checkpoints_made: int
+    checkpoints_used: int
+    checkpoints_evicted_unused: int
+    preemptions: int = 0
+    refused: int = 0
+    virtual_s: float | None = None
+
+
+def slots_row(trace: Trace, policy: str, cache: Cache, bound: float) -> Row:
+    """Of a replay with slots alone limited; its pool has one more, for the running request."""
+    return Row(
+        num_slots=cache.slots.pool.total - 1,
+        num_pages=None,
+        prefill_tokens=cache.stats.queries - cache.stats.hits,
+        **_counts(trace, policy, cache, bound),
+    )
+
+
+def run_row(trace: Trace, policy: str, run: Run, bound: float) -> Row:
+    """Of a replay in virtual time."""
+    cache, stats = run.cache, run.scheduler.stats
+    p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
+    return Row(
+        num_slots=cache.slots.pool.total,
+        num_pages=cache.pages.total,
+        ttft_p50_s=p50,
+        ttft_p90_s=p90,
+        ttft_p99_s=p99,
+        prefill_tokens=stats.prefill_tokens,
+        preemptions=stats.num_preemptions,
+        refused=run.num_refused,
+        virtual_s=run.end_s,
+        **_counts(trace, policy, cache, bound),
+    )
+
+
+def _counts(trace: Trace, policy: str, cache: Cache, bound: float) -> dict[str, Any]:
+    stats = cache.stats
+    rate = stats.hits / stats.queries if stats.queries else 0.0
+    return {
+        "trace": trace.name,
+        "policy": policy,
+        "requests": len(trace.requests),
+        "queries": stats.queries,
+        "hits": stats.hits,
+        "hit_rate": rate,
+        "share_of_bound": rate / bound if bound else 0.0,
+        "lost": {reason.value: count for reason, count in stats.lost.items() if count},
+        "checkpoints_made": stats.checkpoints_made,
+        "checkpoints_used": stats.checkpoints_used,
+        "checkpoints_evicted_unused": stats.checkpoints_evicted_unused,
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that `share` of the values do not exceed."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, -(-round(share * 1000) * len(ordered) // 1000) - 1)]

@@ -1,0 +1,44 @@
+"""Replays a trace with one limit alone: the state slots.
+
+One request after the other, each done before the next; KV is never evicted, a running request's own
+slot is not counted, answers leave nothing. What it gives, the share of the input tokens that a
+saved state makes reusable, depends on which states are kept and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from milepost.cache import Cache
+from milepost.simulator.chain import TraceChain
+from milepost.simulator.policies import POLICIES, Policy
+from milepost.simulator.trace import Trace
+
+
+def replay(
+    trace: Trace,
+    num_slots: int,
+    *,
+    policy: Policy = POLICIES["auto"],
+    on_request: Callable[[int], None] | None = None,
+) -> Cache:
+    """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache."""
+    longest = max(request.input_length for request in trace.requests)
+    cache = policy.cache(
+        num_pages=trace.num_page_ids + -(-longest // trace.page_size),
+        num_slots=num_slots + 1,
+        page_size=trace.page_size,
+    )
+    digests = trace.digests()
+    for number, request in enumerate(trace.requests, start=1):
+        chain = TraceChain(request, trace.page_size, digests)
+        lease = cache.admit(chain, cache.match(chain))
+        assert lease is not None, "there is room for every page, and for one running request"
+        end = len(chain)
+        exports = cache.take_exports(lease, end)
+        written = {lease.slot_out: end} | {e.slot: e.position for e in exports}
+        cache.commit(lease, end, written)
+        cache.release(lease)
+        if on_request is not None:
+            on_request(number)
+    return cache

@@ -1,0 +1,243 @@
+"""Reads request traces: lengths, times and page ids, no text.
+
+One JSON object a line, in order of arrival, plain or gzip:
+
+    timestamp_ms    arrival, milliseconds from any start (`timestamp` is taken too)
+    input_length    prompt tokens, at least 1
+    output_length   answer tokens; 0 is read as 1
+    hash_ids        ids of the prompt's blocks from its start; an id stands for its block *and
+                    everything before it*. All full blocks, and maybe the partial one behind them.
+    session         optional: the conversation that the request belongs to
+    agent           optional: which of a session's agents asks
+    think_time      optional: seconds between the agent's previous answer and this request
+
+Every line of a file uses one block size; it is found from the lengths, or named by the caller. It
+is the page size of the replay, since reuse cannot be seen in smaller steps.
+
+An answer's tokens have no ids of their own in such a file. They are seen only when a later prompt
+holds them. `Trace.link_answers` finds that prompt: the first one behind a request's prompt with
+room for the answer. Then the pages behind the prompt take that prompt's ids, so that a state kept
+at the answer's end can be found again. Answers that no prompt continues have ids that nobody asks
+for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from milepost.errors import TraceError
+
+BLOCK_SIZES = tuple(1 << k for k in range(4, 12))
+"""Block sizes that a file may have without naming it: 16 to 2048."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TraceRequest:
+    """One line. `page_ids` are the trace's own numbers, 0, 1, 2 ... by first use."""
+
+    arrival_s: float
+    input_length: int
+    output_length: int
+    page_ids: array[int]
+    """Full pages of the prompt."""
+    session: str | None = None
+    agent: str | None = None
+    think_s: float | None = None
+    answer_ids: array[int] = field(default_factory=lambda: array("I"))
+    """Pages behind the prompt's full ones, as the prompt that continues this one has them."""
+    own_id: int = 0
+    """First of the ids for pages behind the prompt that no other prompt has."""
+
+    @property
+    def thread(self) -> tuple[str, str | None] | None:
+        """Whose requests follow each other: a session's agent."""
+        return (self.session, self.agent) if self.session is not None else None
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """Requests in order of arrival."""
+
+    name: str
+    page_size: int
+    requests: list[TraceRequest]
+    num_page_ids: int
+    """Distinct ids, those of unseen answers among them."""
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(request.input_length for request in self.requests)
+
+    def digests(self) -> list[bytes]:
+        """A digest for each page id. Made once a replay and shared by its chains."""
+        return [id_.to_bytes(8, "little") for id_ in range(self.num_page_ids)]
+
+    def link_answers(self) -> None:
+        """Give each request the page ids of its answer, where a later prompt shows them."""
+        at_end: dict[int, TraceRequest] = {}
+        for request in self.requests:
+            ids = request.page_ids
+            for depth in range(len(ids), 0, -1):
+                before = at_end.get(ids[depth - 1])
+                if before is not None:
+                    self._link(before, request)
+                    break
+            if ids:
+                at_end[ids[-1]] = request
+
+    def _link(self, before: TraceRequest, after: TraceRequest) -> None:
+        total = before.input_length + before.output_length
+        if before.answer_ids or after.input_length < total:
+            return
+        first = len(before.page_ids)
+        before.answer_ids = after.page_ids[first : -(-total // self.page_size)]
+
+    def bound(self) -> float:
+        """Share of the input tokens that earlier prompts hold: what a state at every page gives."""
+        seen = bytearray(self.num_page_ids)
+        hit = 0
+        for request in self.requests:
+            known = 0
+            for id_ in request.page_ids:
+                if not seen[id_]:
+                    break
+                known += 1
+            for id_ in request.page_ids[known:]:
+                seen[id_] = 1
+            hit += min(known * self.page_size, request.input_length - 1)
+        return hit / self.input_tokens
+
+
+def read_trace(
+    path: Path,
+    *,
+    block_size: int | None = None,
+    limit: int | None = None,
+    on_line: Callable[[int], None] | None = None,
+) -> Trace:
+    """Read a file. `limit` takes its first requests alone. Raises TraceError for a bad line."""
+    numbers: dict[int, int] = {}
+    requests: list[TraceRequest] = []
+    sizes = (block_size,) if block_size else BLOCK_SIZES
+    last_s = float("-inf")
+    for line_number, line in enumerate(_lines(path), start=1):
+        if limit is not None and len(requests) >= limit:
+            break
+        if not line.strip():
+            continue
+        where = f"{path}:{line_number}"
+        request = _parse(line, where, numbers)
+        if request.arrival_s < last_s:
+            raise TraceError(f"{where}: timestamp goes back in time")
+        last_s = request.arrival_s
+        sizes = _sizes_that_fit(request, sizes, where)
+        requests.append(request)
+        if on_line is not None:
+            on_line(len(requests))
+    if not requests:
+        raise TraceError(f"{path}: no requests")
+    return _finish(path.name, requests, _one_size(sizes, path), len(numbers))
+
+
+def _finish(name: str, requests: list[TraceRequest], page_size: int, num_ids: int) -> Trace:
+    start_s = requests[0].arrival_s
+    for request in requests:
+        request.arrival_s -= start_s
+        del request.page_ids[request.input_length // page_size :]
+        request.own_id = num_ids
+        total = request.input_length + request.output_length
+        num_ids += total // page_size + 1 - len(request.page_ids)
+    return Trace(name=name, page_size=page_size, requests=requests, num_page_ids=num_ids)
+
+
+def _one_size(sizes: tuple[int, ...], path: Path) -> int:
+    if len(sizes) > 1:
+        raise TraceError(
+            f"{path}: blocks of {' or '.join(map(str, sizes))} tokens would fit; "
+            "name the block size"
+        )
+    return sizes[0]
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as raw:
+            is_gzip = raw.read(2) == b"\x1f\x8b"
+        if is_gzip:
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                yield from lines
+        else:
+            with path.open(encoding="utf-8") as lines:
+                yield from lines
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not UTF-8 text") from error
+    except (OSError, EOFError) as error:
+        raise TraceError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _parse(line: str, where: str, numbers: dict[int, int]) -> TraceRequest:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise TraceError(f"{where}: not a JSON object")
+    time_key = "timestamp_ms" if "timestamp_ms" in row else "timestamp"
+    think_s = row.get("think_time")
+    return TraceRequest(
+        arrival_s=_number(row, time_key, where) / 1000,
+        input_length=_count(row, "input_length", where, least=1),
+        output_length=max(1, _count(row, "output_length", where, least=0)),
+        page_ids=_page_ids(row.get("hash_ids"), where, numbers),
+        session=None if row.get("session") is None else str(row["session"]),
+        agent=None if row.get("agent") is None else str(row["agent"]),
+        think_s=None if think_s is None else max(0.0, _number(row, "think_time", where)),
+    )
+
+
+def _page_ids(ids: Any, where: str, numbers: dict[int, int]) -> array[int]:
+    if not isinstance(ids, list):
+        raise TraceError(f"{where}: hash_ids is not a list")
+    try:
+        return array("I", _renumber(ids, numbers))
+    except TypeError as error:
+        raise TraceError(f"{where}: hash_ids holds something that is not an id") from error
+
+
+def _renumber(ids: Iterable[int], numbers: dict[int, int]) -> Iterator[int]:
+    for id_ in ids:
+        number = numbers.get(id_)
+        if number is None:
+            number = numbers[id_] = len(numbers)
+        yield number
+
+
+def _number(row: dict[str, Any], key: str, where: str) -> float:
+    value = row.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TraceError(f"{where}: {key}={value!r} is not a number")
+    return float(value)
+
+
+def _count(row: dict[str, Any], key: str, where: str, *, least: int) -> int:
+    value = row.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise TraceError(f"{where}: {key}={value!r} is not a count of {least} or more")
+    return value
+
+
+def _sizes_that_fit(request: TraceRequest, sizes: tuple[int, ...], where: str) -> tuple[int, ...]:
+    tokens, num = request.input_length, len(request.page_ids)
+    fitting = tuple(s for s in sizes if num in (tokens // s, -(-tokens // s)))
+    if not fitting:
+        raise TraceError(
+            f"{where}: {num} hash_ids do not fit {tokens} tokens in blocks of "
+            f"{' or '.join(map(str, sizes))}"
+        )
+    return fitting

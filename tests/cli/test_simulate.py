@@ -1,0 +1,65 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+from tests.simulator.traces import DATA
+
+from milepost.cli.display import Screen
+from milepost.cli.main import main
+
+TRACE = str(DATA / "conversation-excerpt.jsonl.gz")
+
+
+def simulate(*arguments):
+    answers, reports = io.StringIO(), io.StringIO()
+    screen = Screen(answers=answers, reports=Console(file=reports, width=120), clock=lambda: 0.0)
+    status = main(["simulate", *arguments], screen=screen)
+    return status, answers.getvalue(), reports.getvalue()
+
+
+def test_a_table_has_a_row_for_each_policy_and_size():
+    status, table, _ = simulate(TRACE, "--num-slots", "8", "32", "--policy", "auto", "ends")
+    rows = [line.split()[:2] for line in table.splitlines()[1:5]]
+    assert (status, rows) == (0, [["auto", "8"], ["ends", "8"], ["auto", "32"], ["ends", "32"]])
+    assert "300 requests, bound" in table
+
+
+def test_json_rows_add_up(tmp_path):
+    path = tmp_path / "rows.json"
+    memory = ("--num-slots", "16", "--kv-tokens", "300000", "--limit", "60")
+    status, table, _ = simulate(TRACE, *memory, "--policy", "auto", "none", "--json", str(path))
+    rows = json.loads(path.read_text())
+    assert status == 0
+    assert "ttft p50" in table
+    assert [row["policy"] for row in rows] == ["auto", "none"]
+    for row in rows:
+        assert row["hits"] + sum(row["lost"].values()) == row["queries"]
+        assert row["ttft_p90_s"] > 0
+
+
+def test_json_to_standard_output_is_nothing_else():
+    _, text, _ = simulate(TRACE, "--num-slots", "8", "--policy", "auto", "--json", "-")
+    assert json.loads(text)[0]["num_slots"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.jsonl",), "nowhere.jsonl: No such file"),
+        ((TRACE, "--policy", "magic"), "--policy magic: use auto"),
+        ((TRACE, "--num-slots", "0"), "--num-slots"),
+        ((TRACE, "--cost", "abacus"), "cost model 'abacus'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    status, _, reports = simulate(*arguments)
+    assert (status, reports.count("\n")) == (2, 1)
+    assert message in reports
+
+
+def test_plot_writes_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rates.png"
+    assert simulate(TRACE, "--num-slots", "8", "16", "--limit", "50", "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")

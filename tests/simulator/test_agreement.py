@@ -1,0 +1,112 @@
+"""The simulator and the engine, side by side on the same requests: the same plans and counters.
+
+A trace cannot show that prompts agree inside a page. So here they part where pages end, and what
+follows an answer fills its last page.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from milepost.cache import Cache
+from milepost.config import EngineConfig
+from milepost.engine.core import Engine
+from milepost.engine.requests import Prompt
+from milepost.sampling_params import SamplingParams
+from milepost.simulator.cost import read_cost
+from milepost.simulator.loop import Replay
+from milepost.simulator.trace import Trace, TraceRequest
+from tests.checkpoints import save
+
+POOLS = {"num_pages": 40, "num_slots": 5, "page_size": 64}
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 192}
+
+
+def tokens(num, seed):
+    return random.Random(seed).choices(range(101), k=num)
+
+
+def first_prompts():
+    shared = tokens(192, 0)
+    return [[*shared, i, *tokens(70 + 9 * i, 1 + i)] for i in range(5)] + [tokens(300, 9)]
+
+
+def recorded(scheduler, plans):
+    """Note what each step plans, without object identities."""
+    schedule = scheduler.schedule
+
+    def noting():
+        plan = schedule()
+        plans.append(
+            [
+                (
+                    *(s.request.arrival, s.start, s.end, tuple(s.page_table), s.write_from),
+                    *(s.slot_in, s.slot_out, s.exports, s.page_copy, s.samples),
+                )
+                for s in plan.sequences
+            ]
+        )
+        return plan
+
+    scheduler.schedule = noting
+
+
+def run_engine(folder):
+    """Two waves of prompts: the second continues what the first got for answers."""
+    config = EngineConfig(
+        model=str(folder), skip_tokenizer_init=True, device="cpu", **POOLS, **LIMITS
+    )
+    engine, plans, asked = Engine(config), [], []
+    recorded(engine.scheduler, plans)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prompts = first_prompts()
+    for _ in range(2):
+        jobs = [engine.add(Prompt(token_ids=prompt), params) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        asked += [job.answers[0].request for job in jobs]
+        prompts = [
+            [*r.chain.tokens, *tokens(70, 50 + i)] for i, r in enumerate(asked[: len(prompts)])
+        ]
+    return plans, asked, engine.scheduler.cache.stats
+
+
+def trace_of(asked, wave):
+    """The same requests as a trace tells them: ids for the pages."""
+    ids: dict[bytes, int] = {}
+    requests = []
+    for number, request in enumerate(asked):
+        digests = request.chain.full_digests()
+        pages = array("I", [ids.setdefault(d, len(ids)) for d in digests])
+        full = request.num_prompt_tokens // 64
+        requests.append(
+            TraceRequest(
+                arrival_s=0.0 if number < wave else 1e6,
+                input_length=request.num_prompt_tokens,
+                output_length=request.num_output_tokens,
+                page_ids=pages[:full],
+            )
+        )
+    trace = Trace(
+        name="made", page_size=64, requests=requests, num_page_ids=len(ids) + 200 * len(requests)
+    )
+    for number, request in enumerate(requests):
+        request.own_id = len(ids) + 100 * number
+    trace.link_answers()
+    return trace
+
+
+def test_the_simulator_plans_what_the_engine_plans(tmp_path):
+    save("qwen3_next", tmp_path)
+    plans, asked, stats = run_engine(tmp_path)
+    cache = Cache(**POOLS)
+    replay = Replay(
+        trace_of(asked, 6), cache, read_cost("hybrid-35b-a3b-h200"), closed=False, **LIMITS
+    )
+    simulated: list = []
+    recorded(replay.run_so_far.scheduler, simulated)
+    replay.run()
+    assert stats.hits > 0
+    assert simulated == plans
+    assert cache.stats == stats

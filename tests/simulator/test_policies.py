@@ -1,0 +1,119 @@
+"""One contract for every policy, and what sets ours apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from milepost.cache.check import check
+from milepost.simulator import read_trace
+from milepost.simulator.cost import read_cost
+from milepost.simulator.loop import Replay
+from milepost.simulator.policies import POLICIES
+from milepost.simulator.slots import replay
+from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, round_robin
+
+
+def conversation(limit=120):
+    return read_trace(DATA / "conversation-excerpt.jsonl.gz", limit=limit)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_policy_adds_up_and_is_deterministic(policy):
+    trace = conversation()
+    trace.link_answers()
+    runs = []
+    for _ in range(2):
+        cache = policy.cache(num_pages=600, num_slots=20, page_size=512)
+        cost = read_cost("hybrid-35b-a3b-h200")
+        run = Replay(trace, cache, cost, closed=False, max_num_seqs=8).run()
+        check(cache)
+        stats = cache.stats
+        assert stats.hits + sum(stats.lost.values()) == stats.queries
+        assert stats.queries == sum(
+            r.input_length for r in trace.requests if r.input_length + r.output_length <= 600 * 512
+        )
+        assert len(run.ttft_s) + run.num_refused == len(trace.requests)
+        assert cache.pages.num_used == cache.slots.pool.num_used == 0
+        runs.append((stats, run.ttft_s))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_no_policy_reuses_more_than_the_bound(policy):
+    trace = conversation(300)
+    stats = replay(trace, 10_000, policy=policy).stats
+    assert stats.hits <= trace.bound() * trace.input_tokens + 1
+
+
+def hit_rate(trace, num_slots, policy="auto"):
+    stats = replay(trace, num_slots, policy=POLICIES[policy]).stats
+    return stats.hits / stats.queries
+
+
+@pytest.mark.parametrize("num_sessions", [100, 125, 160])
+def test_a_cycle_longer_than_the_memory_keeps_its_share(num_sessions):
+    """LRU keeps nothing of it, and the rest of the sessions must not cost more than their share."""
+    trace = round_robin(num_sessions, 16)
+    fits = hit_rate(trace, 2 * num_sessions)
+    assert hit_rate(trace, 100, "ends") < 0.02
+    assert hit_rate(trace, 100) > 0.6 * fits * min(1, 100 / num_sessions)
+
+
+def test_a_scan_of_unique_prompts_costs_the_sessions_little():
+    def traffic(scan):
+        maker = Maker()
+        sessions = [maker.pages(60) for _ in range(40)]
+        counted = []
+        for turn in range(40):
+            for number, session in enumerate(sessions):
+                counted.append(len(maker.requests))
+                maker.ask(session)
+                session += maker.pages(2)
+                if scan and 10 <= turn < 20:
+                    maker.ask(maker.pages(60 + number))
+        return maker.trace(), counted
+
+    def kept(scan):
+        trace, counted = traffic(scan)
+        sessions = {id(trace.requests[i]) for i in counted}
+        total = sum(r.input_length for r in trace.requests if id(r) in sessions)
+        return replay(trace, 80).stats.hits / total
+
+    assert kept(scan=False) - kept(scan=True) < 0.02
+
+
+@pytest.mark.parametrize(("step", "num_others"), [(8, 0), (32, 20), (496, 20)])
+def test_a_fork_of_a_long_chain_hits_where_it_leaves(step, num_others):
+    """A 32k chain, grown in steps or at once, with 48 slots; then a prompt leaves it at 8192."""
+    maker = Maker()
+    chain = maker.pages(16)
+    while len(chain) < 512:
+        maker.ask(chain)
+        chain += maker.pages(step)
+    maker.ask(chain)
+    for _ in range(num_others):
+        maker.ask(maker.pages(40))
+    maker.ask(chain[:128] + maker.pages(10))
+    trace = maker.trace()
+    before = dataclasses.replace(trace, requests=trace.requests[:-1])
+    assert replay(trace, 48).stats.hits - replay(before, 48).stats.hits == 8192
+
+
+BEST = {
+    "agent-dev": {64: 89.4, 128: 94.6, 256: 95.6, 512: 95.8},
+    "mooncake-conversation": {256: 13.3, 1024: 28.5, 4096: 35.3},
+    "mooncake-synthetic": {64: 16.0, 256: 37.0, 1024: 57.4, 2048: 63.4, 4096: 64.2},
+}
+
+
+@needs_traces
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_slots"), [(name, num) for name, row in BEST.items() for num in row]
+)
+def test_auto_is_at_least_as_good_as_the_best_known(name, num_slots):
+    trace = read_trace(Path(TRACES) / f"{name}.jsonl.gz")
+    assert 100 * hit_rate(trace, num_slots) > BEST[name][num_slots] - 0.05

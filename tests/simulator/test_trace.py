@@ -1,0 +1,113 @@
+import gzip
+import json
+
+import pytest
+
+from milepost.errors import TraceError
+from milepost.simulator import read_trace
+from milepost.simulator.chain import TraceChain
+from tests.simulator.traces import DATA
+
+
+def line(**changes):
+    row = {"timestamp": 0, "input_length": 130, "output_length": 5, "hash_ids": [7, 8]} | changes
+    return json.dumps({key: value for key, value in row.items() if value is not None}) + "\n"
+
+
+def write(path, *lines):
+    path.write_text("".join(lines))
+    return path
+
+
+def test_both_recorded_formats_are_read():
+    agents = read_trace(DATA / "agent-excerpt.jsonl.gz")
+    assert (agents.page_size, len(agents.requests)) == (64, 53)
+    assert len({r.session for r in agents.requests}) == 3
+    chats = read_trace(DATA / "conversation-excerpt.jsonl.gz")
+    assert (chats.page_size, len(chats.requests)) == (512, 300)
+    assert all(len(r.page_ids) == r.input_length // 512 for r in chats.requests)
+
+
+def test_plain_and_gzip_read_alike(tmp_path):
+    text = line() + line(timestamp=9, input_length=200, hash_ids=[7, 8, 9])
+    plain = read_trace(write(tmp_path / "a.jsonl", text))
+    (tmp_path / "b").write_bytes(gzip.compress(text.encode()))
+    packed = read_trace(tmp_path / "b")
+    assert plain.requests[1].page_ids == packed.requests[1].page_ids
+    assert plain.requests[1].arrival_s == 0.009
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        (line(timestamp=None), "timestamp=None"),
+        (line(input_length=0), "input_length=0"),
+        (line(output_length=-1), "output_length=-1"),
+        (line(output_length=True), "output_length=True"),
+        (line(hash_ids=None), "hash_ids is not a list"),
+        (line(hash_ids=[7, [8]]), "not an id"),
+        (line(think_time="long"), "think_time='long'"),
+        (line(timestamp=-1), "back in time"),
+        (line(hash_ids=[1] * 99), "99 hash_ids do not fit 130 tokens"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, bad, message):
+    path = write(tmp_path / "t.jsonl", line(), bad.rstrip("\n") + "\n")
+    with pytest.raises(TraceError, match="t.jsonl:2: .*" + message):
+        read_trace(path)
+
+
+def test_an_empty_file_a_missing_one_and_an_open_block_size_are_refused(tmp_path):
+    with pytest.raises(TraceError, match="no requests"):
+        read_trace(write(tmp_path / "e", "\n"))
+    with pytest.raises(TraceError, match="No such file"):
+        read_trace(tmp_path / "missing")
+    with pytest.raises(TraceError, match="64 or 128"):
+        read_trace(write(tmp_path / "o", line(input_length=100, hash_ids=[7])))
+    assert read_trace(write(tmp_path / "o", line()), block_size=64).page_size == 64
+
+
+def test_an_answer_has_the_ids_of_the_prompt_that_continues_it(tmp_path):
+    trace = read_trace(
+        write(
+            tmp_path / "t",
+            line(output_length=100),
+            line(timestamp=1, input_length=280, hash_ids=[7, 8, 9, 10]),
+            line(timestamp=2, input_length=280, hash_ids=[7, 8, 11, 12]),
+        )
+    )
+    trace.link_answers()
+    first, second, third = trace.requests
+    digests = trace.digests()
+    chain = TraceChain(first, 64, digests)
+    for _ in range(100):
+        chain.append(0)
+    follower = TraceChain(second, 64, digests)
+    assert chain.full_digests() == follower.full_digests()[:3]
+    assert follower.token_bytes(0, 230) == chain.token_bytes(0, 230)
+    assert TraceChain(third, 64, digests).full_digests()[2] != chain.full_digests()[2]
+    assert not third.answer_ids
+
+
+def test_an_answer_that_no_prompt_has_room_for_keeps_ids_of_its_own(tmp_path):
+    trace = read_trace(
+        write(
+            tmp_path / "t",
+            line(output_length=500),
+            line(timestamp=1, input_length=280, hash_ids=[7, 8, 9, 10]),
+        )
+    )
+    trace.link_answers()
+    assert not trace.requests[0].answer_ids
+
+
+def test_bytes_of_a_chain_agree_with_its_pages():
+    trace = read_trace(DATA / "agent-excerpt.jsonl.gz", limit=2)
+    chain = TraceChain(trace.requests[0], 64, trace.digests())
+    whole = chain.token_bytes(0, len(chain))
+    assert len(whole) == 4 * len(chain)
+    assert chain.token_bytes(100, 333) == whole[400:1332]
+    assert b"".join(chain.page_bytes(1, 4)) == whole[256:1024]
+    assert chain.token_bytes(len(chain), len(chain) + 9) == b""
