@@ -15,19 +15,15 @@ from rich.table import Table
 
 from milepost.cli.flags import Flags, add_flags
 from milepost.errors import ConfigError
+from milepost.load.config import DriveConfig
 from milepost.load.workloads import WorkloadConfig, sessions
+
+DRIVE = Flags(config=DriveConfig, group=Group("Load", sort_key=1), renamed={})
+LOAD = Flags(config=WorkloadConfig, group=Group("Workload", sort_key=2), renamed={})
 
 
 def bench_command(reports: Console) -> Callable[..., int]:
     """The command, bound to where its table goes."""
-    try:
-        from milepost.load import drive
-        from milepost.load.summary import summarize
-    except ModuleNotFoundError as error:
-        return _missing(error.name or "aiohttp")
-
-    load_flags = Flags(config=WorkloadConfig, group=Group("Workload", sort_key=2), renamed={})
-    drive_flags = Flags(config=drive.DriveConfig, group=Group("Load", sort_key=1), renamed={})
 
     def bench(
         *,
@@ -41,7 +37,8 @@ def bench_command(reports: Console) -> Callable[..., int]:
         Works with any server that streams /v1/chat/completions. The row goes to standard output as
         JSON, the table to standard error.
         """
-        config, workload = drive_flags.build(settings), load_flags.build(settings)
+        config, workload = DRIVE.build(settings), LOAD.build(settings)
+        drive, summarize = _driver()
         load = sessions(workload)
         total = sum(len(session.turns) for session in load)
         with _bar(reports) as bar:
@@ -54,7 +51,7 @@ def bench_command(reports: Console) -> Callable[..., int]:
                 bar.update(task, advance=1, failed=failed)
 
             results, seconds = asyncio.run(
-                drive.drive(config, load, seed=workload.workload_seed, progress=progress)
+                drive(config, load, seed=workload.workload_seed, progress=progress)
             )
         row = {**_row_head(config, workload), **summarize(results, seconds)}
         print(json.dumps(row), flush=True)
@@ -64,17 +61,19 @@ def bench_command(reports: Console) -> Callable[..., int]:
         reports.print(_table(row))
         return 1 if row["failed"] else 0
 
-    return add_flags(bench, [drive_flags, load_flags])
+    return add_flags(bench, [DRIVE, LOAD])
 
 
-def _missing(library: str) -> Callable[..., int]:
-    def bench() -> int:
-        """Put load on a server (needs the `server` extra)."""
+def _driver() -> tuple[Callable[..., Any], Callable[..., dict[str, Any]]]:
+    """`drive` and `summarize`. Raises ConfigError if their library is not installed."""
+    try:
+        from milepost.load.drive import drive
+        from milepost.load.summary import summarize
+    except ModuleNotFoundError as error:
         raise ConfigError(
-            f"bench needs {library}: install it with `pip install 'milepost[server]'`"
-        )
-
-    return bench
+            f"bench needs {error.name}: install it with `pip install 'milepost[server]'`"
+        ) from error
+    return drive, summarize
 
 
 def _bar(reports: Console) -> Progress:

@@ -149,7 +149,7 @@ class Loop:
             case Abort():
                 self._abort(message.id)
             case Ask():
-                self._send(self._answer(message))
+                self.send(self._answer(message))
             case Stop():
                 self._is_open = False
 
@@ -157,7 +157,7 @@ class Loop:
         try:
             job = self._engine.add(message.prompt, message.params, priority=message.priority)
         except InvalidRequestError as error:
-            self._send(Refused(id=message.id, message=str(error)))
+            self.send(Refused(id=message.id, message=str(error)))
             return
         task = _Task(message.id, job, [_Sent(answer) for answer in job.answers])
         self._tasks[message.id] = self._queued[message.id] = task
@@ -185,7 +185,7 @@ class Loop:
             if task.job.is_finished:
                 self._forget(task)
         if outputs:
-            self._send(Outputs(outputs))
+            self.send(Outputs(outputs))
 
     def _note_admissions(self, now: float) -> None:
         admitted = [
@@ -199,7 +199,8 @@ class Loop:
         del self._tasks[task.id], self._by_job[task.job]
         self._queued.pop(task.id, None)
 
-    def _send(self, message: object) -> None:
+    def send(self, message: object) -> None:
+        """To the client; one that has gone ends the loop."""
         try:
             self._socket.sendall(frame(message))
         except (BrokenPipeError, ConnectionResetError):
@@ -222,7 +223,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable = Engi
             loop.run()
         except EngineDeadError as error:
             logger.exception("the step loop failed")
-            loop._send(Died(message=str(error)))
+            loop.send(Died(message=str(error)))
             raise SystemExit(1) from None
 
 

@@ -6,46 +6,16 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from milepost.errors import ConfigError
 from milepost.load.client import Endpoint, Result, find_model
+from milepost.load.config import DriveConfig
 from milepost.load.workloads import Session
 
 Progress = Callable[[Result], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriveConfig:
-    """How the load is put on; raises ConfigError."""
-
-    base_url: str = "http://127.0.0.1:8000"
-    """The server, without /v1."""
-    api_key: str | None = None
-    """Sent as a bearer token."""
-    served_model: str | None = None
-    """Name of the model; by default the first that the server lists."""
-    concurrency: int = 16
-    """Sessions at once (closed loop), if there is no request rate."""
-    request_rate: float | None = None
-    """Sessions a second, with exponential gaps (open loop)."""
-    num_warmups: int = 4
-    """Requests before the measurement, of text of their own."""
-    temperature: float = 0.0
-    """Sent with every request."""
-    ignore_eos: bool = False
-    """Ask for answers of full length; servers that know no such field refuse it."""
-    timeout_s: float = 600.0
-    """Longest time for one request."""
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ConfigError(f"concurrency={self.concurrency}: use 1 or more")
-        if self.request_rate is not None and self.request_rate <= 0:
-            raise ConfigError(f"request_rate={self.request_rate}: use more than 0")
 
 
 async def drive(

@@ -1,0 +1,37 @@
+"""How load is put on a server. The flags of `milepost bench` are made from this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from milepost.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveConfig:
+    """How the load is put on; raises ConfigError."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    """The server, without /v1."""
+    api_key: str | None = None
+    """Sent as a bearer token."""
+    served_model: str | None = None
+    """Name of the model; by default the first that the server lists."""
+    concurrency: int = 16
+    """Sessions at once (closed loop), if there is no request rate."""
+    request_rate: float | None = None
+    """Sessions a second, with exponential gaps (open loop)."""
+    num_warmups: int = 4
+    """Requests before the measurement, of text of their own."""
+    temperature: float = 0.0
+    """Sent with every request."""
+    ignore_eos: bool = False
+    """Ask for answers of full length; servers that know no such field refuse it."""
+    timeout_s: float = 600.0
+    """Longest time for one request."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigError(f"concurrency={self.concurrency}: use 1 or more")
+        if self.request_rate is not None and self.request_rate <= 0:
+            raise ConfigError(f"request_rate={self.request_rate}: use more than 0")
