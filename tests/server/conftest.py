@@ -63,9 +63,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    """Start a server, wait until it takes requests, end it."""
-    command = [sys.executable, "-m", "milepost", "serve", str(folder), *flags]
+def serving(folder: Path | None, *flags: str) -> Iterator[Server]:
+    """A server that takes requests, until the end of the block; without a folder, of our model."""
+    command = [
+        sys.executable,
+        "-m",
+        "milepost",
+        "serve",
+        *([str(folder)] if folder else []),
+        *flags,
+    ]
     for flag, value in FLAGS.items():
         command += [flag, value] if flag not in flags else []
     process = subprocess.Popen(

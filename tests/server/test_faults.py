@@ -165,6 +165,20 @@ def test_without_a_key_nothing_is_served(folder):
             client.models.list()
 
 
+def test_operators_have_keys_of_their_own(folder, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("tenant\n\nother\n")
+    with serving(folder, "--key-file", str(keys), "--admin-key", "root") as server:
+        for path, method in (("/metrics", "GET"), ("/reset_prefix_cache", "POST")):
+            for key, status in (("tenant", 401), ("root", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                response = httpx.request(method, server.url + path, headers=headers)
+                assert response.status_code == status
+        for key in ("tenant", "other", "root"):
+            with server.client(key) as client:
+                assert client.models.list()
+
+
 def test_small_writes_are_sent_at_once():
     """Nagle's algorithm with a delayed ACK adds 40 ms to the first token."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from milepost.errors import EngineDeadError, MilepostError
 from milepost.server import errors
 from milepost.server.chat import chat
 from milepost.server.completions import complete
+from milepost.server.config import read_keys
 from milepost.server.errors import HttpError
 from milepost.server.gate import Gate
 from milepost.server.messages import for_template, tools_for_template
@@ -31,6 +34,8 @@ from milepost.server.protocol import (
     field_names,
 )
 from milepost.server.service import Service
+
+METRICS_TIMEOUT_S = 5.0
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request cannot be served as it stands; `error.param` says what."},
@@ -80,7 +85,8 @@ def build(service: Service) -> Gate:
     config = service.config
     return Gate(
         app,
-        api_keys=config.api_key or (),
+        api_keys=[*(config.api_key or ()), *read_keys(config.key_file)],
+        admin_keys=config.admin_key or (),
         max_request_bytes=config.max_request_bytes,
         log=config.access_log,
     )
@@ -163,6 +169,8 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:
+    engine: Sequence[Metric] = ()
+
     @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> dict[str, Any]:
         if service.client.death is not None or service.is_closing:
@@ -181,7 +189,10 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        engine: Sequence[Metric] = await service.client.metrics()
+        nonlocal engine
+        with contextlib.suppress(TimeoutError):  # a step can take long; then the last figures
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                engine = await service.client.metrics()
         return Response(service.metrics.expose(engine), media_type=CONTENT_TYPE)
 
 

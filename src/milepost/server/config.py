@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from milepost.errors import ConfigError
@@ -28,6 +29,11 @@ class ServerConfig:
     api_key: Sequence[str] | None = None
     """Serve only requests that bear one of these keys (all but /health). May be given several
     times."""
+    admin_key: Sequence[str] | None = None
+    """Only these keys open /metrics and /reset_prefix_cache, which tell and do more than one client
+    should; by default the API keys do. May be given several times."""
+    key_file: str | None = None
+    """Read more API keys from this file, one a line: a command line can be seen by others."""
     max_waiting: int = 1024
     """Answers that may wait beyond the max_num_seqs that run; more are refused with 429."""
     request_timeout_s: float = 600.0
@@ -55,8 +61,21 @@ class ServerConfig:
             self.shutdown_timeout_s >= 0,
             f"shutdown_timeout_s={self.shutdown_timeout_s}: use 0 or more",
         )
-        for name in ("api_key", "served_model_name"):
+        for name in ("api_key", "admin_key", "served_model_name"):
             _require(all(getattr(self, name) or ["-"]), f"{name}='': use text that is not empty")
+
+
+def read_keys(path: str | None) -> list[str]:
+    """The lines of a key file. Raises ConfigError for one that cannot be read or has none."""
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"key_file={path!r}: {error}") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    _require(bool(keys), f"key_file={path!r}: the file has no key")
+    return keys
 
 
 def _require(holds: bool, message: str) -> None:

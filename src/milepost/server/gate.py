@@ -22,15 +22,25 @@ access = logging.getLogger("milepost.access")
 OPEN_PATHS = frozenset(("/health",))
 """Served without a key, so that a load balancer can ask."""
 
+ADMIN_PATHS = frozenset(("/metrics", "/reset_prefix_cache"))
+"""Opened by the admin keys alone, if there are any."""
+
 
 class Gate:
     """Wraps the application."""
 
     def __init__(
-        self, app: Any, *, api_keys: Sequence[str], max_request_bytes: int, log: bool
+        self,
+        app: Any,
+        *,
+        api_keys: Sequence[str],
+        admin_keys: Sequence[str],
+        max_request_bytes: int,
+        log: bool,
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._admin_keys = [key.encode() for key in admin_keys]
         self._max_bytes = max_request_bytes
         self._log = log
 
@@ -55,10 +65,12 @@ class Gate:
                 access.info("%s", json.dumps(exchange.line(scope), ensure_ascii=True))
 
     def _check_key(self, scope: Any) -> None:
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        is_admin = bool(self._admin_keys) and scope["path"] in ADMIN_PATHS
+        keys = self._admin_keys if is_admin else [*self._keys, *self._admin_keys]
+        if not (self._keys or is_admin) or scope["path"] in OPEN_PATHS:
             return
         kind, _, key = _header(scope, b"authorization").partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), own) for own in self._keys]
+        matches = [hmac.compare_digest(key.strip(), own) for own in keys]
         if kind.lower() != b"bearer" or True not in matches:
             raise HttpError(401, "send a valid key as 'Authorization: Bearer KEY'")
 

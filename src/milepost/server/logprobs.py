@@ -26,7 +26,8 @@ def _chat_token(entry: Entry, num_top: int) -> dict[str, Any]:
 
 def _token(token_id: int, logprob: Logprob) -> dict[str, Any]:
     text = _text(token_id, logprob)
-    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
+    octets = None if "\ufffd" in text else list(text.encode())  # part of a character has no text
+    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": octets}
 
 
 def extend_completion(

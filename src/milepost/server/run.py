@@ -27,7 +27,7 @@ from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError, ServerClosingError
 from milepost.models.loading import find_folder
 from milepost.server import app
-from milepost.server.config import ServerConfig
+from milepost.server.config import ServerConfig, read_keys
 from milepost.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,11 @@ def run(
 
     `announce` is called with the address once requests are taken.
     """
+    read_keys(server_config.key_file)
     with _listen(server_config) as sock:
-        return asyncio.run(_serve(server_config, engine_config, sock, announce))
+        loop_factory = uvicorn.Config(app=None, log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(_serve(server_config, engine_config, sock, announce))
 
 
 async def _serve(

@@ -1,0 +1,55 @@
+import gzip
+import json
+
+import pytest
+
+from milepost.errors import ConfigError
+from milepost.load.workloads import WorkloadConfig, sessions
+
+
+def texts(load):
+    return [[message["content"] for turn in s.turns for message in turn.messages] for s in load]
+
+
+@pytest.mark.parametrize("workload", ["shared-prefix", "multi-turn", "agent"])
+def test_shapes(workload):
+    config = WorkloadConfig(workload=workload, num_sessions=6, num_groups=2, num_turns=3)
+    load = sessions(config)
+    assert len(load) == 6
+    assert {len(session.turns) for session in load} == {1 if workload == "shared-prefix" else 3}
+    systems = [session.turns[0].messages[0] for session in load]
+    assert [message["role"] for message in systems] == ["system"] * 6
+    assert len({message["content"] for message in systems}) == 2
+    assert len({message["content"].count(" ") for message in systems}) == 1
+    assert texts(load) == texts(sessions(config))
+    other = WorkloadConfig(workload=workload, num_sessions=6, num_groups=2, workload_seed=1)
+    assert texts(load) != texts(sessions(other))
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_trace_shares_what_its_ids_share(tmp_path, name):
+    rows = [
+        {"timestamp_ms": 0, "input_length": 30, "output_length": 5, "hash_ids": [0, 1, 2]},
+        {"timestamp_ms": 500, "input_length": 30, "output_length": 9, "hash_ids": [0, 1, 3]},
+    ]
+    path = tmp_path / name
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    config = WorkloadConfig(workload="trace", trace=str(path), trace_speed=2)
+    first, second = sessions(config)
+    a, b = (session.turns[0].messages[0]["content"].split() for session in (first, second))
+    assert len(a) == len(b) == 30
+    assert a[:20] == b[:20]
+    assert a[20:] != b[20:]
+    assert (first.arrival_s, second.arrival_s) == (0, 0.25)
+    assert second.turns[0].max_tokens == 9
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ConfigError, match="trace"):
+        WorkloadConfig(workload="trace")
+    with pytest.raises(ConfigError, match="num_turns=0"):
+        WorkloadConfig(num_turns=0)
+    with pytest.raises(ConfigError, match="missing"):
+        sessions(WorkloadConfig(workload="trace", trace=str(tmp_path / "missing")))

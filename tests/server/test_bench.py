@@ -1,0 +1,55 @@
+"""`milepost bench` against the real server."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from milepost.cli.display import Screen
+from milepost.cli.main import main
+
+
+def bench(capsys, *arguments):
+    reports = Console(file=io.StringIO(), width=200)
+    screen = Screen(answers=io.StringIO(), reports=reports, clock=lambda: 0.0)
+    status = main(["bench", *arguments], screen=screen)
+    out = capsys.readouterr().out
+    return status, json.loads(out) if out else None, reports.file.getvalue()
+
+
+SMALL = ("--num-sessions", "6", "--shared-words", "40", "--own-words", "8", "--output-tokens", "4")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--concurrency", "3"),
+        ("--request-rate", "50"),
+        ("--workload", "multi-turn", "--num-turns", "2", "--concurrency", "3"),
+        ("--workload", "agent", "--num-turns", "2", "--ignore-eos"),
+    ],
+)
+def test_workloads(server, capsys, tmp_path, flags):
+    out = tmp_path / "rows.jsonl"
+    status, row, table = bench(capsys, "--base-url", server.url, "--out", str(out), *SMALL, *flags)
+    assert status == 0, table
+    turns = 2 if "--num-turns" in flags else 1
+    assert (row["requests"], row["failed"]) == (6 * turns, 0)
+    assert 0 < row["hit_rate"] < 1
+    assert row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
+    assert json.loads(out.read_text()) == row
+    assert "prompt tokens from the cache" in table
+
+
+def test_failures_are_counted_and_shown(server, capsys):
+    long = ("--num-sessions", "2", "--shared-words", "9000", "--num-warmups", "0")
+    status, row, table = bench(capsys, "--base-url", server.url, *long)
+    assert (status, row["failed"]) == (1, 2)
+    assert "max_model_len" in table
+
+
+def test_no_server(capsys):
+    status, _, table = bench(capsys, "--base-url", "http://127.0.0.1:1", *SMALL)
+    assert status == 2
+    assert "does not answer" in table
