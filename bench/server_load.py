@@ -29,6 +29,10 @@ STUCK_S = 240.0
 """A request that takes longer counts as stuck."""
 
 
+PHASES = 4
+"""Sizes are taken between them, with no client there: memory that is a cache fills once."""
+
+
 def requests(count: int) -> list[dict[str, Any]]:
     """Half greedy, half sampled; a few system prompts; some tenants."""
     rng = random.Random(7)
@@ -120,16 +124,16 @@ async def run(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         alone = [await ask(http, server.url, request, 0) for request in asked]
     marks = [("after the solo runs", sizes(server))]
     start = time.monotonic()
-    for phase, share in (("after a third of the time", 1 / 3), ("after all of it", 2 / 3)):
+    for phase in range(PHASES):
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            until = time.monotonic() + args.seconds * share
+            until = time.monotonic() + args.seconds / PHASES
             clients = range(args.clients)
             await asyncio.gather(
                 *(client(n, http, server.url, asked, alone, until, counts) for n in clients)
             )
         await settled(server)
-        marks.append((phase, sizes(server)))
+        marks.append((f"after {phase + 1} of {PHASES} phases", sizes(server)))
     return {
         "bench": "server_load",
         "clients": args.clients,
@@ -155,9 +159,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--distinct", type=int, default=48)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--cpu-cache-gib", default="1.0")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with serving(["--max-num-seqs", str(args.max_num_seqs)]) as server:
+    flags = ["--max-num-seqs", str(args.max_num_seqs), "--cpu-cache-gib", args.cpu_cache_gib]
+    with serving(flags) as server:
         row = {**asyncio.run(run(server, args)), **rows.provenance()}
         status = server.process.poll()
     assert status is None, f"the server ended with {status}"

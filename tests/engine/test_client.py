@@ -1,0 +1,225 @@
+"""The engine process behind its client: what is given back, and what happens when it fails."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from milepost.config import EngineConfig
+from milepost.engine.client import EngineClient
+from milepost.engine.core import Engine
+from milepost.engine.requests import Prompt
+from milepost.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    UnsupportedModelError,
+)
+from milepost.sampling_params import SamplingParams
+from tests import chatmodel
+
+LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPT = Prompt(token_ids=list(range(10, 90)))
+
+
+class FailingEngine(Engine):
+    """Fails in the third step."""
+
+    def step(self):
+        if self.scheduler.stats.num_steps == 2:
+            self.runner = None
+        return super().step()
+
+
+def vanish(config):
+    os._exit(3)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = chatmodel.save(tmp_path_factory.mktemp("model"))
+    return EngineConfig(model=str(folder), cpu_cache_gib=0.02, max_num_seqs=2)
+
+
+def run(config, scenario, **options):
+    """Run a scenario with a started client, and end it."""
+
+    async def whole():
+        client = EngineClient(config, **options)
+        await client.start()
+        try:
+            return await scenario(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(whole())
+
+
+async def take(stream):
+    try:
+        return [output async for output in stream]
+    finally:
+        stream.close()
+
+
+async def gauges(client):
+    return {
+        metric.name.removeprefix("milepost:"): metric.value for metric in await client.metrics()
+    }
+
+
+def test_answers_come_in_order_and_whole(config):
+    async def scenario(client):
+        first, second = await asyncio.gather(
+            take(client.add(PROMPT, SHORT)), take(client.add(PROMPT, SHORT))
+        )
+        assert client.num_in_flight == 0
+        return first, second
+
+    first, second = run(config, scenario)
+    for outputs in (first, second):
+        tokens = [token for output in outputs for d in output.deltas for token in d.token_ids]
+        assert len(tokens) == 6
+        assert [output.finished for output in outputs][-1]
+        assert outputs[0].report is not None
+        assert all(output.report is None for output in outputs[1:])
+    texts = ["".join(d.text for o in outputs for d in o.deltas) for outputs in (first, second)]
+    assert texts[0] == texts[1]
+
+
+def test_a_slow_reader_gets_the_same_joined(config):
+    async def scenario(client):
+        quick = await take(client.add(PROMPT, SHORT))
+        stream = client.add(PROMPT, SHORT)
+        while not stream._is_over:
+            await client.metrics()
+        return quick, await take(stream)
+
+    quick, slow = run(config, scenario)
+    assert len(slow) == 1
+    (delta,) = slow[0].deltas
+    assert delta.text == "".join(d.text for o in quick for d in o.deltas)
+    assert delta.finish_reason == "length"
+
+
+def test_a_closed_stream_is_free_before_the_next_step(config):
+    async def scenario(client):
+        stream = client.add(PROMPT, LONG)
+        await anext(stream)
+        assert (await gauges(client))["num_requests_running"] == 1
+        stream.close()
+        return await gauges(client)
+
+    found = run(config, scenario)
+    assert found["num_requests_running"] == found["kv_cache_usage_perc"] == 0
+    assert found["state_cache_usage_perc"] == 0
+
+
+def test_lower_priority_numbers_go_first(config):
+    async def scenario(client):
+        blockers = [client.add(PROMPT, LONG) for _ in range(2)]
+        late = client.add(PROMPT, SHORT, priority=5)
+        soon = client.add(PROMPT, SHORT, priority=-5)
+        order = []
+
+        async def note(name, stream):
+            await take(stream)
+            order.append(name)
+
+        waiting = asyncio.gather(note("late", late), note("soon", soon))
+        await anext(blockers[0])
+        blockers[0].close()
+        await waiting
+        blockers[1].close()
+        return order
+
+    assert run(config, scenario) == ["soon", "late"]
+
+
+def test_the_queue_is_bounded(config):
+    async def scenario(client):
+        streams = [client.add(PROMPT, LONG) for _ in range(3)]
+        with pytest.raises(QueueFullError, match="3 answers"):
+            client.add(PROMPT, SHORT)
+        for stream in streams:
+            stream.close()
+        return await take(client.add(PROMPT, SHORT))
+
+    assert run(config, scenario, max_waiting=1)[-1].finished
+
+
+def test_a_refusal_concerns_one_request(config):
+    async def scenario(client):
+        bad = client.add(Prompt(token_ids=[10**6]), SHORT)
+        good = client.add(PROMPT, SHORT)
+        with pytest.raises(InvalidRequestError, match="vocabulary"):
+            await take(bad)
+        return await take(good)
+
+    assert run(config, scenario)[-1].finished
+
+
+def test_reset_waits_for_nobody(config):
+    async def scenario(client):
+        stream = client.add(PROMPT, LONG)
+        await anext(stream)
+        while_running = await client.reset_prefix_cache()
+        stream.close()
+        return while_running, await client.reset_prefix_cache()
+
+    assert run(config, scenario) == (False, True)
+
+
+def test_a_killed_process_fails_streams_and_questions(config):
+    deaths = []
+
+    async def scenario(client):
+        stream = client.add(PROMPT, LONG)
+        await anext(stream)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="signal 9"):
+            await take(stream)
+        with pytest.raises(EngineDeadError):
+            client.add(PROMPT, SHORT)
+        with pytest.raises(EngineDeadError):
+            await client.metrics()
+
+    run(config, scenario, on_death=deaths.append)
+    assert len(deaths) == 1
+
+
+def test_a_step_that_fails_says_why(config):
+    async def scenario(client):
+        with pytest.raises(EngineDeadError, match="AttributeError"):
+            await take(client.add(PROMPT, LONG))
+
+    run(config, scenario, make_engine=FailingEngine)
+
+
+def test_an_engine_that_cannot_be_built(tmp_path):
+    async def start(config, **options):
+        client = EngineClient(config, **options)
+        await client.start()
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for folder, kind in ((tmp_path, UnsupportedModelError), (tmp_path / "none", ConfigError)):
+        config = EngineConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True)
+        with pytest.raises(kind):
+            asyncio.run(start(config))
+    with pytest.raises(EngineDeadError, match="exit code 3"):
+        asyncio.run(start(EngineConfig(), make_engine=vanish))
+
+
+def test_open_streams_end_with_the_client(config):
+    async def scenario(client):
+        stream = client.add(PROMPT, LONG)
+        await anext(stream)
+        closing = asyncio.create_task(client.close())
+        with pytest.raises(EngineDeadError, match="stopped"):
+            await take(stream)
+        await closing
+
+    run(config, scenario)
