@@ -116,3 +116,17 @@ def test_a_long_chat_that_loses_checkpoints_falls_back_to_the_next_one():
         assert match.state_length == path[-1].position
         bench.cache.reclaimer.evict_checkpoint(path.pop(), "slots")
     assert bench.cache.match(bench.cache.chain(history)).state_length == 0
+
+
+def test_an_evicted_state_inside_a_page_is_named_for_its_own_continuation_alone():
+    bench = Bench()
+    first = bench.ask(tokens(1000, 0), max_tokens=30)
+    history = list(first.chain.tokens)
+    match = bench.cache.match(bench.cache.chain([*history, 1, 2]))
+    assert match.state_length == 1029
+    bench.cache.reclaimer.evict_checkpoint(match.checkpoint, "slots")
+    lost = bench.cache.match(bench.cache.chain([*history[:1029], *tokens(70, 9)])).report.lost
+    assert lost == {"checkpoint_evicted": 1029 - 960, "unseen": 70}
+    other = [*history[:1024], *tokens(75, 8)]
+    lost = bench.cache.match(bench.cache.chain(other)).report.lost
+    assert "checkpoint_evicted" not in lost

@@ -103,12 +103,9 @@ class Cache:
             )
         resident = path.kv_length + self._tokens_past_nodes(path)
         salt_depth = self.tree.other_salt_depth(path.chain, num_seen)
-        evicted = max((node.evicted_position for node in path.nodes), default=0)
-        if path.root is not None:
-            evicted = max(evicted, path.root.evicted_position)
         seen = Seen(
             reused=reused,
-            checkpoint_evicted=min(evicted, resident),
+            checkpoint_evicted=path.evicted_position(),
             kv_grid=floor(resident, self.grid),
             resident=max(resident, reused),
             ghost=num_seen * self.page_size,

@@ -66,10 +66,26 @@ class Path:
             if self._has_tail(checkpoint)
         ]
 
+    def evicted_position(self) -> int:
+        """Where the deepest state was that has been evicted from this path; 0 if none is known."""
+        for node in reversed(self.nodes):
+            if node.evicted_tail is not None and self._continues(node, node.evicted_tail):
+                return self._position(node, node.evicted_tail)
+        root = self.root
+        if root is None or root.evicted_tail is None:
+            return 0
+        matches = self._continues(root, root.evicted_tail)
+        return self._position(root, root.evicted_tail) if matches else 0
+
     def _has_tail(self, checkpoint: Checkpoint) -> bool:
-        start = checkpoint.node.depth * self.chain.page_size
-        end = start + len(checkpoint.tail) // TOKEN_BYTES
-        return self.chain.token_bytes(start, end) == checkpoint.tail
+        return self._continues(checkpoint.node, checkpoint.tail)
+
+    def _continues(self, node: Node, tail: bytes) -> bool:
+        start = node.depth * self.chain.page_size
+        return self.chain.token_bytes(start, self._position(node, tail)) == tail
+
+    def _position(self, node: Node, tail: bytes) -> int:
+        return node.depth * self.chain.page_size + len(tail) // TOKEN_BYTES
 
 
 class LayerKind(Protocol):

@@ -129,7 +129,7 @@ class Reclaimer:
         self.worth.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
-        node.evicted_position = max(node.evicted_position, checkpoint.position)
+        node.evicted_tail = checkpoint.tail
         strays = self._tree.detach(checkpoint)
         for changed in unlink(checkpoint):
             self.rank_checkpoint(changed)

@@ -29,7 +29,7 @@ class Node:
         "checkpoints",
         "depth",
         "digest",
-        "evicted_position",
+        "evicted_tail",
         "last_child",
         "num_children",
         "num_reaching",
@@ -49,7 +49,7 @@ class Node:
         self.num_reaching = 0
         self.last_child: Node | None = None
         self.checkpoints: dict[bytes, Checkpoint] = NO_CHECKPOINTS
-        self.evicted_position = 0
+        self.evicted_tail: bytes | None = None
         self.twin: bytes | None = None
 
     @property
