@@ -38,7 +38,6 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.vocab_size = parts.vocab_size
         self._end_token_ids = parts.end_token_ids
-        self._jobs: dict[str, Job] = {}
         self._answers: dict[str, tuple[Job, Answer]] = {}
         self._guides: Guides | None = None
         self._num_requests = 0
@@ -76,7 +75,6 @@ class Engine:
             self.scheduler.add(request)
             job.answers.append(answer)
             self._answers[request.id] = (job, answer)
-        self._jobs[job.id] = job
         return job
 
     def abort(self, job: Job) -> None:
@@ -192,7 +190,6 @@ class Engine:
         answer.request.finish_reason = FinishReason.STOP
 
     def _forget(self, job: Job) -> None:
-        self._jobs.pop(job.id, None)
         for answer in job.answers:
             self._answers.pop(answer.request.id, None)
 

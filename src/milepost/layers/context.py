@@ -101,9 +101,5 @@ class BatchContext:
     """Layer index -> state pool of that recurrent layer."""
 
     @property
-    def num_prefills(self) -> int:
-        return len(self.starts) - self.num_decodes
-
-    @property
     def device(self) -> torch.device:
         return self.positions.device
