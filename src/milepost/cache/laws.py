@@ -17,9 +17,9 @@ from math import log
 AGE_OFFSET = 16.0
 """Requests over which a return stays about as likely as at once: traffic is interleaved."""
 PRIOR_EVENTS = 4.0
-"""Weight of the prior in each learned ratio, in events."""
-PRIOR_EVENTS_AT_AGE = 16.0
-"""The same for the ages of returns: they are many, and all learn from them."""
+"""Weight of the prior in each learned ratio, in events. For ages: where one return is expected; a
+range of ages in which fewer are expected learns from fewer.
+"""
 PRIOR_CUTS = 0.25
 """Forks supposed at each magnitude of cut, before there is evidence."""
 MAX_RETURNS = 2
@@ -37,7 +37,8 @@ class Law:
     def __init__(self) -> None:
         self._total = _Ratio(PRIOR_EVENTS)
         self._own = [_Ratio(PRIOR_EVENTS) for _ in range(MAX_RETURNS + 1)]
-        self._by_age = [_Ratio(PRIOR_EVENTS_AT_AGE) for _ in range(MAGNITUDES)]
+        widths = [_width(1 << m >> 1, 1 << m) for m in range(MAGNITUDES)]
+        self._by_age = [_Ratio(PRIOR_EVENTS * width) for width in widths]
         self._levels = [1.0] * (MAX_RETURNS + 1)
         self._waits: list[tuple[int, float]] | None = None
 
@@ -51,7 +52,7 @@ class Law:
         until, events = self._best_waits()[magnitude]
         if until > age:
             low = 1 << magnitude >> 1
-            events -= ratio * log((age + AGE_OFFSET) / (low + AGE_OFFSET))
+            events -= ratio * _width(low, age)
             rate = max(rate, events / (until - age))
         return self._levels[min(num_returns, MAX_RETURNS)] * rate
 
@@ -65,7 +66,7 @@ class Law:
         events = [0.0] * MAGNITUDES
         waits = [(0, 0.0)] * MAGNITUDES
         for m in range(MAGNITUDES - 1, -1, -1):
-            width = log((ages[m + 1] + AGE_OFFSET) / (ages[m] + AGE_OFFSET))
+            width = _width(ages[m], ages[m + 1])
             events[m] = self._by_age[m].value * width
             until, found = ages[m + 1], events[m]
             if m + 1 < MAGNITUDES:
@@ -85,13 +86,18 @@ class Law:
         for magnitude in range(since.bit_length(), age.bit_length() + 1):
             low = max(1 << magnitude >> 1, since)
             high = max(min(age, 1 << magnitude), low)
-            expected = log((high + AGE_OFFSET) / (low + AGE_OFFSET))
+            expected = _width(low, high)
             in_all += expected
             is_last = returned and magnitude == age.bit_length()
             self._by_age[magnitude].observe(expected * level, is_last)
         own.observe(in_all * self._total.value, returned)
         self._total.observe(in_all, returned)
         self._levels = [self._total.value * ratio.value for ratio in self._own]
+
+
+def _width(low: int, high: int) -> float:
+    """Returns that the law expects between two ages before anything is learned."""
+    return log((high + AGE_OFFSET) / (low + AGE_OFFSET))
 
 
 class _Ratio:
