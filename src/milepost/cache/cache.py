@@ -107,13 +107,20 @@ class Cache:
     # --- admit ------------------------------------------------------------------------------------
 
     def admit(
-        self, chain: Chain, match: Match, *, marks: tuple[int, ...] = (), first_time: bool = True
+        self,
+        chain: Chain,
+        match: Match,
+        *,
+        marks: tuple[int, ...] = (),
+        first_time: bool = True,
+        patience: int = 0,
     ) -> Lease | None:
         """Reserve all that the prompt needs: pages for every token, and one slot to write.
 
         Gives None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
-        checkpoint to resume from, the request takes over its slot and tail page.
+        checkpoint to resume from, the request takes over its slot and tail page. What is likely to
+        be asked for within `patience` requests is no room.
         """
         assert match.version == self.version, "A1: admit needs a match of this moment"
         num_pages = -(-len(chain) // self.page_size)
@@ -121,6 +128,9 @@ class Cache:
         self._pin(match)
         fresh = num_pages - len(match.path.nodes)
         takes_over = not self._has_room(fresh, 1)
+        if patience and not takes_over and not self._has_room_beside(fresh, patience):
+            self._unpin(match)
+            return None
         if takes_over and not self._can_take_over(checkpoint, fresh):
             self._unpin(match)
             return None
@@ -135,6 +145,13 @@ class Cache:
 
     def _has_room(self, num_pages: int, num_slots: int) -> bool:
         return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
+
+    def _has_room_beside(self, num_pages: int, patience: int) -> bool:
+        """Whether there is room without what is likely to be asked for soon."""
+        if num_pages <= self.pages.num_free and self.slots.pool.num_free:
+            return True
+        pages, slots = self.reclaimer.expected_back(patience)
+        return self._has_room(num_pages + pages, 1 + slots)
 
     def _arrive(self, match: Match, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""

@@ -40,6 +40,9 @@ class Lru:
     def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         return None, self.of(checkpoint)
 
+    def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:  # noqa: ARG002
+        return False
+
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:  # noqa: ARG002
         return self.of(checkpoint)
 
