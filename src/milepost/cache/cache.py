@@ -18,6 +18,7 @@ from milepost.cache.pool import Pool
 from milepost.cache.publishing import Publisher
 from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import Stats
+from milepost.cache.reserve import Reserve
 from milepost.cache.slots import ZERO_SLOT, Slots
 from milepost.cache.tree import Checkpoint, End, Ticket, Tree
 from milepost.cache.worth import Expected, Worth
@@ -59,6 +60,8 @@ class Cache:
         self.reclaimer = Reclaimer(
             self.tree, self.pages, self.slots, self.stats, self.worth, page_size
         )
+        states = self.reclaimer.candidates()[2]
+        self._reserve = Reserve(states, self.worth, self.pages, page_size)
         self._finder = Finder(
             self.tree, kinds=kinds, page_size=page_size, grid=grid, enabled=self.enabled
         )
@@ -125,10 +128,11 @@ class Cache:
         assert match.version == self.version, "A1: admit needs a match of this moment"
         num_pages = -(-len(chain) // self.page_size)
         checkpoint = match.checkpoint
-        self._pin(match)
         fresh = num_pages - len(match.path.nodes)
+        pages, slots = self._reserved(match, fresh, patience)
+        self._pin(match)
         takes_over = not self._has_room(fresh, 1)
-        if patience and not takes_over and not self._has_room_beside(fresh, patience):
+        if not takes_over and not self._has_room(fresh + pages, 1 + slots):
             self._unpin(match)
             return None
         if takes_over and not self._can_take_over(checkpoint, fresh):
@@ -146,12 +150,11 @@ class Cache:
     def _has_room(self, num_pages: int, num_slots: int) -> bool:
         return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
 
-    def _has_room_beside(self, num_pages: int, patience: int) -> bool:
-        """Whether there is room without what is likely to be asked for soon."""
-        if num_pages <= self.pages.num_free and self.slots.pool.num_free:
-            return True
-        pages, slots = self.reclaimer.expected_back(patience)
-        return self._has_room(num_pages + pages, 1 + slots)
+    def _reserved(self, match: Match, num_pages: int, patience: int) -> tuple[int, int]:
+        """Pages and slots that are no room, since others are likely to ask for them soon."""
+        if not patience or (num_pages <= self.pages.num_free and self.slots.pool.num_free):
+            return 0, 0
+        return self._reserve.beside(match.path, patience, self.version)
 
     def _arrive(self, match: Match, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""

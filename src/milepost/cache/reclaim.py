@@ -8,7 +8,7 @@ pools, and counts what it evicts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from milepost.cache.eviction import Order, Shelves
 from milepost.cache.links import follow, link, unlink
@@ -51,7 +51,7 @@ class Reclaimer:
         self._stray_clock = 0
 
     def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
-        """The orders of strays, carriers and states; for checks alone."""
+        """The orders of strays, carriers and states; to look at alone."""
         return self._strays, self._carriers, self._states
 
     def allocate_pages(self, num: int) -> list[int]:
@@ -77,32 +77,6 @@ class Reclaimer:
             return True
         least = self._states.least(self.worth.of)
         return least is not None and self.worth.of_sparse(end, position, above) > least[1]
-
-    def expected_back(self, within: int) -> tuple[int, int]:
-        """Cached pages and slots that are likely to be asked for within so many requests: those of
-        the deepest checkpoints whose return is likely, and of what they build on.
-        """
-        num_tokens = num_slots = 0
-        counted: set[Checkpoint] = set()
-        for checkpoint in self._states:
-            if checkpoint.below or not self.worth.is_expected(checkpoint, within):
-                continue
-            num_slots += 1
-            for here in self._unpinned_path(checkpoint):
-                if here in counted:
-                    break
-                counted.add(here)
-                num_tokens += here.replay_tokens
-        return num_tokens // self._page_size, num_slots
-
-    def _unpinned_path(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-        """This checkpoint and those above it, down to where pages are in use anyway."""
-        here: Checkpoint | None = checkpoint
-        while here is not None:
-            if not here.node.is_root and self._pages.live_refs(here.node.page):
-                return
-            yield here
-            here = here.above
 
     def made(self, checkpoint: Checkpoint) -> None:
         """Take in a checkpoint that was attached to the tree."""
