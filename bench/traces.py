@@ -47,7 +47,7 @@ class Traffic:
 
 TRAFFIC = {
     "agent-dev": Traffic(limit=2000, live=64, tokens_each=117_000),
-    "mooncake-conversation": Traffic(limit=3000, live=256, tokens_each=12_000),
+    "mooncake-conversation": Traffic(limit=2000, live=256, tokens_each=12_000),
     "mooncake-synthetic": Traffic(limit=2000, live=256, tokens_each=15_300),
 }
 """On agent-dev as many are live until request 2000, with 7.5 M tokens. The other two don't record
