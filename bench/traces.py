@@ -118,7 +118,7 @@ def _run(trace: Trace, cell: dict[str, Any], console: Console) -> dict[str, Any]
     row = (
         cell | asdict(run_row(trace, cell["policy"], run, trace.bound())) | {"trace": cell["trace"]}
     )
-    console.print(f"{label}, {cell['policy']}: {_figures([row])}", style="dim")
+    console.print(f"{label}, {cell['policy']}: {_figures([row])}", style="dim", soft_wrap=True)
     return row
 
 
