@@ -2,9 +2,9 @@
 
     python bench/one_pool.py TRACE [--gib 32 64 128] [--cost hybrid-35b-a3b-h200]
 
-Requests run one after the other; beside the budget each side has room for the longest. Pages and slots are split by the
-engine's rule, a third for slots, and by other shares, which shows what a boundary that moves could
-gain at most.
+Requests run one after the other; beside the budget each side has room for the longest. Pages and
+slots are split by the engine's rule, a sixth for slots, and by other shares, which shows what a
+boundary that moves could gain at most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from milepost.simulator.one_pool import one_pool
 from milepost.simulator.slots import replay
 from milepost.simulator.trace import Trace, read_trace
 
-SHARES = (0.1, 0.2, 1 / 3, 0.5)
+SHARES = (0.1, 1 / 6, 0.2, 1 / 3, 0.5)
 BLOCKS = (544, 2048)
 
 
