@@ -67,6 +67,8 @@ class EngineConfig:
     """Most requests that run at once."""
     max_num_batched_tokens: int = 8192
     """Token budget of one step; longer prompts are prefilled in chunks."""
+    async_scheduling: bool | None = None
+    """Launch a decode step before the tokens of the one before are read; by default on a GPU."""
     max_cache_marks: int = 16
     """Most `cache_marks` that one prompt may carry."""
     disable_log_stats: bool = True

@@ -39,6 +39,8 @@ class Parts:
     end_token_ids: tuple[int, ...]
     vocab_size: int
     max_model_len: int
+    runs_ahead: bool = False
+    """Whether a step is launched before the tokens of the one before are read."""
 
 
 def build(config: EngineConfig) -> Parts:
@@ -81,7 +83,13 @@ def build(config: EngineConfig) -> Parts:
         end_token_ids=end_token_ids(folder, tokenizer),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
+        runs_ahead=_runs_ahead(config, device),
     )
+
+
+def _runs_ahead(config: EngineConfig, device: torch.device) -> bool:
+    """Steps overlap by default where the host would otherwise wait for the device."""
+    return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
 def _device(name: str) -> torch.device:

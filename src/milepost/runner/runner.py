@@ -6,7 +6,7 @@ slot that holds another one than the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from milepost.models.hybrid import HybridModel
 from milepost.runner.batch import PageTables, build
 from milepost.runner.pools import Pools
-from milepost.runner.sampling import SampledToken, SamplingRow, sample
+from milepost.runner.sampling import Choice, SampledToken, SamplingRow, choose
 from milepost.scheduler.plans import StepPlan, StepResult
 
 
@@ -24,6 +24,27 @@ class RunnerOutput:
 
     result: StepResult
     sampled: Mapping[str, SampledToken]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A step under way."""
+
+    plan: StepPlan
+    ids: Sequence[str]
+    """Requests that sample, in the order of the choice's rows."""
+    choice: Choice | None
+    written: Mapping[int, int]
+
+    def token_ids(self, plan: StepPlan) -> torch.Tensor:
+        """Tokens [T] of the plan that follows, on the device."""
+        assert self.choice is not None, "a step that is followed samples"
+        ids = [sequence.request.id for sequence in plan.sequences]
+        if ids == list(self.ids):
+            return self.choice.token_ids
+        places = {id_: place for place, id_ in enumerate(self.ids)}
+        index = torch.tensor([places[id_] for id_ in ids], device=self.choice.token_ids.device)
+        return self.choice.token_ids[index]
 
 
 class Runner:
@@ -39,25 +60,39 @@ class Runner:
         self._tables = PageTables(num_slots, max_pages, model.embedding.device)
 
     def run(self, plan: StepPlan, rows: Mapping[str, SamplingRow]) -> RunnerOutput:
-        """One step: page copies, one forward pass, sampling. `rows` by id of sampling requests."""
+        """One step from its plan to its tokens. `rows` by id of sampling requests."""
+        return self.collect(self.launch(plan, rows))
+
+    def launch(
+        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None = None
+    ) -> Flight:
+        """Queue a step: page copies, one forward pass, sampling.
+
+        A plan made ahead takes its tokens from the step `before`, which may still be running.
+        """
+        written = self._note_writes(plan)
         for sequence in plan.sequences:
-            held = self._positions[sequence.slot_in]
-            assert held == sequence.start, (
-                f"S4: slot {sequence.slot_in} holds {held} tokens, the plan reads {sequence.start}"
-            )
             copy = sequence.page_copy
             if copy is not None:
                 self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
         token_ids, context = build(plan, self.pools, self._tables)
+        if before is not None:
+            token_ids = before.token_ids(plan)
         hidden = self.model.forward(token_ids, context)
-        sampled = self._sample(plan, hidden, rows)
-        written = self._note_writes(plan)
-        tokens = {id_: token.token_id for id_, token in sampled.items()}
-        return RunnerOutput(result=StepResult(tokens=tokens, written=written), sampled=sampled)
+        ids, choice = self._choose(plan, hidden, rows)
+        return Flight(plan=plan, ids=ids, choice=choice, written=written)
 
-    def _sample(
+    def collect(self, flight: Flight) -> RunnerOutput:
+        """Wait for a step's tokens."""
+        tokens = flight.choice.read() if flight.choice is not None else []
+        sampled = dict(zip(flight.ids, tokens, strict=True))
+        token_ids = {id_: token.token_id for id_, token in sampled.items()}
+        result = StepResult(tokens=token_ids, written=flight.written)
+        return RunnerOutput(result=result, sampled=sampled)
+
+    def _choose(
         self, plan: StepPlan, hidden: torch.Tensor, rows: Mapping[str, SamplingRow]
-    ) -> dict[str, SampledToken]:
+    ) -> tuple[list[str], Choice | None]:
         ids, last_tokens, end = [], [], 0
         for sequence in plan.sequences:
             end += len(sequence.tokens)
@@ -65,13 +100,20 @@ class Runner:
                 ids.append(sequence.request.id)
                 last_tokens.append(end - 1)
         if not ids:
-            return {}
+            return ids, None
         logits = self.model.compute_logits(hidden[torch.tensor(last_tokens, device=hidden.device)])
-        return dict(zip(ids, sample(logits, [rows[id_] for id_ in ids]), strict=True))
+        return ids, choose(logits, [rows[id_] for id_ in ids])
 
     def _note_writes(self, plan: StepPlan) -> dict[int, int]:
+        """Slot -> tokens that its contents will have consumed; refuses a plan that reads another
+        state than it says.
+        """
         written = {}
         for sequence in plan.sequences:
+            held = self._positions[sequence.slot_in]
+            assert held == sequence.start, (
+                f"S4: slot {sequence.slot_in} holds {held} tokens, the plan reads {sequence.start}"
+            )
             written[sequence.slot_out] = sequence.end
             for export in sequence.exports:
                 written[export.slot] = export.position

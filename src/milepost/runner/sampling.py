@@ -33,13 +33,20 @@ class SamplingRow:
     prompt_token_ids: Sequence[int]
     """The prompt; read only for a repetition penalty."""
     output_token_ids: Sequence[int]
-    """The answer so far; its length is the index of the draw."""
+    """The answer so far."""
     seed: int
     """This sample's own seed (`SamplingParams.sample_seed`)."""
     suppressed_ids: Sequence[int] = ()
     """Ids that may not be chosen now: those that end an answer, while it is below min_tokens."""
     constrain: Callable[[Tensor], None] | None = None
     """Sets the logits [V] of tokens that an answer of this form cannot have to minus infinity."""
+    num_ahead: int = 0
+    """Tokens of the answer that are chosen but not known yet."""
+
+    @property
+    def index(self) -> int:
+        """Of the draw: the tokens before it."""
+        return len(self.output_token_ids) + self.num_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +61,36 @@ class SampledToken:
     """1 for the likeliest token; ties share the better rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen tokens of a step, on the device until they are read."""
+
+    token_ids: Tensor
+    """[R] int64."""
+    likelihoods: Likelihoods | None
+
+    def read(self) -> list[SampledToken]:
+        """Wait for the tokens, one per row."""
+        tokens = [SampledToken(token_id) for token_id in self.token_ids.tolist()]
+        if self.likelihoods is not None:
+            self.likelihoods.add_to(tokens)
+        return tokens
+
+
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
     """Choose one token per row of `logits` [R, V] (any float type; left as it is).
 
     Costs one argmax when every row is greedy and asks for nothing else.
     """
     assert logits.shape[0] == len(rows), "one row of logits per sampling row"
-    if not rows:
-        return []
-    token_ids = _choose(logits, rows).tolist()
-    tokens = [SampledToken(token_id) for token_id in token_ids]
-    wanted = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
-    if wanted:
-        _add_logprobs(tokens, wanted, logits, rows)
-    return tokens
+    token_ids = _choose(logits, rows)
+    return Choice(token_ids, _measure(token_ids, logits, rows))
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose one token per row and read it."""
+    return choose(logits, rows).read()
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -150,7 +172,7 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     scaled = scaled.masked_fill(scaled < _lowest_kept(scaled, rows), -math.inf)
     for r, row in enumerate(rows):
-        scaled[r] += _gumbel(row.seed, len(row.output_token_ids), scaled[r])
+        scaled[r] += _gumbel(row.seed, row.index, scaled[r])
     return scaled.argmax(dim=-1)
 
 
@@ -226,18 +248,44 @@ def _nucleus(
 # --- how likely the chosen token was --------------------------------------------------------------
 
 
-def _add_logprobs(
-    tokens: list[SampledToken], wanted: list[int], logits: Tensor, rows: Sequence[SamplingRow]
-) -> None:
-    """Replace the tokens of the rows `wanted` by ones that carry log-probabilities."""
-    logprobs = _full(logits[torch.tensor(wanted, device=logits.device)]).log_softmax(dim=-1)
-    chosen = torch.tensor([[tokens[r].token_id] for r in wanted], device=logits.device)
-    own = logprobs.gather(1, chosen)
-    ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
-    most = max(rows[r].params.logprobs or 0 for r in wanted)
-    best = logprobs.topk(min(most, logits.shape[1]), dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    for i, (r, logprob) in enumerate(zip(wanted, own.flatten().tolist(), strict=True)):
-        count = rows[r].params.logprobs or 0
-        top = dict(zip(ids[i][:count], values[i][:count], strict=True))
-        tokens[r] = SampledToken(tokens[r].token_id, logprob, top, ranks[i])
+@dataclass(frozen=True, slots=True)
+class Likelihoods:
+    """How likely the tokens of some rows were, on the device until they are read."""
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    """How many of the likeliest tokens each of these rows asks for."""
+    own: Tensor
+    """[rows] log-probability of the chosen token."""
+    ranks: Tensor
+    """[rows] of the chosen token."""
+    best: Tensor
+    """[rows, most asked for] log-probabilities of the likeliest tokens, best first."""
+    best_ids: Tensor
+
+    def add_to(self, tokens: list[SampledToken]) -> None:
+        """Replace the tokens of these rows by ones that carry log-probabilities."""
+        read = (self.own, self.ranks, self.best, self.best_ids)
+        columns = zip(self.rows, self.counts, *(part.tolist() for part in read), strict=True)
+        for r, count, own, rank, values, ids in columns:
+            top = dict(zip(ids[:count], values[:count], strict=True))
+            tokens[r] = SampledToken(tokens[r].token_id, own, top, rank)
+
+
+def _measure(token_ids: Tensor, logits: Tensor, rows: Sequence[SamplingRow]) -> Likelihoods | None:
+    wanted = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
+    if not wanted:
+        return None
+    counts = [rows[r].params.logprobs or 0 for r in wanted]
+    index = torch.tensor(wanted, device=logits.device)
+    logprobs = _full(logits[index]).log_softmax(dim=-1)
+    own = logprobs.gather(1, token_ids[index, None])
+    best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
+    return Likelihoods(
+        rows=wanted,
+        counts=counts,
+        own=own[:, 0],
+        ranks=(logprobs > own).sum(dim=-1) + 1,
+        best=best.values,
+        best_ids=best.indices,
+    )
