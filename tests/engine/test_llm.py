@@ -408,7 +408,7 @@ def test_step_that_fails_ends_the_engine(llm, monkeypatch):
     """The call that runs into it says so, and so does every later one."""
     stream = llm.stream(prompt(tokens(50)), greedy())
     next(stream)
-    monkeypatch.setattr(llm.llm_engine.runner.model, "compute_logits", _fail)
+    monkeypatch.setattr(llm.llm_engine.runner.executor.model, "compute_logits", _fail)
     with pytest.raises(EngineDeadError, match=r"step loop failed: RuntimeError\('no memory'\)"):
         ask(llm, tokens(20))
     monkeypatch.undo()

@@ -20,6 +20,7 @@ from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
 from milepost.runner.memory import PoolSizes, free_bytes, split
+from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape, allocate
 from milepost.runner.runner import Runner
 from milepost.scheduler.scheduler import Scheduler
@@ -72,13 +73,14 @@ def build(config: EngineConfig) -> Parts:
     )
     pools = allocate(shape, num_pages=sizes.num_pages, num_slots=sizes.num_slots, device=device)
     _log_memory(shape, sizes, config.page_size)
+    executor = PlainExecutor(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len)
     return Parts(
         scheduler=Scheduler(
             cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         ),
-        runner=Runner(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len),
+        runner=Runner(executor, pools, num_slots=sizes.num_slots),
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(folder, tokenizer),
         vocab_size=model.vocab_size,

@@ -68,24 +68,42 @@ class Choice:
     token_ids: Tensor
     """[R] int64."""
     likelihoods: Likelihoods | None
+    copied: Tensor
+    """The same on the host, once `is_copied` has come; on a CPU it is `token_ids` itself."""
+    is_copied: torch.cuda.Event | None
 
     def read(self) -> list[SampledToken]:
-        """Wait for the tokens, one per row."""
-        tokens = [SampledToken(token_id) for token_id in self.token_ids.tolist()]
+        """Wait for the tokens, one per row; not for what was launched behind them."""
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        tokens = [SampledToken(token_id) for token_id in self.copied.tolist()]
         if self.likelihoods is not None:
             self.likelihoods.add_to(tokens)
         return tokens
 
 
 @torch.inference_mode()
-def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
+def choose(logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = None) -> Choice:
     """Choose one token per row of `logits` [R, V] (any float type; left as it is).
 
-    Costs one argmax when every row is greedy and asks for nothing else.
+    Costs one argmax when every row is greedy and asks for nothing else, and not even that if it is
+    given as `best` [R].
     """
     assert logits.shape[0] == len(rows), "one row of logits per sampling row"
-    token_ids = _choose(logits, rows)
-    return Choice(token_ids, _measure(token_ids, logits, rows))
+    token_ids = _choose(logits, rows) if best is None or not _are_plain(rows) else best
+    likelihoods = _measure(token_ids, logits, rows)
+    if not token_ids.is_cuda:
+        return Choice(token_ids, likelihoods, token_ids, None)
+    copied = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    copied.copy_(token_ids, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Choice(token_ids, likelihoods, copied, event)
+
+
+def _are_plain(rows: Sequence[SamplingRow]) -> bool:
+    """Whether every row takes the best of its logits as they are."""
+    return all(_takes_the_best(row.params) and not _is_adjusted(row) for row in rows)
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
