@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from milepost.runner.arrays import Capacity, HostTables, Shapes
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity, ladder
 from milepost.runner.plain import sampling_places
-from milepost.runner.pools import Pools
+from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.sampling import SamplingRow, choose
 from milepost.runner.staging import Staging
 from milepost.scheduler.plans import StepPlan
@@ -127,6 +128,22 @@ class DeviceExecutor:
 
 _STAGED_BYTES = 1 << 23
 """For steps of up to tens of thousands of tokens; `Staging.send` refuses more."""
+
+
+def has_fast_kernels(model: HybridModel) -> bool:
+    """Whether the fused kernels can run the model: they need triton, and no float64."""
+    return model.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def measure_activations(model: HybridModel, shape: PoolShape, num_tokens: int) -> int:
+    """Bytes that the largest step takes besides weights and pools; compiles kernels on the way."""
+    device = model.embedding.device
+    pools = allocate(shape, num_pages=1, num_slots=1, device=device)
+    executor = DeviceExecutor(model, pools, num_slots=1, max_model_len=shape.page_size)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    executor.warm_up(num_tokens)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _shapes(model: HybridModel, page_size: int) -> Shapes:
