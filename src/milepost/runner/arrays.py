@@ -28,6 +28,8 @@ class Capacity:
     num_exports: int
     decodes: bool
     """Every sequence is one token and exports nothing."""
+    is_exact: bool = False
+    """It is one step's own: what depends on contents need not be padded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,9 @@ def _attention(
         num_kv_heads=shapes.num_kv_heads,
         page_size=shapes.page_size,
         tables=tables.rows,
-        capacity=items.Capacity(
+        capacity=None
+        if capacity.is_exact
+        else items.Capacity(
             num_tokens=capacity.num_tokens, num_sequences=capacity.num_sequences
         ),
     )

@@ -100,4 +100,5 @@ def exact_capacity(plan: StepPlan) -> Capacity:
         num_sequences=len(plan.sequences),
         num_exports=sum(len(sequence.exports) for sequence in plan.sequences),
         decodes=plan.num_decodes == len(plan.sequences),
+        is_exact=True,
     )

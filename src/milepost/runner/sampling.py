@@ -117,7 +117,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     token_ids = adjusted.argmax(dim=-1)
     drawn = [r for r, row in enumerate(rows) if not _takes_the_best(row.params)]
     if drawn:
-        index = torch.tensor(drawn, device=logits.device)
+        index = _on_device(drawn, torch.int64, logits)
         token_ids[index] = _draw(_full(adjusted[index]), [rows[r] for r in drawn])
     return token_ids
 
@@ -160,7 +160,9 @@ def _adjust(logits: Tensor, row: SamplingRow) -> None:
         logits[_ids(row.suppressed_ids, logits)] = -math.inf
     if row.params.logit_bias:
         biases = list(row.params.logit_bias.values())
-        logits[_ids(list(row.params.logit_bias), logits)] += logits.new_tensor(biases)
+        logits[_ids(list(row.params.logit_bias), logits)] += _on_device(
+            biases, logits.dtype, logits
+        )
     if row.params.has_penalties:
         _penalize(logits, row)
     if row.constrain is not None:
@@ -178,7 +180,13 @@ def _penalize(logits: Tensor, row: SamplingRow) -> None:
 
 
 def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)
+    return _on_device(token_ids, torch.int64, like)
+
+
+def _on_device(values: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """A tensor beside `like`; the host doesn't wait for what is queued there."""
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)
+    return tensor.to(like.device, non_blocking=True)
 
 
 # --- from the temperature on: which tokens remain, and the draw -----------------------------------
@@ -198,7 +206,7 @@ def _column(
     like: Tensor, rows: Sequence[SamplingRow], value: Callable[[SamplingParams], float]
 ) -> Tensor:
     """[R, 1], in the type of `like`."""
-    return like.new_tensor([value(row.params) for row in rows]).unsqueeze(1)
+    return _on_device([value(row.params) for row in rows], like.dtype, like).unsqueeze(1)
 
 
 def _gumbel(seed: int, index: int, like: Tensor) -> Tensor:
@@ -222,7 +230,7 @@ def _lowest_kept(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if all(row.params.top_k <= 0 and row.params.top_p == 1 for row in rows):
         return floor
     vocab_size = scaled.shape[1]
-    top_k = torch.tensor([_top_k(row.params, vocab_size) for row in rows], device=scaled.device)
+    top_k = _on_device([_top_k(row.params, vocab_size) for row in rows], torch.int64, scaled)
     top_p = _column(scaled, rows, lambda params: params.top_p)
     narrow = min(vocab_size, max(_CANDIDATES, *(max(row.params.top_k, 1) for row in rows)))
     lowest, is_final = _nucleus(scaled, floor, top_k.unsqueeze(1), top_p, narrow)
@@ -295,7 +303,7 @@ def _measure(token_ids: Tensor, logits: Tensor, rows: Sequence[SamplingRow]) -> 
     if not wanted:
         return None
     counts = [rows[r].params.logprobs or 0 for r in wanted]
-    index = torch.tensor(wanted, device=logits.device)
+    index = _on_device(wanted, torch.int64, logits)
     logprobs = _full(logits[index]).log_softmax(dim=-1)
     own = logprobs.gather(1, token_ids[index, None])
     best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
