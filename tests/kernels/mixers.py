@@ -5,7 +5,7 @@ Legend: T tokens, S sequences, V value heads, K key_dim, W value_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -177,6 +177,16 @@ def _expected(
     return (normed * F.silu(gate)).flatten(1)
 
 
+def send_layout(layout: fused.FusedLayout, device: torch.device | str) -> fused.FusedLayout:
+    """The layout with tensors in place of arrays."""
+    return fused.FusedLayout(
+        **{
+            each.name: torch.from_numpy(getattr(layout, each.name)).to(device)
+            for each in fields(layout)
+        }
+    )
+
+
 def fused_prefill(
     projected: Tensor,
     weights: fused.MixerWeights,
@@ -185,16 +195,44 @@ def fused_prefill(
     **capacities: int,
 ) -> Tensor:
     """`fused.prefill`, padded to `capacities`."""
-    layout = fused.lay_out(batch.starts, batch.lengths, batch.exports, **capacities)
-    device = projected.device
-    tensors = {
-        each.name: torch.from_numpy(getattr(layout, each.name)).to(device)
-        for each in fields(layout)
-    }
-    padding = len(layout.sequence_begin) - 1 - len(batch.starts)
-    slots = (F.pad(each, (0, padding), value=-1) for each in batch.slots(device))
-    layout = fused.FusedLayout(**tensors)
+    layout, slots = _laid_out(batch, projected.device, capacities)
     return fused.prefill(projected, weights, pools.conv, pools.recurrent, *slots, layout)
+
+
+def captured_prefill(
+    shapes: Shapes, weights: fused.MixerWeights, pools: Pools, capacities: dict[str, int]
+) -> Callable[[Tensor, Batch], Tensor]:
+    """`fused_prefill` of any batch within `capacities` as replays of one CUDA graph."""
+    device = weights.conv.device
+    empty = Batch(starts=[], lengths=[], slot_in=[], slot_out=[])
+    layout, slots = _laid_out(empty, device, capacities)
+    projected = make_projected(shapes, capacities["max_tokens"], weights.conv.dtype, device.type)
+    arguments = projected, weights, pools.conv, pools.recurrent, *slots, layout
+    fused.prefill(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = fused.prefill(*arguments)
+
+    def replay(rows: Tensor, batch: Batch) -> Tensor:
+        projected.copy_(rows)
+        new_layout, new_slots = _laid_out(batch, device, capacities)
+        for old, new in zip(slots, new_slots, strict=True):
+            old.copy_(new)
+        for each in fields(layout):
+            getattr(layout, each.name).copy_(getattr(new_layout, each.name))
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _laid_out(
+    batch: Batch, device: torch.device, capacities: dict[str, int]
+) -> tuple[fused.FusedLayout, tuple[Tensor, Tensor]]:
+    layout = fused.lay_out(batch.starts, batch.lengths, batch.exports, **capacities)
+    padding = len(layout.sequence_begin) - 1 - len(batch.starts)
+    read, written = (F.pad(each, (0, padding), value=-1) for each in batch.slots(device))
+    return send_layout(layout, device), (read, written)
 
 
 def fused_decode(
