@@ -8,18 +8,18 @@ listed in README.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
-from milepost.cache.chain import Chain, common_tokens
-from milepost.cache.kinds import HYBRID, LayerKind, Path, longest_usable
-from milepost.cache.links import MAX_TAILS_COMPARED
-from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement, floor
+from milepost.cache.chain import Chain
+from milepost.cache.kinds import HYBRID, LayerKind
+from milepost.cache.matching import Finder
+from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement
 from milepost.cache.plans import Export, Lease, Match, PageCopy
 from milepost.cache.pool import Pool
+from milepost.cache.publishing import Publisher
 from milepost.cache.reclaim import Reclaimer
-from milepost.cache.report import CacheReport, Lost, Seen, Stats, explain
+from milepost.cache.report import Stats
 from milepost.cache.slots import ZERO_SLOT, Slots
-from milepost.cache.tree import Checkpoint, End, Node, Tree
+from milepost.cache.tree import Checkpoint, End, Tree
 from milepost.cache.worth import Expected, Worth
 
 
@@ -59,6 +59,12 @@ class Cache:
         self.reclaimer = Reclaimer(
             self.tree, self.pages, self.slots, self.stats, self.worth, page_size
         )
+        self._finder = Finder(
+            self.tree, kinds=kinds, page_size=page_size, grid=grid, enabled=self.enabled
+        )
+        self._publisher = Publisher(
+            self.tree, self.pages, self.slots, self.stats, self.reclaimer, page_size
+        )
         self._place = placement if placement is not None else POLICIES[mode]
 
     @property
@@ -77,59 +83,7 @@ class Cache:
         At least the last token is left to compute; `limit` lowers the position to resume from
         further.
         """
-        last = len(chain) - 1
-        limit = last if limit is None else min(limit, last)
-        nodes = self.tree.walk(chain) if self.enabled else []
-        path = Path(chain, self.tree.roots.get(chain.root), nodes)
-        position = longest_usable(self.kinds, path, limit) if self.enabled else 0
-        checkpoint = path.deepest_checkpoint(position) if position else None
-        junction = floor(min(path.kv_length, last), self.grid)
-        num_seen = self.tree.ghost_depth(chain, len(nodes)) if self.enabled else 0
-        return Match(
-            path=path,
-            checkpoint=checkpoint,
-            junction=junction if junction > position else 0,
-            num_seen=num_seen,
-            report=self._report(path, position, num_seen),
-            version=self.version,
-        )
-
-    def _report(self, path: Path, reused: int, num_seen: int) -> CacheReport:
-        num_tokens = len(path.chain)
-        if not self.enabled:
-            lost = {Lost.DISABLED: num_tokens}
-            return CacheReport(
-                prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
-            )
-        resident = path.kv_length + self._tokens_past_nodes(path)
-        salt_depth = self.tree.other_salt_depth(path.chain, num_seen)
-        seen = Seen(
-            reused=reused,
-            checkpoint_evicted=path.evicted_position(),
-            kv_grid=floor(resident, self.grid),
-            resident=max(resident, reused),
-            ghost=num_seen * self.page_size,
-            other_salt=salt_depth * self.page_size,
-        )
-        return CacheReport(
-            prompt_tokens=num_tokens,
-            kv_length=path.kv_length,
-            state_length=reused,
-            reused=reused,
-            lost=explain(seen, num_tokens),
-        )
-
-    def _tokens_past_nodes(self, path: Path) -> int:
-        """Tokens behind the last matching page that agree with a page or tail known there."""
-        end = path.nodes[-1] if path.nodes else path.root
-        if end is None:
-            return 0
-        start = path.kv_length
-        rest = path.chain.token_bytes(start, start + self.page_size)
-        known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
-        if end.last_child is not None:
-            known.append(end.last_child.tokens)
-        return max((common_tokens(rest, tokens) for tokens in known), default=0)
+        return self._finder.find(chain, limit, self.version)
 
     # --- admit ------------------------------------------------------------------------------------
 
@@ -317,11 +271,11 @@ class Cache:
         lease.position = position
         if not self.enabled:
             return
-        self._publish_pages(lease)
+        self._publisher.publish_pages(lease)
         exports, lease.exports = lease.exports, []
         for export in exports:
             self.slots.written(export.slot, written[export.slot])
-            self._publish_state(lease, export.position, export.slot, export.kind)
+            self._publisher.publish_state(lease, export.position, export.slot, export.kind)
 
     def _end_reading(self, lease: Lease) -> None:
         """Unpin the checkpoint that the first step has read."""
@@ -334,74 +288,6 @@ class Cache:
             self.reclaimer.rank_checkpoint(lease.source)
             lease.source = None
         lease.slot_in = lease.slot_out
-
-    def _publish_pages(self, lease: Lease) -> None:
-        """Give each page that has become full its node; a page that another request published first
-        stays ours.
-        """
-        chain, path = lease.chain, lease.path
-        num_full = lease.position // self.page_size
-        if len(path) == num_full:
-            return
-        nodes, digests = self.tree.nodes, chain.digests(num_full)
-        first = len(path)
-        while first < num_full:
-            known = nodes.get(digests[first])
-            if known is not None:
-                self._join(lease, known)
-                first += 1
-                continue
-            end = first + 1
-            while end < num_full and digests[end] not in nodes:
-                end += 1
-            parent = path[-1] if path else self.tree.root(chain.root)
-            pages = lease.page_table[first:end]
-            run = self.tree.insert(chain, parent, pages)
-            path.extend(run)
-            self.pages.keep(pages)
-            for above in (parent, *run[:-1]):
-                if above.checkpoints:
-                    self.reclaimer.rank(above)
-            first = end
-
-    def _join(self, lease: Lease, node: Node) -> None:
-        """Follow a node that another request published; the page computed here stays our own."""
-        self.pages.pin((node.page,))
-        lease.duplicates.append(node.page)
-        lease.path.append(node)
-        self.reclaimer.rank(node)
-
-    def _publish_state(self, lease: Lease, position: int, slot: int, kind: Kind) -> None:
-        """Turn a live slot into a checkpoint of the lease's path; a state known already is given
-        back.
-        """
-        assert self.slots.position(slot) == position, (
-            f"S4: slot {slot} holds {self.slots.position(slot)} tokens, its label says {position}"
-        )
-        depth = position // self.page_size
-        node = lease.path[depth - 1] if depth else self.tree.root(lease.chain.root)
-        tail = lease.chain.token_bytes(depth * self.page_size, position)
-        if tail in node.checkpoints:
-            self.slots.pool.unpin((slot,))
-            return
-        tail_page = lease.page_table[depth] if tail else None
-        if tail_page is not None:
-            self.pages.keep((tail_page,))
-        checkpoint = Checkpoint(
-            position=position,
-            slot=slot,
-            node=node,
-            kind=kind,
-            tail=tail,
-            tail_page=tail_page,
-            end=lease.end,
-        )
-        self.slots.pool.keep((slot,))
-        self.slots.pool.unpin((slot,))
-        self.tree.attach(checkpoint)
-        self.stats.checkpoints_made += 1
-        self.reclaimer.made(checkpoint)
-        lease.deepest_state = max(lease.deepest_state, position)
 
     # --- release ----------------------------------------------------------------------------------
 
@@ -419,7 +305,7 @@ class Cache:
         if has_run and lease.path and kind is not Kind.PREEMPTED:
             self.worth.ended(lease.end, lease.path[-1], lease.position)
         if kind is not None and self.enabled and has_run:
-            self._publish_state(lease, lease.position, lease.slot_out, kind)
+            self._publisher.publish_state(lease, lease.position, lease.slot_out, kind)
         else:
             self.slots.pool.unpin((lease.slot_out,))
         self.pages.unpin(lease.duplicates)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from milepost.layers.attention import AttentionShapes, GatedAttention
-from milepost.layers.context import BatchContext, LayerSpec
+from milepost.layers.context import BatchContext, DeviceBatch, LayerSpec
 from milepost.layers.gated_delta import GatedDelta, GatedDeltaShapes
 from milepost.layers.layout import lay_out
 from milepost.layers.linear import Linear
@@ -128,7 +128,7 @@ class HybridModel(nn.Module):
         return tuple(layer.mixer.spec for layer in self.layers)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, ctx: BatchContext) -> Tensor:
+    def forward(self, token_ids: Tensor, ctx: BatchContext | DeviceBatch) -> Tensor:
         """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names."""
         angles = self.rotary.angles(ctx.positions, self.dtype)
         layout = lay_out(ctx, angles, self.config.linear_conv_kernel_dim)

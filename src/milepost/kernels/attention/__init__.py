@@ -5,6 +5,7 @@ This is the door to the op: callers import it from here, whatever computes it. `
 definition.
 """
 
+from milepost.kernels.attention import fused
 from milepost.kernels.attention.pages import (
     DecodePages,
     PrefillPages,
@@ -17,6 +18,7 @@ __all__ = [
     "DecodePages",
     "PrefillPages",
     "decode",
+    "fused",
     "lay_out_decodes",
     "lay_out_prefills",
     "prefill",
