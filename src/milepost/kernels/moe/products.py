@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.moe.routing import Groups
+from milepost.kernels.moe.grouping import Groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
