@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import products, reference, triton, vectors
-from milepost.kernels.moe.products import Tiles
+from milepost.kernels.moe import products, reference, tall, triton, vectors
 from milepost.kernels.moe.grouping import group_few, group_many
+from milepost.kernels.moe.products import Tiles
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 40, 24
@@ -150,3 +150,22 @@ def test_half_precision(dtype: torch.dtype) -> None:
     expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())
     assert parts.dtype == dtype
     assert relative_error(parts.float().sum(1), expected) < 5e-3
+
+
+@pytest.mark.parametrize("num_tokens", [90, 390])
+def test_tall_blocks(num_tokens: int) -> None:
+    """Blocks that are full, less than half full and in between; one expert that nobody chose."""
+    hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 4, 256, 128))
+    logits[:, 0] += 1
+    logits[:, 2] = -torch.inf
+    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
+    output = torch.full((num_tokens, 2, 256), torch.nan, dtype=torch.half)
+    groups = group_many(experts, 4, tall.ROWS)
+    assert tall.suits(hidden, gate_up)
+    tall.expand(hidden, gate_up / 16, active, groups)
+    tall.contract(active, weights, down / 16, output, groups)
+    expected = reference.apply(
+        hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
+    )
+    assert relative_error(output.float().sum(1), expected) < 5e-3

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 _CHUNK = 4096
 _COUNTED = 1024
 """Choices of a program of `group_many`."""
@@ -54,6 +56,7 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         ROWS=block_rows,
         CHUNK=chunk,
         num_warps=4 if chunk <= 1024 else 8,
+        **OVERLAPPED,
     )
     return Groups(order=order, blocks=blocks)
 
@@ -63,6 +66,8 @@ def _group_kernel(
     experts, order, blocks, num_choices, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """One expert: count its rows and those before, then list them. No atomics: always the same."""
+    let_next_start()
+    wait_for_inputs()
     mine = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     before = tl.zeros([CHUNK], tl.int32)

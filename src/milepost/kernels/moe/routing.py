@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 _ROWS = 4
 
 
@@ -35,6 +37,7 @@ def route(
         NORMALISE=normalise,
         SHARED=has_shared,
         num_warps=rows,
+        **OVERLAPPED,
     )
     return weights, experts
 
@@ -54,6 +57,8 @@ def _route_kernel(
     SHARED: tl.constexpr,
 ):
     """A softmax and CHOSEN times the largest that is left, for ROWS tokens."""
+    let_next_start()
+    wait_for_inputs()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)

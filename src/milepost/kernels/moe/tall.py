@@ -127,8 +127,7 @@ def contract(active: Tensor, weights: Tensor, down: Tensor, parts: Tensor, group
     """`parts` [P, H], by choice: `weights` [P] times the product of `active` [P, I] (by
     `groups.order`) with `down` [X, H, I]. `groups` must have no gaps."""
     num_outputs, size = down.shape[1:]
-    processors = torch.cuda.get_device_properties(down.device).multi_processor_count
-    programs = _PROGRAMS * processors
+    programs = _PROGRAMS * _count_processors(down.device)
     _contract_kernel[(programs,)](
         TensorDescriptor.from_tensor(active, [ROWS, _DEPTH]),
         weights,
@@ -147,6 +146,12 @@ def contract(active: Tensor, weights: Tensor, down: Tensor, parts: Tensor, group
         num_warps=4,
         num_stages=3,
     )
+
+
+def _count_processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=("capacity",))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.moe import products, tall, vectors
-from milepost.kernels.moe.products import Tiles
 from milepost.kernels.moe.grouping import group_few, group_many
+from milepost.kernels.moe.products import Tiles
 from milepost.kernels.moe.routing import route
 
 __all__ = ["parts", "route"]
