@@ -132,7 +132,6 @@ def _multiply_kernel(
     SWAPPED: tl.constexpr,
 ):
     let_next_start()
-    wait_for_inputs()
     # Whole steps for each split; the last may get fewer.
     SHARE: tl.constexpr = (INPUTS + SPLITS * DEPTH - 1) // (SPLITS * DEPTH) * DEPTH
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -18,8 +18,8 @@ from torch import Tensor
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CHUNK = 4096
-_COUNTED = 1024
-"""Choices of a program of `group_many`."""
+_COUNTED = 256
+"""Choices of a program of `group_many`, whose ranks are found by comparing all with all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,22 +103,28 @@ def _group_kernel(
 
 
 def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """As `group_few`, in two launches whose cost grows with P alone, and without gaps between
-    blocks."""
+    """As `group_few`, in three launches whose cost hardly grows, and without gaps between blocks:
+    count each chunk's choices, add up over the chunks, place them."""
     num_choices = experts.numel()
     capacity = num_experts + num_choices // block_rows
-    order, blocks, num_blocks = (
-        torch.empty(shape, dtype=torch.int32, device=experts.device)
-        for shape in ((num_choices,), (3, capacity), (1,))
-    )
-    programs = triton.cdiv(num_choices, _COUNTED)
+    chunks = triton.cdiv(num_choices, _COUNTED)
     # One bin more than experts takes what is no choice.
     bins = triton.next_power_of_2(num_experts + 1)
-    counts = torch.empty(programs, bins, dtype=torch.int32, device=experts.device)
-    _count_kernel[(programs,)](experts, counts, num_choices, BINS=bins, CHUNK=_COUNTED)
-    _place_kernel[(programs,)](
+    order, blocks, num_blocks, counts, totals = (
+        torch.empty(shape, dtype=torch.int32, device=experts.device)
+        for shape in ((num_choices,), (3, capacity), (1,), (chunks, bins), (bins,))
+    )
+    _count_kernel[(chunks,)](
+        experts, counts, num_choices, BINS=bins, CHUNK=_COUNTED, num_warps=4, **OVERLAPPED
+    )
+    width = min(bins, 16)
+    _prefix_kernel[(bins // width,)](
+        counts, totals, chunks, BINS=bins, WIDTH=width, STEP=256, num_warps=8, **OVERLAPPED
+    )
+    _place_kernel[(chunks,)](
         experts,
         counts,
+        totals,
         order,
         blocks,
         num_blocks,
@@ -128,25 +134,46 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         BINS=bins,
         ROWS=block_rows,
         CHUNK=_COUNTED,
-        PART=128,
-        STEP=16,
+        SHARE=16,
         num_warps=8,
+        **OVERLAPPED,
     )
     return Groups(order=order, blocks=blocks, num_blocks=num_blocks)
 
 
 @triton.jit(do_not_specialize=("num_choices",))
 def _count_kernel(experts, counts, num_choices, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    let_next_start()
+    wait_for_inputs()
     chunk, bins = tl.program_id(0), tl.arange(0, BINS)
     choice = chunk * CHUNK + tl.arange(0, CHUNK)
     chosen = tl.load(experts + choice, mask=choice < num_choices, other=BINS - 1)
     tl.store(counts + chunk * BINS + bins, tl.histogram(chosen, BINS))
 
 
+@triton.jit(do_not_specialize=("chunks",))
+def _prefix_kernel(
+    counts, totals, chunks, BINS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr
+):
+    """In place: an expert's count in each chunk becomes that of all chunks before it."""
+    let_next_start()
+    wait_for_inputs()
+    bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    before = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, chunks, STEP):
+        chunk = (first + tl.arange(0, STEP))[:, None]
+        target = counts + chunk * BINS + bins[None, :]
+        part = tl.load(target, mask=chunk < chunks, other=0)
+        tl.store(target, before[None, :] + tl.cumsum(part, 0) - part, mask=chunk < chunks)
+        before += tl.sum(part, 0)
+    tl.store(totals + bins, before)
+
+
 @triton.jit(do_not_specialize=("num_choices", "capacity"))
 def _place_kernel(
     experts,
     counts,
+    totals,
     order,
     blocks,
     num_blocks,
@@ -156,27 +183,30 @@ def _place_kernel(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PART: tl.constexpr,
-    STEP: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
     """Place one chunk's choices behind those of earlier chunks, and list a share of the blocks."""
-    mine, programs = tl.program_id(0), tl.num_programs(0)
-    bins, step = tl.arange(0, BINS), tl.arange(0, STEP)
-    totals = tl.zeros([BINS], tl.int32)
-    before = tl.zeros([BINS], tl.int32)
-    for first in range(0, programs, STEP):
-        chunk = (first + step)[:, None]
-        part = tl.load(counts + chunk * BINS + bins[None, :], mask=chunk < programs, other=0)
-        totals += tl.sum(part, 0)
-        before += tl.sum(tl.where(chunk < mine, part, 0), 0)
-    totals = tl.where(bins < EXPERTS, totals, 0)
-    starts = tl.cumsum(totals, 0) - totals
-    taken = (totals + ROWS - 1) // ROWS
+    let_next_start()
+    wait_for_inputs()
+    mine, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
+    total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
+    starts = tl.cumsum(total, 0) - total
+    lane = tl.arange(0, CHUNK)
+    choice = mine * CHUNK + lane
+    is_choice = choice < num_choices
+    chosen = tl.load(experts + choice, mask=is_choice, other=BINS - 1)
+    # The same once more, laid along the other axis.
+    others = tl.load(experts + choice[None, :], mask=is_choice[None, :], other=BINS - 1)
+    is_earlier = (others == chosen[:, None]) & (lane[None, :] < lane[:, None])
+    rank = tl.sum(is_earlier.to(tl.int32), 1)
+    base = starts + tl.load(counts + mine * BINS + bins)
+    tl.store(order + tl.gather(base, chosen, 0) + rank, choice, mask=is_choice)
+
+    taken = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(taken, 0)
-    all_blocks = tl.sum(taken)
-    tl.store(num_blocks, all_blocks, mask=mine == 0)
-    for first in range(mine * PART, capacity, programs * PART):
-        block = first + tl.arange(0, PART)
+    tl.store(num_blocks, tl.sum(taken), mask=mine == 0)
+    for first in range(mine * SHARE, capacity, programs * SHARE):
+        block = first + tl.arange(0, SHARE)
         # The block's expert is the number of experts whose blocks end before it.
         expert = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
         is_real = expert < BINS
@@ -185,17 +215,5 @@ def _place_kernel(
         is_block = block < capacity
         tl.store(blocks + block, tl.where(is_real, expert, -1), mask=is_block)
         tl.store(blocks + capacity + block, row, mask=is_block)
-        end = tl.gather(starts + totals, expert, 0)
+        end = tl.gather(starts + total, expert, 0)
         tl.store(blocks + 2 * capacity + block, end, mask=is_block)
-    base = starts + before
-    lane = tl.arange(0, PART)
-    for part in range(0, CHUNK, PART):
-        choice = mine * CHUNK + part + lane
-        is_choice = choice < num_choices
-        chosen = tl.load(experts + choice, mask=is_choice, other=BINS - 1)
-        # The same once more, laid along the other axis.
-        others = tl.load(experts + choice[None, :], mask=is_choice[None, :], other=BINS - 1)
-        is_earlier = (others == chosen[:, None]) & (lane[None, :] < lane[:, None])
-        rank = tl.sum(is_earlier.to(tl.int32), 1)
-        tl.store(order + tl.gather(base, chosen, 0) + rank, choice, mask=is_choice)
-        base += tl.histogram(chosen, BINS)

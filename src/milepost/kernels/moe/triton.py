@@ -23,8 +23,8 @@ __all__ = ["parts", "route"]
 
 _VECTOR_CHOICES = 72
 """Up to this many choices (eight tokens of nine) nothing is grouped."""
-_MANY_CHOICES = 4096
-"""Beyond this many a second launch to group them pays."""
+_MANY_CHOICES = 6144
+"""Beyond this many two more launches to group them pay."""
 _TALL_CHOICES = 32
 """Beyond so many choices an expert the products are bound by arithmetic."""
 
