@@ -182,7 +182,6 @@ class Cache:
         if tail:
             tokens = match.state_length % self.page_size
             copy = PageCopy(source=tail[0], target=table[first_fresh], num_tokens=tokens)
-        junctions = (match.junction,) if match.junction else ()
         return Lease(
             chain=chain,
             report=match.report,
@@ -199,7 +198,7 @@ class Cache:
             deepest_state=match.state_length,
             facts=Facts(
                 prompt_length=len(chain),
-                junctions=junctions,
+                junctions=match.junctions,
                 block_size=self.block_size,
                 new_from=match.kv_length,
                 grid=self.grid,

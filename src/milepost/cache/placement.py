@@ -1,7 +1,8 @@
 """Where a prefill keeps states: pure functions from facts about a prompt to export positions.
 
-Every position is on the grid. A policy answers for one prefill chunk (start, end] at a time,
-because `align` depends on where chunks end; the positions of `auto` and `all` do not.
+Positions are on the grid, but for junctions that it would round off too far. A policy answers for
+one prefill chunk (start, end] at a time, because `align` depends on where chunks end; the positions
+of `auto` and `all` do not.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def place_auto(facts: Facts, start: int, end: int) -> dict[int, Kind]:
     wanted = dict.fromkeys(range(first, min(end, last) + 1, step), Kind.SPARSE)
     wanted |= {last: Kind.PROMPT_END}
     wanted |= {floor(mark, grid): Kind.MARK for mark in facts.marks}
-    wanted |= {floor(junction, grid): Kind.JUNCTION for junction in facts.junctions}
+    wanted |= dict.fromkeys(facts.junctions, Kind.JUNCTION)
     return {p: wanted[p] for p in sorted(wanted) if start < p <= end}
 
 

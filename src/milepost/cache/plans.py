@@ -20,8 +20,8 @@ class Match:
 
     path: Path
     checkpoint: Checkpoint | None
-    junction: int
-    """Grid position behind which a state is missing although KV is there; 0 if there is none."""
+    junctions: tuple[int, ...]
+    """Positions behind which a state is missing although KV is there."""
     num_seen: int
     """Pages of the prompt that are resident or were evicted."""
     report: CacheReport
