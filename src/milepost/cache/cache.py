@@ -19,7 +19,7 @@ from milepost.cache.publishing import Publisher
 from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import Stats
 from milepost.cache.slots import ZERO_SLOT, Slots
-from milepost.cache.tree import Checkpoint, End, Tree
+from milepost.cache.tree import Checkpoint, End, Ticket, Tree
 from milepost.cache.worth import Expected, Worth
 
 
@@ -84,6 +84,25 @@ class Cache:
         further.
         """
         return self._finder.find(chain, limit, self.version)
+
+    # --- wait -------------------------------------------------------------------------------------
+
+    def expect(self, chain: Chain, num_ahead: int) -> Ticket:
+        """Note that a request waits behind `num_ahead` others: what it would resume from is kept
+        in preference to what nobody is known to ask for. The ticket is for `refresh` and `forget`.
+        """
+        ticket = Ticket(due=self.worth.clock + num_ahead + 1)
+        self.reclaimer.claim(ticket, self._finder.source(chain))
+        return ticket
+
+    def refresh(self, ticket: Ticket, match: Match) -> None:
+        """Note what a waiting request would resume from by now."""
+        if match.checkpoint is not ticket.checkpoint:
+            self.reclaimer.claim(ticket, match.checkpoint)
+
+    def forget(self, ticket: Ticket) -> None:
+        """Note that a request waits no longer."""
+        self.reclaimer.claim(ticket, None)
 
     # --- admit ------------------------------------------------------------------------------------
 

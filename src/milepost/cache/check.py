@@ -69,6 +69,9 @@ def _check_checkpoints(cache: Cache, checkpoints: list[Checkpoint]) -> None:
         assert cache.slots.position(checkpoint.slot) == checkpoint.position, (
             "S4: a slot holds what its label says"
         )
+        assert all(ticket.checkpoint is checkpoint for ticket in checkpoint.tickets), (
+            "W1: a ticket hangs where it says"
+        )
     slots = [checkpoint.slot for checkpoint in checkpoints]
     outputs = [lease.slot_out for lease in cache.leases]
     exports = [export.slot for lease in cache.leases for export in lease.exports]

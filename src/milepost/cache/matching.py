@@ -10,7 +10,7 @@ from milepost.cache.links import MAX_TAILS_COMPARED
 from milepost.cache.placement import floor
 from milepost.cache.plans import Match
 from milepost.cache.report import CacheReport, Lost, Seen, explain
-from milepost.cache.tree import Tree
+from milepost.cache.tree import Checkpoint, Tree
 
 
 class Finder:
@@ -51,6 +51,14 @@ class Finder:
             report=self._report(path, position, num_seen),
             version=version,
         )
+
+    def source(self, chain: Chain) -> Checkpoint | None:
+        """The checkpoint that a prompt would resume from."""
+        if not self._enabled:
+            return None
+        path = Path(chain, self._tree.roots.get(chain.root), self._tree.walk(chain))
+        position = longest_usable(self._kinds, path, len(chain) - 1)
+        return path.deepest_checkpoint(position) if position else None
 
     def _report(self, path: Path, reused: int, num_seen: int) -> CacheReport:
         num_tokens = len(path.chain)

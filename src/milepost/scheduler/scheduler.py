@@ -11,7 +11,7 @@ youngest running request, whose state goes into the cache, so that its return is
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from milepost.cache.cache import Cache
@@ -51,6 +51,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._in_flight = InFlight()
         self._num_added = 0
+        self._num_admitted = 0
 
     @property
     def has_work(self) -> bool:
@@ -72,7 +73,19 @@ class Scheduler:
         request.arrival = self._num_added
         self._num_added += 1
         self._requests[request.id] = request
-        insort(self.waiting, request, key=lambda r: r.rank)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Put a request in the queue, and let the cache know."""
+        index = bisect_right(self.waiting, request.rank, key=lambda r: r.rank)
+        self.waiting.insert(index, request)
+        request.ticket = self.cache.expect(request.chain, index)
+
+    def _wait_no_longer(self, request: Request) -> None:
+        assert request.ticket is not None
+        self.waiting.remove(request)
+        self.cache.forget(request.ticket)
+        request.ticket = None
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request from outside (stop string, abort) between steps; None if it is over
@@ -89,9 +102,7 @@ class Scheduler:
         """Plan the next step; empty if nothing can run."""
         step = _Step(budget=self.max_num_batched_tokens)
         num_preemptions = self.stats.num_preemptions
-        for request in [r for r in self.running if _is_decoding(r)]:
-            self._plan_running(step, request)
-        for request in [r for r in self.running if not _is_decoding(r)]:
+        for request in sorted(self.running, key=lambda r: _num_left(r) > 1):
             self._plan_running(step, request)
         if self.stats.num_preemptions == num_preemptions or not step.num_tokens:
             self._plan_waiting(step)
@@ -106,7 +117,7 @@ class Scheduler:
         num_tokens = _chunk(request, step.budget)
         if not num_tokens:
             return
-        while not self.cache.extend(request.lease, request.num_tokens):
+        while not self.cache.extend(request.lease, len(request.chain)):
             victim = max(self.running, key=lambda r: r.rank)
             step.remove(victim)
             self._preempt(victim)
@@ -122,6 +133,9 @@ class Scheduler:
                 return
             if blocked and blocked[0].num_overtaken >= MAX_OVERTAKEN:
                 return
+            if self._is_still_blocked(request):
+                blocked.append(request)
+                continue
             match = self.cache.match(request.chain)
             if self._waits_for_prefix(request, match):
                 self.stats.num_waits += 1
@@ -130,9 +144,30 @@ class Scheduler:
                 for other in blocked:
                     other.num_overtaken += 1
             else:
+                self._block(request, match)
                 blocked.append(request)
                 if len(blocked) >= self.max_num_seqs:
                     return
+
+    def _block(self, request: Request, match: Match) -> None:
+        """Note that a request found no room, and what it would resume from by now."""
+        assert request.ticket is not None
+        self.cache.refresh(request.ticket, match)
+        request.blocked_at = self._room
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether a request that found no room need not look again: there is no more of it, and
+        nothing else was admitted that it could share with.
+        """
+        if request.blocked_at is None or not self.running:
+            return False
+        num_admitted, num_pages, num_slots = request.blocked_at
+        now_admitted, now_pages, now_slots = self._room
+        return now_admitted == num_admitted and now_pages <= num_pages and now_slots <= num_slots
+
+    @property
+    def _room(self) -> tuple[int, int, int]:
+        return self._num_admitted, self.cache.pages.room, self.cache.slots.pool.room
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
         """Whether a running prefill computes this prefix; then it keeps its state there."""
@@ -149,7 +184,9 @@ class Scheduler:
         if request.report is None:
             request.report = lease.report
         request.lease = lease
-        self.waiting.remove(request)
+        self._wait_no_longer(request)
+        self._num_admitted += 1
+        request.blocked_at = None
         self.running.append(request)
         if self.cache.mode == "auto":
             self._in_flight.claim(request)
@@ -179,16 +216,16 @@ class Scheduler:
         self.cache.release(request.lease, kind)
         request.lease = None
         self.running.remove(request)
-        insort(self.waiting, request, key=lambda r: r.rank)
+        self._wait(request)
 
     def _sequence_plan(self, request: Request, num_tokens: int) -> SequencePlan:
-        lease = request.lease
+        lease, chain = request.lease, request.chain
         assert lease is not None
         start = lease.position
         end = start + num_tokens
         return SequencePlan(
             request=request,
-            tokens=request.chain.tokens[start:end],
+            tokens=chain.tokens[start:end],
             start=start,
             page_table=lease.page_table,
             write_from=lease.write_from,
@@ -196,7 +233,7 @@ class Scheduler:
             slot_out=lease.slot_out,
             exports=tuple(self.cache.take_exports(lease, end)),
             page_copy=lease.page_copy,
-            samples=end == request.num_tokens,
+            samples=end == len(chain),
         )
 
     # --- outcome ----------------------------------------------------------------------------------
@@ -233,7 +270,7 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.id]
         if request.lease is None:
-            self.waiting.remove(request)
+            self._wait_no_longer(request)
             return
         self._in_flight.drop(request)
         self.cache.release(request.lease, Kind.ANSWER_END if self.cache.mode == "auto" else None)
@@ -265,12 +302,16 @@ class _Step:
         self.budget += self.num_tokens.pop(request, 0)
 
 
-def _is_decoding(request: Request) -> bool:
-    return request.num_tokens - request.num_computed_tokens == 1
+def _num_left(request: Request) -> int:
+    """Tokens that a running request has yet to consume; one while it decodes."""
+    assert request.lease is not None
+    return len(request.chain) - request.lease.position
 
 
 def _chunk(request: Request, budget: int) -> int:
     """Tokens of the request's next chunk: all that is left, or up to a grid position."""
-    start = request.num_computed_tokens
-    left = request.num_tokens - start
-    return left if left <= budget else max(floor(start + budget) - start, 0)
+    left = _num_left(request)
+    if left <= budget:
+        return left
+    start = len(request.chain) - left
+    return max(floor(start + budget) - start, 0)
