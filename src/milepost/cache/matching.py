@@ -10,7 +10,7 @@ from milepost.cache.links import MAX_TAILS_COMPARED
 from milepost.cache.placement import floor
 from milepost.cache.plans import Match
 from milepost.cache.report import CacheReport, Lost, Seen, explain
-from milepost.cache.tree import Tree
+from milepost.cache.tree import Checkpoint, Tree
 
 MAX_ROUNDED_OFF = 0.1
 """Share of what prompts have in common that rounding to the grid may give up: a state off the grid
@@ -64,6 +64,14 @@ class Finder:
         found = (on_grid,) if on_grid > position else ()
         given_up = shared - max(on_grid, position)
         return (*found, shared) if given_up > shared * MAX_ROUNDED_OFF else found
+
+    def source(self, chain: Chain) -> Checkpoint | None:
+        """The checkpoint that a prompt would resume from."""
+        if not self._enabled:
+            return None
+        path = Path(chain, self._tree.roots.get(chain.root), self._tree.walk(chain))
+        position = longest_usable(self._kinds, path, len(chain) - 1)
+        return path.deepest_checkpoint(position) if position else None
 
     def _report(self, path: Path, reused: int, resident: int, num_seen: int) -> CacheReport:
         num_tokens = len(path.chain)

@@ -82,7 +82,9 @@ class Lease:
     source: Checkpoint | None
     """The checkpoint that is read, pinned until the first commit."""
     page_copy: PageCopy | None
-    """Done before the first chunk; its source is pinned until the first commit."""
+    """Done before the first chunk."""
+    pinned_tail: tuple[int, ...]
+    """The tail page of the checkpoint that is read, pinned until the first commit."""
     end: End
     """Where the path ends, for the worth of its checkpoints."""
     deepest_state: int
