@@ -83,9 +83,7 @@ class GatedAttention(nn.Module):
             batch.step.kv_slots,
         )
         gate = projected[:, -self.sizes[2] :]
-        return attention.fused.attend(
-            query, gate, pool, batch.tables, batch.step.attention, scale
-        )
+        return attention.fused.attend(query, gate, pool, batch.tables, batch.step.attention, scale)
 
     def _attend(self, query: Tensor, pool: Tensor, num_decodes: int, layout: BatchLayout) -> Tensor:
         parts, scale = [], self.shapes.head_dim**-0.5
