@@ -31,7 +31,7 @@ ROTATED_BYTES = 300e6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step: as many sequences as `starts`; the first `shared` tokens of all are the same pages."""
+    """A step; the first `shared` tokens of all its sequences stand in the same pages."""
 
     name: str
     starts: tuple[int, ...]
@@ -107,6 +107,10 @@ class Step:
         self.projected = torch.randn(case.num_tokens, columns, **options)
         self.query = self.projected[:, : HEADS * HEAD_DIM].unflatten(1, (HEADS, HEAD_DIM))
         self.gate = self.projected[:, -HEADS * HEAD_DIM :]
+        self.scale = torch.rand(HEADS + case.num_kv_heads, HEAD_DIM, device="cuda")
+        self.angles = torch.rand(case.num_tokens, 1, 32, **options)
+        self.kv_slots = torch.randperm(num_pages * PAGE_SIZE, device="cuda").int()
+        self.kv_slots = self.kv_slots[: case.num_tokens].contiguous()
         self.tables = torch.from_numpy(tables).cuda()
         items = lay_out(
             case.starts,
@@ -126,12 +130,8 @@ class Step:
             attend(self.query, self.gate, pool, self.tables, self.items, HEAD_DIM**-0.5, **shapes)
 
     def prepare(self) -> None:
-        case = self.case
-        scale = torch.ones(HEADS + case.num_kv_heads, HEAD_DIM, device="cuda")
-        angles = torch.rand(case.num_tokens, 1, 32, device="cuda").bfloat16()
-        slots = torch.arange(case.num_tokens, device="cuda", dtype=torch.int32)
         for pool in self.pools:
-            prepare(self.projected, scale, 1e-6, angles, angles, pool, slots)
+            prepare(self.projected, self.scale, 1e-6, self.angles, self.angles, pool, self.kv_slots)
 
     def time_us(self, run: Any) -> float:
         """Median time of one layer."""

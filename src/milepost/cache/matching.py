@@ -7,14 +7,10 @@ from itertools import islice
 from milepost.cache.chain import Chain, common_tokens
 from milepost.cache.kinds import LayerKind, Path, longest_usable
 from milepost.cache.links import MAX_TAILS_COMPARED
-from milepost.cache.placement import floor
+from milepost.cache.placement import floor, rounded
 from milepost.cache.plans import Match
 from milepost.cache.report import CacheReport, Lost, Seen, explain
 from milepost.cache.tree import Checkpoint, Tree
-
-MAX_ROUNDED_OFF = 0.1
-"""Share of what prompts have in common that rounding to the grid may give up: a state off the grid
-costs a slot and a short chunk of its own, and is worth it for short prefixes alone."""
 
 
 class Finder:
@@ -57,13 +53,11 @@ class Finder:
         )
 
     def _junctions(self, shared: int, position: int) -> tuple[int, ...]:
-        """Where to keep the state of what is shared with others and behind the state that there is:
-        on the grid, and at the very end where the grid would give up too much of it.
+        """Where to keep the state of what is shared with others and lies behind the state that
+        there is: on the grid, and at its very end where the grid would give up too much of it.
         """
-        on_grid = floor(shared, self._grid)
-        found = (on_grid,) if on_grid > position else ()
-        given_up = shared - max(on_grid, position)
-        return (*found, shared) if given_up > shared * MAX_ROUNDED_OFF else found
+        kept = {floor(shared, self._grid), rounded(shared, self._grid)}
+        return tuple(sorted(p for p in kept if p > position))
 
     def source(self, chain: Chain) -> Checkpoint | None:
         """The checkpoint that a prompt would resume from."""

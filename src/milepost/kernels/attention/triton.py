@@ -182,8 +182,8 @@ def _attend_kernel(
     token = (first + ahead).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     held = (ahead < num_tokens)[:, None] & (column < HEAD_DIM)[None, :]
-    at = query + token[:, None] * query_stride + head[:, None] * head_stride + column[None, :]
-    queries = tl.load(at, mask=held, other=0.0)
+    rows = query + token * query_stride + head * head_stride
+    queries = tl.load(rows[:, None] + column[None, :], mask=held, other=0.0)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -250,17 +250,18 @@ def _attend_kernel(
     # A row that has seen nothing has a top of -inf and a result of 0: no share of the sum.
     total = tl.where(total == 0.0, 1.0, total)
     result = result / total[:, None]
+    inside = head[:, None] * HEAD_DIM + column[None, :]
     if ordinal < 0:
-        at = token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + column
-        inside = head[:, None] * HEAD_DIM + column[None, :]
         gates = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
         result *= tl.sigmoid(gates.to(tl.float32))
-        tl.store(output + at, result.to(output.dtype.element_ty), mask=held)
+        whole = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        tl.store(whole, result.to(output.dtype.element_ty), mask=held)
     else:
-        base = tl.load(bases + token, mask=ahead < num_tokens, other=0) + ordinal
-        at = base.to(tl.int64) * (KV_HEADS * GROUP) + head
-        tl.store(partials + at[:, None] * HEAD_DIM + column[None, :], result, mask=held)
-        tl.store(sums + at, top + tl.log2(total), mask=ahead < num_tokens)
+        base = tl.load(bases + token, mask=ahead < num_tokens, other=0).to(tl.int64) + ordinal
+        part = partials + base[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        tl.store(part, result, mask=held)
+        share = sums + base * (KV_HEADS * GROUP) + head
+        tl.store(share, top + tl.log2(total), mask=ahead < num_tokens)
 
 
 @triton.jit
@@ -282,15 +283,17 @@ def _load(
     if BOXED:
         page = tl.load(table + place // PAGE_SIZE)
         slot = offset + page * PAGE_SIZE + place % PAGE_SIZE
-        return kv.load([slot, kv_head * HEAD_DIM])
-    column = tl.arange(0, BLOCK_E)
-    places = place + tl.arange(0, BLOCK)
-    # Past the end the table names pages that are not the sequence's, or none.
-    inside = places < end
-    pages = tl.load(table + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-    slots = offset + pages * PAGE_SIZE + places % PAGE_SIZE
-    at = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
-    return tl.load(kv + at, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+        block = kv.load([slot, kv_head * HEAD_DIM])
+    else:
+        column = tl.arange(0, BLOCK_E)
+        places = place + tl.arange(0, BLOCK)
+        # Past the end the table names pages that are not the sequence's, or none.
+        inside = places < end
+        pages = tl.load(table + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        slots = offset + pages * PAGE_SIZE + places % PAGE_SIZE
+        at = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        block = tl.load(kv + at, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    return block
 
 
 @triton.jit
