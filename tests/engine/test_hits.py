@@ -71,6 +71,18 @@ def test_shared_prefix(llm, row, shared, own, marks, theirs, least):
     assert cached(outputs) == least
 
 
+def test_chance_agreement_makes_no_states(llm):
+    """Own parts that begin alike by chance don't move the junction of a short prefix."""
+    shared = tokens(100, 0)
+    for first in (1, 2, 3, 3, 3, 3):
+        ask(llm, [*shared, first, first, *tokens(60, first)], params=greedy(1))
+    (output,) = ask(llm, [*shared, 9, 9, *tokens(60, 9)], params=greedy(1))
+    assert cached([output]) == [100]
+    made = metric(llm, "checkpoints_made")
+    ask(llm, [*shared, 9, 8, *tokens(60, 8)], params=greedy(1))
+    assert metric(llm, "checkpoints_made") - made == 2  # the prompt's end and the answer's
+
+
 def test_same_prompt_twice(llm, row):
     outputs = [ask(llm, tokens(2200), params=greedy(4))[0] for _ in range(2)]
     row("2200-token prompt sent twice", "0, 2112", listed(cached(outputs)))

@@ -7,7 +7,7 @@ from itertools import islice
 from milepost.cache.chain import Chain, common_tokens
 from milepost.cache.kinds import LayerKind, Path, longest_usable
 from milepost.cache.links import MAX_TAILS_COMPARED
-from milepost.cache.placement import floor, rounded
+from milepost.cache.placement import MAX_ROUNDED_OFF, floor
 from milepost.cache.plans import Match
 from milepost.cache.report import CacheReport, Lost, Seen, explain
 from milepost.cache.tree import Checkpoint, Tree
@@ -56,8 +56,10 @@ class Finder:
         """Where to keep the state of what is shared with others and lies behind the state that
         there is: on the grid, and at its very end where the grid would give up too much of it.
         """
-        kept = {floor(shared, self._grid), rounded(shared, self._grid)}
-        return tuple(sorted(p for p in kept if p > position))
+        on_grid = floor(shared, self._grid)
+        found = (on_grid,) if on_grid > position else ()
+        is_short = shared - max(on_grid, position) > shared * MAX_ROUNDED_OFF
+        return (*found, shared) if is_short else found
 
     def source(self, chain: Chain) -> Checkpoint | None:
         """The checkpoint that a prompt would resume from."""
