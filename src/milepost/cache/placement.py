@@ -1,8 +1,8 @@
 """Where a prefill keeps states: pure functions from facts about a prompt to export positions.
 
-Positions are on the grid, but for marks and junctions that it would round off too far. A policy answers for
-one prefill chunk (start, end] at a time, because `align` depends on where chunks end; the positions
-of `auto` and `all` do not.
+Positions are on the grid, but for marks and junctions that it would round off too far. A policy
+answers for one prefill chunk (start, end] at a time, because `align` depends on where chunks end;
+the positions of `auto` and `all` do not.
 """
 
 from __future__ import annotations
