@@ -1,10 +1,10 @@
 """Triton: launches that overlap, so that short kernels do not wait for each other's start.
 
 With `OVERLAPPED` a kernel is launched as soon as every program of the kernel before it has called
-`let_next_start`, and so finds its instructions, addresses and weights ready when that one ends.
-Such a kernel must call `wait_for_inputs` before it reads what a kernel wrote and before it writes:
-then everything launched before it is complete. Parameters may be read earlier. Kernels without any
-of this mix freely with those that have it.
+`let_next_start` or ended, and so finds its instructions, addresses and weights ready when that one
+ends. Such a kernel must call `wait_for_inputs` before it reads what a kernel wrote and before it
+writes: then everything launched before it is complete. Parameters may be read earlier. Any kernel
+may call `let_next_start`, and those with nothing of this mix freely with the others.
 
 On a GPU without this feature (before Hopper) and in Triton's interpreter nothing overlaps.
 """

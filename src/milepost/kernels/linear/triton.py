@@ -95,8 +95,8 @@ def multiply(
         DEPTH=tiles.depth,
         SPLITS=splits,
         SWAPPED=tiles.is_swapped,
+        # Not overlapped: programs that start while others still run crowd on few processors.
         num_warps=tiles.warps,
-        **OVERLAPPED,
         num_stages=tiles.stages,
     )
     if splits > 1:

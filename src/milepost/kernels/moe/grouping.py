@@ -134,6 +134,7 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         BINS=bins,
         ROWS=block_rows,
         CHUNK=_COUNTED,
+        PART=16,
         SHARE=16,
         num_warps=8,
         **OVERLAPPED,
@@ -183,6 +184,7 @@ def _place_kernel(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
     SHARE: tl.constexpr,
 ):
     """Place one chunk's choices behind those of earlier chunks, and list a share of the blocks."""
@@ -195,10 +197,17 @@ def _place_kernel(
     choice = mine * CHUNK + lane
     is_choice = choice < num_choices
     chosen = tl.load(experts + choice, mask=is_choice, other=BINS - 1)
-    # The same once more, laid along the other axis.
-    others = tl.load(experts + choice[None, :], mask=is_choice[None, :], other=BINS - 1)
-    is_earlier = (others == chosen[:, None]) & (lane[None, :] < lane[:, None])
-    rank = tl.sum(is_earlier.to(tl.int32), 1)
+    rank = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, CHUNK, PART):
+        # Other choices go down the first axis, which lies in a thread's registers.
+        lane_before = first + tl.arange(0, PART)
+        others = tl.load(
+            experts + mine * CHUNK + lane_before,
+            mask=mine * CHUNK + lane_before < num_choices,
+            other=BINS - 1,
+        )
+        is_before = (others[:, None] == chosen[None, :]) & (lane_before[:, None] < lane[None, :])
+        rank += tl.sum(is_before.to(tl.int32), 0)
     base = starts + tl.load(counts + mine * BINS + bins)
     tl.store(order + tl.gather(base, chosen, 0) + rank, choice, mask=is_choice)
 
@@ -208,7 +217,7 @@ def _place_kernel(
     for first in range(mine * SHARE, capacity, programs * SHARE):
         block = first + tl.arange(0, SHARE)
         # The block's expert is the number of experts whose blocks end before it.
-        expert = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
+        expert = tl.sum((ends[:, None] <= block[None, :]).to(tl.int32), 0)
         is_real = expert < BINS
         expert = tl.minimum(expert, BINS - 1)
         row = tl.gather(starts - (ends - taken) * ROWS, expert, 0) + block * ROWS

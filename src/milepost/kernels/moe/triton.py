@@ -41,7 +41,7 @@ class Regime:
 
 _REGIMES = (
     Regime(
-        choices=8,
+        choices=10,
         rows=16,
         expand=Tiles(columns=64, depth=128, warps=4, stages=3, is_swapped=True),
         contract=Tiles(columns=128, depth=128, warps=4, stages=3, is_swapped=True),
