@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.gated_delta.triton_parts import (
-    gated_norm,
     head_channels,
     log_decay,
     sigmoid,
@@ -24,8 +23,10 @@ from milepost.kernels.gated_delta.triton_parts import (
 )
 from milepost.kernels.gated_delta.weights import MixerWeights
 
+_COLUMNS = 32
 _CONVOLVE = {"num_warps": 1}
-_UPDATE = {"num_warps": 8}
+_WARPS = 4
+_STAGES = 3
 
 
 def decode(
@@ -43,6 +44,9 @@ def decode(
     key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
     mixed = projected.new_empty(num_sequences, channels, dtype=torch.float32)
     output = projected.new_empty(num_sequences, value_heads * value_dim)
+    block_w = triton.next_power_of_2(value_dim)
+    # The second launch may start, and load what the first doesn't write, while the first runs.
+    overlap = projected.is_cuda
     sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
     _convolve[(num_sequences, 2 * key_heads + value_heads)](
         projected,
@@ -57,6 +61,7 @@ def decode(
         TAPS=num_taps,
         BLOCK_TAPS=triton.next_power_of_2(num_taps),
         BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
+        OVERLAP=overlap,
         **_CONVOLVE,
     )
     _update[(num_sequences, value_heads)](
@@ -75,8 +80,13 @@ def decode(
         **sizes,
         VALUE_HEADS=value_heads,
         BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_W=triton.next_power_of_2(value_dim),
-        **_UPDATE,
+        BLOCK_W=block_w,
+        COLUMNS=min(_COLUMNS, block_w),
+        OVERLAP=overlap,
+        launch_pdl=overlap,
+        # One warp for what is less than a few: each element is loaded and stored by one thread.
+        num_warps=_WARPS if block_w * key_dim >= 2048 else 1,
+        STAGES=_STAGES,
     )
     return output
 
@@ -97,9 +107,12 @@ def _convolve(
     TAPS: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head: convolution, SiLU, L2 norm of queries and keys into `mixed` [D, C] float32; moves
     the head's convolution state on by one input."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     written = tl.load(slot_out + sequence).to(tl.int64)
     if written < 0:
@@ -147,22 +160,28 @@ def _update(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One value head: its state [K, W] moves on by one token, is read, and the gated norm of what
-    was read goes to `output` [D, V * W]."""
+    was read goes to `output` [D, V * W]. The state passes COLUMNS columns at a time, so that later
+    ones are on their way meanwhile."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
-    is_row, is_column = row < KEY_DIM, column < VALUE_DIM
+    part = tl.arange(0, BLOCK_W // COLUMNS)[:, None]
+    column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    is_column = column < VALUE_DIM
     output_at = output + (sequence * VALUE_HEADS + head) * VALUE_DIM + column
     written = tl.load(slot_out + sequence).to(tl.int64)
     if written < 0:
-        tl.store(output_at, tl.zeros([BLOCK_W], output.dtype.element_ty), is_column)
+        tl.store(output_at, tl.zeros(column.shape, output.dtype.element_ty), is_column)
         return
-    read = tl.load(slot_in + sequence).to(tl.int64)
-    state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
-    in_state = is_row[:, None] & is_column[None, :]
     slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    state = tl.load(pool + read * slot_size + state_at, in_state, 0).to(tl.float32)
+    row = tl.arange(0, BLOCK_K)
+    is_row = row < KEY_DIM
+    state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + tl.arange(0, COLUMNS)[None, :]
+    state_in = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_size + state_at
+    state_out = pool + written * slot_size + state_at
 
     token = projected + sequence * projected_stride + channels
     gate = tl.load(token + head * VALUE_DIM + column, is_column, 0)
@@ -170,20 +189,25 @@ def _update(
     beta = sigmoid(tl.load(gates))
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
     decay = tl.exp(log_decay(rate, bias, tl.load(gates + VALUE_HEADS)))
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
 
     query_at = mixed + sequence * channels + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
     query = tl.load(query_at, is_row, 0)
     key = tl.load(query_at + KEY_HEADS * KEY_DIM, is_row, 0)
-    value_at = mixed + sequence * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
-    value = tl.load(value_at, is_column, 0)
-
-    state *= decay
-    change = (value - tl.sum(state * key[:, None], 0)) * beta
-    state += key[:, None] * change[None, :]
-    x = tl.sum(state * query[:, None], 0)
-    tl.debug_barrier()
-    tl.store(pool + written * slot_size + state_at, state.to(pool.dtype.element_ty), in_state)
+    value_at = mixed + sequence * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    x = tl.zeros(column.shape, tl.float32)
+    for index in tl.range(0, BLOCK_W // COLUMNS, num_stages=STAGES):
+        value_column = index * COLUMNS + tl.arange(0, COLUMNS)
+        in_state = is_row[:, None] & (value_column < VALUE_DIM)[None, :]
+        state = tl.load(state_in + index * COLUMNS, in_state, 0).to(tl.float32) * decay
+        value = tl.load(value_at + value_column, value_column < VALUE_DIM, 0)
+        change = (value - tl.sum(state * key[:, None], 0)) * beta
+        state += key[:, None] * change[None, :]
+        x = tl.where(part == index, tl.sum(state * query[:, None], 0)[None, :], x)
+        tl.store(state_out + index * COLUMNS, state.to(pool.dtype.element_ty), in_state)
 
     weight = tl.load(norm_weight + column, is_column, 0)
-    x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 0)
+    scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / VALUE_DIM + norm_eps)
+    x = x * scale * weight * silu(gate.to(tl.float32))
     tl.store(output_at, x.to(output.dtype.element_ty), is_column)
