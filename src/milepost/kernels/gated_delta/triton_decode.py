@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.gated_delta.triton_parts import (
+    gated_norm,
     head_channels,
     log_decay,
     sigmoid,
@@ -23,10 +24,8 @@ from milepost.kernels.gated_delta.triton_parts import (
 )
 from milepost.kernels.gated_delta.weights import MixerWeights
 
-_COLUMNS = 32
 _CONVOLVE = {"num_warps": 1}
-_WARPS = 4
-_STAGES = 3
+_UPDATE = {"num_warps": 4}
 
 
 def decode(
@@ -44,7 +43,6 @@ def decode(
     key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
     mixed = projected.new_empty(num_sequences, channels, dtype=torch.float32)
     output = projected.new_empty(num_sequences, value_heads * value_dim)
-    block_w = triton.next_power_of_2(value_dim)
     # The second launch may start, and load what the first doesn't write, while the first runs.
     overlap = projected.is_cuda
     sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
@@ -64,7 +62,7 @@ def decode(
         OVERLAP=overlap,
         **_CONVOLVE,
     )
-    _update[(num_sequences, value_heads)](
+    _update[(value_heads, num_sequences)](
         projected,
         projected.stride(0),
         mixed,
@@ -80,13 +78,10 @@ def decode(
         **sizes,
         VALUE_HEADS=value_heads,
         BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_W=block_w,
-        COLUMNS=min(_COLUMNS, block_w),
+        BLOCK_W=triton.next_power_of_2(value_dim),
         OVERLAP=overlap,
         launch_pdl=overlap,
-        # One warp for what is less than a few: each element is loaded and stored by one thread.
-        num_warps=_WARPS if block_w * key_dim >= 2048 else 1,
-        STAGES=_STAGES,
+        **_UPDATE,
     )
     return output
 
@@ -160,28 +155,23 @@ def _update(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One value head: its state [K, W] moves on by one token, is read, and the gated norm of what
-    was read goes to `output` [D, V * W]. The state passes COLUMNS columns at a time, so that later
-    ones are on their way meanwhile."""
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    part = tl.arange(0, BLOCK_W // COLUMNS)[:, None]
-    column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    is_column = column < VALUE_DIM
+    was read goes to `output` [D, V * W]."""
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
+    is_row, is_column = row < KEY_DIM, column < VALUE_DIM
     output_at = output + (sequence * VALUE_HEADS + head) * VALUE_DIM + column
     written = tl.load(slot_out + sequence).to(tl.int64)
     if written < 0:
-        tl.store(output_at, tl.zeros(column.shape, output.dtype.element_ty), is_column)
+        tl.store(output_at, tl.zeros([BLOCK_W], output.dtype.element_ty), is_column)
         return
     slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    row = tl.arange(0, BLOCK_K)
-    is_row = row < KEY_DIM
-    state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + tl.arange(0, COLUMNS)[None, :]
-    state_in = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_size + state_at
-    state_out = pool + written * slot_size + state_at
+    state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
+    in_state = is_row[:, None] & is_column[None, :]
+    read = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_size
+    state = tl.load(read + state_at, in_state, 0)
 
     token = projected + sequence * projected_stride + channels
     gate = tl.load(token + head * VALUE_DIM + column, is_column, 0)
@@ -189,25 +179,22 @@ def _update(
     beta = sigmoid(tl.load(gates))
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
     decay = tl.exp(log_decay(rate, bias, tl.load(gates + VALUE_HEADS)))
+    weight = tl.load(norm_weight + column, is_column, 0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
     query_at = mixed + sequence * channels + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
     query = tl.load(query_at, is_row, 0)
     key = tl.load(query_at + KEY_HEADS * KEY_DIM, is_row, 0)
-    value_at = mixed + sequence * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-    x = tl.zeros(column.shape, tl.float32)
-    for index in tl.range(0, BLOCK_W // COLUMNS, num_stages=STAGES):
-        value_column = index * COLUMNS + tl.arange(0, COLUMNS)
-        in_state = is_row[:, None] & (value_column < VALUE_DIM)[None, :]
-        state = tl.load(state_in + index * COLUMNS, in_state, 0).to(tl.float32) * decay
-        value = tl.load(value_at + value_column, value_column < VALUE_DIM, 0)
-        change = (value - tl.sum(state * key[:, None], 0)) * beta
-        state += key[:, None] * change[None, :]
-        x = tl.where(part == index, tl.sum(state * query[:, None], 0)[None, :], x)
-        tl.store(state_out + index * COLUMNS, state.to(pool.dtype.element_ty), in_state)
+    value_at = mixed + sequence * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    value = tl.load(value_at, is_column, 0)
 
-    weight = tl.load(norm_weight + column, is_column, 0)
-    scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / VALUE_DIM + norm_eps)
-    x = x * scale * weight * silu(gate.to(tl.float32))
+    state = state.to(tl.float32) * decay
+    change = (value - tl.sum(state * key[:, None], 0)) * beta
+    state += key[:, None] * change[None, :]
+    tl.debug_barrier()
+    written_at = pool + written * slot_size + state_at
+    tl.store(written_at, state.to(pool.dtype.element_ty), in_state)
+    x = tl.sum(state * query[:, None], 0)
+    x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 0)
     tl.store(output_at, x.to(output.dtype.element_ty), is_column)
