@@ -304,35 +304,36 @@ def _solve(
     if size <= 0:
         return
     begin = tl.load(chunk_begin + chunk).to(tl.int64)
+    tokens = tl.cast(num_tokens, tl.int64)
     row = tl.arange(0, C)
     in_chunk = row < size
-    gates_at = (begin + row) * projected_stride + channels + VALUE_HEADS * VALUE_DIM + head
-    beta = sigmoid(tl.load(projected + gates_at, in_chunk, 0))
+    gates = projected + begin * projected_stride + channels + VALUE_HEADS * VALUE_DIM + head
+    beta = sigmoid(tl.load(gates + row * projected_stride, in_chunk, 0))
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
-    inputs = tl.load(projected + gates_at + VALUE_HEADS, in_chunk, 0)
+    inputs = tl.load(gates + row * projected_stride + VALUE_HEADS, in_chunk, 0)
     decay = tl.cumsum(tl.where(in_chunk, log_decay(rate, bias, inputs), 0))
-    head_row = head * tl.cast(num_tokens, tl.int64) + begin + row
-    tl.store(decay_sums + head_row, decay, in_chunk)
+    head_begin = head * tokens + begin
+    tl.store(decay_sums + head_begin + row, decay, in_chunk)
 
-    key_head = KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)
-    key_row = key_head * tl.cast(num_tokens, tl.int64) + begin + row
+    key_begin = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens + begin
     key_column, value_column = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_W)[None, :]
     in_keys = in_chunk[:, None] & (key_column < KEY_DIM)
     in_values = in_chunk[:, None] & (value_column < VALUE_DIM)
-    key = tl.load(query_key + key_row[:, None] * KEY_DIM + key_column, in_keys, 0)
+    key_at = row[:, None] * KEY_DIM + key_column
+    key = tl.load(query_key + key_begin * KEY_DIM + key_at, in_keys, 0)
 
     products = tl.dot(key, tl.trans(key), input_precision="ieee")
     system = products * _pairwise_decay(decay, row, 1) * beta[:, None]
     inverse = _invert(system, row, C, SPLIT)
-    value_at = head_row[:, None] * VALUE_DIM + value_column
-    value = tl.load(values + value_at, in_values, 0)
+    values_at = values + head_begin * VALUE_DIM + row[:, None] * VALUE_DIM + value_column
+    value = tl.load(values_at, in_values, 0)
     # The factors of the right sides' rows stand in the inverse's columns.
     by_value = (inverse * beta[None, :]).to(value.dtype)
     by_key = (inverse * (beta * tl.exp(decay))[None, :]).to(key.dtype)
     new_values = tl.dot(by_value, value, input_precision="ieee")
-    tl.store(values + value_at, new_values.to(value.dtype), in_values)
+    tl.store(values_at, new_values.to(value.dtype), in_values)
     erased = tl.dot(by_key, key, input_precision="ieee")
-    tl.store(erase + head_row[:, None] * KEY_DIM + key_column, erased.to(key.dtype), in_keys)
+    tl.store(erase + head_begin * KEY_DIM + key_at, erased.to(key.dtype), in_keys)
 
 
 @triton.jit
@@ -439,33 +440,37 @@ def _carry(
     state = tl.load(pool + read + pool_at, in_state, 0).to(tl.float32)
     tokens = tl.cast(num_tokens, tl.int64)
     key_row = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens
+    key_at = row[:, None] * KEY_DIM + key_column[None, :]
+    value_at = row[None, :] * VALUE_DIM + value_column[:, None]
 
+    # Loaded a chunk ahead: addresses that wait for a load would keep the tiles from being fetched
+    # early.
+    begin, size = tl.load(chunk_begin + first), tl.load(chunk_size + first)
     for chunk in range(first, last):
-        begin, size = tl.load(chunk_begin + chunk), tl.load(chunk_size + chunk)
-        token, in_chunk = begin + row, row < size
+        in_chunk = row < size
         in_keys = in_chunk[:, None] & is_key[None, :]
         in_values = is_value[:, None] & in_chunk[None, :]
-        head_row = head * tokens + token
-        erased_at = head_row[:, None] * KEY_DIM + key_column[None, :]
-        erased = tl.load(erase + erased_at, in_keys, 0)
-        value_at = head_row[None, :] * VALUE_DIM + value_column[:, None]
-        value = tl.load(values + value_at, in_values, 0)
-        key_at = (key_row + token)[:, None] * KEY_DIM + key_column[None, :]
-        key = tl.load(query_key + key_at, in_keys, 0)
-        decay = tl.load(decay_sums + head_row, in_chunk, 0)
-        total = tl.load(decay_sums + head * tokens + begin + size - 1)
+        head_begin = head * tokens + begin
+        erased = tl.load(erase + head_begin * KEY_DIM + key_at, in_keys, 0)
+        values_at = values + head_begin * VALUE_DIM + value_at
+        value = tl.load(values_at, in_values, 0)
+        key = tl.load(query_key + (key_row + begin) * KEY_DIM + key_at, in_keys, 0)
+        decay = tl.load(decay_sums + head_begin + row, in_chunk, 0)
+        total = tl.load(decay_sums + head_begin + size - 1)
 
         before = state.to(erased.dtype)
         tl.store(states + tl.cast(chunk, tl.int64) * slot_size + states_at, before, in_state)
         lost = tl.dot(before, tl.trans(erased), input_precision="ieee")
         new_values = value.to(tl.float32) - lost
-        tl.store(values + value_at, new_values.to(value.dtype), in_values)
+        tl.store(values_at, new_values.to(value.dtype), in_values)
         decayed = (new_values * tl.exp(total - decay)[None, :]).to(key.dtype)
         state = state * tl.exp(total) + tl.dot(decayed, key, input_precision="ieee")
         slot = tl.load(chunk_slot + chunk).to(tl.int64)
         if slot >= 0:
             exported = state.to(pool.dtype.element_ty)
             tl.store(pool + slot * slot_size + pool_at, exported, in_state)
+        following = tl.minimum(chunk + 1, last - 1)
+        begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
 
     tl.debug_barrier()
     written = tl.load(slot_out + sequence).to(tl.int64) * slot_size
@@ -501,39 +506,40 @@ def _read(
     size = tl.load(chunk_size + chunk)
     if size == 0:
         return
-    token = tl.load(chunk_begin + chunk).to(tl.int64) + tl.arange(0, C)
+    begin = tl.load(chunk_begin + chunk).to(tl.int64)
     row = tl.arange(0, C)
     in_chunk = row < tl.abs(size)
     value_column, key_column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
     is_value, is_key = value_column < VALUE_DIM, key_column < KEY_DIM
     in_values = in_chunk[:, None] & is_value[None, :]
-    gate_column = head * VALUE_DIM + value_column
-    output_at = token[:, None] * (VALUE_HEADS * VALUE_DIM) + gate_column[None, :]
+    first_output = output + (begin * VALUE_HEADS + head) * VALUE_DIM
+    output_at = first_output + row[:, None] * (VALUE_HEADS * VALUE_DIM) + value_column[None, :]
     if size < 0:
-        zeros = tl.zeros([C, BLOCK_W], output.dtype.element_ty)
-        tl.store(output + output_at, zeros, in_values)
+        tl.store(output_at, tl.zeros([C, BLOCK_W], output.dtype.element_ty), in_values)
         return
 
     tokens = tl.cast(num_tokens, tl.int64)
-    query_row = (head // (VALUE_HEADS // KEY_HEADS)) * tokens + token
+    query_begin = (head // (VALUE_HEADS // KEY_HEADS)) * tokens + begin
     in_keys = in_chunk[:, None] & is_key[None, :]
-    query_at = query_row[:, None] * KEY_DIM + key_column[None, :]
-    query = tl.load(query_key + query_at, in_keys, 0)
-    key = tl.load(query_key + KEY_HEADS * tokens * KEY_DIM + query_at, in_keys, 0)
-    decay = tl.load(decay_sums + head * tokens + token, in_chunk, 0)
-    state_row = (chunk.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + value_column
-    state_at = state_row[:, None] * KEY_DIM + key_column[None, :]
-    state = tl.load(states + state_at, is_value[:, None] & is_key[None, :], 0)
-    value_at = (head * tokens + token)[:, None] * VALUE_DIM + value_column[None, :]
-    value = tl.load(values + value_at, in_values, 0)
+    query_at = query_key + query_begin * KEY_DIM + row[:, None] * KEY_DIM + key_column[None, :]
+    query = tl.load(query_at, in_keys, 0)
+    key = tl.load(query_at + KEY_HEADS * tokens * KEY_DIM, in_keys, 0)
+    head_begin = head * tokens + begin
+    decay = tl.load(decay_sums + head_begin + row, in_chunk, 0)
+    first_state = states + (chunk.to(tl.int64) * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
+    state_at = value_column[:, None] * KEY_DIM + key_column[None, :]
+    state = tl.load(first_state + state_at, is_value[:, None] & is_key[None, :], 0)
 
     x = tl.dot(query, tl.trans(state), input_precision="ieee") * tl.exp(decay)[:, None]
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-    scores = (scores * _pairwise_decay(decay, row, 0)).to(value.dtype)
+    scores = (scores * _pairwise_decay(decay, row, 0)).to(key.dtype)
+    value_at = row[:, None] * VALUE_DIM + value_column[None, :]
+    value = tl.load(values + head_begin * VALUE_DIM + value_at, in_values, 0)
     x += tl.dot(scores, value, input_precision="ieee")
 
     weight = tl.load(norm_weight + value_column, is_value, 0)[None, :]
-    gate_at = token[:, None] * projected_stride + channels + gate_column[None, :]
-    gate = tl.load(projected + gate_at, in_values, 0)
+    gates = projected + begin * projected_stride + channels + head * VALUE_DIM
+    gate_at = row[:, None] * projected_stride + value_column[None, :]
+    gate = tl.load(gates + gate_at, in_values, 0)
     x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 1)
-    tl.store(output + output_at, x.to(output.dtype.element_ty), in_values)
+    tl.store(output_at, x.to(output.dtype.element_ty), in_values)
