@@ -1,31 +1,18 @@
-"""Triton: which experts a token chooses, and which tokens an expert has.
+"""Triton: which experts a token chooses.
 
-Legend: T tokens, X experts (the shared one included), N experts for each token, P = T * N choices
-(choice t * N + n is the n-th of token t), M rows of a block.
+Legend: T tokens, X experts, N experts for each token.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 _ROWS = 4
-_CHUNK = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Choices by expert, and the blocks of rows that cover them."""
-
-    order: Tensor
-    """Choices [P] int32, by expert and then by number; a row is an index into this."""
-    blocks: Tensor
-    """[3, capacity] int32: each block's expert (-1 for padding), first row, and end of the
-    expert's rows, which may lie beyond the block."""
 
 
 def route(
@@ -50,6 +37,7 @@ def route(
         NORMALISE=normalise,
         SHARED=has_shared,
         num_warps=rows,
+        **OVERLAPPED,
     )
     return weights, experts
 
@@ -69,6 +57,8 @@ def _route_kernel(
     SHARED: tl.constexpr,
 ):
     """A softmax and CHOSEN times the largest that is left, for ROWS tokens."""
+    let_next_start()
+    wait_for_inputs()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -107,67 +97,3 @@ def _route_kernel(
     is_stored = is_token[:, None] & (place < WIDTH)[None, :]
     tl.store(weights + index, shares.to(weights.dtype.element_ty), mask=is_stored)
     tl.store(experts + index, best_experts, mask=is_stored)
-
-
-def group(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Group the choices `experts` [T, N] int32 into blocks of M = `block_rows` rows, on the
-    device.
-
-    Expert x's blocks stand from x + (its first row) // M on, which leaves room for every
-    distribution without knowing how many blocks the others have.
-    """
-    num_choices = experts.numel()
-    capacity = num_experts + num_choices // block_rows
-    order = torch.empty(num_choices, dtype=torch.int32, device=experts.device)
-    blocks = torch.empty(3, capacity, dtype=torch.int32, device=experts.device)
-    chunk = min(_CHUNK, max(32, triton.next_power_of_2(num_choices)))
-    _group_kernel[(num_experts,)](
-        experts,
-        order,
-        blocks,
-        num_choices,
-        capacity,
-        ROWS=block_rows,
-        CHUNK=chunk,
-        num_warps=4 if chunk <= 1024 else 8,
-    )
-    return Groups(order=order, blocks=blocks)
-
-
-@triton.jit(do_not_specialize=("num_choices", "capacity"))
-def _group_kernel(
-    experts, order, blocks, num_choices, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """One expert: count its rows and those before, then list them. No atomics: always the same."""
-    mine = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
-    before = tl.zeros([CHUNK], tl.int32)
-    own = tl.zeros([CHUNK], tl.int32)
-    # `while`, because the interpreter cannot take a range's end from a tensor under NumPy 2.4.
-    first = 0
-    while first < num_choices:
-        choice = first + lane
-        chosen = tl.load(experts + choice, mask=choice < num_choices, other=1 << 30)
-        before += chosen < mine
-        own += chosen == mine
-        first += CHUNK
-    start, count = tl.sum(before), tl.sum(own)
-    end = start + count
-    first_block, end_block = mine + start // ROWS, mine + 1 + end // ROWS
-    begin = first_block
-    while begin < end_block:
-        block = begin + lane
-        row = start + (block - first_block) * ROWS
-        is_block = block < end_block
-        tl.store(blocks + block, tl.where(row < end, mine, -1), mask=is_block)
-        tl.store(blocks + capacity + block, row, mask=is_block)
-        tl.store(blocks + 2 * capacity + block, end, mask=is_block)
-        begin += CHUNK
-    first = 0
-    while first < num_choices:
-        choice = first + lane
-        chosen = tl.load(experts + choice, mask=choice < num_choices, other=-1)
-        is_mine = (chosen == mine).to(tl.int32)
-        tl.store(order + start + tl.cumsum(is_mine, 0) - 1, choice, mask=is_mine == 1)
-        start += tl.sum(is_mine)
-        first += CHUNK
