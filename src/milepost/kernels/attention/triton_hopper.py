@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -130,80 +131,14 @@ def _attend_kernel(
         mbarrier.init(bars.index(STAGES + stage), count=2)
         mbarrier.init(bars.index(2 * STAGES + stage), count=1)
         mbarrier.init(bars.index(3 * STAGES + stage), count=2)
+    consumed = (query, gate, output, item, bases, partials, sums, scale, kv_head)
+    consumed += (query_stride, head_stride, gate_stride, queries, keys, values, bars)
+    produced = (kv, table, begin, end, first_value, kv_head, keys, values, bars)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    query,
-                    gate,
-                    output,
-                    item,
-                    bases,
-                    partials,
-                    sums,
-                    scale,
-                    kv_head,
-                    query_stride,
-                    head_stride,
-                    gate_stride,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    0,
-                    KV_HEADS,
-                    GROUP,
-                    HEAD_DIM,
-                    BLOCK,
-                    STAGES,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    query,
-                    gate,
-                    output,
-                    item,
-                    bases,
-                    partials,
-                    sums,
-                    scale,
-                    kv_head,
-                    query_stride,
-                    head_stride,
-                    gate_stride,
-                    queries,
-                    keys,
-                    values,
-                    bars,
-                    1,
-                    KV_HEADS,
-                    GROUP,
-                    HEAD_DIM,
-                    BLOCK,
-                    STAGES,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    kv,
-                    table,
-                    begin,
-                    end,
-                    first_value,
-                    kv_head,
-                    keys,
-                    values,
-                    bars,
-                    HEAD_DIM,
-                    PAGE_SIZE,
-                    BLOCK,
-                    STAGES,
-                ),
-            ),
+            (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES)),
+            (_consume, (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES)),
+            (_produce, (produced, HEAD_DIM, PAGE_SIZE, BLOCK, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -212,29 +147,22 @@ def _attend_kernel(
 
 @gluon.jit
 def _produce(
-    kv,
-    table,
-    begin,
-    end,
-    first_value,
-    kv_head,
-    keys,
-    values,
-    bars,
+    produced,
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Load every block of the range, as soon as its place is free."""
+    kv, table, begin, end, first_value, kv_head, keys, values, bars = produced
     size: gl.constexpr = BLOCK * HEAD_DIM * 2
     column = kv_head * HEAD_DIM
-    block = 0
-    for place in range(begin, end, BLOCK):
+    for block in range(gl.cdiv(end - begin, BLOCK)):
+        place = begin + block * BLOCK
+        slot = gl.load(table + place // PAGE_SIZE) * PAGE_SIZE + place % PAGE_SIZE
         stage = block % STAGES
         # A barrier's phase before its first is over.
         phase = (block // STAGES & 1) ^ 1
-        slot = gl.load(table + place // PAGE_SIZE) * PAGE_SIZE + place % PAGE_SIZE
         mbarrier.wait(bars.index(STAGES + stage), phase)
         loaded = bars.index(stage)
         mbarrier.expect(loaded, size)
@@ -242,30 +170,13 @@ def _produce(
         mbarrier.wait(bars.index(3 * STAGES + stage), phase)
         loaded = bars.index(2 * STAGES + stage)
         mbarrier.expect(loaded, size)
-        tma.async_copy_global_to_shared(
-            kv, [first_value + slot, column], loaded, values.index(stage)
-        )
-        block += 1
+        slot += first_value
+        tma.async_copy_global_to_shared(kv, [slot, column], loaded, values.index(stage))
 
 
 @gluon.jit
 def _consume(
-    query,
-    gate,
-    output,
-    item,
-    bases,
-    partials,
-    sums,
-    scale,
-    kv_head,
-    query_stride,
-    head_stride,
-    gate_stride,
-    queries,
-    keys,
-    values,
-    bars,
+    consumed,
     half: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -274,6 +185,8 @@ def _consume(
     STAGES: gl.constexpr,
 ):
     """Half of the tile's rows: 64 of them in four warps."""
+    query, gate, output, item, bases, partials, sums, scale, kv_head = consumed[:9]
+    query_stride, head_stride, gate_stride, queries, keys, values, bars = consumed[9:]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -298,57 +211,89 @@ def _consume(
     top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
     result = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
-    # All rows see all of the blocks before `masked`; blocks before `whole` hold tokens only.
-    masked = begin + gl.maximum(gl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
-    whole = begin + (end - begin) // BLOCK * BLOCK
-    block = 0
-    for _ in range(begin, masked, BLOCK):
+    # All rows see all of the first `num_seen` blocks; `num_whole` hold nothing but tokens.
+    num_seen = gl.maximum(gl.minimum(end, position + 1) - begin, 0) // BLOCK
+    num_whole = (end - begin) // BLOCK
+    if num_seen > 0:
+        scores = _score(queries, keys, bars, 0, SCORES, BLOCK, STAGES)
+        top, total, shrink, shares = _soften(top, total, scores, scale, False)
+        left = _as_left(shares, values.dtype, RESULT)
+        # A block's scores are computed, and softened, while the last one's values are added.
+        for block in range(1, num_seen):
+            scores = _begin_score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
+            result = _begin_weigh(result, left, values, bars, block - 1, STAGES)
+            scores, result = warpgroup_mma_wait(1, deps=[scores, result])
+            mbarrier.arrive(bars.index(STAGES + block % STAGES), count=1)
+            top, total, shrink, shares = _soften(top, total, scores, scale, False)
+            result, left = warpgroup_mma_wait(0, deps=[result, left])
+            mbarrier.arrive(bars.index(3 * STAGES + (block - 1) % STAGES), count=1)
+            result = _shrink(result, shrink, RESULT)
+            left = _as_left(shares, values.dtype, RESULT)
+        result = _weigh(result, left, values, bars, num_seen - 1, STAGES)
+    for block in range(num_seen, num_whole):
         scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
-        top, total, result, shares = _soften(top, total, result, scores, scale, False)
-        result = _weigh(result, shares, values, bars, block, RESULT, STAGES)
-        block += 1
-    for place in range(masked, whole, BLOCK):
-        scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
-        places = place + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-        seen = places[None, :] <= last_seen[:, None]
+        place = begin + block * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+        seen = place[None, :] <= last_seen[:, None]
         scores = gl.where(seen, scores, float("-inf"))
-        top, total, result, shares = _soften(top, total, result, scores, scale, True)
-        result = _weigh(result, shares, values, bars, block, RESULT, STAGES)
-        block += 1
-    if whole < end:
-        scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
-        places = whole + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-        seen = (places[None, :] <= last_seen[:, None]) & (places < end)[None, :]
+        top, total, shrink, shares = _soften(top, total, scores, scale, True)
+        result = _shrink(result, shrink, RESULT)
+        left = _as_left(shares, values.dtype, RESULT)
+        result = _weigh(result, left, values, bars, block, STAGES)
+    if begin + num_whole * BLOCK < end:
+        scores = _score(queries, keys, bars, num_whole, SCORES, BLOCK, STAGES)
+        place = begin + num_whole * BLOCK
+        num_valid = end - place
+        place += gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+        seen = (place[None, :] <= last_seen[:, None]) & (place < end)[None, :]
         scores = gl.where(seen, scores, float("-inf"))
-        top, total, result, shares = _soften(top, total, result, scores, scale, True)
-        mbarrier.wait(bars.index(2 * STAGES + block % STAGES), block // STAGES & 1)
+        top, total, shrink, shares = _soften(top, total, scores, scale, True)
+        result = _shrink(result, shrink, RESULT)
         # What lies past the end may be NaN, which no share of 0 would silence. The clean values
         # take the queries' place, which is this group's own and needed no more.
-        _clean(values.index(block % STAGES), queries, end - whole, BLOCK, LOADED)
-        shares = gl.convert_layout(shares.to(queries.dtype), gl.DotOperandLayout(0, RESULT, 2))
-        result = warpgroup_mma(shares, queries, result)
+        stage = num_whole % STAGES
+        mbarrier.wait(bars.index(2 * STAGES + stage), num_whole // STAGES & 1)
+        _clean(values.index(stage), queries, num_valid, BLOCK, LOADED)
+        result = warpgroup_mma(_as_left(shares, values.dtype, RESULT), queries, result)
 
+    # A row that has seen nothing has a top of -inf and a result of 0: no share of the sum.
     total = gl.where(total == 0.0, 1.0, total)
     result = result / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]
     wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
     token = (first + wide_row // GROUP).to(gl.int64)
     inside = (kv_head * GROUP + wide_row % GROUP)[:, None] * HEAD_DIM + column[None, :]
-    held = (wide_row // GROUP < num_tokens)[:, None] & (column >= 0)[None, :]
+    has_token = wide_row // GROUP < num_tokens
+    held = has_token[:, None] & (column >= 0)[None, :]
     if ordinal < 0:
         gates = gl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
         result = result / (1.0 + gl.exp2(gates.to(gl.float32) * -1.4426950408889634))
         whole_at = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
         gl.store(whole_at, result.to(output.dtype.element_ty), mask=held)
     else:
-        base = gl.load(bases + token, mask=wide_row // GROUP < num_tokens, other=0).to(gl.int64)
-        part_at = partials + (base + ordinal)[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        base = gl.load(bases + token, mask=has_token, other=0).to(gl.int64) + ordinal
+        part_at = partials + base[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
         gl.store(part_at, result, mask=held)
-        has_token = row // GROUP < num_tokens
-        sum_base = gl.load(bases + first + row // GROUP, mask=has_token, other=0).to(gl.int64)
-        head = kv_head * GROUP + row % GROUP
-        sum_at = sums + (sum_base + ordinal) * (KV_HEADS * GROUP) + head
-        gl.store(sum_at, top + gl.log2(total), mask=has_token)
+        sum_at = sums + base * (KV_HEADS * GROUP) + kv_head * GROUP + wide_row % GROUP
+        share = gl.convert_layout(top + gl.log2(total), gl.SliceLayout(1, RESULT))
+        gl.store(sum_at, share, mask=has_token)
+
+
+@gluon.jit
+def _begin_score(
+    queries,
+    keys,
+    bars,
+    block,
+    SCORES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Products of queries with a block's keys, which run on."""
+    stage = block % STAGES
+    mbarrier.wait(bars.index(stage), block // STAGES & 1)
+    nothing = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
+    right = keys.index(stage).permute((1, 0))
+    return warpgroup_mma(queries, right, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -361,18 +306,34 @@ def _score(
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Products of queries with a block's keys, whose place is free afterwards."""
-    stage = block % STAGES
-    mbarrier.wait(bars.index(stage), block // STAGES & 1)
-    scores = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
-    scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), scores, use_acc=False)
-    mbarrier.arrive(bars.index(STAGES + stage), count=1)
+    """The same to the end; the keys' place is free afterwards."""
+    scores = _begin_score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(bars.index(STAGES + block % STAGES), count=1)
     return scores
 
 
 @gluon.jit
-def _soften(top, total, result, scores, scale, MASKED: gl.constexpr):
-    """Take a block's scores into the running softmax; the last given back are its shares."""
+def _begin_weigh(result, left, values, bars, block, STAGES: gl.constexpr):
+    """Add a block's values by their shares, which runs on."""
+    stage = block % STAGES
+    mbarrier.wait(bars.index(2 * STAGES + stage), block // STAGES & 1)
+    return warpgroup_mma(left, values.index(stage), result, is_async=True)
+
+
+@gluon.jit
+def _weigh(result, left, values, bars, block, STAGES: gl.constexpr):
+    """The same to the end; the values' place is free afterwards."""
+    result = _begin_weigh(result, left, values, bars, block, STAGES)
+    result, left = warpgroup_mma_wait(0, deps=[result, left])
+    mbarrier.arrive(bars.index(3 * STAGES + block % STAGES), count=1)
+    return result
+
+
+@gluon.jit
+def _soften(top, total, scores, scale, MASKED: gl.constexpr):
+    """Take a block's scores into the running softmax: how much earlier results shrink, and the
+    block's shares."""
     new_top = gl.maximum(top, gl.max(scores, 1) * scale)
     base = new_top
     if MASKED:
@@ -380,21 +341,18 @@ def _soften(top, total, result, scores, scale, MASKED: gl.constexpr):
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
     shares = gl.exp2(scores * scale - base[:, None])
     shrink = gl.exp2(top - base)
-    total = total * shrink + gl.sum(shares, 1)
-    RESULT: gl.constexpr = result.type.layout
-    result = result * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
-    return new_top, total, result, shares
+    return new_top, total * shrink + gl.sum(shares, 1), shrink, shares
 
 
 @gluon.jit
-def _weigh(result, shares, values, bars, block, RESULT: gl.constexpr, STAGES: gl.constexpr):
-    """Add a block's values by their shares; their place is free afterwards."""
-    stage = block % STAGES
-    shares = gl.convert_layout(shares.to(values.dtype), gl.DotOperandLayout(0, RESULT, 2))
-    mbarrier.wait(bars.index(2 * STAGES + stage), block // STAGES & 1)
-    result = warpgroup_mma(shares, values.index(stage), result)
-    mbarrier.arrive(bars.index(3 * STAGES + stage), count=1)
-    return result
+def _shrink(result, shrink, RESULT: gl.constexpr):
+    return result * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+
+
+@gluon.jit
+def _as_left(shares, dtype: gl.constexpr, RESULT: gl.constexpr):
+    """Shares as the left side of a product; they stay in the registers that they are in."""
+    return gl.convert_layout(shares.to(dtype), gl.DotOperandLayout(0, RESULT, 2))
 
 
 @gluon.jit
