@@ -117,6 +117,9 @@ def _attend_kernel(
     """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
     kv_head = gl.program_id(0)
     item = items + gl.program_id(1) * 8
+    num_tokens = gl.load(item + 1)
+    if num_tokens == 0:
+        return
     table = tables + gl.load(item + 2).to(gl.int64) * table_stride
     begin = gl.load(item + 4)
     end = gl.load(item + 5)
