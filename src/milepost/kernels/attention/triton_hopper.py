@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -117,9 +116,6 @@ def _attend_kernel(
     """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
     kv_head = gl.program_id(0)
     item = items + gl.program_id(1) * 8
-    num_tokens = gl.load(item + 1)
-    if num_tokens == 0:
-        return
     table = tables + gl.load(item + 2).to(gl.int64) * table_stride
     begin = gl.load(item + 4)
     end = gl.load(item + 5)
@@ -160,12 +156,12 @@ def _produce(
     kv, table, begin, end, first_value, kv_head, keys, values, bars = produced
     size: gl.constexpr = BLOCK * HEAD_DIM * 2
     column = kv_head * HEAD_DIM
-    for block in range(gl.cdiv(end - begin, BLOCK)):
-        place = begin + block * BLOCK
-        slot = gl.load(table + place // PAGE_SIZE) * PAGE_SIZE + place % PAGE_SIZE
+    block = 0
+    for place in range(begin, end, BLOCK):
         stage = block % STAGES
         # A barrier's phase before its first is over.
         phase = (block // STAGES & 1) ^ 1
+        slot = gl.load(table + place // PAGE_SIZE) * PAGE_SIZE + place % PAGE_SIZE
         mbarrier.wait(bars.index(STAGES + stage), phase)
         loaded = bars.index(stage)
         mbarrier.expect(loaded, size)
@@ -173,8 +169,10 @@ def _produce(
         mbarrier.wait(bars.index(3 * STAGES + stage), phase)
         loaded = bars.index(2 * STAGES + stage)
         mbarrier.expect(loaded, size)
-        slot += first_value
-        tma.async_copy_global_to_shared(kv, [slot, column], loaded, values.index(stage))
+        tma.async_copy_global_to_shared(
+            kv, [first_value + slot, column], loaded, values.index(stage)
+        )
+        block += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -214,89 +212,57 @@ def _consume(
     top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
     result = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
-    # All rows see all of the first `num_seen` blocks; `num_whole` hold nothing but tokens.
-    num_seen = gl.maximum(gl.minimum(end, position + 1) - begin, 0) // BLOCK
-    num_whole = (end - begin) // BLOCK
-    if num_seen > 0:
-        scores = _score(queries, keys, bars, 0, SCORES, BLOCK, STAGES)
-        top, total, shrink, shares = _soften(top, total, scores, scale, False)
-        left = _as_left(shares, values.dtype, RESULT)
-        # A block's scores are computed, and softened, while the last one's values are added.
-        for block in range(1, num_seen):
-            scores = _begin_score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
-            result = _begin_weigh(result, left, values, bars, block - 1, STAGES)
-            scores, result = warpgroup_mma_wait(1, deps=[scores, result])
-            mbarrier.arrive(bars.index(STAGES + block % STAGES), count=1)
-            top, total, shrink, shares = _soften(top, total, scores, scale, False)
-            result, left = warpgroup_mma_wait(0, deps=[result, left])
-            mbarrier.arrive(bars.index(3 * STAGES + (block - 1) % STAGES), count=1)
-            result = _shrink(result, shrink, RESULT)
-            left = _as_left(shares, values.dtype, RESULT)
-        result = _weigh(result, left, values, bars, num_seen - 1, STAGES)
-    for block in range(num_seen, num_whole):
+    # All rows see all of the blocks before `masked`; blocks before `whole` hold tokens only.
+    masked = begin + gl.maximum(gl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
+    whole = begin + (end - begin) // BLOCK * BLOCK
+    block = 0
+    for _ in range(begin, masked, BLOCK):
         scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
-        place = begin + block * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-        seen = place[None, :] <= last_seen[:, None]
+        top, total, result, shares = _soften(top, total, result, scores, scale, False)
+        result = _weigh(result, shares, values, bars, block, RESULT, STAGES)
+        block += 1
+    for place in range(masked, whole, BLOCK):
+        scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
+        places = place + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+        seen = places[None, :] <= last_seen[:, None]
         scores = gl.where(seen, scores, float("-inf"))
-        top, total, shrink, shares = _soften(top, total, scores, scale, True)
-        result = _shrink(result, shrink, RESULT)
-        left = _as_left(shares, values.dtype, RESULT)
-        result = _weigh(result, left, values, bars, block, STAGES)
-    if begin + num_whole * BLOCK < end:
-        scores = _score(queries, keys, bars, num_whole, SCORES, BLOCK, STAGES)
-        place = begin + num_whole * BLOCK
-        num_valid = end - place
-        place += gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-        seen = (place[None, :] <= last_seen[:, None]) & (place < end)[None, :]
+        top, total, result, shares = _soften(top, total, result, scores, scale, True)
+        result = _weigh(result, shares, values, bars, block, RESULT, STAGES)
+        block += 1
+    if whole < end:
+        scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
+        places = whole + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+        seen = (places[None, :] <= last_seen[:, None]) & (places < end)[None, :]
         scores = gl.where(seen, scores, float("-inf"))
-        top, total, shrink, shares = _soften(top, total, scores, scale, True)
-        result = _shrink(result, shrink, RESULT)
+        top, total, result, shares = _soften(top, total, result, scores, scale, True)
+        mbarrier.wait(bars.index(2 * STAGES + block % STAGES), block // STAGES & 1)
         # What lies past the end may be NaN, which no share of 0 would silence. The clean values
         # take the queries' place, which is this group's own and needed no more.
-        stage = num_whole % STAGES
-        mbarrier.wait(bars.index(2 * STAGES + stage), num_whole // STAGES & 1)
-        _clean(values.index(stage), queries, num_valid, BLOCK, LOADED)
-        result = warpgroup_mma(_as_left(shares, values.dtype, RESULT), queries, result)
+        _clean(values.index(block % STAGES), queries, end - whole, BLOCK, LOADED)
+        shares = gl.convert_layout(shares.to(queries.dtype), gl.DotOperandLayout(0, RESULT, 2))
+        result = warpgroup_mma(shares, queries, result)
 
-    # A row that has seen nothing has a top of -inf and a result of 0: no share of the sum.
     total = gl.where(total == 0.0, 1.0, total)
     result = result / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]
     wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
     token = (first + wide_row // GROUP).to(gl.int64)
     inside = (kv_head * GROUP + wide_row % GROUP)[:, None] * HEAD_DIM + column[None, :]
-    has_token = wide_row // GROUP < num_tokens
-    held = has_token[:, None] & (column >= 0)[None, :]
+    held = (wide_row // GROUP < num_tokens)[:, None] & (column >= 0)[None, :]
     if ordinal < 0:
         gates = gl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
         result = result / (1.0 + gl.exp2(gates.to(gl.float32) * -1.4426950408889634))
         whole_at = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
         gl.store(whole_at, result.to(output.dtype.element_ty), mask=held)
     else:
-        base = gl.load(bases + token, mask=has_token, other=0).to(gl.int64) + ordinal
-        part_at = partials + base[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        base = gl.load(bases + token, mask=wide_row // GROUP < num_tokens, other=0).to(gl.int64)
+        part_at = partials + (base + ordinal)[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
         gl.store(part_at, result, mask=held)
-        sum_at = sums + base * (KV_HEADS * GROUP) + kv_head * GROUP + wide_row % GROUP
-        share = gl.convert_layout(top + gl.log2(total), gl.SliceLayout(1, RESULT))
-        gl.store(sum_at, share, mask=has_token)
-
-
-@gluon.jit
-def _begin_score(
-    queries,
-    keys,
-    bars,
-    block,
-    SCORES: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Products of queries with a block's keys, which run on."""
-    stage = block % STAGES
-    mbarrier.wait(bars.index(stage), block // STAGES & 1)
-    nothing = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
-    right = keys.index(stage).permute((1, 0))
-    return warpgroup_mma(queries, right, nothing, use_acc=False, is_async=True)
+        has_token = row // GROUP < num_tokens
+        sum_base = gl.load(bases + first + row // GROUP, mask=has_token, other=0).to(gl.int64)
+        head = kv_head * GROUP + row % GROUP
+        sum_at = sums + (sum_base + ordinal) * (KV_HEADS * GROUP) + head
+        gl.store(sum_at, top + gl.log2(total), mask=has_token)
 
 
 @gluon.jit
@@ -309,34 +275,18 @@ def _score(
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The same to the end; the keys' place is free afterwards."""
-    scores = _begin_score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(bars.index(STAGES + block % STAGES), count=1)
+    """Products of queries with a block's keys, whose place is free afterwards."""
+    stage = block % STAGES
+    mbarrier.wait(bars.index(stage), block // STAGES & 1)
+    scores = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
+    scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), scores, use_acc=False)
+    mbarrier.arrive(bars.index(STAGES + stage), count=1)
     return scores
 
 
 @gluon.jit
-def _begin_weigh(result, left, values, bars, block, STAGES: gl.constexpr):
-    """Add a block's values by their shares, which runs on."""
-    stage = block % STAGES
-    mbarrier.wait(bars.index(2 * STAGES + stage), block // STAGES & 1)
-    return warpgroup_mma(left, values.index(stage), result, is_async=True)
-
-
-@gluon.jit
-def _weigh(result, left, values, bars, block, STAGES: gl.constexpr):
-    """The same to the end; the values' place is free afterwards."""
-    result = _begin_weigh(result, left, values, bars, block, STAGES)
-    result, left = warpgroup_mma_wait(0, deps=[result, left])
-    mbarrier.arrive(bars.index(3 * STAGES + block % STAGES), count=1)
-    return result
-
-
-@gluon.jit
-def _soften(top, total, scores, scale, MASKED: gl.constexpr):
-    """Take a block's scores into the running softmax: how much earlier results shrink, and the
-    block's shares."""
+def _soften(top, total, result, scores, scale, MASKED: gl.constexpr):
+    """Take a block's scores into the running softmax; the last given back are its shares."""
     new_top = gl.maximum(top, gl.max(scores, 1) * scale)
     base = new_top
     if MASKED:
@@ -344,18 +294,21 @@ def _soften(top, total, scores, scale, MASKED: gl.constexpr):
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
     shares = gl.exp2(scores * scale - base[:, None])
     shrink = gl.exp2(top - base)
-    return new_top, total * shrink + gl.sum(shares, 1), shrink, shares
+    total = total * shrink + gl.sum(shares, 1)
+    RESULT: gl.constexpr = result.type.layout
+    result = result * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+    return new_top, total, result, shares
 
 
 @gluon.jit
-def _shrink(result, shrink, RESULT: gl.constexpr):
-    return result * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
-
-
-@gluon.jit
-def _as_left(shares, dtype: gl.constexpr, RESULT: gl.constexpr):
-    """Shares as the left side of a product; they stay in the registers that they are in."""
-    return gl.convert_layout(shares.to(dtype), gl.DotOperandLayout(0, RESULT, 2))
+def _weigh(result, shares, values, bars, block, RESULT: gl.constexpr, STAGES: gl.constexpr):
+    """Add a block's values by their shares; their place is free afterwards."""
+    stage = block % STAGES
+    shares = gl.convert_layout(shares.to(values.dtype), gl.DotOperandLayout(0, RESULT, 2))
+    mbarrier.wait(bars.index(2 * STAGES + stage), block // STAGES & 1)
+    result = warpgroup_mma(shares, values.index(stage), result)
+    mbarrier.arrive(bars.index(3 * STAGES + stage), count=1)
+    return result
 
 
 @gluon.jit
