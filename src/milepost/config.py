@@ -57,7 +57,7 @@ class EngineConfig:
     num_slots: int | None = None
     """Recurrent state slots besides the zero slot; by default what the memory profile leaves."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory for weights, pages and slots; the rest is left to activations."""
+    """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
 
@@ -67,6 +67,10 @@ class EngineConfig:
     """Most requests that run at once."""
     max_num_batched_tokens: int = 8192
     """Token budget of one step; longer prompts are prefilled in chunks."""
+    enforce_eager: bool = False
+    """Launch kernels one by one: no CUDA graphs."""
+    async_scheduling: bool | None = None
+    """Launch a decode step before the tokens of the one before are read; by default on a GPU."""
     max_cache_marks: int = 16
     """Most `cache_marks` that one prompt may carry."""
     disable_log_stats: bool = True

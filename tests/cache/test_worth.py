@@ -4,8 +4,8 @@ import random
 from itertools import pairwise
 
 from milepost.cache.eviction import Shelves
+from milepost.cache.laws import AGE_OFFSET, Cuts, Law
 from milepost.cache.tree import NO_PAGE, Checkpoint, End, Node
-from milepost.cache.worth import AGE_OFFSET, Cuts, Law
 
 
 def test_without_evidence_a_return_gets_less_likely_with_age():

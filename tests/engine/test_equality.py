@@ -127,7 +127,7 @@ def test_shared_pages_are_not_written_again(tiny, monkeypatch):
     first, second, third = siblings(400, 100, 3)
     ask(llm, first)
     shared = set(_page_table(llm, second)[:6])
-    model, written = llm.llm_engine.runner.model, set()
+    model, written = llm.llm_engine.runner.executor.model, set()
     forward = model.forward
 
     def watched(token_ids, ctx):
@@ -379,7 +379,7 @@ def test_interrupt_in_mid_step(tiny, layer, monkeypatch):
     stream = llm.stream(prompt(tokens(500)), greedy())
     partial = list(islice(stream, 6))[-1]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.runner.model.layers[layer].mlp, "forward", _interrupt)
+        patch.setattr(llm.llm_engine.runner.executor.model.layers[layer].mlp, "forward", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
     rest = list(neighbour)

@@ -408,7 +408,7 @@ def test_step_that_fails_ends_the_engine(llm, monkeypatch):
     """The call that runs into it says so, and so does every later one."""
     stream = llm.stream(prompt(tokens(50)), greedy())
     next(stream)
-    monkeypatch.setattr(llm.llm_engine.runner.model, "compute_logits", _fail)
+    monkeypatch.setattr(llm.llm_engine.runner.executor.model, "compute_logits", _fail)
     with pytest.raises(EngineDeadError, match=r"step loop failed: RuntimeError\('no memory'\)"):
         ask(llm, tokens(20))
     monkeypatch.undo()
@@ -442,15 +442,15 @@ def test_plan_without_progress_ends_the_engine(llm, monkeypatch):
 @pytest.mark.parametrize("num_steps", [0, 1, 9])
 def test_interrupt_frees_the_requests(tiny, llm, monkeypatch, num_steps):
     """Ctrl-C in `generate`: nothing is left behind, and the engine goes on."""
-    run, calls = llm.llm_engine.runner.run, []
+    collect, calls = llm.llm_engine.runner.collect, []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) > num_steps:
             raise KeyboardInterrupt
-        return run(*args)
+        return collect(*args)
 
-    monkeypatch.setattr(llm.llm_engine.runner, "run", interrupted)
+    monkeypatch.setattr(llm.llm_engine.runner, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ask(llm, *(tokens(100 + i, i) for i in range(4)))
     monkeypatch.undo()

@@ -8,18 +8,18 @@ listed in README.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
-from milepost.cache.chain import Chain, common_tokens
-from milepost.cache.kinds import HYBRID, LayerKind, Path, longest_usable
-from milepost.cache.links import MAX_TAILS_COMPARED
-from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement, floor
+from milepost.cache.chain import Chain
+from milepost.cache.kinds import HYBRID, LayerKind
+from milepost.cache.matching import Finder
+from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement
 from milepost.cache.plans import Export, Lease, Match, PageCopy
 from milepost.cache.pool import Pool
+from milepost.cache.publishing import Publisher
 from milepost.cache.reclaim import Reclaimer
-from milepost.cache.report import CacheReport, Lost, Seen, Stats, explain
+from milepost.cache.report import Stats
 from milepost.cache.slots import ZERO_SLOT, Slots
-from milepost.cache.tree import Checkpoint, End, Node, Tree
+from milepost.cache.tree import Checkpoint, End, Ticket, Tree
 from milepost.cache.worth import Expected, Worth
 
 
@@ -59,6 +59,12 @@ class Cache:
         self.reclaimer = Reclaimer(
             self.tree, self.pages, self.slots, self.stats, self.worth, page_size
         )
+        self._finder = Finder(
+            self.tree, kinds=kinds, page_size=page_size, grid=grid, enabled=self.enabled
+        )
+        self._publisher = Publisher(
+            self.tree, self.pages, self.slots, self.stats, self.reclaimer, page_size
+        )
         self._place = placement if placement is not None else POLICIES[mode]
 
     @property
@@ -77,59 +83,26 @@ class Cache:
         At least the last token is left to compute; `limit` lowers the position to resume from
         further.
         """
-        last = len(chain) - 1
-        limit = last if limit is None else min(limit, last)
-        nodes = self.tree.walk(chain) if self.enabled else []
-        path = Path(chain, self.tree.roots.get(chain.root), nodes)
-        position = longest_usable(self.kinds, path, limit) if self.enabled else 0
-        checkpoint = path.deepest_checkpoint(position) if position else None
-        junction = floor(min(path.kv_length, last), self.grid)
-        num_seen = self.tree.ghost_depth(chain, len(nodes)) if self.enabled else 0
-        return Match(
-            path=path,
-            checkpoint=checkpoint,
-            junction=junction if junction > position else 0,
-            num_seen=num_seen,
-            report=self._report(path, position, num_seen),
-            version=self.version,
-        )
+        return self._finder.find(chain, limit, self.version)
 
-    def _report(self, path: Path, reused: int, num_seen: int) -> CacheReport:
-        num_tokens = len(path.chain)
-        if not self.enabled:
-            lost = {Lost.DISABLED: num_tokens}
-            return CacheReport(
-                prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
-            )
-        resident = path.kv_length + self._tokens_past_nodes(path)
-        salt_depth = self.tree.other_salt_depth(path.chain, num_seen)
-        seen = Seen(
-            reused=reused,
-            checkpoint_evicted=path.evicted_position(),
-            kv_grid=floor(resident, self.grid),
-            resident=max(resident, reused),
-            ghost=num_seen * self.page_size,
-            other_salt=salt_depth * self.page_size,
-        )
-        return CacheReport(
-            prompt_tokens=num_tokens,
-            kv_length=path.kv_length,
-            state_length=reused,
-            reused=reused,
-            lost=explain(seen, num_tokens),
-        )
+    # --- wait -------------------------------------------------------------------------------------
 
-    def _tokens_past_nodes(self, path: Path) -> int:
-        """Tokens behind the last matching page that agree with a page or tail known there."""
-        end = path.nodes[-1] if path.nodes else path.root
-        if end is None:
-            return 0
-        start = path.kv_length
-        rest = path.chain.token_bytes(start, start + self.page_size)
-        known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
-        if end.last_child is not None:
-            known.append(end.last_child.tokens)
-        return max((common_tokens(rest, tokens) for tokens in known), default=0)
+    def expect(self, chain: Chain, num_ahead: int) -> Ticket:
+        """Note that a request waits behind `num_ahead` others: what it would resume from is kept
+        in preference to what nobody is known to ask for. The ticket is for `refresh` and `forget`.
+        """
+        ticket = Ticket(due=self.worth.clock + num_ahead + 1)
+        self.reclaimer.claim(ticket, self._finder.source(chain))
+        return ticket
+
+    def refresh(self, ticket: Ticket, match: Match) -> None:
+        """Note what a waiting request would resume from by now."""
+        if match.checkpoint is not ticket.checkpoint:
+            self.reclaimer.claim(ticket, match.checkpoint)
+
+    def forget(self, ticket: Ticket) -> None:
+        """Note that a request waits no longer."""
+        self.reclaimer.claim(ticket, None)
 
     # --- admit ------------------------------------------------------------------------------------
 
@@ -176,27 +149,20 @@ class Cache:
         if match.checkpoint is not None:
             self.stats.checkpoints_used += 1
             self.reclaimer.used(match.checkpoint, end)
-            for page in self._tail_to_copy(match):
+            for page in _tail(match):
                 self.reclaimer.rank_page(page)
 
     def _pin(self, match: Match) -> None:
         self.pages.pin(node.page for node in match.path.nodes)
         if match.checkpoint is not None:
             self.slots.pool.pin((match.checkpoint.slot,))
-            self.pages.pin(self._tail_to_copy(match))
+            self.pages.pin(_tail(match))
 
     def _unpin(self, match: Match) -> None:
         self.pages.unpin(node.page for node in match.path.nodes)
         if match.checkpoint is not None:
             self.slots.pool.unpin((match.checkpoint.slot,))
-            self.pages.unpin(self._tail_to_copy(match))
-
-    def _tail_to_copy(self, match: Match) -> tuple[int, ...]:
-        """The tail page, if the resume needs its KV: not when a matching full page covers it."""
-        checkpoint = match.checkpoint
-        if checkpoint is None or checkpoint.tail_page is None:
-            return ()
-        return (checkpoint.tail_page,) if checkpoint.position > match.kv_length else ()
+            self.pages.unpin(_tail(match))
 
     def _can_take_over(self, checkpoint: Checkpoint | None, fresh: int) -> bool:
         """Whether using up the (pinned) checkpoint itself makes the room that is missing."""
@@ -212,14 +178,19 @@ class Cache:
         """Build the lease of a pinned match for which there is room."""
         chain, checkpoint = match.path.chain, match.checkpoint
         table = [node.page for node in match.path.nodes]
-        tail = self._tail_to_copy(match)
+        pinned = tail = _tail(match)
         slot_in = slot_out = checkpoint.slot if checkpoint else ZERO_SLOT
+        if match.state_length <= match.kv_length:
+            tail = ()  # a full page that matches has its KV
         if takes_over:
             assert checkpoint is not None
             self.reclaimer.evict_checkpoint(checkpoint, "taken")
             if tail and not self.pages.cached_refs(tail[0]):
                 table.extend(tail)
-                tail = ()
+                pinned = tail = ()
+            elif not tail:
+                self.pages.unpin(pinned)
+                pinned = ()
         else:
             slot_out = self.reclaimer.allocate_slot()
         first_fresh = len(table)
@@ -228,7 +199,6 @@ class Cache:
         if tail:
             tokens = match.state_length % self.page_size
             copy = PageCopy(source=tail[0], target=table[first_fresh], num_tokens=tokens)
-        junctions = (match.junction,) if match.junction else ()
         return Lease(
             chain=chain,
             report=match.report,
@@ -241,11 +211,12 @@ class Cache:
             slot_out=slot_out,
             source=checkpoint if not takes_over else None,
             page_copy=copy,
+            pinned_tail=pinned,
             end=end,
             deepest_state=match.state_length,
             facts=Facts(
                 prompt_length=len(chain),
-                junctions=junctions,
+                junctions=match.junctions,
                 block_size=self.block_size,
                 new_from=match.kv_length,
                 grid=self.grid,
@@ -317,91 +288,23 @@ class Cache:
         lease.position = position
         if not self.enabled:
             return
-        self._publish_pages(lease)
+        self._publisher.publish_pages(lease)
         exports, lease.exports = lease.exports, []
         for export in exports:
             self.slots.written(export.slot, written[export.slot])
-            self._publish_state(lease, export.position, export.slot, export.kind)
+            self._publisher.publish_state(lease, export.position, export.slot, export.kind)
 
     def _end_reading(self, lease: Lease) -> None:
         """Unpin the checkpoint that the first step has read."""
-        if lease.page_copy is not None:
-            self.pages.unpin((lease.page_copy.source,))
-            self.reclaimer.rank_page(lease.page_copy.source)
-            lease.page_copy = None
+        self.pages.unpin(lease.pinned_tail)
+        for page in lease.pinned_tail:
+            self.reclaimer.rank_page(page)
+        lease.pinned_tail, lease.page_copy = (), None
         if lease.source is not None:
             self.slots.pool.unpin((lease.source.slot,))
             self.reclaimer.rank_checkpoint(lease.source)
             lease.source = None
         lease.slot_in = lease.slot_out
-
-    def _publish_pages(self, lease: Lease) -> None:
-        """Give each page that has become full its node; a page that another request published first
-        stays ours.
-        """
-        chain, path = lease.chain, lease.path
-        num_full = lease.position // self.page_size
-        if len(path) == num_full:
-            return
-        nodes, digests = self.tree.nodes, chain.digests(num_full)
-        first = len(path)
-        while first < num_full:
-            known = nodes.get(digests[first])
-            if known is not None:
-                self._join(lease, known)
-                first += 1
-                continue
-            end = first + 1
-            while end < num_full and digests[end] not in nodes:
-                end += 1
-            parent = path[-1] if path else self.tree.root(chain.root)
-            pages = lease.page_table[first:end]
-            run = self.tree.insert(chain, parent, pages)
-            path.extend(run)
-            self.pages.keep(pages)
-            for above in (parent, *run[:-1]):
-                if above.checkpoints:
-                    self.reclaimer.rank(above)
-            first = end
-
-    def _join(self, lease: Lease, node: Node) -> None:
-        """Follow a node that another request published; the page computed here stays our own."""
-        self.pages.pin((node.page,))
-        lease.duplicates.append(node.page)
-        lease.path.append(node)
-        self.reclaimer.rank(node)
-
-    def _publish_state(self, lease: Lease, position: int, slot: int, kind: Kind) -> None:
-        """Turn a live slot into a checkpoint of the lease's path; a state known already is given
-        back.
-        """
-        assert self.slots.position(slot) == position, (
-            f"S4: slot {slot} holds {self.slots.position(slot)} tokens, its label says {position}"
-        )
-        depth = position // self.page_size
-        node = lease.path[depth - 1] if depth else self.tree.root(lease.chain.root)
-        tail = lease.chain.token_bytes(depth * self.page_size, position)
-        if tail in node.checkpoints:
-            self.slots.pool.unpin((slot,))
-            return
-        tail_page = lease.page_table[depth] if tail else None
-        if tail_page is not None:
-            self.pages.keep((tail_page,))
-        checkpoint = Checkpoint(
-            position=position,
-            slot=slot,
-            node=node,
-            kind=kind,
-            tail=tail,
-            tail_page=tail_page,
-            end=lease.end,
-        )
-        self.slots.pool.keep((slot,))
-        self.slots.pool.unpin((slot,))
-        self.tree.attach(checkpoint)
-        self.stats.checkpoints_made += 1
-        self.reclaimer.made(checkpoint)
-        lease.deepest_state = max(lease.deepest_state, position)
 
     # --- release ----------------------------------------------------------------------------------
 
@@ -419,7 +322,7 @@ class Cache:
         if has_run and lease.path and kind is not Kind.PREEMPTED:
             self.worth.ended(lease.end, lease.path[-1], lease.position)
         if kind is not None and self.enabled and has_run:
-            self._publish_state(lease, lease.position, lease.slot_out, kind)
+            self._publisher.publish_state(lease, lease.position, lease.slot_out, kind)
         else:
             self.slots.pool.unpin((lease.slot_out,))
         self.pages.unpin(lease.duplicates)
@@ -436,3 +339,11 @@ class Cache:
         self.reclaimer.evict_everything()
         self.tree.forget_ghosts()
         return True
+
+
+def _tail(match: Match) -> tuple[int, ...]:
+    """The tail page of the checkpoint to resume from, if it has one."""
+    checkpoint = match.checkpoint
+    if checkpoint is None or checkpoint.tail_page is None:
+        return ()
+    return (checkpoint.tail_page,)

@@ -16,12 +16,9 @@ message, another question to the same document). So a checkpoint is needed again
     cuts                             |--- few ---|     b serves paths cut back by no more than this
                       |------ b's loss costs a to b -----
 
-A return is at first supposed to be as likely as 1 / (age + AGE_OFFSET) (a Lomax law); age counts
-requests, not time. How much more or less likely it is, is learned for ends and for forks: in all,
-by number of earlier returns, and by magnitude of the age, also from those whose state is gone.
-Where returns come late and all at once (a cycle), the chance looks ahead to the best time to wait
-until, as a Gittins index does. Worth = that chance x share of the returns that need the state x
-tokens to compute again without it.
+How likely a return is at which age is learned for ends and for forks (laws.py), also from those
+whose state is gone. Worth = that chance x share of the returns that need the state x tokens to
+compute again without it.
 """
 
 from __future__ import annotations
@@ -29,137 +26,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import log, log2
+from math import log2
 from typing import Protocol
 
 from milepost.cache.chain import Chain
+from milepost.cache.laws import MAX_RETURNS, PRIOR_EVENTS, Cuts, Law
 from milepost.cache.placement import SPARSE, Kind, floor
 from milepost.cache.tree import Checkpoint, End, Node
 
-AGE_OFFSET = 16.0
-"""Requests over which a return stays about as likely as at once: traffic is interleaved."""
-PRIOR_EVENTS = 4.0
-"""Weight of the prior in each learned ratio, in events."""
-PRIOR_EVENTS_AT_AGE = 16.0
-"""The same for the ages of returns: they are many, and all learn from them."""
 PRIOR_FORKS = 0.1
 """Forks for each continuation, before there is evidence."""
-PRIOR_CUTS = 0.25
-"""Forks supposed at each magnitude of cut, before there is evidence."""
-MAX_RETURNS = 2
-"""Earlier returns are told apart up to this many."""
 MEMORY = 4
 """Ends and forks remembered for each slot."""
-MAGNITUDES = 32
 MAX_WALK = 4096
 """Pages looked at to find where a path ended that a request leaves."""
-
-
-class Law:
-    """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by number of
-    earlier returns and by magnitude of the age.
-    """
-
-    __slots__ = ("_by_age", "_levels", "_own", "_total", "_waits")
-
-    def __init__(self) -> None:
-        self._total = _Ratio(PRIOR_EVENTS)
-        self._own = [_Ratio(PRIOR_EVENTS) for _ in range(MAX_RETURNS + 1)]
-        self._by_age = [_Ratio(PRIOR_EVENTS_AT_AGE) for _ in range(MAGNITUDES)]
-        self._levels = [1.0] * (MAX_RETURNS + 1)
-        self._waits: list[tuple[int, float]] | None = None
-
-    def chance(self, num_returns: int, age: int) -> float:
-        """Of a return, for each request that the wait for it takes at best: returns may be unlikely
-        now and come all at a later age.
-        """
-        magnitude = age.bit_length()
-        ratio = self._by_age[magnitude].value
-        rate = ratio / (age + AGE_OFFSET)
-        until, events = self._best_waits()[magnitude]
-        if until > age:
-            low = 1 << magnitude >> 1
-            events -= ratio * log((age + AGE_OFFSET) / (low + AGE_OFFSET))
-            rate = max(rate, events / (until - age))
-        return self._levels[min(num_returns, MAX_RETURNS)] * rate
-
-    def _best_waits(self) -> list[tuple[int, float]]:
-        """For each magnitude of age: until when to wait for the most events a request, and how many
-        come from the magnitude's beginning until then.
-        """
-        if self._waits is not None:
-            return self._waits
-        ages = [1 << m >> 1 for m in range(MAGNITUDES + 1)]
-        events = [0.0] * MAGNITUDES
-        waits = [(0, 0.0)] * MAGNITUDES
-        for m in range(MAGNITUDES - 1, -1, -1):
-            width = log((ages[m + 1] + AGE_OFFSET) / (ages[m] + AGE_OFFSET))
-            events[m] = self._by_age[m].value * width
-            until, found = ages[m + 1], events[m]
-            if m + 1 < MAGNITUDES:
-                later, more = waits[m + 1]
-                if (found + more) * (until - ages[m]) > found * (later - ages[m]):
-                    until, found = later, found + more
-            waits[m] = (until, found)
-        self._waits = waits
-        return waits
-
-    def observe(self, num_returns: int, since: int, age: int, *, returned: bool) -> None:
-        """Something lived from age `since` to `age`, and then returned or was left waiting."""
-        self._waits = None
-        own = self._own[min(num_returns, MAX_RETURNS)]
-        level = self._total.value * own.value
-        in_all = 0.0
-        for magnitude in range(since.bit_length(), age.bit_length() + 1):
-            low = max(1 << magnitude >> 1, since)
-            high = max(min(age, 1 << magnitude), low)
-            expected = log((high + AGE_OFFSET) / (low + AGE_OFFSET))
-            in_all += expected
-            is_last = returned and magnitude == age.bit_length()
-            self._by_age[magnitude].observe(expected * level, is_last)
-        own.observe(in_all * self._total.value, returned)
-        self._total.observe(in_all, returned)
-        self._levels = [self._total.value * ratio.value for ratio in self._own]
-
-
-class _Ratio:
-    """Events seen to events expected, starting from one."""
-
-    __slots__ = ("_expected", "_seen", "value")
-
-    def __init__(self, prior_events: float) -> None:
-        self._seen = self._expected = prior_events
-        self.value = 1.0
-
-    def observe(self, expected: float, seen: int) -> None:
-        self._expected += expected
-        self._seen += seen
-        self.value = self._seen / self._expected
-
-
-class Cuts:
-    """How many tokens before a path's end others leave it, by magnitude."""
-
-    __slots__ = ("_below", "_counts")
-
-    def __init__(self) -> None:
-        self._counts = [PRIOR_CUTS] * MAGNITUDES
-        self._below = [0.0, *accumulate(self._counts)]
-
-    def observe(self, num_tokens: int) -> None:
-        self._counts[num_tokens.bit_length()] += 1
-        self._below = [0.0, *accumulate(self._counts)]
-
-    def share(self, over: int, up_to: int) -> float:
-        """Share of the cuts above `over` tokens, up to and with `up_to`."""
-        return (self._under(up_to + 1) - self._under(over + 1)) / self._below[-1]
-
-    def _under(self, num_tokens: int) -> float:
-        """Cuts of fewer tokens; inside a magnitude they are supposed to be even."""
-        magnitude = num_tokens.bit_length()
-        low = 1 << magnitude >> 1
-        return self._below[magnitude] + self._counts[magnitude] * (num_tokens - low) / (low or 1)
 
 
 @dataclass(slots=True)
@@ -190,14 +70,19 @@ class Worth(Protocol):
         """Note that a checkpoint is about to go."""
         ...
 
-    def shelf(self, checkpoint: Checkpoint) -> Hashable:
-        """Checkpoints with equal shelves keep their order of worth as they age. Asked again when
-        a checkpoint is used, or those next to it on its path change.
+    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        """A shelf and the place on it. Of a shelf's checkpoints the one with the lowest place is
+        always worth least, or the one with the highest. Asked again when a checkpoint is used, those
+        next to it on its path change, or requests that wait for it come or go.
         """
         ...
 
     def of(self, checkpoint: Checkpoint) -> float:
         """Tokens that the checkpoint is expected to save, on the scale of its kind."""
+        ...
+
+    def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
+        """The same for each page, of which the checkpoint's loss frees so many."""
         ...
 
     def of_sparse(self, end: End, position: int, above: int) -> float:
@@ -293,29 +178,44 @@ class Expected:
 
     # --- what it is worth -------------------------------------------------------------------------
 
-    def shelf(self, checkpoint: Checkpoint) -> Hashable:
-        if _is_awaited(checkpoint):
-            return Kind.PREEMPTED
+    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        fork = self._fork_at(checkpoint)
+        if checkpoint.tickets:
+            is_sure = checkpoint.kind == Kind.PREEMPTED
+            replay = _half_magnitude(checkpoint.replay_tokens)
+            return ("awaited", is_sure, fork is not None, replay), -_due(checkpoint)
         returns = min(checkpoint.end.num_returns, MAX_RETURNS)
         checkpoint.saved = self._saved(checkpoint)
         saved = _half_magnitude(checkpoint.saved)
-        fork = self._forks.get(checkpoint.node.digest)
-        if fork is None or checkpoint.tail:
-            return (returns, saved)
+        if fork is None:
+            return (returns, saved), checkpoint.end.time
         fork_returns = min(fork.num_returns, MAX_RETURNS)
-        return (returns, saved, fork_returns, _half_magnitude(checkpoint.replay_tokens))
+        replay = _half_magnitude(checkpoint.replay_tokens)
+        return (returns, saved, fork_returns, replay), checkpoint.end.time
 
     def of(self, checkpoint: Checkpoint) -> float:
-        if _is_awaited(checkpoint):
+        if not checkpoint.tickets:
+            return self._of_unawaited(checkpoint)
+        if checkpoint.kind == Kind.PREEMPTED:
             return checkpoint.position
+        sure = checkpoint.replay_tokens / max(_due(checkpoint) - self.clock, 1)
+        return max(sure, self._of_unawaited(checkpoint))
+
+    def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
+        return self.of(checkpoint) / num_pages
+
+    def _of_unawaited(self, checkpoint: Checkpoint) -> float:
         end = checkpoint.end
         chance = self._law["end"].chance(end.num_returns, self.clock - end.time)
         worth = chance * checkpoint.saved
-        fork = self._forks.get(checkpoint.node.digest)
-        if fork is not None and not checkpoint.tail:
+        fork = self._fork_at(checkpoint)
+        if fork is not None:
             chance = self._law["fork"].chance(fork.num_returns, self.clock - fork.time)
             worth += chance * checkpoint.replay_tokens
         return worth
+
+    def _fork_at(self, checkpoint: Checkpoint) -> Fork | None:
+        return None if checkpoint.tail else self._forks.get(checkpoint.node.digest)
 
     def _saved(self, checkpoint: Checkpoint) -> float:
         """Tokens expected to be saved for each time that the path is continued."""
@@ -339,9 +239,9 @@ class Expected:
         return forks * self._cuts.share(min(max(end.position - deeper, 0), back), back)
 
 
-def _is_awaited(checkpoint: Checkpoint) -> bool:
-    """Whether a preempted request is sure to come back for it."""
-    return checkpoint.kind == Kind.PREEMPTED and not checkpoint.num_uses
+def _due(checkpoint: Checkpoint) -> int:
+    """When the first that waits for it has its turn."""
+    return next(iter(checkpoint.tickets)).due
 
 
 def _half_magnitude(num: float) -> int:

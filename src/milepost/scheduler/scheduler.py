@@ -2,7 +2,8 @@
 
 Owns the requests from `add` to their terminal event. Makes plans and takes facts; no tensors, no
 clock, no I/O. One step: `schedule()` gives a plan, somebody runs it, `update(plan, result)` takes
-the outcome, or `retract(plan)` if it was cut short.
+the outcome, or `retract(plan)` if it was cut short. Between `schedule` and `update`, `follow(plan)`
+may plan one further step, whose outcome is taken after that of `plan`.
 
 Order within a step: decodes, then running prefills, then waiting requests by priority and arrival.
 A chunk that is not a prompt's last ends on the grid. Memory that runs out is taken from the
@@ -11,7 +12,8 @@ youngest running request, whose state goes into the cache, so that its return is
 
 from __future__ import annotations
 
-from bisect import insort
+from array import array
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from milepost.cache.cache import Cache
@@ -24,6 +26,8 @@ from milepost.scheduler.sharing import InFlight
 
 MAX_OVERTAKEN = 64
 """Later requests that may be admitted past one that finds no room, before it holds the queue."""
+
+_UNKNOWN = array("I", (0,))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +54,9 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._requests: dict[str, Request] = {}
         self._in_flight = InFlight()
+        self._ahead: StepPlan | None = None
         self._num_added = 0
+        self._num_admitted = 0
 
     @property
     def has_work(self) -> bool:
@@ -72,7 +78,19 @@ class Scheduler:
         request.arrival = self._num_added
         self._num_added += 1
         self._requests[request.id] = request
-        insort(self.waiting, request, key=lambda r: r.rank)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Put a request in the queue, and let the cache know."""
+        index = bisect_right(self.waiting, request.rank, key=lambda r: r.rank)
+        self.waiting.insert(index, request)
+        request.ticket = self.cache.expect(request.chain, index)
+
+    def _wait_no_longer(self, request: Request) -> None:
+        assert request.ticket is not None
+        self.waiting.remove(request)
+        self.cache.forget(request.ticket)
+        request.ticket = None
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request from outside (stop string, abort) between steps; None if it is over
@@ -89,9 +107,7 @@ class Scheduler:
         """Plan the next step; empty if nothing can run."""
         step = _Step(budget=self.max_num_batched_tokens)
         num_preemptions = self.stats.num_preemptions
-        for request in [r for r in self.running if _is_decoding(r)]:
-            self._plan_running(step, request)
-        for request in [r for r in self.running if not _is_decoding(r)]:
+        for request in sorted(self.running, key=lambda r: _num_left(r) > 1):
             self._plan_running(step, request)
         if self.stats.num_preemptions == num_preemptions or not step.num_tokens:
             self._plan_waiting(step)
@@ -106,7 +122,7 @@ class Scheduler:
         num_tokens = _chunk(request, step.budget)
         if not num_tokens:
             return
-        while not self.cache.extend(request.lease, request.num_tokens):
+        while not self.cache.extend(request.lease, len(request.chain)):
             victim = max(self.running, key=lambda r: r.rank)
             step.remove(victim)
             self._preempt(victim)
@@ -122,6 +138,9 @@ class Scheduler:
                 return
             if blocked and blocked[0].num_overtaken >= MAX_OVERTAKEN:
                 return
+            if self._is_still_blocked(request):
+                blocked.append(request)
+                continue
             match = self.cache.match(request.chain)
             if self._waits_for_prefix(request, match):
                 self.stats.num_waits += 1
@@ -130,9 +149,30 @@ class Scheduler:
                 for other in blocked:
                     other.num_overtaken += 1
             else:
+                self._block(request, match)
                 blocked.append(request)
                 if len(blocked) >= self.max_num_seqs:
                     return
+
+    def _block(self, request: Request, match: Match) -> None:
+        """Note that a request found no room, and what it would resume from by now."""
+        assert request.ticket is not None
+        self.cache.refresh(request.ticket, match)
+        request.blocked_at = self._room
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether a request that found no room need not look again: there is no more of it, and
+        nothing else was admitted that it could share with.
+        """
+        if request.blocked_at is None or not self.running:
+            return False
+        num_admitted, num_pages, num_slots = request.blocked_at
+        now_admitted, now_pages, now_slots = self._room
+        return now_admitted == num_admitted and now_pages <= num_pages and now_slots <= num_slots
+
+    @property
+    def _room(self) -> tuple[int, int, int]:
+        return self._num_admitted, self.cache.pages.room, self.cache.slots.pool.room
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
         """Whether a running prefill computes this prefix; then it keeps its state there."""
@@ -149,7 +189,9 @@ class Scheduler:
         if request.report is None:
             request.report = lease.report
         request.lease = lease
-        self.waiting.remove(request)
+        self._wait_no_longer(request)
+        self._num_admitted += 1
+        request.blocked_at = None
         self.running.append(request)
         if self.cache.mode == "auto":
             self._in_flight.claim(request)
@@ -169,26 +211,27 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
-        self._requeue(request, Kind.PREEMPTED)
+        self._give_up(request, Kind.PREEMPTED)
+        self._wait(request)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
 
-    def _requeue(self, request: Request, kind: Kind | None) -> None:
+    def _give_up(self, request: Request, kind: Kind | None) -> None:
+        """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
         assert request.lease is not None
         self._in_flight.drop(request)
         self.cache.release(request.lease, kind)
         request.lease = None
         self.running.remove(request)
-        insort(self.waiting, request, key=lambda r: r.rank)
 
     def _sequence_plan(self, request: Request, num_tokens: int) -> SequencePlan:
-        lease = request.lease
+        lease, chain = request.lease, request.chain
         assert lease is not None
         start = lease.position
         end = start + num_tokens
         return SequencePlan(
             request=request,
-            tokens=request.chain.tokens[start:end],
+            tokens=chain.tokens[start:end],
             start=start,
             page_table=lease.page_table,
             write_from=lease.write_from,
@@ -196,14 +239,41 @@ class Scheduler:
             slot_out=lease.slot_out,
             exports=tuple(self.cache.take_exports(lease, end)),
             page_copy=lease.page_copy,
-            samples=end == request.num_tokens,
+            samples=end == len(chain),
         )
+
+    def follow(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step behind `plan`, which is still running: its requests decode once more.
+
+        None where more is to be decided than that (a prefill under way, a request to admit, memory
+        to be found), or nothing is left to decode. A request that turns out to have ended in `plan`
+        has then consumed one token more than needed, its last.
+        """
+        going_on = [s for s in plan.sequences if _goes_on(s.request)]
+        if not going_on or not self._is_decided(plan, len(going_on)):
+            return None
+        for sequence in going_on:
+            assert sequence.request.lease is not None
+            if not self.cache.extend(sequence.request.lease, sequence.end + 1):
+                return None
+        self._ahead = StepPlan(sequences=tuple(_decode_ahead(s) for s in going_on))
+        return self._ahead
+
+    def _is_decided(self, plan: StepPlan, num_going_on: int) -> bool:
+        """Whether nothing but more decodes can follow the plan."""
+        if self.cache.mode == "all":
+            return False  # decodes export states, which are taken when the step is planned
+        if len(plan.sequences) != len(self.running) or not all(s.samples for s in plan.sequences):
+            return False
+        return not self.waiting or num_going_on >= self.max_num_seqs
 
     # --- outcome ----------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take the outcome of a step: commit what was computed, append tokens, end what is over."""
         self.stats.num_steps += 1
+        if plan is self._ahead:
+            self._ahead = None
         progress = []
         for sequence in plan.sequences:
             request = sequence.request
@@ -211,16 +281,22 @@ class Scheduler:
             self._count(sequence)
             self.cache.commit(request.lease, sequence.end, result.written)
             self._in_flight.settle(request)
-            if sequence.samples:
+            if request.finish_reason is not None:
+                self._leave(request)
+            elif sequence.samples:
                 progress.append(self._append(request, result.tokens[request.id]))
         return progress
 
     def retract(self, plan: StepPlan) -> None:
         """Take back a planned step that was cut short: its requests give up their live states,
-        which may be half written, and wait to be admitted again.
+        which may be half written, and wait to be admitted again. A step that follows it is taken
+        back with it.
         """
-        for sequence in plan.sequences:
-            self._requeue(sequence.request, None)
+        self._ahead = None
+        for request in [sequence.request for sequence in plan.sequences]:
+            self._give_up(request, None)
+            if request.finish_reason is None:
+                self._wait(request)
 
     def _append(self, request: Request, token: int) -> Progress:
         request.chain.append(token)
@@ -233,12 +309,17 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.id]
         if request.lease is None:
-            self.waiting.remove(request)
-            return
-        self._in_flight.drop(request)
-        self.cache.release(request.lease, Kind.ANSWER_END if self.cache.mode == "auto" else None)
-        request.lease = None
-        self.running.remove(request)
+            self._wait_no_longer(request)
+        elif not self._runs_ahead(request):
+            self._leave(request)
+
+    def _runs_ahead(self, request: Request) -> bool:
+        """Whether a further step of the request is planned: what it holds is in use until then."""
+        return self._ahead is not None and any(s.request is request for s in self._ahead.sequences)
+
+    def _leave(self, request: Request) -> None:
+        """Keep the state where the answer ended."""
+        self._give_up(request, Kind.ANSWER_END if self.cache.mode == "auto" else None)
 
     def _count(self, sequence: SequencePlan) -> None:
         if sequence.start >= sequence.request.num_prompt_tokens:
@@ -265,12 +346,38 @@ class _Step:
         self.budget += self.num_tokens.pop(request, 0)
 
 
-def _is_decoding(request: Request) -> bool:
-    return request.num_tokens - request.num_computed_tokens == 1
+def _num_left(request: Request) -> int:
+    """Tokens that a running request has yet to consume; one while it decodes."""
+    assert request.lease is not None
+    return len(request.chain) - request.lease.position
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether the answer may have tokens behind the one that is being sampled."""
+    return request.finish_reason is None and request.num_output_tokens + 1 < request.max_tokens
+
+
+def _decode_ahead(before: SequencePlan) -> SequencePlan:
+    """The decode behind a step that samples."""
+    return SequencePlan(
+        request=before.request,
+        tokens=_UNKNOWN,
+        start=before.end,
+        page_table=before.page_table,
+        write_from=before.write_from,
+        slot_in=before.slot_out,
+        slot_out=before.slot_out,
+        exports=(),
+        page_copy=None,
+        samples=True,
+        is_ahead=True,
+    )
 
 
 def _chunk(request: Request, budget: int) -> int:
     """Tokens of the request's next chunk: all that is left, or up to a grid position."""
-    start = request.num_computed_tokens
-    left = request.num_tokens - start
-    return left if left <= budget else max(floor(start + budget) - start, 0)
+    left = _num_left(request)
+    if left <= budget:
+        return left
+    start = len(request.chain) - left
+    return max(floor(start + budget) - start, 0)

@@ -1,0 +1,106 @@
+"""Finds what of a prompt is cached, and says why the rest is lost. Read-only."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from milepost.cache.chain import Chain, common_tokens
+from milepost.cache.kinds import LayerKind, Path, longest_usable
+from milepost.cache.links import MAX_TAILS_COMPARED
+from milepost.cache.placement import MAX_ROUNDED_OFF, floor
+from milepost.cache.plans import Match
+from milepost.cache.report import CacheReport, Lost, Seen, explain
+from milepost.cache.tree import Checkpoint, Tree
+
+
+class Finder:
+    """Looks prompts up in `tree`. Where it is not `enabled`, nothing is ever found."""
+
+    __slots__ = ("_enabled", "_grid", "_kinds", "_page_size", "_tree")
+
+    def __init__(
+        self,
+        tree: Tree,
+        *,
+        kinds: tuple[LayerKind, ...],
+        page_size: int,
+        grid: int,
+        enabled: bool,
+    ) -> None:
+        self._tree = tree
+        self._kinds = kinds
+        self._page_size = page_size
+        self._grid = grid
+        self._enabled = enabled
+
+    def find(self, chain: Chain, limit: int | None, version: int) -> Match:
+        """What the cache holds of a prompt, for a cache of this version."""
+        last = len(chain) - 1
+        limit = last if limit is None else min(limit, last)
+        nodes = self._tree.walk(chain) if self._enabled else []
+        path = Path(chain, self._tree.roots.get(chain.root), nodes)
+        position = longest_usable(self._kinds, path, limit) if self._enabled else 0
+        checkpoint = path.deepest_checkpoint(position) if position else None
+        resident = path.kv_length + self._tokens_past_nodes(path) if self._enabled else 0
+        num_seen = self._tree.ghost_depth(chain, len(nodes)) if self._enabled else 0
+        return Match(
+            path=path,
+            checkpoint=checkpoint,
+            junctions=self._junctions(min(resident, last), position),
+            num_seen=num_seen,
+            report=self._report(path, position, resident, num_seen),
+            version=version,
+        )
+
+    def _junctions(self, shared: int, position: int) -> tuple[int, ...]:
+        """Where to keep the state of what is shared with others and lies behind the state that
+        there is: on the grid, and at its very end where the grid would give up too much of it.
+        """
+        on_grid = floor(shared, self._grid)
+        found = (on_grid,) if on_grid > position else ()
+        is_short = shared - max(on_grid, position) > shared * MAX_ROUNDED_OFF
+        return (*found, shared) if is_short else found
+
+    def source(self, chain: Chain) -> Checkpoint | None:
+        """The checkpoint that a prompt would resume from."""
+        if not self._enabled:
+            return None
+        path = Path(chain, self._tree.roots.get(chain.root), self._tree.walk(chain))
+        position = longest_usable(self._kinds, path, len(chain) - 1)
+        return path.deepest_checkpoint(position) if position else None
+
+    def _report(self, path: Path, reused: int, resident: int, num_seen: int) -> CacheReport:
+        num_tokens = len(path.chain)
+        if not self._enabled:
+            lost = {Lost.DISABLED: num_tokens}
+            return CacheReport(
+                prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
+            )
+        salt_depth = self._tree.other_salt_depth(path.chain, num_seen)
+        seen = Seen(
+            reused=reused,
+            checkpoint_evicted=path.evicted_position(),
+            kv_grid=floor(resident, self._grid),
+            resident=max(resident, reused),
+            ghost=num_seen * self._page_size,
+            other_salt=salt_depth * self._page_size,
+        )
+        return CacheReport(
+            prompt_tokens=num_tokens,
+            kv_length=path.kv_length,
+            state_length=reused,
+            reused=reused,
+            lost=explain(seen, num_tokens),
+        )
+
+    def _tokens_past_nodes(self, path: Path) -> int:
+        """Tokens behind the last matching page that agree with a page or tail known there."""
+        end = path.nodes[-1] if path.nodes else path.root
+        if end is None:
+            return 0
+        start = path.kv_length
+        rest = path.chain.token_bytes(start, start + self._page_size)
+        known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
+        if end.last_child is not None:
+            known.append(end.last_child.tokens)
+        return max((common_tokens(rest, tokens) for tokens in known), default=0)

@@ -1,0 +1,105 @@
+"""Turns what a request has computed into cached pages and checkpoints.
+
+Adds nodes and checkpoints to the tree, and cached references to the pools, for pages and slots that
+the request still holds.
+"""
+
+from __future__ import annotations
+
+from milepost.cache.placement import Kind
+from milepost.cache.plans import Lease
+from milepost.cache.pool import Pool
+from milepost.cache.reclaim import Reclaimer
+from milepost.cache.report import Stats
+from milepost.cache.slots import Slots
+from milepost.cache.tree import Checkpoint, Node, Tree
+
+
+class Publisher:
+    """Publishes into `tree`, and has the reclaimer rank what has come."""
+
+    __slots__ = ("_page_size", "_pages", "_reclaimer", "_slots", "_stats", "_tree")
+
+    def __init__(
+        self,
+        tree: Tree,
+        pages: Pool,
+        slots: Slots,
+        stats: Stats,
+        reclaimer: Reclaimer,
+        page_size: int,
+    ) -> None:
+        self._tree = tree
+        self._pages = pages
+        self._slots = slots
+        self._stats = stats
+        self._reclaimer = reclaimer
+        self._page_size = page_size
+
+    def publish_pages(self, lease: Lease) -> None:
+        """Give each page that has become full its node; a page that another request published first
+        stays ours.
+        """
+        chain, path = lease.chain, lease.path
+        num_full = lease.position // self._page_size
+        if len(path) == num_full:
+            return
+        nodes, digests = self._tree.nodes, chain.digests(num_full)
+        first = len(path)
+        while first < num_full:
+            known = nodes.get(digests[first])
+            if known is not None:
+                self._join(lease, known)
+                first += 1
+                continue
+            end = first + 1
+            while end < num_full and digests[end] not in nodes:
+                end += 1
+            parent = path[-1] if path else self._tree.root(chain.root)
+            pages = lease.page_table[first:end]
+            run = self._tree.insert(chain, parent, pages)
+            path.extend(run)
+            self._pages.keep(pages)
+            for above in (parent, *run[:-1]):
+                if above.checkpoints:
+                    self._reclaimer.rank(above)
+            first = end
+
+    def _join(self, lease: Lease, node: Node) -> None:
+        """Follow a node that another request published; the page computed here stays our own."""
+        self._pages.pin((node.page,))
+        lease.duplicates.append(node.page)
+        lease.path.append(node)
+        self._reclaimer.rank(node)
+
+    def publish_state(self, lease: Lease, position: int, slot: int, kind: Kind) -> None:
+        """Turn a live slot into a checkpoint of the lease's path; a state known already is given
+        back.
+        """
+        assert self._slots.position(slot) == position, (
+            f"S4: slot {slot} holds {self._slots.position(slot)} tokens, its label says {position}"
+        )
+        depth = position // self._page_size
+        node = lease.path[depth - 1] if depth else self._tree.root(lease.chain.root)
+        tail = lease.chain.token_bytes(depth * self._page_size, position)
+        if tail in node.checkpoints:
+            self._slots.pool.unpin((slot,))
+            return
+        tail_page = lease.page_table[depth] if tail else None
+        if tail_page is not None:
+            self._pages.keep((tail_page,))
+        checkpoint = Checkpoint(
+            position=position,
+            slot=slot,
+            node=node,
+            kind=kind,
+            tail=tail,
+            tail_page=tail_page,
+            end=lease.end,
+        )
+        self._slots.pool.keep((slot,))
+        self._slots.pool.unpin((slot,))
+        self._tree.attach(checkpoint)
+        self._stats.checkpoints_made += 1
+        self._reclaimer.made(checkpoint)
+        lease.deepest_state = max(lease.deepest_state, position)
