@@ -34,6 +34,8 @@ from milepost.kernels.gated_delta.triton_parts import (
 )
 from milepost.kernels.gated_delta.weights import MixerWeights
 
+_CONVOLVED_ROWS = 32
+"""Rows of a tile in one program of `_convolve`, no fewer than taps."""
 _CARRIED_COLUMNS = 32
 """Columns of the state in one program of `_carry`."""
 _CONVOLVE = {"num_warps": 4}
@@ -74,7 +76,8 @@ def prefill(
     states = projected.new_empty(num_chunks, value_heads, value_dim, key_dim)
     output = projected.new_empty(num_tokens, value_heads * value_dim)
 
-    _convolve[(2 * key_heads + value_heads, len(layout.tile_sequence))](
+    parts = CHUNK // _CONVOLVED_ROWS
+    _convolve[(2 * key_heads + value_heads, len(layout.tile_sequence) * parts)](
         projected,
         projected.stride(0),
         num_tokens,
@@ -95,7 +98,8 @@ def prefill(
         TAPS=num_taps,
         BLOCK_TAPS=pad(num_taps),
         BLOCK=pad(max(key_dim, value_dim)),
-        TILE=CHUNK,
+        ROWS=_CONVOLVED_ROWS,
+        PARTS=parts,
         **_CONVOLVE,
     )
     _solve[(value_heads, num_chunks)](
@@ -113,6 +117,7 @@ def prefill(
         decay_sums,
         **sizes,
         **blocks,
+        SPLIT=projected.is_cuda and projected.dtype != torch.float32,
         **_SOLVE,
     )
     columns = min(_CARRIED_COLUMNS, blocks["BLOCK_W"])
@@ -179,57 +184,63 @@ def _convolve(
     TAPS: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """One head of a tile: convolution, SiLU and L2 norm into `query_key` [2 * G, T, K] or `values`
-    [V, T, W], and the convolution states of the exports in it. A sequence's first tile also writes
-    the final state, for it alone reads the one before."""
-    head, tile = tl.program_id(0), tl.program_id(1)
+    """ROWS tokens of one head of a tile: convolution, SiLU and L2 norm into `query_key`
+    [2 * G, T, K] or `values` [V, T, W]. The first rows also write the convolution states of the
+    tile's exports, and in a sequence's first tile the final state: they alone read the old one."""
+    head, tile = tl.program_id(0), tl.program_id(1) // PARTS
     sequence = tl.load(tile_sequence + tile)
     if sequence < 0:
         return
     begin, end = tl.load(sequence_begin + sequence), tl.load(sequence_begin + sequence + 1)
-    tile_from = tl.load(tile_begin + tile)
+    part = tl.program_id(1) % PARTS
+    part_from = tl.load(tile_begin + tile) + part * ROWS
+    if part_from >= end:
+        return
     first, size = head_channels(head, KEY_HEADS, KEY_DIM, VALUE_DIM)
     column = tl.arange(0, BLOCK)
     channel, is_channel = first + column, column < size
     state = pool + tl.load(slot_in + sequence).to(tl.int64) * channels * (TAPS - 1)
 
-    row = tl.arange(0, TILE)
-    in_tile = (row < end - tile_from)[:, None] & is_channel[None, :]
-    x = tl.zeros([TILE, BLOCK], tl.float32)
-    if tile_from == begin:
+    row = tl.arange(0, ROWS)
+    in_part = (row < end - part_from)[:, None] & is_channel[None, :]
+    x = tl.zeros([ROWS, BLOCK], tl.float32)
+    if part_from == begin:
         # The oldest inputs go first, as they do where all inputs are tokens: equal bits.
         for tap in tl.static_range(TAPS - 1):
-            inputs = tl.zeros([TILE, BLOCK], tl.float32)
+            inputs = tl.zeros([ROWS, BLOCK], tl.float32)
             for kept in tl.static_range(TAPS - 1):
                 old = tl.load(state + channel * (TAPS - 1) + kept, is_channel, 0).to(tl.float32)
                 inputs = tl.where((row == kept - tap)[:, None], old[None, :], inputs)
             taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
             x += inputs * taps[None, :]
-    first_row = projected + tile_from.to(tl.int64) * projected_stride
+    first_row = projected + part_from.to(tl.int64) * projected_stride
     for tap in tl.static_range(TAPS):
         source = row - (TAPS - 1) + tap
         at = source[:, None] * projected_stride + channel[None, :]
-        inputs = tl.load(first_row + at, in_tile & (source >= begin - tile_from)[:, None], 0)
+        inputs = tl.load(first_row + at, in_part & (source >= begin - part_from)[:, None], 0)
         taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
         x += inputs.to(tl.float32) * taps[None, :]
     x = silu(x)
     x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 1)
     tokens = tl.cast(num_tokens, tl.int64)
     if head < 2 * KEY_HEADS:
-        key_at = (head * tokens + tile_from) * KEY_DIM + row[:, None] * KEY_DIM + column[None, :]
-        tl.store(query_key + key_at, x.to(query_key.dtype.element_ty), in_tile)
+        key_at = (head * tokens + part_from) * KEY_DIM + row[:, None] * KEY_DIM + column[None, :]
+        tl.store(query_key + key_at, x.to(query_key.dtype.element_ty), in_part)
     else:
-        value_from = ((head - 2 * KEY_HEADS) * tokens + tile_from) * VALUE_DIM
+        value_from = ((head - 2 * KEY_HEADS) * tokens + part_from) * VALUE_DIM
         value_at = value_from + row[:, None] * VALUE_DIM + column[None, :]
-        tl.store(values + value_at, x.to(values.dtype.element_ty), in_tile)
+        tl.store(values + value_at, x.to(values.dtype.element_ty), in_part)
 
+    if part > 0:
+        return
     args = projected, projected_stride, state, pool, channels, channel, is_channel, begin
     for export in range(tl.load(tile_export + tile), tl.load(tile_export + tile + 1)):
         slot, stop = tl.load(export_slot + export), tl.load(export_end + export)
         _keep_inputs(*args, stop, slot, TAPS, BLOCK_TAPS)
-    if tile_from == begin:
+    if part_from == begin:
         _keep_inputs(*args, end, tl.load(slot_out + sequence), TAPS, BLOCK_TAPS)
 
 
@@ -284,6 +295,7 @@ def _solve(
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """One value head of a chunk: `values` become new values [V, T, W] as if the state before were
     zero; `erase` [V, T, K] times that state is what they then lose; `decay_sums` [V, T]."""
@@ -292,35 +304,36 @@ def _solve(
     if size <= 0:
         return
     begin = tl.load(chunk_begin + chunk).to(tl.int64)
+    tokens = tl.cast(num_tokens, tl.int64)
     row = tl.arange(0, C)
     in_chunk = row < size
-    gates_at = (begin + row) * projected_stride + channels + VALUE_HEADS * VALUE_DIM + head
-    beta = sigmoid(tl.load(projected + gates_at, in_chunk, 0))
+    gates = projected + begin * projected_stride + channels + VALUE_HEADS * VALUE_DIM + head
+    beta = sigmoid(tl.load(gates + row * projected_stride, in_chunk, 0))
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
-    inputs = tl.load(projected + gates_at + VALUE_HEADS, in_chunk, 0)
+    inputs = tl.load(gates + row * projected_stride + VALUE_HEADS, in_chunk, 0)
     decay = tl.cumsum(tl.where(in_chunk, log_decay(rate, bias, inputs), 0))
-    head_row = head * tl.cast(num_tokens, tl.int64) + begin + row
-    tl.store(decay_sums + head_row, decay, in_chunk)
+    head_begin = head * tokens + begin
+    tl.store(decay_sums + head_begin + row, decay, in_chunk)
 
-    key_head = KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)
-    key_row = key_head * tl.cast(num_tokens, tl.int64) + begin + row
+    key_begin = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens + begin
     key_column, value_column = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_W)[None, :]
     in_keys = in_chunk[:, None] & (key_column < KEY_DIM)
     in_values = in_chunk[:, None] & (value_column < VALUE_DIM)
-    key = tl.load(query_key + key_row[:, None] * KEY_DIM + key_column, in_keys, 0)
+    key_at = row[:, None] * KEY_DIM + key_column
+    key = tl.load(query_key + key_begin * KEY_DIM + key_at, in_keys, 0)
 
     products = tl.dot(key, tl.trans(key), input_precision="ieee")
     system = products * _pairwise_decay(decay, row, 1) * beta[:, None]
-    inverse = _invert(system, row, C)
-    value_at = head_row[:, None] * VALUE_DIM + value_column
-    value = tl.load(values + value_at, in_values, 0)
+    inverse = _invert(system, row, C, SPLIT)
+    values_at = values + head_begin * VALUE_DIM + row[:, None] * VALUE_DIM + value_column
+    value = tl.load(values_at, in_values, 0)
     # The factors of the right sides' rows stand in the inverse's columns.
     by_value = (inverse * beta[None, :]).to(value.dtype)
     by_key = (inverse * (beta * tl.exp(decay))[None, :]).to(key.dtype)
     new_values = tl.dot(by_value, value, input_precision="ieee")
-    tl.store(values + value_at, new_values.to(value.dtype), in_values)
+    tl.store(values_at, new_values.to(value.dtype), in_values)
     erased = tl.dot(by_key, key, input_precision="ieee")
-    tl.store(erase + head_row[:, None] * KEY_DIM + key_column, erased.to(key.dtype), in_keys)
+    tl.store(erase + head_begin * KEY_DIM + key_at, erased.to(key.dtype), in_keys)
 
 
 @triton.jit
@@ -332,7 +345,7 @@ def _pairwise_decay(decay, row, BELOW: tl.constexpr):
 
 
 @triton.jit
-def _invert(lower, row, C: tl.constexpr):
+def _invert(lower, row, C: tl.constexpr, SPLIT: tl.constexpr):
     """Inverse of 1 + `lower` [C, C], strictly lower triangular, float32.
 
     Inverses of diagonal blocks grow to twice their size at each step: [[A, 0], [B, D]] has the
@@ -350,17 +363,39 @@ def _invert(lower, row, C: tl.constexpr):
     inverses = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, blocks, 0)
     for power in tl.static_range(1, 4):
         off = tl.where((apart >> power) == 1, blocks, 0)
-        moved = tl.dot(off, inverses, input_precision="tf32x3")
-        inverses -= tl.dot(inverses, moved, input_precision="tf32x3")
+        moved = _product(off, inverses, SPLIT)
+        inverses -= _product(inverses, moved, SPLIT)
 
     spread = tl.where(is_diagonal, tl.expand_dims(inverses, 2), 0)
     inverse = tl.reshape(spread, [C, C])
     apart = row[:, None] ^ row[None, :]
     for power in tl.static_range(4, 6):
         off = tl.where((apart >> power) == 1, lower, 0)
-        moved = tl.dot(off, inverse, input_precision="tf32x3")
-        inverse -= tl.dot(inverse, moved, input_precision="tf32x3")
+        moved = _product(off, inverse, SPLIT)
+        inverse -= _product(inverse, moved, SPLIT)
     return inverse
+
+
+@triton.jit
+def _product(left, right, SPLIT: tl.constexpr):
+    """Matrix product of float32 numbers; with SPLIT each is the sum of two bfloat16 numbers, which
+    keeps 16 bits and is twice as fast."""
+    if SPLIT:
+        left_high, left_low = _split(left)
+        right_high, right_low = _split(right)
+        product = tl.dot(left_high, right_low)
+        product = tl.dot(left_low, right_high, product)
+        return tl.dot(left_high, right_high, product)
+    else:
+        return tl.dot(left, right, input_precision="tf32x3")
+
+
+@triton.jit
+def _split(wide):
+    """Two bfloat16 numbers whose sum is nearly `wide`, the first of them cut off."""
+    bits = wide.to(tl.int32, bitcast=True) & -65536
+    high = bits.to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (wide - high).to(tl.bfloat16)
 
 
 @triton.jit
@@ -405,33 +440,37 @@ def _carry(
     state = tl.load(pool + read + pool_at, in_state, 0).to(tl.float32)
     tokens = tl.cast(num_tokens, tl.int64)
     key_row = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens
+    key_at = row[:, None] * KEY_DIM + key_column[None, :]
+    value_at = row[None, :] * VALUE_DIM + value_column[:, None]
 
+    # Loaded a chunk ahead: addresses that wait for a load would keep the tiles from being fetched
+    # early.
+    begin, size = tl.load(chunk_begin + first), tl.load(chunk_size + first)
     for chunk in range(first, last):
-        begin, size = tl.load(chunk_begin + chunk), tl.load(chunk_size + chunk)
-        token, in_chunk = begin + row, row < size
+        in_chunk = row < size
         in_keys = in_chunk[:, None] & is_key[None, :]
         in_values = is_value[:, None] & in_chunk[None, :]
-        head_row = head * tokens + token
-        erased_at = head_row[:, None] * KEY_DIM + key_column[None, :]
-        erased = tl.load(erase + erased_at, in_keys, 0)
-        value_at = head_row[None, :] * VALUE_DIM + value_column[:, None]
-        value = tl.load(values + value_at, in_values, 0)
-        key_at = (key_row + token)[:, None] * KEY_DIM + key_column[None, :]
-        key = tl.load(query_key + key_at, in_keys, 0)
-        decay = tl.load(decay_sums + head_row, in_chunk, 0)
-        total = tl.load(decay_sums + head * tokens + begin + size - 1)
+        head_begin = head * tokens + begin
+        erased = tl.load(erase + head_begin * KEY_DIM + key_at, in_keys, 0)
+        values_at = values + head_begin * VALUE_DIM + value_at
+        value = tl.load(values_at, in_values, 0)
+        key = tl.load(query_key + (key_row + begin) * KEY_DIM + key_at, in_keys, 0)
+        decay = tl.load(decay_sums + head_begin + row, in_chunk, 0)
+        total = tl.load(decay_sums + head_begin + size - 1)
 
         before = state.to(erased.dtype)
         tl.store(states + tl.cast(chunk, tl.int64) * slot_size + states_at, before, in_state)
         lost = tl.dot(before, tl.trans(erased), input_precision="ieee")
         new_values = value.to(tl.float32) - lost
-        tl.store(values + value_at, new_values.to(value.dtype), in_values)
+        tl.store(values_at, new_values.to(value.dtype), in_values)
         decayed = (new_values * tl.exp(total - decay)[None, :]).to(key.dtype)
         state = state * tl.exp(total) + tl.dot(decayed, key, input_precision="ieee")
         slot = tl.load(chunk_slot + chunk).to(tl.int64)
         if slot >= 0:
             exported = state.to(pool.dtype.element_ty)
             tl.store(pool + slot * slot_size + pool_at, exported, in_state)
+        following = tl.minimum(chunk + 1, last - 1)
+        begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
 
     tl.debug_barrier()
     written = tl.load(slot_out + sequence).to(tl.int64) * slot_size
@@ -467,39 +506,40 @@ def _read(
     size = tl.load(chunk_size + chunk)
     if size == 0:
         return
-    token = tl.load(chunk_begin + chunk).to(tl.int64) + tl.arange(0, C)
+    begin = tl.load(chunk_begin + chunk).to(tl.int64)
     row = tl.arange(0, C)
     in_chunk = row < tl.abs(size)
     value_column, key_column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
     is_value, is_key = value_column < VALUE_DIM, key_column < KEY_DIM
     in_values = in_chunk[:, None] & is_value[None, :]
-    gate_column = head * VALUE_DIM + value_column
-    output_at = token[:, None] * (VALUE_HEADS * VALUE_DIM) + gate_column[None, :]
+    first_output = output + (begin * VALUE_HEADS + head) * VALUE_DIM
+    output_at = first_output + row[:, None] * (VALUE_HEADS * VALUE_DIM) + value_column[None, :]
     if size < 0:
-        zeros = tl.zeros([C, BLOCK_W], output.dtype.element_ty)
-        tl.store(output + output_at, zeros, in_values)
+        tl.store(output_at, tl.zeros([C, BLOCK_W], output.dtype.element_ty), in_values)
         return
 
     tokens = tl.cast(num_tokens, tl.int64)
-    query_row = (head // (VALUE_HEADS // KEY_HEADS)) * tokens + token
+    query_begin = (head // (VALUE_HEADS // KEY_HEADS)) * tokens + begin
     in_keys = in_chunk[:, None] & is_key[None, :]
-    query_at = query_row[:, None] * KEY_DIM + key_column[None, :]
-    query = tl.load(query_key + query_at, in_keys, 0)
-    key = tl.load(query_key + KEY_HEADS * tokens * KEY_DIM + query_at, in_keys, 0)
-    decay = tl.load(decay_sums + head * tokens + token, in_chunk, 0)
-    state_row = (chunk.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + value_column
-    state_at = state_row[:, None] * KEY_DIM + key_column[None, :]
-    state = tl.load(states + state_at, is_value[:, None] & is_key[None, :], 0)
-    value_at = (head * tokens + token)[:, None] * VALUE_DIM + value_column[None, :]
-    value = tl.load(values + value_at, in_values, 0)
+    query_at = query_key + query_begin * KEY_DIM + row[:, None] * KEY_DIM + key_column[None, :]
+    query = tl.load(query_at, in_keys, 0)
+    key = tl.load(query_at + KEY_HEADS * tokens * KEY_DIM, in_keys, 0)
+    head_begin = head * tokens + begin
+    decay = tl.load(decay_sums + head_begin + row, in_chunk, 0)
+    first_state = states + (chunk.to(tl.int64) * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
+    state_at = value_column[:, None] * KEY_DIM + key_column[None, :]
+    state = tl.load(first_state + state_at, is_value[:, None] & is_key[None, :], 0)
 
     x = tl.dot(query, tl.trans(state), input_precision="ieee") * tl.exp(decay)[:, None]
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-    scores = (scores * _pairwise_decay(decay, row, 0)).to(value.dtype)
+    scores = (scores * _pairwise_decay(decay, row, 0)).to(key.dtype)
+    value_at = row[:, None] * VALUE_DIM + value_column[None, :]
+    value = tl.load(values + head_begin * VALUE_DIM + value_at, in_values, 0)
     x += tl.dot(scores, value, input_precision="ieee")
 
     weight = tl.load(norm_weight + value_column, is_value, 0)[None, :]
-    gate_at = token[:, None] * projected_stride + channels + gate_column[None, :]
-    gate = tl.load(projected + gate_at, in_values, 0)
+    gates = projected + begin * projected_stride + channels + head * VALUE_DIM
+    gate_at = row[:, None] * projected_stride + value_column[None, :]
+    gate = tl.load(gates + gate_at, in_values, 0)
     x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 1)
-    tl.store(output + output_at, x.to(output.dtype.element_ty), in_values)
+    tl.store(output_at, x.to(output.dtype.element_ty), in_values)
