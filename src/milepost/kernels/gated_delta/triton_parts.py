@@ -7,6 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
+def lead(OVERLAP: tl.constexpr):
+    """Let the next launch's programs start; they wait for this launch's results in `follow`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """Wait for the launch before to end, with all that it wrote."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def silu(x):
     return x / (1 + tl.exp(-x))
 

@@ -25,8 +25,10 @@ from torch import Tensor
 from milepost.kernels.gated_delta.chunks import CHUNK
 from milepost.kernels.gated_delta.tiles import FusedLayout
 from milepost.kernels.gated_delta.triton_parts import (
+    follow,
     gated_norm,
     head_channels,
+    lead,
     log_decay,
     sigmoid,
     silu,
@@ -36,6 +38,7 @@ from milepost.kernels.gated_delta.weights import MixerWeights
 
 _CONVOLVED_ROWS = 32
 """Rows of a tile in one program of `_convolve`, no fewer than taps."""
+_MIN_BLOCK = 64
 _CARRIED_COLUMNS = 32
 """Columns of the state in one program of `_carry`."""
 _CONVOLVE = {"num_warps": 4}
@@ -65,8 +68,8 @@ def prefill(
     blocks = {
         "VALUE_HEADS": value_heads,
         "C": CHUNK,
-        "BLOCK_K": max(16, pad(key_dim)),
-        "BLOCK_W": max(16, pad(value_dim)),
+        "BLOCK_K": max(_MIN_BLOCK, pad(key_dim)),
+        "BLOCK_W": max(_MIN_BLOCK, pad(value_dim)),
     }
 
     query_key = projected.new_empty(2 * key_heads, num_tokens, key_dim)
@@ -76,6 +79,8 @@ def prefill(
     states = projected.new_empty(num_chunks, value_heads, value_dim, key_dim)
     output = projected.new_empty(num_tokens, value_heads * value_dim)
 
+    # Each launch may start before the one before it has ended, and then waits for it.
+    overlap = projected.is_cuda
     parts = CHUNK // _CONVOLVED_ROWS
     _convolve[(2 * key_heads + value_heads, len(layout.tile_sequence) * parts)](
         projected,
@@ -100,6 +105,7 @@ def prefill(
         BLOCK=pad(max(key_dim, value_dim)),
         ROWS=_CONVOLVED_ROWS,
         PARTS=parts,
+        OVERLAP=overlap,
         **_CONVOLVE,
     )
     _solve[(value_heads, num_chunks)](
@@ -118,6 +124,8 @@ def prefill(
         **sizes,
         **blocks,
         SPLIT=projected.is_cuda and projected.dtype != torch.float32,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         **_SOLVE,
     )
     columns = min(_CARRIED_COLUMNS, blocks["BLOCK_W"])
@@ -137,6 +145,8 @@ def prefill(
         states,
         **sizes,
         **(blocks | {"BLOCK_W": columns}),
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         **_CARRY,
     )
     _read[(value_heads, num_chunks)](
@@ -155,6 +165,8 @@ def prefill(
         output,
         **sizes,
         **blocks,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         **_READ,
     )
     return output
@@ -186,10 +198,12 @@ def _convolve(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """ROWS tokens of one head of a tile: convolution, SiLU and L2 norm into `query_key`
     [2 * G, T, K] or `values` [V, T, W]. The first rows also write the convolution states of the
     tile's exports, and in a sequence's first tile the final state: they alone read the old one."""
+    lead(OVERLAP)
     head, tile = tl.program_id(0), tl.program_id(1) // PARTS
     sequence = tl.load(tile_sequence + tile)
     if sequence < 0:
@@ -296,9 +310,12 @@ def _solve(
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One value head of a chunk: `values` become new values [V, T, W] as if the state before were
     zero; `erase` [V, T, K] times that state is what they then lose; `decay_sums` [V, T]."""
+    follow(OVERLAP)
+    lead(OVERLAP)
     head, chunk = tl.program_id(0), tl.program_id(1)
     size = tl.load(chunk_size + chunk)
     if size <= 0:
@@ -420,11 +437,14 @@ def _carry(
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """BLOCK_W columns of a value head's state over all chunks of a sequence: `states` [N, V, W, K]
     before each chunk, `values` minus what the state erases of them, exports and the final state.
 
     The state is held transposed, [W, K], so that it stands left in its matrix product."""
+    follow(OVERLAP)
+    lead(OVERLAP)
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, last = tl.load(sequence_chunk + sequence), tl.load(sequence_chunk + sequence + 1)
     if first == last:
@@ -499,9 +519,11 @@ def _read(
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One value head of a chunk: what queries read from the state before the chunk and from the
     chunk's own new values, through the gated norm into `output` [T, V * W]."""
+    follow(OVERLAP)
     head, chunk = tl.program_id(0), tl.program_id(1)
     size = tl.load(chunk_size + chunk)
     if size == 0:
