@@ -154,7 +154,7 @@ def test_embedded_model_answers_as_on_a_cpu():
 
 
 def _open(tiny: Tiny, dtype: str, **options) -> LLM:
-    return tiny.open(device="cuda", dtype=dtype, max_num_seqs=32, max_model_len=4096, **options)
+    return tiny.open(device="cuda", dtype=dtype, max_num_seqs=32, max_model_len=2048, **options)
 
 
 def _reference(tiny: Tiny, dtype: str, token_ids: list[int]) -> torch.Tensor:

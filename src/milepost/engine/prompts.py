@@ -4,9 +4,11 @@ all is checked.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.requests import Prompt
@@ -66,7 +68,11 @@ def _are_ids(token_ids: Sequence[Any], vocab_size: int) -> bool:
     """Whether all are plain integers within the vocabulary; looks at long prompts fast."""
     if set(map(type, token_ids)) != {int}:
         return False
-    return min(token_ids) >= 0 and max(token_ids) < vocab_size
+    try:
+        packed = array("I", token_ids)
+    except OverflowError:
+        return False
+    return int(np.frombuffer(packed, dtype=np.uint32).max()) < vocab_size
 
 
 def _refuse_first(token_ids: Sequence[Any], vocab_size: int) -> None:
