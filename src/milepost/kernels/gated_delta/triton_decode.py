@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.gated_delta.triton_parts import (
+    UNSPECIALISED,
     follow,
     gated_norm,
     head_channels,
@@ -88,7 +89,7 @@ def decode(
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
 def _convolve(
     projected,
     projected_stride,
@@ -136,7 +137,7 @@ def _convolve(
     tl.store(pool + written * channels * (TAPS - 1) + state_at - 1, kept, is_kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
 def _update(
     projected,
     projected_stride,

@@ -1,12 +1,12 @@
 """Gated DeltaNet's token mixer for many tokens a sequence, in four launches.
 
-1. `_convolve`: a head of a tile in each program; queries, keys and values, ready for the rule.
-2. `_solve`: a value head of a chunk; what doesn't depend on the state (Yang et al., Gated Delta
+1. `convolve`: a head of a tile in each program; queries, keys and values, ready for the rule.
+2. `solve`: a value head of a chunk; what doesn't depend on the state (Yang et al., Gated Delta
    Networks, arXiv 2412.06464, section 3.3): new values as if the state were zero, and what each
    token erases from the state.
-3. `_carry`: some columns of a value head's state, from chunk to chunk of a sequence, in float32;
+3. `carry`: some columns of a value head's state, from chunk to chunk of a sequence, in float32;
    leaves the state before every chunk, corrects the new values, writes exports and final states.
-4. `_read`: a value head of a chunk; outputs from states and new values, then the gated norm.
+4. `read`: a value head of a chunk; outputs from states and new values, then the gated norm.
 
 A chunk's arithmetic depends on nothing but its tokens and the state before it: that is what makes
 an export equal, bit for bit, the state that a prefill ending there leaves.
@@ -19,28 +19,21 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.gated_delta.chunks import CHUNK
 from milepost.kernels.gated_delta.tiles import FusedLayout
-from milepost.kernels.gated_delta.triton_parts import (
-    follow,
-    gated_norm,
-    head_channels,
-    lead,
-    log_decay,
-    sigmoid,
-    silu,
-    unit_scale,
-)
+from milepost.kernels.gated_delta.triton_convolve import convolve
+from milepost.kernels.gated_delta.triton_solve import solve
+from milepost.kernels.gated_delta.triton_states import carry, read
 from milepost.kernels.gated_delta.weights import MixerWeights
 
 _CONVOLVED_ROWS = 32
-"""Rows of a tile in one program of `_convolve`, no fewer than taps."""
+"""Rows of a tile in one program of `convolve`, no fewer than taps."""
 _MIN_BLOCK = 64
+"""Narrower tiles of half precision make triton 3.6 read beyond shared memory in `solve`."""
 _CARRIED_COLUMNS = 32
-"""Columns of the state in one program of `_carry`."""
+"""Columns of the state in one program of `carry`."""
 _CONVOLVE = {"num_warps": 4}
 _SOLVE = {"num_warps": 4}
 _CARRY = {"num_warps": 4}
@@ -64,7 +57,6 @@ def prefill(
     num_chunks, num_sequences = len(layout.chunk_size), len(slot_out)
     pad = triton.next_power_of_2
     sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    # The matrix units take 16 columns at least.
     blocks = {
         "VALUE_HEADS": value_heads,
         "C": CHUNK,
@@ -79,10 +71,8 @@ def prefill(
     states = projected.new_empty(num_chunks, value_heads, value_dim, key_dim)
     output = projected.new_empty(num_tokens, value_heads * value_dim)
 
-    # Each launch may start before the one before it has ended, and then waits for it.
-    overlap = projected.is_cuda
     parts = CHUNK // _CONVOLVED_ROWS
-    _convolve[(2 * key_heads + value_heads, len(layout.tile_sequence) * parts)](
+    convolve[(2 * key_heads + value_heads, len(layout.tile_sequence) * parts)](
         projected,
         projected.stride(0),
         num_tokens,
@@ -105,10 +95,9 @@ def prefill(
         BLOCK=pad(max(key_dim, value_dim)),
         ROWS=_CONVOLVED_ROWS,
         PARTS=parts,
-        OVERLAP=overlap,
         **_CONVOLVE,
     )
-    _solve[(value_heads, num_chunks)](
+    solve[(value_heads, num_chunks)](
         projected,
         projected.stride(0),
         num_tokens,
@@ -124,12 +113,10 @@ def prefill(
         **sizes,
         **blocks,
         SPLIT=projected.is_cuda and projected.dtype != torch.float32,
-        OVERLAP=overlap,
-        launch_pdl=overlap,
         **_SOLVE,
     )
     columns = min(_CARRIED_COLUMNS, blocks["BLOCK_W"])
-    _carry[(triton.cdiv(value_dim, columns), value_heads, num_sequences)](
+    carry[(triton.cdiv(value_dim, columns), value_heads, num_sequences)](
         num_tokens,
         layout.sequence_chunk,
         layout.chunk_begin,
@@ -145,11 +132,9 @@ def prefill(
         states,
         **sizes,
         **(blocks | {"BLOCK_W": columns}),
-        OVERLAP=overlap,
-        launch_pdl=overlap,
         **_CARRY,
     )
-    _read[(value_heads, num_chunks)](
+    read[(value_heads, num_chunks)](
         projected,
         projected.stride(0),
         num_tokens,
@@ -165,403 +150,6 @@ def prefill(
         output,
         **sizes,
         **blocks,
-        OVERLAP=overlap,
-        launch_pdl=overlap,
         **_READ,
     )
     return output
-
-
-@triton.jit
-def _convolve(
-    projected,
-    projected_stride,
-    num_tokens,
-    weight,
-    pool,
-    slot_in,
-    slot_out,
-    sequence_begin,
-    tile_sequence,
-    tile_begin,
-    tile_export,
-    export_end,
-    export_slot,
-    query_key,
-    values,
-    channels,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """ROWS tokens of one head of a tile: convolution, SiLU and L2 norm into `query_key`
-    [2 * G, T, K] or `values` [V, T, W]. The first rows also write the convolution states of the
-    tile's exports, and in a sequence's first tile the final state: they alone read the old one."""
-    lead(OVERLAP)
-    head, tile = tl.program_id(0), tl.program_id(1) // PARTS
-    sequence = tl.load(tile_sequence + tile)
-    if sequence < 0:
-        return
-    begin, end = tl.load(sequence_begin + sequence), tl.load(sequence_begin + sequence + 1)
-    part = tl.program_id(1) % PARTS
-    part_from = tl.load(tile_begin + tile) + part * ROWS
-    if part_from >= end:
-        return
-    first, size = head_channels(head, KEY_HEADS, KEY_DIM, VALUE_DIM)
-    column = tl.arange(0, BLOCK)
-    channel, is_channel = first + column, column < size
-    state = pool + tl.load(slot_in + sequence).to(tl.int64) * channels * (TAPS - 1)
-
-    row = tl.arange(0, ROWS)
-    in_part = (row < end - part_from)[:, None] & is_channel[None, :]
-    x = tl.zeros([ROWS, BLOCK], tl.float32)
-    if part_from == begin:
-        # The oldest inputs go first, as they do where all inputs are tokens: equal bits.
-        for tap in tl.static_range(TAPS - 1):
-            inputs = tl.zeros([ROWS, BLOCK], tl.float32)
-            for kept in tl.static_range(TAPS - 1):
-                old = tl.load(state + channel * (TAPS - 1) + kept, is_channel, 0).to(tl.float32)
-                inputs = tl.where((row == kept - tap)[:, None], old[None, :], inputs)
-            taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
-            x += inputs * taps[None, :]
-    first_row = projected + part_from.to(tl.int64) * projected_stride
-    for tap in tl.static_range(TAPS):
-        source = row - (TAPS - 1) + tap
-        at = source[:, None] * projected_stride + channel[None, :]
-        inputs = tl.load(first_row + at, in_part & (source >= begin - part_from)[:, None], 0)
-        taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
-        x += inputs.to(tl.float32) * taps[None, :]
-    x = silu(x)
-    x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 1)
-    tokens = tl.cast(num_tokens, tl.int64)
-    if head < 2 * KEY_HEADS:
-        key_at = (head * tokens + part_from) * KEY_DIM + row[:, None] * KEY_DIM + column[None, :]
-        tl.store(query_key + key_at, x.to(query_key.dtype.element_ty), in_part)
-    else:
-        value_from = ((head - 2 * KEY_HEADS) * tokens + part_from) * VALUE_DIM
-        value_at = value_from + row[:, None] * VALUE_DIM + column[None, :]
-        tl.store(values + value_at, x.to(values.dtype.element_ty), in_part)
-
-    if part > 0:
-        return
-    args = projected, projected_stride, state, pool, channels, channel, is_channel, begin
-    for export in range(tl.load(tile_export + tile), tl.load(tile_export + tile + 1)):
-        slot, stop = tl.load(export_slot + export), tl.load(export_end + export)
-        _keep_inputs(*args, stop, slot, TAPS, BLOCK_TAPS)
-    if part_from == begin:
-        _keep_inputs(*args, end, tl.load(slot_out + sequence), TAPS, BLOCK_TAPS)
-
-
-@triton.jit
-def _keep_inputs(
-    projected,
-    projected_stride,
-    state,
-    pool,
-    channels,
-    channel,
-    is_channel,
-    begin,
-    stop,
-    slot,
-    TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-):
-    """Write the last TAPS - 1 inputs before token `stop` to `slot`; those before token `begin` are
-    in the state that was read."""
-    tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    source = stop - (TAPS - 1) + tap
-    is_kept = is_channel[:, None] & (tap < TAPS - 1)
-    at = source.to(tl.int64) * projected_stride + channel[:, None]
-    inputs = tl.load(projected + at, is_kept & (source >= begin), 0)
-    of_channel = channel[:, None] * (TAPS - 1)
-    before = of_channel + source - begin + (TAPS - 1)
-    inputs += tl.load(state + before, is_kept & (source < begin), 0).to(inputs.dtype)
-    tl.debug_barrier()
-    written = pool + slot.to(tl.int64) * channels * (TAPS - 1)
-    tl.store(written + of_channel + tap, inputs.to(pool.dtype.element_ty), is_kept)
-
-
-@triton.jit
-def _solve(
-    projected,
-    projected_stride,
-    num_tokens,
-    channels,
-    decay_rate,
-    decay_bias,
-    chunk_begin,
-    chunk_size,
-    query_key,
-    values,
-    erase,
-    decay_sums,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One value head of a chunk: `values` become new values [V, T, W] as if the state before were
-    zero; `erase` [V, T, K] times that state is what they then lose; `decay_sums` [V, T]."""
-    follow(OVERLAP)
-    lead(OVERLAP)
-    head, chunk = tl.program_id(0), tl.program_id(1)
-    size = tl.load(chunk_size + chunk)
-    if size <= 0:
-        return
-    begin = tl.load(chunk_begin + chunk).to(tl.int64)
-    tokens = tl.cast(num_tokens, tl.int64)
-    row = tl.arange(0, C)
-    in_chunk = row < size
-    gates = projected + begin * projected_stride + channels + VALUE_HEADS * VALUE_DIM + head
-    beta = sigmoid(tl.load(gates + row * projected_stride, in_chunk, 0))
-    rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
-    inputs = tl.load(gates + row * projected_stride + VALUE_HEADS, in_chunk, 0)
-    decay = tl.cumsum(tl.where(in_chunk, log_decay(rate, bias, inputs), 0))
-    head_begin = head * tokens + begin
-    tl.store(decay_sums + head_begin + row, decay, in_chunk)
-
-    key_begin = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens + begin
-    key_column, value_column = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_W)[None, :]
-    in_keys = in_chunk[:, None] & (key_column < KEY_DIM)
-    in_values = in_chunk[:, None] & (value_column < VALUE_DIM)
-    key_at = row[:, None] * KEY_DIM + key_column
-    key = tl.load(query_key + key_begin * KEY_DIM + key_at, in_keys, 0)
-
-    products = tl.dot(key, tl.trans(key), input_precision="ieee")
-    system = products * _pairwise_decay(decay, row, 1) * beta[:, None]
-    inverse = _invert(system, row, C, SPLIT)
-    values_at = values + head_begin * VALUE_DIM + row[:, None] * VALUE_DIM + value_column
-    value = tl.load(values_at, in_values, 0)
-    # The factors of the right sides' rows stand in the inverse's columns.
-    by_value = (inverse * beta[None, :]).to(value.dtype)
-    by_key = (inverse * (beta * tl.exp(decay))[None, :]).to(key.dtype)
-    new_values = tl.dot(by_value, value, input_precision="ieee")
-    tl.store(values_at, new_values.to(value.dtype), in_values)
-    erased = tl.dot(by_key, key, input_precision="ieee")
-    tl.store(erase + head_begin * KEY_DIM + key_at, erased.to(key.dtype), in_keys)
-
-
-@triton.jit
-def _pairwise_decay(decay, row, BELOW: tl.constexpr):
-    """[C, C], decay from token j to token i where i >= j + BELOW, else 0."""
-    is_later = row[:, None] >= row[None, :] + BELOW
-    between = tl.where(is_later, decay[:, None] - decay[None, :], 0)
-    return tl.where(is_later, tl.exp(between), 0)
-
-
-@triton.jit
-def _invert(lower, row, C: tl.constexpr, SPLIT: tl.constexpr):
-    """Inverse of 1 + `lower` [C, C], strictly lower triangular, float32.
-
-    Inverses of diagonal blocks grow to twice their size at each step: [[A, 0], [B, D]] has the
-    inverse [[A', 0], [-D' B A', D']]. Unlike a product of powers of `lower` it never forms numbers
-    that dwarf the result. Blocks up to 16 are a batch of small products.
-    """
-    tl.static_assert(C == 64)
-    small = tl.arange(0, 16)
-    block = tl.arange(0, 4)
-    is_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
-    blocks = tl.reshape(lower, [4, 16, 4, 16])
-    blocks = tl.sum(tl.where(is_diagonal, blocks, 0), 2)
-    # Tokens i and j are in one block of size 2 n, but not of size n, iff i ^ j is in [n, 2 n).
-    apart = (small[:, None] ^ small[None, :])[None, :, :]
-    inverses = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, blocks, 0)
-    for power in tl.static_range(1, 4):
-        off = tl.where((apart >> power) == 1, blocks, 0)
-        moved = _product(off, inverses, SPLIT)
-        inverses -= _product(inverses, moved, SPLIT)
-
-    spread = tl.where(is_diagonal, tl.expand_dims(inverses, 2), 0)
-    inverse = tl.reshape(spread, [C, C])
-    apart = row[:, None] ^ row[None, :]
-    for power in tl.static_range(4, 6):
-        off = tl.where((apart >> power) == 1, lower, 0)
-        moved = _product(off, inverse, SPLIT)
-        inverse -= _product(inverse, moved, SPLIT)
-    return inverse
-
-
-@triton.jit
-def _product(left, right, SPLIT: tl.constexpr):
-    """Matrix product of float32 numbers; with SPLIT each is the sum of two bfloat16 numbers, which
-    keeps 16 bits and is twice as fast."""
-    if SPLIT:
-        left_high, left_low = _split(left)
-        right_high, right_low = _split(right)
-        product = tl.dot(left_high, right_low)
-        product = tl.dot(left_low, right_high, product)
-        return tl.dot(left_high, right_high, product)
-    else:
-        return tl.dot(left, right, input_precision="tf32x3")
-
-
-@triton.jit
-def _split(wide):
-    """Two bfloat16 numbers whose sum is nearly `wide`, the first of them cut off."""
-    bits = wide.to(tl.int32, bitcast=True) & -65536
-    high = bits.to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), (wide - high).to(tl.bfloat16)
-
-
-@triton.jit
-def _carry(
-    num_tokens,
-    sequence_chunk,
-    chunk_begin,
-    chunk_size,
-    chunk_slot,
-    slot_in,
-    slot_out,
-    pool,
-    query_key,
-    values,
-    erase,
-    decay_sums,
-    states,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """BLOCK_W columns of a value head's state over all chunks of a sequence: `states` [N, V, W, K]
-    before each chunk, `values` minus what the state erases of them, exports and the final state.
-
-    The state is held transposed, [W, K], so that it stands left in its matrix product."""
-    follow(OVERLAP)
-    lead(OVERLAP)
-    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, last = tl.load(sequence_chunk + sequence), tl.load(sequence_chunk + sequence + 1)
-    if first == last:
-        return
-    row, key_column = tl.arange(0, C), tl.arange(0, BLOCK_K)
-    value_column = block * BLOCK_W + tl.arange(0, BLOCK_W)
-    is_key, is_value = key_column < KEY_DIM, value_column < VALUE_DIM
-    in_state = is_value[:, None] & is_key[None, :]
-    slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    pool_at = (head * KEY_DIM + key_column[None, :]) * VALUE_DIM + value_column[:, None]
-    states_at = (head * VALUE_DIM + value_column[:, None]) * KEY_DIM + key_column[None, :]
-    read = tl.load(slot_in + sequence).to(tl.int64) * slot_size
-    state = tl.load(pool + read + pool_at, in_state, 0).to(tl.float32)
-    tokens = tl.cast(num_tokens, tl.int64)
-    key_row = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens
-    key_at = row[:, None] * KEY_DIM + key_column[None, :]
-    value_at = row[None, :] * VALUE_DIM + value_column[:, None]
-
-    # Loaded a chunk ahead: addresses that wait for a load would keep the tiles from being fetched
-    # early.
-    begin, size = tl.load(chunk_begin + first), tl.load(chunk_size + first)
-    for chunk in range(first, last):
-        in_chunk = row < size
-        in_keys = in_chunk[:, None] & is_key[None, :]
-        in_values = is_value[:, None] & in_chunk[None, :]
-        head_begin = head * tokens + begin
-        erased = tl.load(erase + head_begin * KEY_DIM + key_at, in_keys, 0)
-        values_at = values + head_begin * VALUE_DIM + value_at
-        value = tl.load(values_at, in_values, 0)
-        key = tl.load(query_key + (key_row + begin) * KEY_DIM + key_at, in_keys, 0)
-        decay = tl.load(decay_sums + head_begin + row, in_chunk, 0)
-        total = tl.load(decay_sums + head_begin + size - 1)
-
-        before = state.to(erased.dtype)
-        tl.store(states + tl.cast(chunk, tl.int64) * slot_size + states_at, before, in_state)
-        lost = tl.dot(before, tl.trans(erased), input_precision="ieee")
-        new_values = value.to(tl.float32) - lost
-        tl.store(values_at, new_values.to(value.dtype), in_values)
-        decayed = (new_values * tl.exp(total - decay)[None, :]).to(key.dtype)
-        state = state * tl.exp(total) + tl.dot(decayed, key, input_precision="ieee")
-        slot = tl.load(chunk_slot + chunk).to(tl.int64)
-        if slot >= 0:
-            exported = state.to(pool.dtype.element_ty)
-            tl.store(pool + slot * slot_size + pool_at, exported, in_state)
-        following = tl.minimum(chunk + 1, last - 1)
-        begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
-
-    tl.debug_barrier()
-    written = tl.load(slot_out + sequence).to(tl.int64) * slot_size
-    tl.store(pool + written + pool_at, state.to(pool.dtype.element_ty), in_state)
-
-
-@triton.jit
-def _read(
-    projected,
-    projected_stride,
-    num_tokens,
-    channels,
-    norm_weight,
-    norm_eps,
-    chunk_begin,
-    chunk_size,
-    query_key,
-    values,
-    decay_sums,
-    states,
-    output,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One value head of a chunk: what queries read from the state before the chunk and from the
-    chunk's own new values, through the gated norm into `output` [T, V * W]."""
-    follow(OVERLAP)
-    head, chunk = tl.program_id(0), tl.program_id(1)
-    size = tl.load(chunk_size + chunk)
-    if size == 0:
-        return
-    begin = tl.load(chunk_begin + chunk).to(tl.int64)
-    row = tl.arange(0, C)
-    in_chunk = row < tl.abs(size)
-    value_column, key_column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
-    is_value, is_key = value_column < VALUE_DIM, key_column < KEY_DIM
-    in_values = in_chunk[:, None] & is_value[None, :]
-    first_output = output + (begin * VALUE_HEADS + head) * VALUE_DIM
-    output_at = first_output + row[:, None] * (VALUE_HEADS * VALUE_DIM) + value_column[None, :]
-    if size < 0:
-        tl.store(output_at, tl.zeros([C, BLOCK_W], output.dtype.element_ty), in_values)
-        return
-
-    tokens = tl.cast(num_tokens, tl.int64)
-    query_begin = (head // (VALUE_HEADS // KEY_HEADS)) * tokens + begin
-    in_keys = in_chunk[:, None] & is_key[None, :]
-    query_at = query_key + query_begin * KEY_DIM + row[:, None] * KEY_DIM + key_column[None, :]
-    query = tl.load(query_at, in_keys, 0)
-    key = tl.load(query_at + KEY_HEADS * tokens * KEY_DIM, in_keys, 0)
-    head_begin = head * tokens + begin
-    decay = tl.load(decay_sums + head_begin + row, in_chunk, 0)
-    first_state = states + (chunk.to(tl.int64) * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
-    state_at = value_column[:, None] * KEY_DIM + key_column[None, :]
-    state = tl.load(first_state + state_at, is_value[:, None] & is_key[None, :], 0)
-
-    x = tl.dot(query, tl.trans(state), input_precision="ieee") * tl.exp(decay)[:, None]
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-    scores = (scores * _pairwise_decay(decay, row, 0)).to(key.dtype)
-    value_at = row[:, None] * VALUE_DIM + value_column[None, :]
-    value = tl.load(values + head_begin * VALUE_DIM + value_at, in_values, 0)
-    x += tl.dot(scores, value, input_precision="ieee")
-
-    weight = tl.load(norm_weight + value_column, is_value, 0)[None, :]
-    gates = projected + begin * projected_stride + channels + head * VALUE_DIM
-    gate_at = row[:, None] * projected_stride + value_column[None, :]
-    gate = tl.load(gates + gate_at, in_values, 0)
-    x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 1)
-    tl.store(output_at, x.to(output.dtype.element_ty), in_values)
