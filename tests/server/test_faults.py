@@ -56,6 +56,16 @@ def test_a_killed_engine_fails_its_streams_and_ends_the_server(folder):
     assert any("killed by signal 9" in line for line in server.log)
 
 
+def test_an_engine_that_hangs_is_given_up(folder):
+    with serving(folder, "--step-timeout-s", "2") as server, server.client() as client:
+        stream = streaming(client)
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        with pytest.raises(openai.APIError, match="no sign of life for 2 seconds"):
+            list(stream)
+        assert server.process.wait(DEADLINE_S) == 1
+    assert any("no sign of life" in line for line in server.log)
+
+
 def _expect_unavailable(server):
     response = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S)
     assert response.status_code == 503

@@ -48,7 +48,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question that is answered between steps: `metrics` or `reset_prefix_cache`."""
+    """A question that is answered between steps: `metrics`, `reset_prefix_cache` or `alive`."""
 
     id: int
     what: str
