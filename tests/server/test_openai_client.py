@@ -5,6 +5,9 @@ import json
 import openai
 import pytest
 
+from tests import chatmodel
+from tests.server.conftest import serving
+
 MESSAGES = [
     {"role": "system", "content": "you are a helpful assistant. " * 30},
     {"role": "user", "content": "what is the weather like in Zürich today?"},
@@ -261,3 +264,19 @@ def test_access_log_has_the_cache_report(server, client):
         mine[0]["cached_tokens"] + sum(mine[0]["lost_tokens"].values())
         == (mine[0]["prompt_tokens"])
     )
+
+
+def test_the_checkpoints_sampling_holds_where_a_request_names_none(tmp_path):
+    folder = chatmodel.save(tmp_path)
+    (folder / "generation_config.json").write_text('{"top_k": 1, "temperature": 0.7}')
+    options = {"model": "tiny", "prompt": "the quick", "max_tokens": 12}
+    chat = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12}
+    with serving(folder) as server, server.client() as client:
+        best = client.completions.create(**options, temperature=0).choices[0].text
+        assert client.completions.create(**options, seed=1).choices[0].text == best
+        free = client.completions.create(**options, seed=1, extra_body={"top_k": 0})
+        assert free.choices[0].text != best
+        talked = [client.chat.completions.create(**chat, seed=i).choices[0] for i in (1, 2)]
+        assert talked[0].message.content == talked[1].message.content
+    with serving(folder, "--generation-config", "none") as server, server.client() as client:
+        assert client.completions.create(**options, seed=1).choices[0].text != best

@@ -252,4 +252,5 @@ def _ready(engine: Engine) -> Ready:
         page_size=cache.page_size,
         num_pages=cache.pages.total,
         num_slots=cache.slots.pool.total,
+        sampling_defaults=dict(engine.sampling_defaults),
     )

@@ -73,6 +73,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     page_size: int
     num_pages: int
     num_slots: int
+    sampling_defaults: dict[str, int | float]
+    """Fields of SamplingParams for requests that do not set them."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

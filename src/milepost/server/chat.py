@@ -30,7 +30,7 @@ _TAIL = 16
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    params = parameters.of_chat(request)
+    params = parameters.of_chat(request, service.client.info.sampling_defaults)
     tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
     rendered = await service.render(
         for_template(request.messages),

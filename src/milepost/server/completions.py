@@ -25,7 +25,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     """Answer prompts as they stand."""
     model = service.check_model(request.model)
     form = forms.of_response_format(request.response_format)
-    params = forms.apply(parameters.of_completion(request), form)
+    defaults = service.client.info.sampling_defaults
+    params = forms.apply(parameters.of_completion(request, defaults), form)
     prompts = await _prompts(service, request)
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
