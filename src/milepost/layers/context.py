@@ -60,8 +60,7 @@ class RecurrentState:
 class StateExport:
     """Write the state of `sequence` (index in the batch) after exactly `position` tokens to `slot`.
 
-    `position` is a multiple of 64 with start < position <= start + length of that sequence's new
-    tokens.
+    start < position <= start + length of that sequence's new tokens; multiples of 64 are cheapest.
     """
 
     sequence: int

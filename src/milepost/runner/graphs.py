@@ -57,7 +57,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._graphs: dict[Capacity, tuple[torch.cuda.CUDAGraph, Outcome]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
 
     def capture(self, capacity: Capacity, run: Callable[[], Outcome]) -> None:
         """Record what `run` launches; it must touch the same addresses each time."""
@@ -66,6 +66,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outcome = run()
+        self._pool = graph.pool()
         self._graphs[capacity] = graph, outcome
 
     def find(self, plan: StepPlan) -> Capacity | None:

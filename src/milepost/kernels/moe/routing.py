@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 4
-_CHUNK = 2048
+_CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +113,11 @@ def group(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     """Group the choices `experts` [T, N] int32 into blocks of M = `block_rows` rows, on the
     device.
 
-    The capacity is what the worst distribution needs: every expert but one with a row in its last
-    block.
+    Expert x's blocks stand from x + (its first row) // M on, which leaves room for every
+    distribution without knowing how many blocks the others have.
     """
     num_choices = experts.numel()
-    worst = (num_choices + num_experts * (block_rows - 1)) // block_rows
-    capacity = min(num_choices, worst)
+    capacity = num_experts + num_choices // block_rows
     order = torch.empty(num_choices, dtype=torch.int32, device=experts.device)
     blocks = torch.empty(3, capacity, dtype=torch.int32, device=experts.device)
     chunk = min(_CHUNK, max(32, triton.next_power_of_2(num_choices)))
@@ -128,9 +127,6 @@ def group(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         blocks,
         num_choices,
         capacity,
-        num_experts,
-        # One bin more than experts takes what is no choice.
-        BINS=triton.next_power_of_2(num_experts + 1),
         ROWS=block_rows,
         CHUNK=chunk,
         num_warps=4 if chunk <= 1024 else 8,
@@ -140,59 +136,38 @@ def group(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
 
 @triton.jit(do_not_specialize=("num_choices", "capacity"))
 def _group_kernel(
-    experts,
-    order,
-    blocks,
-    num_choices,
-    capacity,
-    num_experts,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    experts, order, blocks, num_choices, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """One expert: count everybody's rows, then list its own. No atomics, so always the same."""
+    """One expert: count its rows and those before, then list them. No atomics: always the same."""
     mine = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
-    counts = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([CHUNK], tl.int32)
+    own = tl.zeros([CHUNK], tl.int32)
     # `while`, because the interpreter cannot take a range's end from a tensor under NumPy 2.4.
     first = 0
     while first < num_choices:
         choice = first + lane
-        chosen = tl.load(experts + choice, mask=choice < num_choices, other=BINS - 1)
-        counts += tl.histogram(chosen, BINS)
+        chosen = tl.load(experts + choice, mask=choice < num_choices, other=1 << 30)
+        before += chosen < mine
+        own += chosen == mine
         first += CHUNK
-    bins = tl.arange(0, BINS)
-    counts = tl.where(bins < num_experts, counts, 0)
-    start = tl.sum(tl.where(bins < mine, counts, 0))
-    count = tl.sum(tl.where(bins == mine, counts, 0))
-    taken = (counts + ROWS - 1) // ROWS
-    first_block = tl.sum(tl.where(bins < mine, taken, 0))
-    end_block = first_block + (count + ROWS - 1) // ROWS
-    _list_blocks(blocks, capacity, first_block, end_block, mine, start, start + count, ROWS, CHUNK)
-    if mine == num_experts - 1:
-        _list_blocks(blocks, capacity, end_block, capacity, -1, 0, 0, ROWS, CHUNK)
+    start, count = tl.sum(before), tl.sum(own)
+    end = start + count
+    first_block, end_block = mine + start // ROWS, mine + 1 + end // ROWS
+    begin = first_block
+    while begin < end_block:
+        block = begin + lane
+        row = start + (block - first_block) * ROWS
+        is_block = block < end_block
+        tl.store(blocks + block, tl.where(row < end, mine, -1), mask=is_block)
+        tl.store(blocks + capacity + block, row, mask=is_block)
+        tl.store(blocks + 2 * capacity + block, end, mask=is_block)
+        begin += CHUNK
     first = 0
     while first < num_choices:
         choice = first + lane
         chosen = tl.load(experts + choice, mask=choice < num_choices, other=-1)
         is_mine = (chosen == mine).to(tl.int32)
-        rank = tl.cumsum(is_mine, 0) - 1
-        tl.store(order + start + rank, choice, mask=is_mine == 1)
+        tl.store(order + start + tl.cumsum(is_mine, 0) - 1, choice, mask=is_mine == 1)
         start += tl.sum(is_mine)
         first += CHUNK
-
-
-@triton.jit
-def _list_blocks(
-    blocks, capacity, first, last, expert, start, end, ROWS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Write blocks [first, last): rows [start, end) of `expert`."""
-    while first < last:
-        lane = tl.arange(0, CHUNK)
-        target = blocks + first + lane
-        is_block = first + lane < last
-        tl.store(target, expert, mask=is_block)
-        tl.store(target + capacity, start + lane * ROWS, mask=is_block)
-        tl.store(target + 2 * capacity, end, mask=is_block)
-        first += CHUNK
-        start += CHUNK * ROWS

@@ -20,8 +20,8 @@ from milepost.kernels.moe.routing import group, route
 
 __all__ = ["parts", "route"]
 
-_VECTOR_CHOICES = 20
-"""Up to this many choices (two tokens of nine) nothing is grouped."""
+_VECTOR_CHOICES = 72
+"""Up to this many choices (eight tokens of nine) nothing is grouped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +38,25 @@ _REGIMES = (
     Regime(
         choices=8,
         rows=16,
-        expand=Tiles(columns=32, depth=128, warps=4, stages=4),
-        contract=Tiles(columns=64, depth=128, warps=4, stages=4),
+        expand=Tiles(columns=64, depth=128, warps=4, stages=3, is_swapped=True),
+        contract=Tiles(columns=128, depth=128, warps=4, stages=3, is_swapped=True),
     ),
     Regime(
-        choices=64,
-        rows=64,
-        expand=Tiles(columns=64, depth=64, warps=4, stages=4),
+        choices=32,
+        rows=32,
+        expand=Tiles(columns=64, depth=64, warps=4, stages=5, is_swapped=True),
         contract=Tiles(columns=128, depth=64, warps=4, stages=4),
+    ),
+    Regime(
+        choices=128,
+        rows=64,
+        expand=Tiles(columns=128, depth=64, warps=4, stages=4),
+        contract=Tiles(columns=256, depth=64, warps=8, stages=4),
     ),
     Regime(
         choices=float("inf"),
         rows=128,
-        expand=Tiles(columns=128, depth=64, warps=8, stages=3),
+        expand=Tiles(columns=128, depth=64, warps=8, stages=4),
         contract=Tiles(columns=256, depth=64, warps=8, stages=3),
     ),
 )
@@ -77,8 +83,8 @@ def parts(
     active = hidden.new_empty(num_choices, down.shape[2])
     output = hidden.new_empty(num_tokens, num_chosen, down.shape[1])
     if num_choices <= _VECTOR_CHOICES:
-        vectors.expand(hidden, experts, gate_up, active, columns=8, depth=1024, warps=8)
-        vectors.contract(active, weights, experts, down, output, columns=32, depth=512, warps=8)
+        vectors.expand(hidden, experts, gate_up, active, columns=4, depth=2048, warps=4)
+        vectors.contract(active, weights, experts, down, output, columns=8, depth=512, warps=4)
         return output
     run_grouped(hidden, weights, experts, gate_up, down, active, output)
     return output
