@@ -227,6 +227,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable = Engi
     """The process: build the engine, say how that went, serve. Exit status 1 after a failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heap.bound_plans()
     with sock:
         try:
             engine = make_engine(config)
