@@ -97,6 +97,8 @@ def test_chat_streamed_is_the_same(client):
     ]
     assert tokens == [token.token for token in whole.choices[0].logprobs.content]
     assert all(len(token.top_logprobs) == 3 for token in whole.choices[0].logprobs.content)
+    octets = bytes(byte for token in whole.choices[0].logprobs.content for byte in token.bytes)
+    assert octets.decode(errors="replace") == text
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 16
 
 
@@ -202,6 +204,10 @@ def test_refusals_name_the_field(client, changes, status, param):
         (
             {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
             "chat_template_kwargs.tokenize",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinkin": True}}},
+            "chat_template_kwargs.enable_thinkin",
         ),
     ],
 )
