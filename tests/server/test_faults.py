@@ -90,6 +90,49 @@ def test_a_signal_lets_short_requests_finish_and_fails_long_ones(folder, number)
             client.models.list()
 
 
+def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):
+    """Most of the requests wait for a place when the signal comes."""
+
+    async def streamed(http, body, begun):
+        async with http.stream(
+            "POST", "/v1/completions", json={**body, "stream": True}
+        ) as response:
+            begun.append(response.status_code)
+            lines = [line async for line in response.aiter_lines() if line]
+        return lines[-1].removeprefix("data: ")
+
+    async def all_of_them(server):
+        begun = []
+        limits = httpx.Limits(max_connections=None)
+        options = {"base_url": server.url, "timeout": DEADLINE_S, "limits": limits}
+        async with httpx.AsyncClient(**options) as http:
+            short = {**LONG, "max_tokens": 8}
+            streams = [streamed(http, short, begun) for _ in range(12)]
+            streams += [streamed(http, LONG, begun) for _ in range(28)]
+            waiting = asyncio.gather(
+                *streams, *(http.post("/v1/completions", json=LONG) for _ in range(8))
+            )
+            while len(begun) < 40:
+                await asyncio.sleep(0)
+            server.process.send_signal(signal.SIGTERM)
+            ends = await waiting
+        return ends[:40], ends[40:]
+
+    with serving(folder, "--shutdown-timeout-s", "3") as server:
+        streams, whole = asyncio.run(all_of_them(server))
+        assert server.process.wait(DEADLINE_S) == 0
+    finished = [end for end in streams if end == "[DONE]"]
+    errors = [json.loads(end)["error"] for end in streams if end != "[DONE]"]
+    assert len(finished) >= 12
+    assert len(errors) >= 20
+    assert all("shut down" in error["message"] for error in errors)
+    for response in whole:
+        assert response.status_code == 503
+        assert "shut" in response.json()["error"]["message"]
+    lines = [json.loads(line) for line in server.log if line.startswith("{")]
+    assert len([line for line in lines if line["path"] == "/v1/completions"]) == 48
+
+
 def test_a_client_that_never_reads_is_dropped(folder):
     with serving(folder, "--write-timeout-s", "1") as server:
         start = os.listdir(f"/proc/{server.process.pid}/fd")

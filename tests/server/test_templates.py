@@ -41,7 +41,7 @@ def test_a_variable_that_is_not_read_is_refused():
     check_template_kwargs({"other": None, "another": False}, variables)
     with pytest.raises(HttpError, match=r"no such variable: did you mean enable_thinking\?"):
         check_template_kwargs({"enable_thinkin": True}, variables)
-    with pytest.raises(HttpError, match="reads no such variable$"):
+    with pytest.raises(HttpError, match=r"reads no such variable$"):
         check_template_kwargs({"enable_thinking": True}, variables_of("{{ messages }}"))
 
 
