@@ -257,14 +257,14 @@ def test_operations(http):
 
 
 def test_access_log_has_the_cache_report(server, client):
-    client.completions.create(prompt="log me", max_tokens=2, user="me", **GREEDY)
+    done = client.completions.create(prompt="log me", max_tokens=2, user="me", **GREEDY)
     for _ in range(100):
         lines = [json.loads(line) for line in server.log if line.startswith("{")]
         mine = [line for line in lines if line.get("user") == "me"]
         if mine:
             break
         client.models.list()
-    assert mine[0]["status"] == 200
+    assert (mine[0]["status"], mine[0]["id"]) == (200, done.id)
     assert mine[0]["completion_tokens"] == 2
     assert (
         mine[0]["cached_tokens"] + sum(mine[0]["lost_tokens"].values())

@@ -67,6 +67,7 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     )
     parsers = [service.format.parser(tools=tools, is_open=is_open) for _ in range(params.n)]
     writer = _Writer(request, prompt, generation, parsers, model, octets)
+    http.scope["milepost.record"]["id"] = writer.id
     close = generation.close
     if request.stream:
         limit = service.config.write_timeout_s
@@ -151,13 +152,13 @@ class _Writer:
         self._prompt = prompt
         self._generation = generation
         self._answers = [_Answer(parser) for parser in parsers]
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "object": kind,
             "created": self._created,
             "model": self._model,

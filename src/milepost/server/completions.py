@@ -39,6 +39,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         field="prompt",
     )
     writer = _Writer(request, prompts, generation, model)
+    http.scope["milepost.record"]["id"] = writer.id
     close = generation.close
     if request.stream:
         limit = service.config.write_timeout_s
@@ -77,8 +78,9 @@ class _Writer:
         self._request = request
         self._prompts = prompts
         self._generation = generation
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
