@@ -1,6 +1,6 @@
-"""The engine's workloads on one GPU: repeats, system prompts, chats, agents, decoding, cold prompts.
+"""The engine's workloads on one GPU: repeats, system prompts, chats, agents, decoding, cold ones.
 
-    python bench/engine.py [--engine milepost] [--model bench/models/hybrid-35b-a3b] [--only NAME ...]
+    python bench/engine.py [--engine milepost] [--model bench/models/hybrid-35b-a3b] [--only NAME]
 
 Dummy weights and random token ids from a seed. Runs any engine with the Python API of vLLM (`LLM`,
 `SamplingParams`, prompts as token ids, `num_cached_tokens`): name its package with --engine. One

@@ -31,7 +31,7 @@ ROTATED_BYTES = 300e6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step: as many sequences as `starts`; the first `shared` tokens of all are the same pages."""
+    """A step; the first `shared` tokens of all its sequences stand in the same pages."""
 
     name: str
     starts: tuple[int, ...]
@@ -88,7 +88,7 @@ def decodes(name: str, starts: list[int], shared: int = 0) -> Case:
 class Step:
     """A case's tensors on the device, with as many layers' pools as overflow the cache."""
 
-    def __init__(self, case: Case, *, share: bool = True, wide_rows: int = 128) -> None:
+    def __init__(self, case: Case, *, share: bool = True, **options: int) -> None:
         self.case = case
         ends = [s + n for s, n in zip(case.starts, case.lengths, strict=True)]
         needed = [-(-end // PAGE_SIZE) for end in ends]
@@ -101,12 +101,16 @@ class Step:
         num_pages = int(tables.max()) + 1
         shape = (2, num_pages, PAGE_SIZE, case.num_kv_heads, HEAD_DIM)
         count = int(np.clip(ROTATED_BYTES // case.bytes, 1, 16))
-        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        self.pools = [torch.randn(shape, **options) for _ in range(count)]
+        kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.pools = [torch.randn(shape, **kind) for _ in range(count)]
         columns = (2 * HEADS + 2 * case.num_kv_heads) * HEAD_DIM
-        self.projected = torch.randn(case.num_tokens, columns, **options)
+        self.projected = torch.randn(case.num_tokens, columns, **kind)
         self.query = self.projected[:, : HEADS * HEAD_DIM].unflatten(1, (HEADS, HEAD_DIM))
         self.gate = self.projected[:, -HEADS * HEAD_DIM :]
+        self.scale = torch.rand(HEADS + case.num_kv_heads, HEAD_DIM, device="cuda")
+        self.angles = torch.rand(case.num_tokens, 1, 32, **kind)
+        self.kv_slots = torch.randperm(num_pages * PAGE_SIZE, device="cuda").int()
+        self.kv_slots = self.kv_slots[: case.num_tokens].contiguous()
         self.tables = torch.from_numpy(tables).cuda()
         items = lay_out(
             case.starts,
@@ -117,7 +121,7 @@ class Step:
             page_size=PAGE_SIZE,
             tables=tables if share else None,
             capacity=case.capacity,
-            wide_rows=wide_rows,
+            **options,
         )
         self.items = on_device(items)
 
@@ -126,12 +130,8 @@ class Step:
             attend(self.query, self.gate, pool, self.tables, self.items, HEAD_DIM**-0.5, **shapes)
 
     def prepare(self) -> None:
-        case = self.case
-        scale = torch.ones(HEADS + case.num_kv_heads, HEAD_DIM, device="cuda")
-        angles = torch.rand(case.num_tokens, 1, 32, device="cuda").bfloat16()
-        slots = torch.arange(case.num_tokens, device="cuda", dtype=torch.int32)
         for pool in self.pools:
-            prepare(self.projected, scale, 1e-6, angles, angles, pool, slots)
+            prepare(self.projected, self.scale, 1e-6, self.angles, self.angles, pool, self.kv_slots)
 
     def time_us(self, run: Any) -> float:
         """Median time of one layer."""

@@ -69,6 +69,9 @@ def _check_checkpoints(cache: Cache, checkpoints: list[Checkpoint]) -> None:
         assert cache.slots.position(checkpoint.slot) == checkpoint.position, (
             "S4: a slot holds what its label says"
         )
+        assert all(ticket.checkpoint is checkpoint for ticket in checkpoint.tickets), (
+            "W1: a ticket hangs where it says"
+        )
     slots = [checkpoint.slot for checkpoint in checkpoints]
     outputs = [lease.slot_out for lease in cache.leases]
     exports = [export.slot for lease in cache.leases for export in lease.exports]
@@ -100,8 +103,7 @@ def _expected_pages(
     for lease in cache.leases:
         live.update(lease.page_table)
         live.update(lease.duplicates)
-        if lease.page_copy is not None:
-            live[lease.page_copy.source] += 1
+        live.update(lease.pinned_tail)
     cached = Counter(node.page for node in cache.tree.nodes.values())
     cached.update(c.tail_page for c in checkpoints if c.tail_page is not None)
     return live, cached

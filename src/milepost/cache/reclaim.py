@@ -15,7 +15,8 @@ from milepost.cache.links import follow, link, unlink
 from milepost.cache.pool import Pool
 from milepost.cache.report import Stats
 from milepost.cache.slots import Slots
-from milepost.cache.tree import Checkpoint, End, Node, Tree
+from milepost.cache.tree import Checkpoint, End, Node, Ticket, Tree
+from milepost.cache.waiting import hang, pass_on, take
 from milepost.cache.worth import Worth
 
 
@@ -59,7 +60,7 @@ class Reclaimer:
         The caller has checked the pool's room.
         """
         while self._pages.num_free < num:
-            self._free_a_page()
+            self._free_pages(num - self._pages.num_free)
         return self._pages.allocate(num)
 
     def allocate_slot(self) -> int:
@@ -91,10 +92,17 @@ class Reclaimer:
             here.end = end
             self.rank_checkpoint(here)
 
+    def claim(self, ticket: Ticket, checkpoint: Checkpoint | None) -> None:
+        """Hang a waiting request's ticket on what it would resume from; None: on nothing."""
+        before = take(ticket)
+        hang(ticket, checkpoint)
+        for changed in (before, checkpoint):
+            if changed is not None:
+                self.rank_checkpoint(changed)
+
     def rank(self, node: Node) -> None:
         """Bring the orders in step with a node whose children, checkpoints or pins have changed."""
-        leaf = not node.is_root and not node.num_children and not self._pages.live_refs(node.page)
-        if leaf and not node.num_reaching:
+        if not node.num_reaching and self._is_leaf(node):
             if node not in self._strays:
                 self._stray_clock += 1
                 self._strays.push(node, self._stray_clock)
@@ -115,10 +123,10 @@ class Reclaimer:
             self._states.discard(checkpoint)
             self._carriers.discard(checkpoint)
             return
-        shelf = self.worth.shelf(checkpoint)
-        self._states.push(checkpoint, shelf, checkpoint.end.time)
+        shelf, place = self.worth.shelf(checkpoint)
+        self._states.push(checkpoint, shelf, place)
         if self._carries_page(checkpoint):
-            self._carriers.push(checkpoint, shelf, checkpoint.end.time)
+            self._carriers.push(checkpoint, shelf, place)
         else:
             self._carriers.discard(checkpoint)
 
@@ -130,6 +138,7 @@ class Reclaimer:
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
         node.evicted_tail = checkpoint.tail
+        pass_on(checkpoint)
         strays = self._tree.detach(checkpoint)
         for changed in unlink(checkpoint):
             self.rank_checkpoint(changed)
@@ -144,27 +153,28 @@ class Reclaimer:
         for checkpoint in list(self._states):
             self.evict_checkpoint(checkpoint, "reset")
         while (stray := self._strays.pop()) is not None:
-            self._evict_page(*stray)
+            self._evict_strays(*stray, len(self._tree.nodes))
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
         node, tail_page = checkpoint.node, checkpoint.tail_page
         if tail_page is not None and tail_page not in self._tree.at_page:
             return True
-        return not node.is_root and not node.num_children and not self._pages.live_refs(node.page)
+        return self._is_leaf(node)
 
-    def _free_a_page(self) -> None:
+    def _free_pages(self, num: int) -> None:
+        """Evict strays of one path, `num` at most, or the checkpoint whose pages are worth least."""
         stray = self._strays.pop()
         if stray is not None:
-            self._evict_page(*stray)
-            return
-        self._evict_least(self._carriers, self._worth_per_page, "pages")
+            self._evict_strays(*stray, num)
+        else:
+            self._evict_least(self._carriers, self._worth_per_page, "pages")
 
     def _worth_per_page(self, checkpoint: Checkpoint) -> float:
         """What is lost for each page that becomes free, now or as a stray."""
         pages = 1
         if not checkpoint.below:
             pages += checkpoint.replay_tokens // self._page_size
-        return self.worth.of(checkpoint) / pages
+        return self.worth.of_page(checkpoint, pages)
 
     def _evict_least(
         self, shelves: Shelves, worth: Callable[[Checkpoint], float], cause: str
@@ -173,13 +183,20 @@ class Reclaimer:
         assert found is not None, "E1: what is cached can be reached through the shelves"
         self.evict_checkpoint(found[0], cause)
 
-    def _evict_page(self, node: Node, key: float) -> None:
-        """Evict a stray; a parent that becomes one goes next, so that a path goes in one piece."""
-        parent = node.parent
-        assert parent is not None, "T4: a root is not evicted"
-        self._tree.remove(node)
-        self._pages.drop(node.page)
-        self.stats.pages_evicted += 1
-        self.rank(parent)
-        if parent in self._strays:
-            self._strays.push(parent, key)
+    def _evict_strays(self, node: Node, key: float, num: int) -> None:
+        """Evict a stray and the parents that become strays, so that a path goes in one piece."""
+        for _ in range(num):
+            parent = node.parent
+            assert parent is not None, "T4: a root is not evicted"
+            self._tree.remove(node)
+            self._pages.drop(node.page)
+            self.stats.pages_evicted += 1
+            if parent.num_reaching or not self._is_leaf(parent):
+                self.rank(parent)
+                return
+            node = parent
+        self._strays.push(node, key)
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Whether nothing but its checkpoints keeps a page in the cache."""
+        return not (node.is_root or node.num_children or self._pages.live_refs(node.page))

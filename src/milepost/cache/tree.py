@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from milepost.cache.chain import Chain
@@ -77,12 +78,22 @@ class End:
     """Up to which age its wait for a return has been counted."""
 
 
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A waiting request's claim on what it will resume from."""
+
+    due: int
+    """When its turn comes if all before it go first, in requests."""
+    checkpoint: Checkpoint | None = None
+
+
 class Checkpoint:
     """A cached state after exactly `position` tokens, on the node of its last full page.
 
     Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
     past the node. `above` is the next shallower checkpoint on its path, `below` those that have
-    this one above them, the path that was used last at the end. `saved` is for the worth to note.
+    this one above them, the path that was used last at the end. `tickets` are those of requests that
+    wait and would resume here, in order. `saved` is for the worth to note.
     """
 
     __slots__ = (
@@ -97,6 +108,7 @@ class Checkpoint:
         "slot",
         "tail",
         "tail_page",
+        "tickets",
         "used_at",
     )
 
@@ -123,6 +135,7 @@ class Checkpoint:
         self.saved = 0.0
         self.above: Checkpoint | None = None
         self.below: dict[Checkpoint, None] = {}
+        self.tickets: dict[Ticket, None] = NO_TICKETS
 
     @property
     def deeper(self) -> Checkpoint | None:
@@ -136,6 +149,8 @@ class Checkpoint:
 
 
 NO_PAGE: Final = -1
+NO_TICKETS: Final[dict[Ticket, None]] = {}
+"""Shared by the checkpoints that nobody waits for; never written."""
 NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 """Shared by the many nodes without checkpoints; never written."""
 
@@ -234,10 +249,10 @@ class Tree:
 
     def ghost_depth(self, chain: Chain, depth: int) -> int:
         """Pages of the chain's prefix that are known from `depth` on, counting evicted ones."""
-        digests = chain.full_digests()
-        while depth < len(digests) and (
-            digests[depth] in self._ghosts or digests[depth] in self.nodes
-        ):
+        ghosts, nodes = self._ghosts, self.nodes
+        for digest in islice(chain.full_digests(), depth, None):
+            if digest not in ghosts and digest not in nodes:
+                break
             depth += 1
         return depth
 

@@ -70,14 +70,19 @@ class Worth(Protocol):
         """Note that a checkpoint is about to go."""
         ...
 
-    def shelf(self, checkpoint: Checkpoint) -> Hashable:
-        """Checkpoints with equal shelves keep their order of worth as they age. Asked again when
-        a checkpoint is used, or those next to it on its path change.
+    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        """A shelf and the place on it. Of a shelf's checkpoints the one with the lowest place is
+        always worth least, or the one with the highest. Asked again when a checkpoint is used, those
+        next to it on its path change, or requests that wait for it come or go.
         """
         ...
 
     def of(self, checkpoint: Checkpoint) -> float:
         """Tokens that the checkpoint is expected to save, on the scale of its kind."""
+        ...
+
+    def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
+        """The same for each page, of which the checkpoint's loss frees so many."""
         ...
 
     def of_sparse(self, end: End, position: int, above: int) -> float:
@@ -173,29 +178,44 @@ class Expected:
 
     # --- what it is worth -------------------------------------------------------------------------
 
-    def shelf(self, checkpoint: Checkpoint) -> Hashable:
-        if _is_awaited(checkpoint):
-            return Kind.PREEMPTED
+    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        fork = self._fork_at(checkpoint)
+        if checkpoint.tickets:
+            is_sure = checkpoint.kind == Kind.PREEMPTED
+            replay = _half_magnitude(checkpoint.replay_tokens)
+            return ("awaited", is_sure, fork is not None, replay), -_due(checkpoint)
         returns = min(checkpoint.end.num_returns, MAX_RETURNS)
         checkpoint.saved = self._saved(checkpoint)
         saved = _half_magnitude(checkpoint.saved)
-        fork = self._forks.get(checkpoint.node.digest)
-        if fork is None or checkpoint.tail:
-            return (returns, saved)
+        if fork is None:
+            return (returns, saved), checkpoint.end.time
         fork_returns = min(fork.num_returns, MAX_RETURNS)
-        return (returns, saved, fork_returns, _half_magnitude(checkpoint.replay_tokens))
+        replay = _half_magnitude(checkpoint.replay_tokens)
+        return (returns, saved, fork_returns, replay), checkpoint.end.time
 
     def of(self, checkpoint: Checkpoint) -> float:
-        if _is_awaited(checkpoint):
+        if not checkpoint.tickets:
+            return self._of_unawaited(checkpoint)
+        if checkpoint.kind == Kind.PREEMPTED:
             return checkpoint.position
+        sure = checkpoint.replay_tokens / max(_due(checkpoint) - self.clock, 1)
+        return max(sure, self._of_unawaited(checkpoint))
+
+    def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
+        return self.of(checkpoint) / num_pages
+
+    def _of_unawaited(self, checkpoint: Checkpoint) -> float:
         end = checkpoint.end
         chance = self._law["end"].chance(end.num_returns, self.clock - end.time)
         worth = chance * checkpoint.saved
-        fork = self._forks.get(checkpoint.node.digest)
-        if fork is not None and not checkpoint.tail:
+        fork = self._fork_at(checkpoint)
+        if fork is not None:
             chance = self._law["fork"].chance(fork.num_returns, self.clock - fork.time)
             worth += chance * checkpoint.replay_tokens
         return worth
+
+    def _fork_at(self, checkpoint: Checkpoint) -> Fork | None:
+        return None if checkpoint.tail else self._forks.get(checkpoint.node.digest)
 
     def _saved(self, checkpoint: Checkpoint) -> float:
         """Tokens expected to be saved for each time that the path is continued."""
@@ -219,9 +239,9 @@ class Expected:
         return forks * self._cuts.share(min(max(end.position - deeper, 0), back), back)
 
 
-def _is_awaited(checkpoint: Checkpoint) -> bool:
-    """Whether a preempted request is sure to come back for it."""
-    return checkpoint.kind == Kind.PREEMPTED and not checkpoint.num_uses
+def _due(checkpoint: Checkpoint) -> int:
+    """When the first that waits for it has its turn."""
+    return next(iter(checkpoint.tickets)).due
 
 
 def _half_magnitude(num: float) -> int:

@@ -73,7 +73,7 @@ class GatedAttention(nn.Module):
     def _fused(self, projected: Tensor, batch: DeviceBatch, layout: BatchLayout) -> Tensor:
         """The same on a GPU, between the projections: [T, N] to [T, H * E]."""
         pool, scale = batch.kv[self.index], self.shapes.head_dim**-0.5
-        query = attention.fused.prepare(
+        query = attention.prepare(
             projected,
             self.norm.scale,
             self.norm.eps,
@@ -83,9 +83,7 @@ class GatedAttention(nn.Module):
             batch.step.kv_slots,
         )
         gate = projected[:, -self.sizes[2] :]
-        return attention.fused.attend(
-            query, gate, pool, batch.tables, batch.step.attention, scale
-        )
+        return attention.attend(query, gate, pool, batch.tables, batch.step.attention, scale)
 
     def _attend(self, query: Tensor, pool: Tensor, num_decodes: int, layout: BatchLayout) -> Tensor:
         parts, scale = [], self.shapes.head_dim**-0.5

@@ -149,9 +149,7 @@ def _attention(
         tables=tables.rows,
         capacity=None
         if capacity.is_exact
-        else items.Capacity(
-            num_tokens=capacity.num_tokens, num_sequences=capacity.num_sequences
-        ),
+        else items.Capacity(num_tokens=capacity.num_tokens, num_sequences=capacity.num_sequences),
     )
 
 

@@ -72,9 +72,7 @@ class DeviceExecutor:
         if before is not None:
             assert views is not None
             num = len(sources)
-            torch.index_select(
-                before.token_ids, 0, views.sources[:num], out=views.token_ids[:num]
-            )
+            torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])
         if captured:
             outcome = self._graphs.replay(captured)
         else:

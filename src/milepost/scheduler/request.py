@@ -8,6 +8,7 @@ from enum import StrEnum
 from milepost.cache.chain import Chain
 from milepost.cache.plans import Lease
 from milepost.cache.report import CacheReport
+from milepost.cache.tree import Ticket
 
 
 class FinishReason(StrEnum):
@@ -41,9 +42,13 @@ class Request:
     """Set by the scheduler: the order in which requests were added."""
     num_prompt_tokens: int = field(init=False)
     lease: Lease | None = None
+    ticket: Ticket | None = None
+    """While it waits: its claim on what it would resume from."""
     report: CacheReport | None = None
     """What the cache gave on the first admission."""
     num_preemptions: int = 0
+    blocked_at: tuple[int, int, int] | None = None
+    """What room there was when it last found too little."""
     num_overtaken: int = 0
     """Times that a later request was admitted while this one found no room."""
     finish_reason: FinishReason | None = None

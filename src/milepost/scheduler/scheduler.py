@@ -13,7 +13,7 @@ youngest running request, whose state goes into the cache, so that its return is
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from milepost.cache.cache import Cache
@@ -56,6 +56,7 @@ class Scheduler:
         self._in_flight = InFlight()
         self._ahead: StepPlan | None = None
         self._num_added = 0
+        self._num_admitted = 0
 
     @property
     def has_work(self) -> bool:
@@ -77,7 +78,19 @@ class Scheduler:
         request.arrival = self._num_added
         self._num_added += 1
         self._requests[request.id] = request
-        self._queue(request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Put a request in the queue, and let the cache know."""
+        index = bisect_right(self.waiting, request.rank, key=lambda r: r.rank)
+        self.waiting.insert(index, request)
+        request.ticket = self.cache.expect(request.chain, index)
+
+    def _wait_no_longer(self, request: Request) -> None:
+        assert request.ticket is not None
+        self.waiting.remove(request)
+        self.cache.forget(request.ticket)
+        request.ticket = None
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request from outside (stop string, abort) between steps; None if it is over
@@ -94,9 +107,7 @@ class Scheduler:
         """Plan the next step; empty if nothing can run."""
         step = _Step(budget=self.max_num_batched_tokens)
         num_preemptions = self.stats.num_preemptions
-        for request in [r for r in self.running if _is_decoding(r)]:
-            self._plan_running(step, request)
-        for request in [r for r in self.running if not _is_decoding(r)]:
+        for request in sorted(self.running, key=lambda r: _num_left(r) > 1):
             self._plan_running(step, request)
         if self.stats.num_preemptions == num_preemptions or not step.num_tokens:
             self._plan_waiting(step)
@@ -111,7 +122,7 @@ class Scheduler:
         num_tokens = _chunk(request, step.budget)
         if not num_tokens:
             return
-        while not self.cache.extend(request.lease, request.num_tokens):
+        while not self.cache.extend(request.lease, len(request.chain)):
             victim = max(self.running, key=lambda r: r.rank)
             step.remove(victim)
             self._preempt(victim)
@@ -127,6 +138,9 @@ class Scheduler:
                 return
             if blocked and blocked[0].num_overtaken >= MAX_OVERTAKEN:
                 return
+            if self._is_still_blocked(request):
+                blocked.append(request)
+                continue
             match = self.cache.match(request.chain)
             if self._waits_for_prefix(request, match):
                 self.stats.num_waits += 1
@@ -135,9 +149,30 @@ class Scheduler:
                 for other in blocked:
                     other.num_overtaken += 1
             else:
+                self._block(request, match)
                 blocked.append(request)
                 if len(blocked) >= self.max_num_seqs:
                     return
+
+    def _block(self, request: Request, match: Match) -> None:
+        """Note that a request found no room, and what it would resume from by now."""
+        assert request.ticket is not None
+        self.cache.refresh(request.ticket, match)
+        request.blocked_at = self._room
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether a request that found no room need not look again: there is no more of it, and
+        nothing else was admitted that it could share with.
+        """
+        if request.blocked_at is None or not self.running:
+            return False
+        num_admitted, num_pages, num_slots = request.blocked_at
+        now_admitted, now_pages, now_slots = self._room
+        return now_admitted == num_admitted and now_pages <= num_pages and now_slots <= num_slots
+
+    @property
+    def _room(self) -> tuple[int, int, int]:
+        return self._num_admitted, self.cache.pages.room, self.cache.slots.pool.room
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
         """Whether a running prefill computes this prefix; then it keeps its state there."""
@@ -154,7 +189,9 @@ class Scheduler:
         if request.report is None:
             request.report = lease.report
         request.lease = lease
-        self.waiting.remove(request)
+        self._wait_no_longer(request)
+        self._num_admitted += 1
+        request.blocked_at = None
         self.running.append(request)
         if self.cache.mode == "auto":
             self._in_flight.claim(request)
@@ -175,12 +212,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
         self._give_up(request, Kind.PREEMPTED)
-        self._queue(request)
+        self._wait(request)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
-
-    def _queue(self, request: Request) -> None:
-        insort(self.waiting, request, key=lambda r: r.rank)
 
     def _give_up(self, request: Request, kind: Kind | None) -> None:
         """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
@@ -191,13 +225,13 @@ class Scheduler:
         self.running.remove(request)
 
     def _sequence_plan(self, request: Request, num_tokens: int) -> SequencePlan:
-        lease = request.lease
+        lease, chain = request.lease, request.chain
         assert lease is not None
         start = lease.position
         end = start + num_tokens
         return SequencePlan(
             request=request,
-            tokens=request.chain.tokens[start:end],
+            tokens=chain.tokens[start:end],
             start=start,
             page_table=lease.page_table,
             write_from=lease.write_from,
@@ -205,7 +239,7 @@ class Scheduler:
             slot_out=lease.slot_out,
             exports=tuple(self.cache.take_exports(lease, end)),
             page_copy=lease.page_copy,
-            samples=end == request.num_tokens,
+            samples=end == len(chain),
         )
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
@@ -262,7 +296,7 @@ class Scheduler:
         for request in [sequence.request for sequence in plan.sequences]:
             self._give_up(request, None)
             if request.finish_reason is None:
-                self._queue(request)
+                self._wait(request)
 
     def _append(self, request: Request, token: int) -> Progress:
         request.chain.append(token)
@@ -275,7 +309,7 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.id]
         if request.lease is None:
-            self.waiting.remove(request)
+            self._wait_no_longer(request)
         elif not self._runs_ahead(request):
             self._leave(request)
 
@@ -312,8 +346,10 @@ class _Step:
         self.budget += self.num_tokens.pop(request, 0)
 
 
-def _is_decoding(request: Request) -> bool:
-    return request.num_tokens - request.num_computed_tokens == 1
+def _num_left(request: Request) -> int:
+    """Tokens that a running request has yet to consume; one while it decodes."""
+    assert request.lease is not None
+    return len(request.chain) - request.lease.position
 
 
 def _goes_on(request: Request) -> bool:
@@ -340,6 +376,8 @@ def _decode_ahead(before: SequencePlan) -> SequencePlan:
 
 def _chunk(request: Request, budget: int) -> int:
     """Tokens of the request's next chunk: all that is left, or up to a grid position."""
-    start = request.num_computed_tokens
-    left = request.num_tokens - start
-    return left if left <= budget else max(floor(start + budget) - start, 0)
+    left = _num_left(request)
+    if left <= budget:
+        return left
+    start = len(request.chain) - left
+    return max(floor(start + budget) - start, 0)

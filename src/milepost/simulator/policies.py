@@ -37,9 +37,11 @@ class Lru:
     def evicted(self, checkpoint: Checkpoint) -> None:
         pass
 
-    def shelf(self, checkpoint: Checkpoint) -> Hashable:
-        """One for each checkpoint: what was used last is not what the shelves are ordered by."""
-        return None if self._touches_path else checkpoint
+    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        return None, self.of(checkpoint)
+
+    def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:  # noqa: ARG002
+        return self.of(checkpoint)
 
     def of(self, checkpoint: Checkpoint) -> float:
         return checkpoint.end.time if self._touches_path else checkpoint.used_at
@@ -56,6 +58,10 @@ class Capped(Lru):
     def __init__(self, cap: int) -> None:
         super().__init__()
         self._cap = cap
+
+    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        """One for each: the order changes with what is below."""
+        return checkpoint, 0
 
     def of(self, checkpoint: Checkpoint) -> float:
         below, here = 0, checkpoint.deeper
@@ -75,6 +81,10 @@ class Efficiency(Lru):
         super().__init__()
         self._weight = weight
         self._longest = 1
+
+    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        """One for each: the order changes as time goes by."""
+        return checkpoint, 0
 
     def of(self, checkpoint: Checkpoint) -> float:
         saved = checkpoint.replay_tokens

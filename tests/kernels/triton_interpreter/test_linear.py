@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from milepost.kernels.linear import triton
 from milepost.kernels.linear.triton import Tiles
+from tests.numbers import relative_error
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -24,10 +25,8 @@ def test_multiply(
     num_tokens, num_inputs, num_outputs = shape
     hidden = randn(num_tokens, num_inputs + 5)[:, :num_inputs]
     weight, bias = randn(num_outputs, num_inputs), randn(num_outputs) if has_bias else None
-    tiles = Tiles(
-        rows=16, columns=32, depth=32, splits=splits, warps=4, stages=2, is_swapped=is_swapped
-    )
-    output = triton.multiply(hidden, weight, bias, tiles)
+    tiles = Tiles(rows=16, columns=32, depth=32, warps=4, stages=2, is_swapped=is_swapped)
+    output = triton.multiply(hidden, weight, bias, tiles, splits)
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
 
 
@@ -37,3 +36,15 @@ def test_multiply_vectors(has_bias: bool) -> None:
     bias = randn(37) if has_bias else None
     output = triton.multiply_vectors(hidden, weight, bias, columns=8, depth=32, warps=4)
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_outputs", "is_taken"),
+    [(0, 40, False), (1, 40, True), (2, 40, True), (17, 40, True), (17, 1030, False)],
+)
+def test_multiply_few(num_tokens: int, num_outputs: int, is_taken: bool) -> None:
+    hidden, weight = randn(num_tokens, 300).half(), randn(num_outputs, 300).half()
+    output = triton.multiply_few(hidden, weight, None)
+    assert (output is not None) == is_taken
+    if is_taken:
+        assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-3

@@ -45,8 +45,12 @@ _MIN_SHARED = 512
 """Tokens that neighbours must share to be worth an item of their own."""
 _MIN_SHARING = 4
 """Sequences, likewise."""
-_OVERHEAD = 1.5
-"""What it costs to begin and end an item, in units of KV."""
+_ITEM_COST = 0.5
+"""What it costs to begin and end an item, in the time that a unit of KV takes."""
+_NARROW_CUT_COST, _WIDE_CUT_COST = 0.2, 1.0
+"""What it costs to write an item's partial results and read them again, likewise."""
+_COMBINE_COST = 1.5
+"""What it costs to launch the kernel that does so."""
 _WAVES = (1, 2)
 """Cuts are tried that give every program one or two items."""
 
@@ -107,10 +111,10 @@ def lay_out(
     narrow = sequences[is_narrow]
 
     counts = np.zeros(int(sequences[:, TOKENS].sum()), np.int64)
-    wide_pieces = _count_pieces(wide, programs)
+    wide_pieces = _count_pieces(wide, programs, _WIDE_CUT_COST)
     _add(counts, wide, wide_pieces)
     narrow[:, ORDINAL] = counts[narrow[:, FIRST]]
-    narrow_pieces = _count_pieces(narrow, programs)
+    narrow_pieces = _count_pieces(narrow, programs, _NARROW_CUT_COST)
     _add(counts, narrow, narrow_pieces)
     counts[counts == 1] = 0
     items = AttentionItems(
@@ -185,20 +189,34 @@ def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints
     return tiles
 
 
-def _count_pieces(tiles: Ints, programs: int) -> Ints:
-    """How many pieces to cut each tile into, so that `programs` at a time finish soon."""
+def _count_pieces(tiles: Ints, programs: int, cut_cost: float) -> Ints:
+    """How many pieces to cut each tile into, so that `programs` at a time finish soonest.
+
+    Costs are in units of KV; `cut_cost` is that of a partial result.
+    """
     units = _units(tiles)
-    total = int(units.sum())
-    best, least = units, float("inf")
-    for waves in _WAVES if total else ():
+    if not len(units):
+        return units
+    total, longest = int(units.sum()), int(units.max())
+    best, least = np.ones_like(units), _cost(units, _ITEM_COST, programs)
+    for waves in _WAVES:
         size = -(-total // (programs * waves))
-        pieces = -(-units // size)
-        rounds = -(-int(pieces.sum()) // programs)
-        cost = rounds * (min(size, int(units.max())) + _OVERHEAD)
-        if cost < least:
-            best, least = pieces, cost
-    # Pieces of equal size may be fewer: 9 units in 6 pieces are 5 of 2.
-    return -(-units // -(-units // np.maximum(best, 1)))
+        if size < longest:
+            # Equal sizes may need fewer pieces: 9 units in 6 pieces are 5 of 2.
+            sizes = -(-units // -(-units // size))
+            pieces = -(-units // sizes)
+            cost = _COMBINE_COST + _cost(sizes.repeat(pieces), _ITEM_COST + cut_cost, programs)
+            if cost < least:
+                best, least = pieces, cost
+    return best
+
+
+def _cost(sizes: Ints, item_cost: float, programs: int) -> float:
+    """When the last of the items is done, the largest first and each by the first free program."""
+    longest = int(sizes.max()) + item_cost
+    in_rounds = -(-len(sizes) // programs) * longest
+    on_average = (int(sizes.sum()) + len(sizes) * item_cost) / programs
+    return max(longest, min(in_rounds, on_average + int(sizes.min()) + item_cost))
 
 
 def _units(tiles: Ints) -> Ints:

@@ -20,27 +20,30 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
 
 _LOG2_E = 1.4426950408889634
-_COMBINED_AT_ONCE = 16
+_COMBINED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kernel is compiled: KV positions of a block, warps, blocks in flight."""
+    """How a kernel is compiled: KV positions of a block, warps, and stages of the two loops."""
 
     block: int
     num_warps: int
     num_stages: int
+    tail_stages: int
 
 
 def choose_shape(rows: int, head_dim: int, dtype: torch.dtype) -> Shape:
     """The shape measured best on an H200 (see bench/kernels/attention.py)."""
     if dtype == torch.float32:
-        return Shape(32, 4, 1)
+        return Shape(32, 4, 1, 1)
+    large = head_dim > 128
     if rows == NARROW_ROWS:
-        return Shape(64, 4, 3) if head_dim > 128 else Shape(128, 4, 3)
+        # A page is looked up two blocks before its KV is loaded, and that two before it is used.
+        return Shape(64, 4, 5, 2) if large else Shape(128, 4, 5, 2)
     if rows < 128:
-        return Shape(64, 4, 2)
-    return Shape(64, 8, 2) if head_dim > 128 else Shape(128, 8, 2)
+        return Shape(64, 4, 3, 2)
+    return Shape(64, 8, 3, 2) if large else Shape(128, 8, 3, 2)
 
 
 def attend(
@@ -132,6 +135,7 @@ def _launch(
         PAGE_SIZE=page_size,
         ROWS=rows,
         BLOCK=shape.block,
+        TAIL_STAGES=shape.tail_stages,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
@@ -162,19 +166,21 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
 ):
     """One item and KV head: ROWS = tokens * GROUP query rows."""
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
-    num_tokens = tl.load(item + 1)
-    if num_tokens == 0:
-        return
     first = tl.load(item)
-    table = tables + tl.load(item + 2).to(tl.int64) * table_stride
+    num_tokens = tl.load(item + 1)
+    table_row = tl.load(item + 2)
     position = tl.load(item + 3)
     begin = tl.load(item + 4)
     end = tl.load(item + 5)
     ordinal = tl.load(item + 6)
+    if num_tokens == 0:
+        return
+    table = tables + table_row.to(tl.int64) * table_stride
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_E)
@@ -182,8 +188,8 @@ def _attend_kernel(
     token = (first + ahead).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     held = (ahead < num_tokens)[:, None] & (column < HEAD_DIM)[None, :]
-    at = query + token[:, None] * query_stride + head[:, None] * head_stride + column[None, :]
-    queries = tl.load(at, mask=held, other=0.0)
+    rows = query + token * query_stride + head * head_stride
+    queries = tl.load(rows[:, None] + column[None, :], mask=held, other=0.0)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -194,7 +200,7 @@ def _attend_kernel(
         keys = _load(
             kv, table, place, end, 0, kv_head, BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK
         )
-        scores = _dot(queries, tl.trans(keys)) * scale
+        scores = _dot(queries, tl.trans(keys))
         values = _load(
             kv,
             table,
@@ -209,17 +215,15 @@ def _attend_kernel(
             PAGE_SIZE,
             BLOCK,
         )
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shares = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(shares, 1)
-        result = _dot(shares.to(values.dtype), values, result * shrink[:, None])
-        top = new_top
-    for place in tl.range(masked, end, BLOCK, num_stages=1):
+        top, total, result = _take(top, total, result, scores, values, scale, False)
+    for place in tl.range(masked, end, BLOCK, num_stages=TAIL_STAGES):
         places = place + tl.arange(0, BLOCK)
         keys = _load(
             kv, table, place, end, 0, kv_head, BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK
         )
+        scores = _dot(queries, tl.trans(keys))
+        seen = (places[None, :] <= position + ahead[:, None]) & (places < end)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
         values = _load(
             kv,
             table,
@@ -236,31 +240,23 @@ def _attend_kernel(
         )
         # What lies past the end may be NaN, which no share of 0 would silence.
         values = tl.where((places < end)[:, None], values, 0.0)
-        seen = (places[None, :] <= position + ahead[:, None]) & (places < end)[None, :]
-        scores = tl.where(seen, _dot(queries, tl.trans(keys)) * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen nothing yet has no top to subtract.
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shares = tl.exp2(scores - finite[:, None])
-        shrink = tl.exp2(top - finite)
-        total = total * shrink + tl.sum(shares, 1)
-        result = _dot(shares.to(values.dtype), values, result * shrink[:, None])
-        top = new_top
+        top, total, result = _take(top, total, result, scores, values, scale, True)
 
     # A row that has seen nothing has a top of -inf and a result of 0: no share of the sum.
     total = tl.where(total == 0.0, 1.0, total)
     result = result / total[:, None]
+    inside = head[:, None] * HEAD_DIM + column[None, :]
     if ordinal < 0:
-        at = token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + column
-        inside = head[:, None] * HEAD_DIM + column[None, :]
         gates = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
         result *= tl.sigmoid(gates.to(tl.float32))
-        tl.store(output + at, result.to(output.dtype.element_ty), mask=held)
+        whole = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        tl.store(whole, result.to(output.dtype.element_ty), mask=held)
     else:
-        base = tl.load(bases + token, mask=ahead < num_tokens, other=0) + ordinal
-        at = base.to(tl.int64) * (KV_HEADS * GROUP) + head
-        tl.store(partials + at[:, None] * HEAD_DIM + column[None, :], result, mask=held)
-        tl.store(sums + at, top + tl.log2(total), mask=ahead < num_tokens)
+        base = tl.load(bases + token, mask=ahead < num_tokens, other=0).to(tl.int64) + ordinal
+        part = partials + base[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        tl.store(part, result, mask=held)
+        share = sums + base * (KV_HEADS * GROUP) + head
+        tl.store(share, top + tl.log2(total), mask=ahead < num_tokens)
 
 
 @triton.jit
@@ -282,15 +278,32 @@ def _load(
     if BOXED:
         page = tl.load(table + place // PAGE_SIZE)
         slot = offset + page * PAGE_SIZE + place % PAGE_SIZE
-        return kv.load([slot, kv_head * HEAD_DIM])
-    column = tl.arange(0, BLOCK_E)
-    places = place + tl.arange(0, BLOCK)
-    # Past the end the table names pages that are not the sequence's, or none.
-    inside = places < end
-    pages = tl.load(table + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-    slots = offset + pages * PAGE_SIZE + places % PAGE_SIZE
-    at = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
-    return tl.load(kv + at, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+        block = kv.load([slot, kv_head * HEAD_DIM])
+    else:
+        column = tl.arange(0, BLOCK_E)
+        places = place + tl.arange(0, BLOCK)
+        # Past the end the table names pages that are not the sequence's, or none.
+        inside = places < end
+        pages = tl.load(table + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        slots = offset + pages * PAGE_SIZE + places % PAGE_SIZE
+        at = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        block = tl.load(kv + at, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def _take(top, total, result, scores, values, scale, MASKED: tl.constexpr):
+    """Take one more block into the running softmax."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = new_top
+    if MASKED:
+        # A row that has seen nothing yet has no top to subtract.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shares = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(shares, 1)
+    result = _dot(shares.to(values.dtype), values, result * shrink[:, None])
+    return new_top, total, result
 
 
 @triton.jit
@@ -322,10 +335,11 @@ def _combine_kernel(
     column = tl.arange(0, BLOCK_E)
     inside = column < HEAD_DIM
     step = tl.arange(0, STEP)
-    # Every token sees the beginning of its KV, so the first sum is finite.
-    top = tl.load(sums + base.to(tl.int64) * HEADS + head)
+    gates = tl.load(gate + token * gate_stride + head * HEAD_DIM + column, mask=inside, other=0.0)
+    top = float("-inf")
     total = 0.0
     result = tl.zeros([BLOCK_E], tl.float32)
+    # Every token sees the beginning of its KV, so the first sum is finite.
     for done in tl.range(0, count, STEP):
         at = (base + done + step).to(tl.int64) * HEADS + head
         valid = done + step < count
@@ -338,7 +352,6 @@ def _combine_kernel(
         result = result * shrink + tl.sum(parts * shares[:, None], 0)
         total = total * shrink + tl.sum(shares, 0)
         top = new_top
-    gates = tl.load(gate + token * gate_stride + head * HEAD_DIM + column, mask=inside, other=0.0)
     result = result / total * tl.sigmoid(gates.to(tl.float32))
     at = (token * HEADS + head) * HEAD_DIM + column
     tl.store(output + at, result.to(output.dtype.element_ty), mask=inside)

@@ -195,30 +195,34 @@ def _convolve(
     channel, is_channel = first + column, column < size
     state = pool + tl.load(slot_in + sequence).to(tl.int64) * channels * (TAPS - 1)
 
-    token = tile_from + tl.arange(0, TILE)
-    in_tile = (token < end)[:, None] & is_channel[None, :]
+    row = tl.arange(0, TILE)
+    in_tile = (row < end - tile_from)[:, None] & is_channel[None, :]
     x = tl.zeros([TILE, BLOCK], tl.float32)
+    if tile_from == begin:
+        # The oldest inputs go first, as they do where all inputs are tokens: equal bits.
+        for tap in tl.static_range(TAPS - 1):
+            inputs = tl.zeros([TILE, BLOCK], tl.float32)
+            for kept in tl.static_range(TAPS - 1):
+                old = tl.load(state + channel * (TAPS - 1) + kept, is_channel, 0).to(tl.float32)
+                inputs = tl.where((row == kept - tap)[:, None], old[None, :], inputs)
+            taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
+            x += inputs * taps[None, :]
+    first_row = projected + tile_from.to(tl.int64) * projected_stride
     for tap in tl.static_range(TAPS):
-        source = token - (TAPS - 1) + tap
-        at = source.to(tl.int64)[:, None] * projected_stride + channel[None, :]
-        inputs = tl.load(projected + at, in_tile & (source >= begin)[:, None], 0)
-        if tile_from == begin:
-            # Column of the state that holds an input before the sequence's first.
-            kept = source - begin + (TAPS - 1)
-            before = in_tile & (source < begin)[:, None]
-            state_at = channel[None, :] * (TAPS - 1) + kept[:, None]
-            inputs += tl.load(state + state_at, before, 0).to(inputs.dtype)
-        taps = tl.load(weight + channel * TAPS + tap, is_channel, 0)
-        x += inputs.to(tl.float32) * taps.to(tl.float32)[None, :]
+        source = row - (TAPS - 1) + tap
+        at = source[:, None] * projected_stride + channel[None, :]
+        inputs = tl.load(first_row + at, in_tile & (source >= begin - tile_from)[:, None], 0)
+        taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
+        x += inputs.to(tl.float32) * taps[None, :]
     x = silu(x)
     x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 1)
-    row = token.to(tl.int64)[:, None]
+    tokens = tl.cast(num_tokens, tl.int64)
     if head < 2 * KEY_HEADS:
-        key_at = (head * tl.cast(num_tokens, tl.int64) + row) * KEY_DIM + column[None, :]
+        key_at = (head * tokens + tile_from) * KEY_DIM + row[:, None] * KEY_DIM + column[None, :]
         tl.store(query_key + key_at, x.to(query_key.dtype.element_ty), in_tile)
     else:
-        of_values = (head - 2 * KEY_HEADS) * tl.cast(num_tokens, tl.int64)
-        value_at = (of_values + row) * VALUE_DIM + column[None, :]
+        value_from = ((head - 2 * KEY_HEADS) * tokens + tile_from) * VALUE_DIM
+        value_at = value_from + row[:, None] * VALUE_DIM + column[None, :]
         tl.store(values + value_at, x.to(values.dtype.element_ty), in_tile)
 
     args = projected, projected_stride, state, pool, channels, channel, is_channel, begin
@@ -304,12 +308,12 @@ def _solve(
     in_keys = in_chunk[:, None] & (key_column < KEY_DIM)
     in_values = in_chunk[:, None] & (value_column < VALUE_DIM)
     key = tl.load(query_key + key_row[:, None] * KEY_DIM + key_column, in_keys, 0)
-    value_at = head_row[:, None] * VALUE_DIM + value_column
-    value = tl.load(values + value_at, in_values, 0)
 
     products = tl.dot(key, tl.trans(key), input_precision="ieee")
     system = products * _pairwise_decay(decay, row, 1) * beta[:, None]
     inverse = _invert(system, row, C)
+    value_at = head_row[:, None] * VALUE_DIM + value_column
+    value = tl.load(values + value_at, in_values, 0)
     # The factors of the right sides' rows stand in the inverse's columns.
     by_value = (inverse * beta[None, :]).to(value.dtype)
     by_key = (inverse * (beta * tl.exp(decay))[None, :]).to(key.dtype)
@@ -329,17 +333,30 @@ def _pairwise_decay(decay, row, BELOW: tl.constexpr):
 
 @triton.jit
 def _invert(lower, row, C: tl.constexpr):
-    """Inverse of 1 + `lower`, strictly lower triangular, float32.
+    """Inverse of 1 + `lower` [C, C], strictly lower triangular, float32.
 
     Inverses of diagonal blocks grow to twice their size at each step: [[A, 0], [B, D]] has the
     inverse [[A', 0], [-D' B A', D']]. Unlike a product of powers of `lower` it never forms numbers
-    that dwarf the result.
+    that dwarf the result. Blocks up to 16 are a batch of small products.
     """
-    # Tokens i and j are in one block of size 2 n, but not of size n, iff i ^ j is in [n, 2 n).
-    apart = row[:, None] ^ row[None, :]
-    inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, lower, 0)
     tl.static_assert(C == 64)
-    for power in tl.static_range(1, 6):
+    small = tl.arange(0, 16)
+    block = tl.arange(0, 4)
+    is_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    blocks = tl.reshape(lower, [4, 16, 4, 16])
+    blocks = tl.sum(tl.where(is_diagonal, blocks, 0), 2)
+    # Tokens i and j are in one block of size 2 n, but not of size n, iff i ^ j is in [n, 2 n).
+    apart = (small[:, None] ^ small[None, :])[None, :, :]
+    inverses = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, blocks, 0)
+    for power in tl.static_range(1, 4):
+        off = tl.where((apart >> power) == 1, blocks, 0)
+        moved = tl.dot(off, inverses, input_precision="tf32x3")
+        inverses -= tl.dot(inverses, moved, input_precision="tf32x3")
+
+    spread = tl.where(is_diagonal, tl.expand_dims(inverses, 2), 0)
+    inverse = tl.reshape(spread, [C, C])
+    apart = row[:, None] ^ row[None, :]
+    for power in tl.static_range(4, 6):
         off = tl.where((apart >> power) == 1, lower, 0)
         moved = tl.dot(off, inverse, input_precision="tf32x3")
         inverse -= tl.dot(inverse, moved, input_precision="tf32x3")

@@ -23,25 +23,60 @@ class Tiles:
     rows: int
     columns: int
     depth: int
-    splits: int
     warps: int
     stages: int
     is_swapped: bool = False
     """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
 
 
-def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """`hidden` [T, I] (rows may lie apart) times `weight` [O, I] transposed, plus `bias` [O]."""
+_PROGRAMS = 128
+"""A product is cut along its inputs until it has so many programs."""
+_FEW_OUTPUTS = 1024
+"""Up to so many outputs torch's product leaves most multiprocessors idle."""
+
+
+def multiply_few(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product if it is faster here than in torch, else None.
+
+    `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
+    """
+    num_tokens, num_outputs = hidden.shape[0], weight.shape[0]
+    if num_tokens == 0 or hidden.stride(1) != 1:
+        return None
+    if num_tokens == 1:
+        columns, depth = (4, 2048) if num_outputs <= 1 << 15 else (8, 1024)
+        return multiply_vectors(hidden, weight, bias, columns=columns, depth=depth, warps=8)
+    if num_tokens <= 16:
+        tiles = Tiles(rows=16, columns=64, depth=128, warps=4, stages=4, is_swapped=True)
+    elif num_outputs <= _FEW_OUTPUTS:
+        tiles = Tiles(rows=64, columns=32, depth=128, warps=4, stages=4)
+    else:
+        return None
+    return multiply(hidden, weight, bias, tiles, _choose_splits(weight, tiles))
+
+
+def _choose_splits(weight: Tensor, tiles: Tiles) -> int:
+    num_outputs, num_inputs = weight.shape
+    splits, programs = 1, triton.cdiv(num_outputs, tiles.columns)
+    while programs * splits < _PROGRAMS and num_inputs >= 4 * splits * tiles.depth:
+        splits *= 2
+    return splits
+
+
+def multiply(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, splits: int
+) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O], in `splits` parts of I."""
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
     output = hidden.new_empty(num_tokens, num_outputs)
     sums = output
-    if tiles.splits > 1:
-        shape = tiles.splits, num_tokens, num_outputs
+    if splits > 1:
+        shape = splits, num_tokens, num_outputs
         sums = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     grid = (
         triton.cdiv(num_outputs, tiles.columns),
-        tiles.splits,
+        splits,
         triton.cdiv(num_tokens, tiles.rows),
     )
     _multiply_kernel[grid](
@@ -56,12 +91,12 @@ def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) 
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
-        SPLITS=tiles.splits,
+        SPLITS=splits,
         SWAPPED=tiles.is_swapped,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if tiles.splits > 1:
+    if splits > 1:
         blocks = triton.cdiv(num_tokens * num_outputs, 512)
         _add_up_kernel[(blocks,)](
             sums,
@@ -69,7 +104,7 @@ def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) 
             output,
             num_tokens,
             OUTPUTS=num_outputs,
-            SPLITS=tiles.splits,
+            SPLITS=splits,
             BLOCK=512,
             num_warps=4,
         )

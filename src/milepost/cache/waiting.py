@@ -1,0 +1,37 @@
+"""Which checkpoints waiting requests will resume from.
+
+A waiting request is a return that is known before it happens, so what it needs is worth more than
+anything that may or may not be asked for. Its ticket hangs on that checkpoint, and passes to the
+next shallower one when it is evicted.
+"""
+
+from __future__ import annotations
+
+from milepost.cache.tree import NO_TICKETS, Checkpoint, Ticket
+
+
+def hang(ticket: Ticket, checkpoint: Checkpoint | None) -> None:
+    """Put a ticket that hangs nowhere on a checkpoint."""
+    ticket.checkpoint = checkpoint
+    if checkpoint is None:
+        return
+    if checkpoint.tickets is NO_TICKETS:
+        checkpoint.tickets = {}
+    checkpoint.tickets[ticket] = None
+
+
+def take(ticket: Ticket) -> Checkpoint | None:
+    """Take a ticket off its checkpoint, and give that."""
+    checkpoint = ticket.checkpoint
+    if checkpoint is not None:
+        del checkpoint.tickets[ticket]
+        ticket.checkpoint = None
+    return checkpoint
+
+
+def pass_on(checkpoint: Checkpoint) -> None:
+    """Hand the tickets of a checkpoint that is about to go to the next shallower one."""
+    heir = checkpoint.above
+    for ticket in list(checkpoint.tickets):
+        take(ticket)
+        hang(ticket, heir)
