@@ -184,7 +184,7 @@ def decode(bench: Bench) -> Iterator[Row]:
         base_s, _, _ = bench.generate(prompts, short)
         whole_s, _, _ = bench.generate(prompts, long)
         rate = num * (long - short) / (whole_s - base_s)
-        yield {"sequences": num, "tokens_per_s": rate}
+        yield {"sequences": num, "tokens_per_s": rate, **_experts_touched(bench, prompts)}
 
 
 def cold(bench: Bench) -> Iterator[Row]:
@@ -201,6 +201,34 @@ def unique(bench: Bench) -> Iterator[Row]:
         prompts = [bench.tokens(1000) for _ in range(64)]
         seconds, cached, _ = bench.generate(prompts, 64)
         yield {"seconds": seconds, "cached": cached, "prompt": 64_000}
+
+
+def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
+    """How many experts a layer a decode step of these prompts really reads, the shared one apart,
+    and how many of the sequences' tokens differ; of our own engine alone.
+    """
+    if type(bench.llm).__module__.partition(".")[0] != "milepost":
+        return {}
+    from milepost.kernels import moe
+    from milepost.runner.graphs import Graphs
+
+    executor = bench.llm.llm_engine.runner.executor
+    counts: list[int] = []
+    route, graphs = moe.route, executor._graphs
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        weights, experts = route(*arguments, **options)
+        counts.append(int(experts.unique().numel()) - bool(options.get("has_shared")))
+        return weights, experts
+
+    moe.route, executor._graphs = note, Graphs()
+    try:
+        _, _, answers = bench.generate(prompts, 64)
+    finally:
+        moe.route, executor._graphs = route, graphs
+    last = {"distinct_tokens": len({answer[-1] for answer in answers})}
+    num_layers = bench.llm.llm_engine.runner.executor.model.config.num_hidden_layers
+    return last | ({"experts_touched": statistics.mean(counts[-num_layers:])} if counts else {})
 
 
 WORKLOADS: dict[str, Callable[[Bench], Iterator[Row]]] = {

@@ -57,6 +57,11 @@ class Case:
         return kv + 6 * self.num_tokens * HEADS * HEAD_DIM
 
     @property
+    def prepare_floor_us(self) -> float:
+        """Query, key and value heads are read and written once."""
+        return 1e6 * 4 * self.num_tokens * (HEADS + 2 * self.num_kv_heads) * HEAD_DIM / BYTES_PER_S
+
+    @property
     def floor_us(self) -> float:
         return 1e6 * max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S)
 
@@ -164,6 +169,7 @@ def measure(case: Case) -> dict[str, Any]:
         "of_floor": round(case.floor_us / microseconds, 3),
         "tflops": round(case.flops / microseconds / 1e6, 1),
         "prepare_us": round(step.time_us(step.prepare), 1),
+        "prepare_floor_us": round(case.prepare_floor_us, 1),
         "gpu": torch.cuda.get_device_name(),
     }
 

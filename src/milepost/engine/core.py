@@ -66,6 +66,10 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
         """Queue a prompt. Raises InvalidRequestError, and then nothing has changed."""
         self.check(prompt, params)
+        return self.queue(prompt, params, priority=priority)
+
+    def queue(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
+        """Queue a prompt that `check` has let pass."""
         number = self._num_requests
         self._num_requests += 1
         job = Job(id=str(number), prompt=prompt, params=params)

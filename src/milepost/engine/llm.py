@@ -154,7 +154,7 @@ class LLM:
                 self.llm_engine.check(prompt, own)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
-        jobs = [self.llm_engine.add(*pair) for pair in zip(prompts, params, strict=True)]
+        jobs = [self.llm_engine.queue(*pair) for pair in zip(prompts, params, strict=True)]
         self._finish(jobs, use_tqdm)
         if not self.llm_engine.config.disable_log_stats:
             self._log_stats()

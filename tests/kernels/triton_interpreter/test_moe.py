@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import products, reference, triton, vectors
+from milepost.kernels.moe import products, reference, tall, triton, vectors
+from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.products import Tiles
-from milepost.kernels.moe.routing import group
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 40, 24
@@ -40,18 +40,10 @@ def test_route(
     torch.testing.assert_close(weights, expected_weights)
 
 
-def test_route_many_tokens() -> None:
-    """Several tokens a program, the last program not full."""
-    logits = make(259, 6)[1]
-    weights, experts = triton.route(logits, 2, normalise=True, has_shared=True)
-    expected = reference.route(logits, 2, normalise=True, has_shared=True)
-    torch.testing.assert_close(weights, expected[0])
-    assert experts.tolist() == expected[1].tolist()
-
-
+@pytest.mark.parametrize("group", [group_few, group_many])
 @pytest.mark.parametrize("block_rows", [2, 16])
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (9, 7), (700, 7)])
-def test_group(num_tokens: int, num_experts: int, block_rows: int) -> None:
+def test_group(group, num_tokens: int, num_experts: int, block_rows: int) -> None:
     """Every choice stands once, among its expert's rows, and blocks cover them without overlap."""
     random = torch.Generator().manual_seed(0)
     experts = torch.randint(0, num_experts, (num_tokens, 3), generator=random, dtype=torch.int32)
@@ -67,6 +59,10 @@ def test_group(num_tokens: int, num_experts: int, block_rows: int) -> None:
             assert sorted_experts[rows.start : end].tolist() == [expert] * (end - first)
             covered.extend(rows)
     assert covered == list(range(experts.numel()))
+    if groups.num_blocks is not None:
+        num_blocks = groups.num_blocks.item()
+        assert (groups.blocks[0, :num_blocks] >= 0).all()
+        assert (groups.blocks[0, num_blocks:] < 0).all()
 
 
 def check(num_tokens: int, num_experts: int, num_chosen: int, **sizes: int) -> None:
@@ -117,7 +113,7 @@ def test_every_output_is_written(hidden_size: int, is_swapped: bool) -> None:
     active = torch.full((60, SIZE), torch.nan)
     output = torch.full((30, 2, hidden_size), torch.nan)
     tiles = Tiles(columns=16, depth=32, warps=4, stages=2, is_swapped=is_swapped)
-    groups = group(experts.int(), 4, 16)
+    groups = group_few(experts.int(), 4, 16)
     products.expand(hidden, gate_up, active, groups, 16, tiles)
     products.contract(active, weights, down, output, groups, 16, tiles)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
@@ -145,3 +141,22 @@ def test_half_precision(dtype: torch.dtype) -> None:
     expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())
     assert parts.dtype == dtype
     assert relative_error(parts.float().sum(1), expected) < 5e-3
+
+
+@pytest.mark.parametrize("num_tokens", [90, 390])
+def test_tall_blocks(num_tokens: int) -> None:
+    """Blocks that are full, less than half full and in between; one expert that nobody chose."""
+    hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 4, 256, 128))
+    logits[:, 0] += 1
+    logits[:, 2] = -torch.inf
+    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
+    output = torch.full((num_tokens, 2, 256), torch.nan, dtype=torch.half)
+    groups = group_many(experts, 4, tall.ROWS)
+    assert tall.suits(hidden, gate_up)
+    tall.expand(hidden, gate_up / 16, active, groups)
+    tall.contract(active, weights, down / 16, output, groups)
+    expected = reference.apply(
+        hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
+    )
+    assert relative_error(output.float().sum(1), expected) < 5e-3

@@ -103,31 +103,50 @@ def lay_out(
         raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
     narrow_tokens, wide_tokens = NARROW_ROWS // heads_per_kv, wide_rows // heads_per_kv
     programs = max(1, num_programs // num_kv_heads)
-    sequences = _as_tiles(starts, lengths, rows)
-    is_narrow = sequences[:, TOKENS] <= narrow_tokens
-    runs = list(_find_runs(sequences, is_narrow, tables, page_size))
-    shared = _share(sequences, runs, wide_tokens)
-    wide = np.concatenate((_tile(sequences[~is_narrow], wide_tokens), shared))
-    narrow = sequences[is_narrow]
-
-    counts = np.zeros(int(sequences[:, TOKENS].sum()), np.int64)
+    narrow, wide = _tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
+    counts = np.zeros(sum(lengths), np.int64)
     wide_pieces = _count_pieces(wide, programs, _WIDE_CUT_COST)
     _add(counts, wide, wide_pieces)
     narrow[:, ORDINAL] = counts[narrow[:, FIRST]]
     narrow_pieces = _count_pieces(narrow, programs, _NARROW_CUT_COST)
     _add(counts, narrow, narrow_pieces)
     counts[counts == 1] = 0
+    bases = np.zeros(len(counts) + 1, np.int32)
+    counts.cumsum(out=bases[1:])
     items = AttentionItems(
         narrow=_cut(narrow, narrow_pieces, counts),
         wide=_cut(wide, wide_pieces, counts),
-        bases=np.concatenate(([0], counts.cumsum())).astype(np.int32),
+        bases=bases,
         wide_rows=wide_rows,
-        num_partials=int(counts.sum()),
-        num_combined=int(counts.nonzero()[0].max(initial=-1)) + 1,
+        num_partials=int(bases[-1]),
+        num_combined=int(counts.nonzero()[0][-1]) + 1 if bases[-1] else 0,
     )
     if capacity is None:
         return items
     return _pad(items, capacity, narrow_tokens, wide_tokens, programs)
+
+
+def _tile_all(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    narrow_tokens: int,
+    wide_tokens: int,
+    page_size: int,
+    tables: NDArray[Any] | None,
+) -> tuple[Ints, Ints]:
+    """Narrow and wide tiles."""
+    sequences = _as_tiles(starts, lengths, rows)
+    is_narrow = sequences[:, TOKENS] <= narrow_tokens
+    num_narrow = int(is_narrow.sum())
+    runs = []
+    if tables is not None and num_narrow >= _MIN_SHARING:
+        runs = list(_find_runs(sequences, is_narrow, tables, page_size))
+    if num_narrow == len(sequences) and not runs:
+        return sequences, sequences[:0]
+    shared = _share(sequences, runs, wide_tokens)
+    wide = np.concatenate((_tile(sequences[~is_narrow], wide_tokens), shared))
+    return sequences[is_narrow], wide
 
 
 def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Ints:
@@ -154,11 +173,9 @@ def _tile(sequences: Ints, size: int) -> Ints:
 
 
 def _find_runs(
-    sequences: Ints, is_narrow: NDArray[np.bool_], tables: NDArray[Any] | None, page_size: int
+    sequences: Ints, is_narrow: NDArray[np.bool_], tables: NDArray[Any], page_size: int
 ) -> Iterator[tuple[int, int, int]]:
     """Neighbours that share pages: first and last + 1 sequence, and how many tokens."""
-    if tables is None or is_narrow.sum() < _MIN_SHARING:
-        return
     longest = int(sequences[is_narrow, POSITION].max()) // page_size
     pages = tables[sequences[:, ROW], :longest]
     differs = np.ones((len(pages) - 1, longest + 1), np.bool_)
@@ -195,28 +212,33 @@ def _count_pieces(tiles: Ints, programs: int, cut_cost: float) -> Ints:
     Costs are in units of KV; `cut_cost` is that of a partial result.
     """
     units = _units(tiles)
+    best = np.ones_like(units)
     if not len(units):
-        return units
+        return best
     total, longest = int(units.sum()), int(units.max())
-    best, least = np.ones_like(units), _cost(units, _ITEM_COST, programs)
+    least = _cost(len(units), total, longest, int(units.min()), _ITEM_COST, programs)
     for waves in _WAVES:
         size = -(-total // (programs * waves))
-        if size < longest:
-            # Equal sizes may need fewer pieces: 9 units in 6 pieces are 5 of 2.
-            sizes = -(-units // -(-units // size))
-            pieces = -(-units // sizes)
-            cost = _COMBINE_COST + _cost(sizes.repeat(pieces), _ITEM_COST + cut_cost, programs)
-            if cost < least:
-                best, least = pieces, cost
+        if size >= longest:
+            continue
+        # Pieces of equal size may be fewer: 9 units in 6 pieces are 5 of 2.
+        sizes = -(-units // -(-units // size))
+        pieces = -(-units // sizes)
+        extents = total, int(sizes.max()), int(sizes.min())
+        cost = _cost(int(pieces.sum()), *extents, _ITEM_COST + cut_cost, programs) + _COMBINE_COST
+        if cost < least:
+            best, least = pieces, cost
     return best
 
 
-def _cost(sizes: Ints, item_cost: float, programs: int) -> float:
-    """When the last of the items is done, the largest first and each by the first free program."""
-    longest = int(sizes.max()) + item_cost
-    in_rounds = -(-len(sizes) // programs) * longest
-    on_average = (int(sizes.sum()) + len(sizes) * item_cost) / programs
-    return max(longest, min(in_rounds, on_average + int(sizes.min()) + item_cost))
+def _cost(
+    count: int, total: int, longest: int, shortest: int, item_cost: float, programs: int
+) -> float:
+    """When the last of `count` items is done, the longest first and each by the first program that
+    is free."""
+    in_rounds = -(-count // programs) * (longest + item_cost)
+    on_average = (total + count * item_cost) / programs
+    return max(longest + item_cost, min(in_rounds, on_average + shortest + item_cost))
 
 
 def _units(tiles: Ints) -> Ints:
@@ -226,11 +248,16 @@ def _units(tiles: Ints) -> Ints:
 def _add(counts: Ints, tiles: Ints, pieces: Ints) -> None:
     """Count the pieces that each token takes part in; no token is in two of the tiles."""
     tokens = tiles[:, TOKENS]
+    if len(tiles) == len(counts):
+        counts[tiles[:, FIRST]] += pieces
+        return
     counts[tiles[:, FIRST].repeat(tokens) + _ordinals(tokens)] += pieces.repeat(tokens)
 
 
 def _cut(tiles: Ints, pieces: Ints, counts: Ints) -> NDArray[np.int32]:
     """Items from tiles; `counts` holds each token's partial results."""
+    if not len(tiles):
+        return tiles.astype(np.int32)
     sizes = UNIT * -(-_units(tiles) // pieces)
     items, size, ordinals = tiles.repeat(pieces, 0), sizes.repeat(pieces), _ordinals(pieces)
     items[:, BEGIN] += ordinals * size

@@ -9,6 +9,7 @@ Legend: T tokens, H query heads, G KV heads, R = H / G, E head_dim, P partial re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,8 @@ class Shape:
 def choose_shape(rows: int, head_dim: int, dtype: torch.dtype) -> Shape:
     """The shape measured best on an H200 (see bench/kernels/attention.py)."""
     if dtype == torch.float32:
-        return Shape(32, 4, 1, 1)
+        # For tests: products in float32 are unrolled multiplications, slow to compile.
+        return Shape(16, 4, 1, 1)
     large = head_dim > 128
     if rows == NARROW_ROWS:
         # A page is looked up two blocks before its KV is loaded, and that two before it is used.
@@ -67,13 +69,16 @@ def attend(
     partials = query.new_empty(items.num_partials, num_heads, head_dim, dtype=torch.float32)
     sums = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
     common = (query, gate, output, pool, tables, items.bases, partials, sums, scale)
-    for work, rows, shape in (
-        (items.wide, items.wide_rows, wide_shape),
-        (items.narrow, NARROW_ROWS, narrow_shape),
-    ):
-        if len(work):
-            shape = shape or choose_shape(rows, head_dim, query.dtype)
-            _launch(work, rows, shape, *common)
+    if len(items.wide):
+        hopper = None if wide_shape else _hopper_kernel(query, pool, items.wide_rows)
+        if hopper:
+            hopper(items.wide, *common)
+        else:
+            shape = wide_shape or choose_shape(items.wide_rows, head_dim, query.dtype)
+            _launch(items.wide, items.wide_rows, shape, *common)
+    if len(items.narrow):
+        shape = narrow_shape or choose_shape(NARROW_ROWS, head_dim, query.dtype)
+        _launch(items.narrow, NARROW_ROWS, shape, *common)
     if items.num_combined:
         _combine_kernel[(items.num_combined, num_heads)](
             partials,
@@ -89,6 +94,16 @@ def attend(
             num_warps=4,
         )
     return output
+
+
+def _hopper_kernel(query: Tensor, pool: Tensor, wide_rows: int) -> Callable[..., None] | None:
+    """The kernel of `triton_hopper` where it can do the work. Gluon, in which it is written, may
+    change with every Triton."""
+    if not (query.is_cuda and triton.__version__.startswith("3.6.")):
+        return None
+    from milepost.kernels.attention import triton_hopper
+
+    return triton_hopper.attend if triton_hopper.suits(query, pool, wide_rows) else None
 
 
 def _launch(

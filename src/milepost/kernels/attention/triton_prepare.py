@@ -12,6 +12,7 @@ from torch import Tensor
 
 _FEW_TOKENS = 256
 """Up to here, tokens are handed out one by one, so that all of the chip takes part."""
+_TOKENS_AT_ONCE, _NUM_WARPS = 8, 4
 
 
 def prepare(
@@ -34,7 +35,7 @@ def prepare(
     _, num_pages, page_size, num_kv_heads, head_dim = pool.shape
     num_heads = len(norm_scale) - num_kv_heads
     query = projected.new_empty(num_tokens, num_heads, head_dim)
-    tokens = 1 if num_tokens <= _FEW_TOKENS else 8
+    tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
     grid = (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
     _prepare_kernel[grid](
         projected,
@@ -56,7 +57,7 @@ def prepare(
         HALF=cosines.shape[-1],
         BLOCK_E=triton.next_power_of_2(head_dim),
         TOKENS=tokens,
-        num_warps=1 if tokens == 1 else 4,
+        num_warps=1 if tokens == 1 else _NUM_WARPS,
     )
     return query
 

@@ -15,8 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.gated_delta.triton_parts import (
+    UNSPECIALISED,
+    follow,
     gated_norm,
     head_channels,
+    lead,
     log_decay,
     sigmoid,
     silu,
@@ -25,7 +28,7 @@ from milepost.kernels.gated_delta.triton_parts import (
 from milepost.kernels.gated_delta.weights import MixerWeights
 
 _CONVOLVE = {"num_warps": 1}
-_UPDATE = {"num_warps": 8}
+_UPDATE = {"num_warps": 4}
 
 
 def decode(
@@ -43,6 +46,8 @@ def decode(
     key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
     mixed = projected.new_empty(num_sequences, channels, dtype=torch.float32)
     output = projected.new_empty(num_sequences, value_heads * value_dim)
+    # The second launch may start, and load what the first doesn't write, while the first runs.
+    overlap = projected.is_cuda
     sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
     _convolve[(num_sequences, 2 * key_heads + value_heads)](
         projected,
@@ -57,9 +62,10 @@ def decode(
         TAPS=num_taps,
         BLOCK_TAPS=triton.next_power_of_2(num_taps),
         BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
+        OVERLAP=overlap,
         **_CONVOLVE,
     )
-    _update[(num_sequences, value_heads)](
+    _update[(value_heads, num_sequences)](
         projected,
         projected.stride(0),
         mixed,
@@ -76,12 +82,14 @@ def decode(
         VALUE_HEADS=value_heads,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_W=triton.next_power_of_2(value_dim),
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         **_UPDATE,
     )
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
 def _convolve(
     projected,
     projected_stride,
@@ -97,9 +105,11 @@ def _convolve(
     TAPS: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head: convolution, SiLU, L2 norm of queries and keys into `mixed` [D, C] float32; moves
     the head's convolution state on by one input."""
+    lead(OVERLAP)
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     written = tl.load(slot_out + sequence).to(tl.int64)
     if written < 0:
@@ -127,7 +137,7 @@ def _convolve(
     tl.store(pool + written * channels * (TAPS - 1) + state_at - 1, kept, is_kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
 def _update(
     projected,
     projected_stride,
@@ -147,10 +157,11 @@ def _update(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One value head: its state [K, W] moves on by one token, is read, and the gated norm of what
     was read goes to `output` [D, V * W]."""
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
     is_row, is_column = row < KEY_DIM, column < VALUE_DIM
     output_at = output + (sequence * VALUE_HEADS + head) * VALUE_DIM + column
@@ -158,11 +169,11 @@ def _update(
     if written < 0:
         tl.store(output_at, tl.zeros([BLOCK_W], output.dtype.element_ty), is_column)
         return
-    read = tl.load(slot_in + sequence).to(tl.int64)
+    slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
     in_state = is_row[:, None] & is_column[None, :]
-    slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    state = tl.load(pool + read * slot_size + state_at, in_state, 0).to(tl.float32)
+    read = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_size
+    state = tl.load(read + state_at, in_state, 0)
 
     token = projected + sequence * projected_stride + channels
     gate = tl.load(token + head * VALUE_DIM + column, is_column, 0)
@@ -170,6 +181,8 @@ def _update(
     beta = sigmoid(tl.load(gates))
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
     decay = tl.exp(log_decay(rate, bias, tl.load(gates + VALUE_HEADS)))
+    weight = tl.load(norm_weight + column, is_column, 0)
+    follow(OVERLAP)
 
     query_at = mixed + sequence * channels + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
     query = tl.load(query_at, is_row, 0)
@@ -177,13 +190,12 @@ def _update(
     value_at = mixed + sequence * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
     value = tl.load(value_at, is_column, 0)
 
-    state *= decay
+    state = state.to(tl.float32) * decay
     change = (value - tl.sum(state * key[:, None], 0)) * beta
     state += key[:, None] * change[None, :]
-    x = tl.sum(state * query[:, None], 0)
     tl.debug_barrier()
-    tl.store(pool + written * slot_size + state_at, state.to(pool.dtype.element_ty), in_state)
-
-    weight = tl.load(norm_weight + column, is_column, 0)
+    written_at = pool + written * slot_size + state_at
+    tl.store(written_at, state.to(pool.dtype.element_ty), in_state)
+    x = tl.sum(state * query[:, None], 0)
     x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 0)
     tl.store(output_at, x.to(output.dtype.element_ty), is_column)

@@ -5,6 +5,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+UNSPECIALISED = (
+    "slot_in",
+    "slot_out",
+    "sequence_begin",
+    "sequence_chunk",
+    "tile_sequence",
+    "tile_begin",
+    "tile_export",
+    "export_end",
+    "export_slot",
+    "chunk_begin",
+    "chunk_size",
+    "chunk_slot",
+)
+"""Arrays that begin anywhere in a buffer: kernels are not compiled anew for their alignment."""
+
+
+@triton.jit
+def lead(OVERLAP: tl.constexpr):
+    """Let the next launch's programs start; they wait for this launch's results in `follow`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """Wait for the launch before to end, with all that it wrote."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
 
 @triton.jit
 def silu(x):
@@ -45,3 +75,11 @@ def unit_scale(x, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, AXIS: tl
     scale = tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) + 1e-6)
     scale *= tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
     return tl.where(head < 2 * KEY_HEADS, scale, 1.0)
+
+
+@triton.jit
+def pairwise_decay(decay, row, BELOW: tl.constexpr):
+    """[C, C], decay from token j to token i where i >= j + BELOW, else 0."""
+    is_later = row[:, None] >= row[None, :] + BELOW
+    between = tl.where(is_later, decay[:, None] - decay[None, :], 0)
+    return tl.where(is_later, tl.exp(between), 0)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MAX_TOKENS = 512
+_MAX_TOKENS = 128
 """Up to this many `triton` is asked whether it is faster."""
 
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
@@ -93,6 +95,7 @@ def multiply(
         DEPTH=tiles.depth,
         SPLITS=splits,
         SWAPPED=tiles.is_swapped,
+        # Not overlapped: programs that start while others still run crowd on few processors.
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -107,6 +110,7 @@ def multiply(
             SPLITS=splits,
             BLOCK=512,
             num_warps=4,
+            **OVERLAPPED,
         )
     return output
 
@@ -127,6 +131,7 @@ def _multiply_kernel(
     SPLITS: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
+    let_next_start()
     # Whole steps for each split; the last may get fewer.
     SHARE: tl.constexpr = (INPUTS + SPLITS * DEPTH - 1) // (SPLITS * DEPTH) * DEPTH
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -174,6 +179,8 @@ def _multiply_kernel(
 def _add_up_kernel(
     sums, bias, output, num_tokens, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    let_next_start()
+    wait_for_inputs()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     size = num_tokens * OUTPUTS
     is_index = index < size
@@ -203,6 +210,7 @@ def multiply_vectors(
         COLUMNS=columns,
         DEPTH=depth,
         num_warps=warps,
+        **OVERLAPPED,
     )
     return output
 
@@ -219,16 +227,20 @@ def _vectors_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
+    let_next_start()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.program_id(1).to(tl.int64)
     is_column = column < OUTPUTS
     k = tl.arange(0, DEPTH)
     w = weight + (column % OUTPUTS).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    weights = tl.load(w, mask=k[None, :] < INPUTS, other=0.0)
+    wait_for_inputs()
     totals = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for start in tl.static_range(0, INPUTS, DEPTH):
         is_input = start + k < INPUTS
+        if start > 0:
+            weights = tl.load(w + start, mask=is_input[None, :], other=0.0)
         inputs = tl.load(hidden + token * stride + start + k, mask=is_input, other=0.0)
-        weights = tl.load(w + start, mask=is_input[None, :], other=0.0)
         totals += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
     total = tl.sum(totals, 1)
     if bias is not None:

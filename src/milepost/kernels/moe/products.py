@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.moe.routing import Groups
+from milepost.kernels.moe.grouping import Groups
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ def expand(
         SWAPPED=tiles.is_swapped,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **OVERLAPPED,
     )
 
 
@@ -80,6 +82,8 @@ def _expand_kernel(
     DEPTH: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
+    let_next_start()
+    wait_for_inputs()
     TILES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     expert = tl.load(blocks + block)
@@ -150,6 +154,7 @@ def contract(
         SWAPPED=tiles.is_swapped,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **OVERLAPPED,
     )
 
 
@@ -169,6 +174,8 @@ def _contract_kernel(
     DEPTH: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
+    let_next_start()
+    wait_for_inputs()
     TILES: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     expert = tl.load(blocks + block)

@@ -1,8 +1,8 @@
 """Routed experts on a GPU: `reference`'s functions, in three regimes by the number of tokens.
 
-Very few tokens: each choice reads its expert by itself. More: choices are grouped by expert, so
-that every expert's weights are read once, in blocks as tall as experts have rows. Launches depend
-on shapes alone, never on what was chosen.
+Very few tokens: each choice reads its expert by itself (`vectors`). More: choices are grouped by
+expert, so that every expert's weights are read once (`products`). Many: blocks so tall that the
+arithmetic is what costs (`tall`). Launches depend on shapes alone, never on what was chosen.
 
 Legend: T tokens, X experts, N choices of a token, P = T * N, H hidden size, I an expert's size.
 """
@@ -14,14 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import products, vectors
+from milepost.kernels.moe import products, tall, vectors
+from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.products import Tiles
-from milepost.kernels.moe.routing import group, route
+from milepost.kernels.moe.routing import route
 
 __all__ = ["parts", "route"]
 
 _VECTOR_CHOICES = 72
 """Up to this many choices (eight tokens of nine) nothing is grouped."""
+_MANY_CHOICES = 6144
+"""Beyond this many two more launches to group them pay."""
+_TALL_CHOICES = 32
+"""Beyond so many choices an expert the products are bound by arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class Regime:
 
 _REGIMES = (
     Regime(
-        choices=8,
+        choices=10,
         rows=16,
         expand=Tiles(columns=64, depth=128, warps=4, stages=3, is_swapped=True),
         contract=Tiles(columns=128, depth=128, warps=4, stages=3, is_swapped=True),
@@ -48,16 +53,10 @@ _REGIMES = (
         contract=Tiles(columns=128, depth=64, warps=4, stages=4),
     ),
     Regime(
-        choices=128,
+        choices=float("inf"),
         rows=64,
         expand=Tiles(columns=128, depth=64, warps=4, stages=4),
-        contract=Tiles(columns=256, depth=64, warps=8, stages=4),
-    ),
-    Regime(
-        choices=float("inf"),
-        rows=128,
-        expand=Tiles(columns=128, depth=64, warps=8, stages=4),
-        contract=Tiles(columns=256, depth=64, warps=8, stages=3),
+        contract=Tiles(columns=128, depth=64, warps=4, stages=4),
     ),
 )
 
@@ -86,26 +85,18 @@ def parts(
         vectors.expand(hidden, experts, gate_up, active, columns=4, depth=2048, warps=4)
         vectors.contract(active, weights, experts, down, output, columns=8, depth=512, warps=4)
         return output
-    run_grouped(hidden, weights, experts, gate_up, down, active, output)
-    return output
-
-
-def run_grouped(
-    hidden: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    active: Tensor,
-    output: Tensor,
-    regime: Regime | None = None,
-) -> None:
-    """Group the choices and run both products, into `active` [P, I] and `output` [T, N, H]."""
     num_experts = gate_up.shape[0]
-    regime = regime or _choose_regime(hidden.dtype, experts.numel() / num_experts)
+    if num_choices > _TALL_CHOICES * num_experts and tall.suits(hidden, gate_up):
+        groups = group_many(experts, num_experts, tall.ROWS)
+        tall.expand(hidden, gate_up, active, groups)
+        tall.contract(active, weights, down, output, groups)
+        return output
+    regime = _choose_regime(hidden.dtype, num_choices / num_experts)
+    group = group_many if num_choices > _MANY_CHOICES else group_few
     groups = group(experts, num_experts, regime.rows)
     products.expand(hidden, gate_up, active, groups, regime.rows, regime.expand)
     products.contract(active, weights, down, output, groups, regime.rows, regime.contract)
+    return output
 
 
 def _choose_regime(dtype: torch.dtype, choices: float) -> Regime:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 
 def expand(
     hidden: Tensor,
@@ -36,6 +38,7 @@ def expand(
         COLUMNS=columns,
         DEPTH=depth,
         num_warps=warps,
+        **OVERLAPPED,
     )
 
 
@@ -52,6 +55,8 @@ def _expand_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
+    let_next_start()
+    wait_for_inputs()
     choice = tl.program_id(1)
     expert = tl.load(experts + choice).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -96,6 +101,7 @@ def contract(
         COLUMNS=columns,
         DEPTH=depth,
         num_warps=warps,
+        **OVERLAPPED,
     )
 
 
@@ -111,6 +117,8 @@ def _contract_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
+    let_next_start()
+    wait_for_inputs()
     choice = tl.program_id(1)
     expert = tl.load(experts + choice).to(tl.int64)
     weight = tl.load(weights + choice).to(tl.float32)

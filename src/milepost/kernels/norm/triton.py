@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 _COLUMNS = 1024
 
 
@@ -40,6 +42,7 @@ def add_norm(
         COLUMNS=columns,
         PARTS=num_parts,
         num_warps=min(16, max(1, columns // 256)),
+        **OVERLAPPED,
     )
     return total, normed
 
@@ -59,9 +62,12 @@ def _add_norm_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    let_next_start()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     is_column = column < SIZE
+    scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
+    wait_for_inputs()
     element = normed.dtype.element_ty
     x = tl.load(hidden + token * hidden_stride + column, mask=is_column, other=0.0)
     if PARTS:
@@ -74,7 +80,6 @@ def _add_norm_kernel(
         tl.store(total + token * SIZE + column, x, mask=is_column)
     wide = x.to(tl.float32)
     mean = tl.sum(wide * wide) / SIZE
-    scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
     result = wide * tl.rsqrt(mean + eps) * scales
     tl.store(normed + token * SIZE + column, result.to(element), mask=is_column)
 
@@ -84,13 +89,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
-        gate_up, output, gate_up.stride(0), SIZE=size, COLUMNS=_COLUMNS, num_warps=4
+        gate_up, output, gate_up.stride(0), SIZE=size, COLUMNS=_COLUMNS, num_warps=4, **OVERLAPPED
     )
     return output
 
 
 @triton.jit
 def _silu_mul_kernel(gate_up, output, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    let_next_start()
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < SIZE
