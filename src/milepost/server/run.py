@@ -78,6 +78,8 @@ async def _serve(
         await client.start()
         service = Service(config, client, await loading, _names(config, engine_config))
         server = HttpServer(service)
+        if client.death is not None:  # it died while the tokenizer was loaded
+            return 1
         announce(_address(config, sock))
         await server.serve(sockets=[sock])
         service.close()
