@@ -70,7 +70,7 @@ def lay_out(
     the capacities alone.
     """
     start, length = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
-    end = np.cumsum(length)
+    end = length.cumsum()
     begin = end - length
     num_tokens = int(end[-1]) if len(end) else 0
     tokens = num_tokens if max_tokens is None else max_tokens
@@ -91,16 +91,16 @@ def lay_out(
     touched = (tokens + 2 * (CHUNK - 1) * sequences) // CHUNK
     max_chunks = min(tokens, touched + num_exports) + 1
     chunk_slot = np.full(max_chunks, -1, np.int32)
-    chunk_slot[np.searchsorted(chunk_end, export_end)] = export_slot
+    chunk_slot[chunk_end.searchsorted(export_end)] = export_slot
     spare_begin = np.arange(num_tokens, tokens, CHUNK)
     spare_size = np.minimum(tokens - spare_begin, CHUNK)
     return FusedLayout(
         sequence_begin=_padded(sequences + 1, num_tokens, begin),
-        sequence_chunk=_padded(sequences + 1, len(chunk_end), np.searchsorted(chunk_begin, begin)),
+        sequence_chunk=_padded(sequences + 1, len(chunk_end), chunk_begin.searchsorted(begin)),
         tile_sequence=_padded(max_tiles, -1, tile_sequence),
         tile_begin=_padded(max_tiles, 0, tile_begin),
         tile_export=_padded(
-            max_tiles + 1, len(exports), np.searchsorted(export_end, tile_begin, side="right")
+            max_tiles + 1, len(exports), export_end.searchsorted(tile_begin, "right")
         ),
         export_end=_padded(num_exports, 0, export_end),
         export_slot=_padded(num_exports, -1, export_slot),
@@ -115,11 +115,12 @@ def _grid_ends(start: Array, length: Array, begin: Array) -> tuple[Array, Array]
     `start`: the token at which each piece ends, and the piece's sequence."""
     first = start // CHUNK
     pieces = (start + length - 1) // CHUNK - first + 1
-    sequence = np.repeat(np.arange(len(start)), pieces)
+    sequence = np.arange(len(start)).repeat(pieces)
     # Piece i of a sequence ends at grid line first + 1 + i; the last at the sequence's end.
-    line = np.arange(len(sequence)) + (first + 1 - np.cumsum(pieces) + pieces)[sequence]
-    end = line * CHUNK + (begin - start)[sequence]
-    return np.minimum(end, (begin + length)[sequence]), sequence
+    before = pieces.cumsum() - pieces
+    end = np.arange(len(sequence)) * CHUNK
+    end += ((first + 1 - before) * CHUNK + begin - start)[sequence]
+    return np.minimum(end, (begin + length)[sequence], out=end), sequence
 
 
 def _sort_exports(
@@ -149,9 +150,10 @@ def _begins(ends: Array) -> Array:
 
 def _padded(capacity: int, filler: int, *parts: Array) -> Array:
     """`parts` one after the other, then `filler` up to `capacity`."""
-    padded = np.full(capacity, filler, np.int32)
+    padded = np.empty(capacity, np.int32)
     first = 0
     for part in parts:
         padded[first : first + len(part)] = part
         first += len(part)
+    padded[first:] = filler
     return padded

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from milepost.kernels.gated_delta.triton_parts import (
     UNSPECIALISED,
-    follow,
     gated_norm,
     head_channels,
-    lead,
     log_decay,
     sigmoid,
     silu,
@@ -109,7 +107,8 @@ def _convolve(
 ):
     """One head: convolution, SiLU, L2 norm of queries and keys into `mixed` [D, C] float32; moves
     the head's convolution state on by one input."""
-    lead(OVERLAP)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     written = tl.load(slot_out + sequence).to(tl.int64)
     if written < 0:
@@ -182,7 +181,9 @@ def _update(
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
     decay = tl.exp(log_decay(rate, bias, tl.load(gates + VALUE_HEADS)))
     weight = tl.load(norm_weight + column, is_column, 0)
-    follow(OVERLAP)
+    # From here on the first launch has ended.
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
 
     query_at = mixed + sequence * channels + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
     query = tl.load(query_at, is_row, 0)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of Gated DeltaNet share: a window of inputs, gates, activations."""
+"""What the Triton kernels of Gated DeltaNet share: gates, norms, activations."""
 
 from __future__ import annotations
 
@@ -20,20 +20,6 @@ UNSPECIALISED = (
     "chunk_slot",
 )
 """Arrays that begin anywhere in a buffer: kernels are not compiled anew for their alignment."""
-
-
-@triton.jit
-def lead(OVERLAP: tl.constexpr):
-    """Let the next launch's programs start; they wait for this launch's results in `follow`."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def follow(OVERLAP: tl.constexpr):
-    """Wait for the launch before to end, with all that it wrote."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -36,7 +36,7 @@ _CARRIED_COLUMNS = 32
 """Columns of the state in one program of `carry`."""
 _CONVOLVE = {"num_warps": 4}
 _SOLVE = {"num_warps": 4}
-_CARRY = {"num_warps": 4}
+_CARRY = {"num_warps": 4, "num_stages": 2}
 _READ = {"num_warps": 4}
 
 
@@ -68,7 +68,7 @@ def prefill(
     values = projected.new_empty(value_heads, num_tokens, value_dim)
     erase = projected.new_empty(value_heads, num_tokens, key_dim)
     decay_sums = projected.new_empty(value_heads, num_tokens, dtype=torch.float32)
-    states = projected.new_empty(num_chunks, value_heads, value_dim, key_dim)
+    states = projected.new_empty(num_chunks, value_heads, key_dim, value_dim)
     output = projected.new_empty(num_tokens, value_heads * value_dim)
 
     parts = CHUNK // _CONVOLVED_ROWS

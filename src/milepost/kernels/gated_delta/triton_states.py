@@ -34,10 +34,8 @@ def carry(
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """BLOCK_W columns of a value head's state over all chunks of a sequence: `states` [N, V, W, K]
-    before each chunk, `values` minus what the state erases of them, exports and the final state.
-
-    The state is held transposed, [W, K], so that it stands left in its matrix product."""
+    """BLOCK_W columns of a value head's state over all chunks of a sequence: `states` [N, V, K, W]
+    before each chunk, `values` minus what the state erases of them, exports and the final state."""
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, last = tl.load(sequence_chunk + sequence), tl.load(sequence_chunk + sequence + 1)
     if first == last:
@@ -45,16 +43,15 @@ def carry(
     row, key_column = tl.arange(0, C), tl.arange(0, BLOCK_K)
     value_column = block * BLOCK_W + tl.arange(0, BLOCK_W)
     is_key, is_value = key_column < KEY_DIM, value_column < VALUE_DIM
-    in_state = is_value[:, None] & is_key[None, :]
+    in_state = is_key[:, None] & is_value[None, :]
     slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    pool_at = (head * KEY_DIM + key_column[None, :]) * VALUE_DIM + value_column[:, None]
-    states_at = (head * VALUE_DIM + value_column[:, None]) * KEY_DIM + key_column[None, :]
-    read = tl.load(slot_in + sequence).to(tl.int64) * slot_size
-    state = tl.load(pool + read + pool_at, in_state, 0).to(tl.float32)
+    state_at = (head * KEY_DIM + key_column[:, None]) * VALUE_DIM + value_column[None, :]
+    source = tl.load(slot_in + sequence).to(tl.int64) * slot_size
+    state = tl.load(pool + source + state_at, in_state, 0).to(tl.float32)
     tokens = tl.cast(num_tokens, tl.int64)
     key_row = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens
     key_at = row[:, None] * KEY_DIM + key_column[None, :]
-    value_at = row[None, :] * VALUE_DIM + value_column[:, None]
+    value_at = row[:, None] * VALUE_DIM + value_column[None, :]
 
     # Loaded a chunk ahead: addresses that wait for a load would keep the tiles from being fetched
     # early.
@@ -62,7 +59,7 @@ def carry(
     for chunk in range(first, last):
         in_chunk = row < size
         in_keys = in_chunk[:, None] & is_key[None, :]
-        in_values = is_value[:, None] & in_chunk[None, :]
+        in_values = in_chunk[:, None] & is_value[None, :]
         head_begin = head * tokens + begin
         erased = tl.load(erase + head_begin * KEY_DIM + key_at, in_keys, 0)
         values_at = values + head_begin * VALUE_DIM + value_at
@@ -72,22 +69,22 @@ def carry(
         total = tl.load(decay_sums + head_begin + size - 1)
 
         before = state.to(erased.dtype)
-        tl.store(states + tl.cast(chunk, tl.int64) * slot_size + states_at, before, in_state)
-        lost = tl.dot(before, tl.trans(erased), input_precision="ieee")
+        tl.store(states + tl.cast(chunk, tl.int64) * slot_size + state_at, before, in_state)
+        lost = tl.dot(erased, before, input_precision="ieee")
         new_values = value.to(tl.float32) - lost
         tl.store(values_at, new_values.to(value.dtype), in_values)
-        decayed = (new_values * tl.exp(total - decay)[None, :]).to(key.dtype)
-        state = state * tl.exp(total) + tl.dot(decayed, key, input_precision="ieee")
+        decayed = (new_values * tl.exp(total - decay)[:, None]).to(key.dtype)
+        state = state * tl.exp(total) + tl.dot(tl.trans(key), decayed, input_precision="ieee")
         slot = tl.load(chunk_slot + chunk).to(tl.int64)
         if slot >= 0:
             exported = state.to(pool.dtype.element_ty)
-            tl.store(pool + slot * slot_size + pool_at, exported, in_state)
+            tl.store(pool + slot * slot_size + state_at, exported, in_state)
         following = tl.minimum(chunk + 1, last - 1)
         begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
 
     tl.debug_barrier()
-    written = tl.load(slot_out + sequence).to(tl.int64) * slot_size
-    tl.store(pool + written + pool_at, state.to(pool.dtype.element_ty), in_state)
+    target = tl.load(slot_out + sequence).to(tl.int64) * slot_size
+    tl.store(pool + target + state_at, state.to(pool.dtype.element_ty), in_state)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
@@ -140,10 +137,10 @@ def read(
     head_begin = head * tokens + begin
     decay = tl.load(decay_sums + head_begin + row, in_chunk, 0)
     first_state = states + (chunk.to(tl.int64) * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
-    state_at = value_column[:, None] * KEY_DIM + key_column[None, :]
-    state = tl.load(first_state + state_at, is_value[:, None] & is_key[None, :], 0)
+    state_at = key_column[:, None] * VALUE_DIM + value_column[None, :]
+    state = tl.load(first_state + state_at, is_key[:, None] & is_value[None, :], 0)
 
-    x = tl.dot(query, tl.trans(state), input_precision="ieee") * tl.exp(decay)[:, None]
+    x = tl.dot(query, state, input_precision="ieee") * tl.exp(decay)[:, None]
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     scores = (scores * pairwise_decay(decay, row, 0)).to(key.dtype)
     value_at = row[:, None] * VALUE_DIM + value_column[None, :]
