@@ -16,6 +16,7 @@ from milepost.errors import ConfigError
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+GenerationConfig = Literal["auto", "none", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class EngineConfig:
     precision on a CPU."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
+    generation_config: GenerationConfig = "auto"
+    """`auto` samples as the checkpoint's generation_config.json says where a request says nothing;
+    `none` (or `vllm`, the same) leaves that to the request alone."""
     seed: int = 0
     """Seeds dummy weights, and sampling where a request names no seed of its own."""
 

@@ -37,6 +37,7 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
         self.max_model_len = parts.max_model_len
         self.vocab_size = parts.vocab_size
+        self.sampling_defaults = parts.sampling_defaults
         self._end_token_ids = parts.end_token_ids
         self._answers: dict[str, tuple[Job, Answer]] = {}
         self._guides: Guides | None = None

@@ -7,6 +7,7 @@ request.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.cache import Cache
 from milepost.config import DType, EngineConfig
-from milepost.engine.tokenizer import end_token_ids, load_tokenizer
+from milepost.engine.generation_config import end_token_ids, sampling_defaults
+from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
@@ -39,6 +41,8 @@ class Parts:
     runner: Runner
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, int | float]
+    """Fields of SamplingParams for requests that do not set them."""
     vocab_size: int
     max_model_len: int
     runs_ahead: bool = False
@@ -94,6 +98,7 @@ def build(config: EngineConfig) -> Parts:
         runner=Runner(executor, pools, num_slots=sizes.num_slots),
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(folder, tokenizer),
+        sampling_defaults=sampling_defaults(folder, config.generation_config),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         runs_ahead=_runs_ahead(config, device),

