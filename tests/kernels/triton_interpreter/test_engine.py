@@ -10,7 +10,8 @@ from tests.engines import ask, cached, greedy, num_held, save_tiny, tokens
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     shapes = {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
         "head_dim": 16,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -31,7 +32,7 @@ def llm(request, tiny):
 
 
 def test_cold_and_hit(tiny, llm):
-    params = greedy(6)
+    params = greedy(4)
     prompt = tokens(150)
     for expected in (0, 128):
         outputs = ask(llm, prompt, params=params)
@@ -41,9 +42,9 @@ def test_cold_and_hit(tiny, llm):
 
 
 def test_batch_with_shared_prefix(tiny, llm):
-    params = greedy(5)
+    params = greedy(3)
     shared = tokens(130, 5)
-    tiny.check(ask(llm, *([*shared, *tokens(20, i)] for i in range(3)), params=params), params)
+    tiny.check(ask(llm, *([*shared, *tokens(20, i)] for i in range(2)), params=params), params)
     tiny.check(ask(llm, tokens(10, 9), [*shared, *tokens(70, 3)], params=params), params)
 
 
