@@ -63,3 +63,13 @@ def test_plot_writes_a_picture(tmp_path):
     path = tmp_path / "rates.png"
     assert simulate(TRACE, "--num-slots", "8", "16", "--limit", "50", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_seeds_are_rows_of_their_own_and_one_line_of_the_table(tmp_path):
+    path = tmp_path / "rows.json"
+    memory = ("--num-slots", "16", "--kv-tokens", "300000", "--limit", "60")
+    _, table, _ = simulate(TRACE, *memory, "--policy", "auto", "--seeds", "3", "--json", str(path))
+    rows = json.loads(path.read_text())
+    assert [row["seed"] for row in rows] == [0, 1, 2]
+    assert len({row["ttft_p90_s"] for row in rows}) == 3
+    assert table.count("auto") == 1

@@ -12,6 +12,7 @@ from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES
+from milepost.simulator.results import percentile
 from milepost.simulator.slots import replay
 from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, round_robin
 
@@ -73,6 +74,46 @@ def test_a_cycle_longer_than_the_memory_costs_the_excess_alone(num_sessions, lea
     assert lru_hits == 0
     assert hits / queries > least * share
     assert (hits - first_hits) / (queries - first_queries) > share
+
+
+def live_sessions(num_sessions, num_turns):
+    """Sessions that go on a second after each answer: 100 pages each, 2 more a turn."""
+    maker = Maker()
+    for number in range(num_sessions):
+        pages = maker.pages(100)
+        for _ in range(num_turns):
+            maker.ask(pages, session=f"{number}", think_s=1.0, output_length=60, arrival_s=0.0)
+            pages = pages + maker.pages(2)
+    return maker.trace()
+
+
+def in_time(trace, policy, num_pages, **options):
+    cache = POLICIES[policy].cache(num_pages=num_pages, num_slots=200, page_size=64)
+    run = Replay(trace, cache, read_cost("hybrid-35b-a3b-h200"), closed=True, **options).run()
+    return run, cache.stats.hits / cache.stats.queries
+
+
+def test_more_live_sessions_than_kv_cost_their_share_alone():
+    """30 sessions of 100 to 138 pages, and KV for 20 of them: with LRU nothing is left."""
+    trace = live_sessions(30, 20)
+    run, hit = in_time(trace, "auto", 20 * 140)
+    lru_run, lru_hit = in_time(trace, "ends", 20 * 140)
+    _, fitting = in_time(trace, "auto", 40 * 140)
+    assert lru_hit < 0.01
+    assert hit > 20 / 30 * fitting
+    assert run.end_s < 0.7 * lru_run.end_s
+
+
+def test_traffic_that_shares_nothing_is_not_held_back():
+    maker = Maker()
+    for number in range(300):
+        maker.ask(maker.pages(100 + number % 7 * 20), output_length=50 + number * 37 % 400)
+    trace = maker.trace()
+    for request in trace.requests:
+        request.arrival_s = 0.0
+    ours, nothing = (in_time(trace, policy, 3200)[0] for policy in ("auto", "none"))
+    assert ours.end_s < 1.01 * nothing.end_s
+    assert percentile(ours.ttft_s, 0.9) < 1.01 * percentile(nothing.ttft_s, 0.9)
 
 
 def test_a_scan_of_unique_prompts_costs_the_sessions_little():

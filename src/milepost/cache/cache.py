@@ -18,6 +18,7 @@ from milepost.cache.pool import Pool
 from milepost.cache.publishing import Publisher
 from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import Stats
+from milepost.cache.reserve import Reserve
 from milepost.cache.slots import ZERO_SLOT, Slots
 from milepost.cache.tree import Checkpoint, End, Ticket, Tree
 from milepost.cache.worth import Expected, Worth
@@ -59,6 +60,8 @@ class Cache:
         self.reclaimer = Reclaimer(
             self.tree, self.pages, self.slots, self.stats, self.worth, page_size
         )
+        states = self.reclaimer.candidates()[2]
+        self._reserve = Reserve(states, self.worth, self.pages, page_size)
         self._finder = Finder(
             self.tree, kinds=kinds, page_size=page_size, grid=grid, enabled=self.enabled
         )
@@ -107,20 +110,31 @@ class Cache:
     # --- admit ------------------------------------------------------------------------------------
 
     def admit(
-        self, chain: Chain, match: Match, *, marks: tuple[int, ...] = (), first_time: bool = True
+        self,
+        chain: Chain,
+        match: Match,
+        *,
+        marks: tuple[int, ...] = (),
+        first_time: bool = True,
+        patience: int = 0,
     ) -> Lease | None:
         """Reserve all that the prompt needs: pages for every token, and one slot to write.
 
         Gives None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
-        checkpoint to resume from, the request takes over its slot and tail page.
+        checkpoint to resume from, the request takes over its slot and tail page. What is likely to
+        be asked for within `patience` requests is no room.
         """
         assert match.version == self.version, "A1: admit needs a match of this moment"
         num_pages = -(-len(chain) // self.page_size)
         checkpoint = match.checkpoint
-        self._pin(match)
         fresh = num_pages - len(match.path.nodes)
+        pages, slots = self._reserved(match, fresh, patience)
+        self._pin(match)
         takes_over = not self._has_room(fresh, 1)
+        if not takes_over and not self._has_room(fresh + pages, 1 + slots):
+            self._unpin(match)
+            return None
         if takes_over and not self._can_take_over(checkpoint, fresh):
             self._unpin(match)
             return None
@@ -135,6 +149,12 @@ class Cache:
 
     def _has_room(self, num_pages: int, num_slots: int) -> bool:
         return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
+
+    def _reserved(self, match: Match, num_pages: int, patience: int) -> tuple[int, int]:
+        """Pages and slots that are no room, since others are likely to ask for them soon."""
+        if not patience or (num_pages <= self.pages.num_free and self.slots.pool.num_free):
+            return 0, 0
+        return self._reserve.beside(match.path, patience, self.version)
 
     def _arrive(self, match: Match, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""

@@ -56,6 +56,15 @@ class Law:
             rate = max(rate, events / (until - age))
         return self._levels[min(num_returns, MAX_RETURNS)] * rate
 
+    def expected(self, num_returns: int, age: int, later: int) -> float:
+        """Returns to expect between two ages."""
+        events = 0.0
+        for magnitude in range(age.bit_length(), later.bit_length() + 1):
+            low = max(1 << magnitude >> 1, age)
+            high = max(min(later, 1 << magnitude), low)
+            events += self._by_age[magnitude].value * _width(low, high)
+        return self._levels[min(num_returns, MAX_RETURNS)] * events
+
     def _best_waits(self) -> list[tuple[int, float]]:
         """For each magnitude of age: until when to wait for the most events a request, and how many
         come from the magnitude's beginning until then.

@@ -51,7 +51,7 @@ class Reclaimer:
         self._stray_clock = 0
 
     def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
-        """The orders of strays, carriers and states; for checks alone."""
+        """The orders of strays, carriers and states; to look at alone."""
         return self._strays, self._carriers, self._states
 
     def allocate_pages(self, num: int) -> list[int]:
@@ -162,7 +162,7 @@ class Reclaimer:
         return self._is_leaf(node)
 
     def _free_pages(self, num: int) -> None:
-        """Evict strays of one path, `num` at most, or the checkpoint whose pages are worth least."""
+        """Evict up to `num` strays of one path, or the checkpoint whose pages are worth least."""
         stray = self._strays.pop()
         if stray is not None:
             self._evict_strays(*stray, num)

@@ -92,8 +92,8 @@ class Checkpoint:
 
     Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
     past the node. `above` is the next shallower checkpoint on its path, `below` those that have
-    this one above them, the path that was used last at the end. `tickets` are those of requests that
-    wait and would resume here, in order. `saved` is for the worth to note.
+    this one above them, the path that was used last at the end. `tickets` are those of waiting
+    requests that would resume here, in order. `saved` is for the worth to note.
     """
 
     __slots__ = (

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import log, log2
 from typing import Protocol
 
 from milepost.cache.chain import Chain
@@ -36,6 +36,8 @@ from milepost.cache.tree import Checkpoint, End, Node
 
 PRIOR_FORKS = 0.1
 """Forks for each continuation, before there is evidence."""
+EVEN_ODDS = log(2)
+"""Returns to expect where one is as likely as none."""
 MEMORY = 4
 """Ends and forks remembered for each slot."""
 MAX_WALK = 4096
@@ -72,8 +74,8 @@ class Worth(Protocol):
 
     def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         """A shelf and the place on it. Of a shelf's checkpoints the one with the lowest place is
-        always worth least, or the one with the highest. Asked again when a checkpoint is used, those
-        next to it on its path change, or requests that wait for it come or go.
+        always worth least, or the one with the highest. Asked again when a checkpoint is used,
+        those next to it on its path change, or requests that wait for it come or go.
         """
         ...
 
@@ -83,6 +85,10 @@ class Worth(Protocol):
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
         """The same for each page, of which the checkpoint's loss frees so many."""
+        ...
+
+    def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
+        """Whether its path is more likely than not returned to within so many requests."""
         ...
 
     def of_sparse(self, end: End, position: int, above: int) -> float:
@@ -200,6 +206,13 @@ class Expected:
             return checkpoint.position
         sure = checkpoint.replay_tokens / max(_due(checkpoint) - self.clock, 1)
         return max(sure, self._of_unawaited(checkpoint))
+
+    def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
+        if checkpoint.tickets:
+            return True
+        end = checkpoint.end
+        age = self.clock - end.time
+        return self._law["end"].expected(end.num_returns, age, age + within) > EVEN_ODDS
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
         return self.of(checkpoint) / num_pages

@@ -19,7 +19,8 @@ from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES, Policy
-from milepost.simulator.results import Row, run_row, slots_row
+from milepost.simulator.results import Row, means, run_row, slots_row
+from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
 from milepost.simulator.trace import Trace, read_trace
 
@@ -27,102 +28,100 @@ COMPARED = ["auto", "forks-cap2", "ends", "interval-cap3", "interval"]
 _List = Parameter(negative_iterable=(), consume_multiple=True)
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What every replay of one command has in common."""
+class Settings:
+    """What is replayed, and on what. One flag a field."""
 
-    cost: CostModel
-    closed: bool
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    num_slots: Annotated[list[int] | None, _List] = None
+    """Sizes of the slot pool (default 64 128 256 512)."""
+    kv_tokens: Annotated[list[int] | None, _List] = None
+    """Sizes of the page pool in tokens. Without it KV is unlimited, time stands still, a running
+    request's slot isn't counted, and answers leave no states."""
+    policy: Annotated[list[str] | None, _List] = None
+    """Policies to compare; `all` is every one of them."""
+    seeds: int = 1
+    """Replays of each size: the first as recorded, in the others sessions exchange their starts, or
+    the gaps between arrivals are shuffled. The table shows means."""
+    cost: str = "hybrid-35b-a3b-h200"
+    """A shipped cost model or a file."""
+    arrivals: Literal["auto", "recorded", "closed"] = "auto"
+    """As recorded, or closed: each session goes on its think time after its last answer. By default
+    closed where the trace has sessions."""
+    predict_answers: bool = True
+    """Take an answer to be what the next prompt of its conversation holds in that place."""
+    limit: int | None = None
+    """Read this many requests."""
+    block_size: int | None = None
+    """Tokens in a block of the trace, where the lengths leave it open."""
+    max_num_seqs: int = 64
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 8192
+    """Token budget of one step."""
+    json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
+    """Write all rows to this file; `-` is standard output, in place of the table."""
+    plot: Path | None = None
+    """Write a picture of the hit rate and the p90 time to first token over memory."""
+
+    def __post_init__(self) -> None:
+        positive = {"num-slots": self.num_slots or [], "kv-tokens": self.kv_tokens or []}
+        for name, values in (positive | {"seeds": [self.seeds]}).items():
+            if any(value < 1 for value in values):
+                raise InvalidRequestError(f"--{name} {values}: use 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One replay."""
+
+    policy: Policy
+    num_slots: int
+    kv_tokens: int | None
+    seed: int
 
 
 def simulate_command(screen: Screen) -> Callable[..., None]:
     """The command, bound to a terminal."""
 
-    def simulate(
-        trace: Path,
-        *,
-        num_slots: Annotated[list[int] | None, _List] = None,
-        kv_tokens: Annotated[list[int] | None, _List] = None,
-        policy: Annotated[list[str] | None, _List] = None,
-        cost: str = "hybrid-35b-a3b-h200",
-        arrivals: Literal["auto", "recorded", "closed"] = "auto",
-        predict_answers: bool = True,
-        limit: int | None = None,
-        block_size: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 8192,
-        json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
-        plot: Path | None = None,
-    ) -> None:
+    def simulate(trace: Path, *, settings: Settings | None = None) -> None:
         """Replay a request trace, and show what each policy reuses with each size of memory.
 
         Parameters
         ----------
         trace
             JSON lines, plain or gzip; docs/simulator.md says which fields.
-        num_slots
-            Sizes of the slot pool (default 64 128 256 512).
-        kv_tokens
-            Sizes of the page pool in tokens. Without it KV is unlimited, time stands still, a
-            running request's slot isn't counted, and answers leave no states.
-        policy
-            Policies to compare; `all` is every one of them.
-        cost
-            A shipped cost model or a file.
-        arrivals
-            As recorded, or closed: each session goes on its think time after its last answer. By
-            default closed where the trace has sessions.
-        predict_answers
-            Take an answer to be what the next prompt of its conversation holds in that place.
-        limit
-            Read this many requests.
-        block_size
-            Tokens in a block of the trace, where the lengths leave it open.
-        max_num_seqs
-            Most requests that run at once.
-        max_num_batched_tokens
-            Token budget of one step.
-        json
-            Write all rows to this file; `-` is standard output, in place of the table.
-        plot
-            Write a picture of the hit rate and the p90 time to first token over memory.
         """
-        policies = _policies(policy or COMPARED)
-        sizes = num_slots or [64, 128, 256, 512]
-        for name, values in (("--num-slots", sizes), ("--kv-tokens", kv_tokens or [])):
-            if any(value < 1 for value in values):
-                raise InvalidRequestError(f"{name} {values}: use 1 or more")
+        settings = settings or Settings()
+        cells = _cells(settings)
+        cost = read_cost(settings.cost)
         with screen.waiting(f"reading {trace}"):
-            read = read_trace(trace, block_size=block_size, limit=limit)
-            if predict_answers and kv_tokens:
+            read = read_trace(trace, block_size=settings.block_size, limit=settings.limit)
+            if settings.predict_answers and settings.kv_tokens:
                 read.link_answers()
             bound = read.bound()
-        has_sessions = any(request.session is not None for request in read.requests)
-        machine = Machine(
-            cost=read_cost(cost),
-            closed=has_sessions if arrivals == "auto" else arrivals == "closed",
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-        cells = [
-            (p, slots, tokens)
-            for tokens in kv_tokens or [None]
-            for slots in sizes
-            for p in policies
-        ]
         rows = []
-        for p, slots, tokens in cells:
-            with _progress(screen, f"{p.name}, {slots} slots", len(read.requests)) as advance:
-                rows.append(_row(read, p, slots, tokens, machine, bound, advance))
-        _write(rows, screen, json, bound)
-        if plot is not None:
+        for cell in cells:
+            label = f"{cell.policy.name}, {cell.num_slots} slots"
+            with _progress(screen, label, len(read.requests)) as advance:
+                rows.append(_row(reseeded(read, cell.seed), cell, settings, cost, bound, advance))
+        _write(rows, screen, settings.json, bound)
+        if settings.plot is not None:
             from milepost.cli.plot import draw
 
-            draw(rows, plot)
+            draw(means(rows), settings.plot)
 
     return simulate
+
+
+def _cells(settings: Settings) -> list[Cell]:
+    policies = _policies(settings.policy or COMPARED)
+    return [
+        Cell(policy=policy, num_slots=num_slots, kv_tokens=kv_tokens, seed=seed)
+        for kv_tokens in settings.kv_tokens or [None]
+        for num_slots in settings.num_slots or [64, 128, 256, 512]
+        for policy in policies
+        for seed in range(settings.seeds)
+    ]
 
 
 def _policies(names: Sequence[str]) -> list[Policy]:
@@ -136,28 +135,36 @@ def _policies(names: Sequence[str]) -> list[Policy]:
 
 def _row(
     trace: Trace,
-    policy: Policy,
-    num_slots: int,
-    kv_tokens: int | None,
-    machine: Machine,
+    cell: Cell,
+    settings: Settings,
+    cost: CostModel,
     bound: float,
     advance: Callable[[int], None],
 ) -> Row:
-    if kv_tokens is None:
+    policy, num_slots = cell.policy, cell.num_slots
+    if cell.kv_tokens is None:
         cache = replay(trace, num_slots, policy=policy, on_request=advance)
-        return slots_row(trace, policy.name, cache, bound)
+        return slots_row(trace, policy.name, cache, bound, seed=cell.seed)
     cache = policy.cache(
-        num_pages=-(-kv_tokens // trace.page_size), num_slots=num_slots, page_size=trace.page_size
+        num_pages=-(-cell.kv_tokens // trace.page_size),
+        num_slots=num_slots,
+        page_size=trace.page_size,
     )
     run = Replay(
         trace,
         cache,
-        machine.cost,
-        closed=machine.closed,
-        max_num_seqs=machine.max_num_seqs,
-        max_num_batched_tokens=machine.max_num_batched_tokens,
+        cost,
+        closed=_is_closed(trace, settings),
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
     ).run(advance)
-    return run_row(trace, policy.name, run, bound)
+    return run_row(trace, policy.name, run, bound, seed=cell.seed)
+
+
+def _is_closed(trace: Trace, settings: Settings) -> bool:
+    if settings.arrivals == "auto":
+        return any(request.session is not None for request in trace.requests)
+    return settings.arrivals == "closed"
 
 
 @contextmanager
@@ -186,7 +193,7 @@ def _write(rows: list[Row], screen: Screen, path: Path | None, bound: float) -> 
             raise InvalidRequestError(f"--json {path}: {error.strerror}") from error
     width = None if screen.answers.isatty() else 200
     console = Console(file=screen.answers, highlight=False, width=width)
-    console.print(_table(rows))
+    console.print(_table(means(rows)))
     console.print(f"{rows[0].trace}: {rows[0].requests} requests, bound {100 * bound:.1f} %")
 
 

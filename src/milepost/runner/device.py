@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -73,9 +72,10 @@ class DeviceExecutor:
             assert views is not None
             num = len(sources)
             torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])
-        if captured:
+        if captured is not None:
             outcome = self._graphs.replay(captured)
         else:
+            assert views is not None
             outcome = self._run(views, num_rows=len(ids))
         if not ids:
             return Flight(plan=plan, ids=ids, choice=None)

@@ -8,6 +8,10 @@ may plan one further step, whose outcome is taken after that of `plan`.
 Order within a step: decodes, then running prefills, then waiting requests by priority and arrival.
 A chunk that is not a prompt's last ends on the grid. Memory that runs out is taken from the
 youngest running request, whose state goes into the cache, so that its return is a hit.
+
+With more live conversations than fit, admitting each at once would evict what the next one needs,
+and nothing would ever hit. So a request for which the cache would have to give up what is likely to
+be asked for soon waits like one that finds no room, until enough others have gone first.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.sharing import InFlight
 
 MAX_OVERTAKEN = 64
-"""Later requests that may be admitted past one that finds no room, before it holds the queue."""
+"""Later requests that may be admitted past one that finds no room, before it holds the queue. A
+step without any prefill counts like one: the machine could have computed the request's prompt.
+"""
 
 _UNKNOWN = array("I", (0,))
 
@@ -152,7 +158,10 @@ class Scheduler:
                 self._block(request, match)
                 blocked.append(request)
                 if len(blocked) >= self.max_num_seqs:
-                    return
+                    break
+        if blocked and not step.has_prefill:
+            blocked[0].num_overtaken += 1
+            blocked[0].blocked_at = None
 
     def _block(self, request: Request, match: Match) -> None:
         """Note that a request found no room, and what it would resume from by now."""
@@ -200,7 +209,13 @@ class Scheduler:
     def _find_room(self, request: Request, match: Match) -> Lease | None:
         """A lease from the deepest resume; a request that is alone gets a cold one if need be."""
         first_time = request.report is None
-        lease = self.cache.admit(request.chain, match, marks=request.marks, first_time=first_time)
+        lease = self.cache.admit(
+            request.chain,
+            match,
+            marks=request.marks,
+            first_time=first_time,
+            patience=self._patience(request),
+        )
         if lease is None and not self.running:
             match = self.cache.match(request.chain, limit=0)
             lease = self.cache.admit(
@@ -208,6 +223,16 @@ class Scheduler:
             )
             assert lease is not None, "a request that `add` took fits the pool when it is alone"
         return lease
+
+    def _patience(self, request: Request) -> int:
+        """Requests that may yet go first, so that what they need is not evicted for this one. None
+        if nothing else runs, it has run before, or something less urgent does.
+        """
+        if not self.running or request.num_preemptions:
+            return 0
+        if any(other.priority > request.priority for other in self.running):
+            return 0
+        return max(MAX_OVERTAKEN - request.num_overtaken, 0)
 
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
@@ -336,6 +361,10 @@ class _Step:
     def __init__(self, *, budget: int) -> None:
         self.budget = budget
         self.num_tokens: dict[Request, int] = {}
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(num_tokens > 1 for num_tokens in self.num_tokens.values())
 
     def give(self, request: Request, num_tokens: int) -> None:
         if num_tokens:

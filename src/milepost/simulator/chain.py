@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import chain as concatenated
 
 from milepost.cache.chain import TOKEN_BYTES, Chain
-from milepost.simulator.trace import Trace, TraceRequest
+from milepost.simulator.trace import TraceRequest
 
 
 class TraceChain(Chain):
@@ -59,7 +59,3 @@ class TraceChain(Chain):
             ids = concatenated(request.page_ids, request.answer_ids)
             known.extend(shared[id_] for _, id_ in zip(range(num_pages), ids, strict=False))
         known.extend(shared[self.page_id(i)] for i in range(len(known), num_pages))
-
-
-def chain_of(trace: Trace, request: TraceRequest, digests: list[bytes]) -> TraceChain:
-    return TraceChain(request, trace.page_size, digests)

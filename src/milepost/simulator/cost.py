@@ -31,7 +31,6 @@ class CostModel:
     """KV of one token, of all attention layers."""
     state_bytes: int
     """One slot."""
-    host_bytes_per_s: float
 
     def step_time_s(self, plan: StepPlan) -> float:
         """Duration of one step."""

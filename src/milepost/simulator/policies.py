@@ -40,6 +40,9 @@ class Lru:
     def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         return None, self.of(checkpoint)
 
+    def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:  # noqa: ARG002
+        return False
+
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:  # noqa: ARG002
         return self.of(checkpoint)
 
@@ -72,7 +75,8 @@ class Capped(Lru):
 
 class Efficiency(Lru):
     """Recency plus tokens saved for each byte, both as ranks from 0 to 1 (Marconi, MLSys 2025,
-    section 4, from the description in the paper; its weight is learned there, and fixed here).
+    section 4, from the description in the paper). The weight is learned there, by replaying a
+    window of requests with each of a grid; here it is given, so that the best one bounds it.
     """
 
     __slots__ = ("_longest", "_weight")
@@ -178,6 +182,18 @@ POLICIES = {
             about="forks and ends; recency plus tokens saved per byte",
             placement=forks_and_ends,
             worth=Efficiency,
+        ),
+        Policy(
+            name="efficiency-quarter",
+            about="the same, savings weighing a quarter",
+            placement=forks_and_ends,
+            worth=lambda: Efficiency(0.25),
+        ),
+        Policy(
+            name="efficiency-four",
+            about="the same, savings weighing four times as much",
+            placement=forks_and_ends,
+            worth=lambda: Efficiency(4.0),
         ),
     )
 }

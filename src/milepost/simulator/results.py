@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import Any
 
 from milepost.cache import Cache
@@ -17,6 +18,7 @@ class Row:
 
     trace: str
     policy: str
+    seed: int = 0
     num_slots: int
     num_pages: int | None
     """None: KV was not limited."""
@@ -40,9 +42,10 @@ class Row:
     virtual_s: float | None = None
 
 
-def slots_row(trace: Trace, policy: str, cache: Cache, bound: float) -> Row:
+def slots_row(trace: Trace, policy: str, cache: Cache, bound: float, *, seed: int = 0) -> Row:
     """Of a replay with slots alone limited; its pool has one more, for the running request."""
     return Row(
+        seed=seed,
         num_slots=cache.slots.pool.total - 1,
         num_pages=None,
         prefill_tokens=cache.stats.queries - cache.stats.hits,
@@ -50,11 +53,12 @@ def slots_row(trace: Trace, policy: str, cache: Cache, bound: float) -> Row:
     )
 
 
-def run_row(trace: Trace, policy: str, run: Run, bound: float) -> Row:
+def run_row(trace: Trace, policy: str, run: Run, bound: float, *, seed: int = 0) -> Row:
     """Of a replay in virtual time."""
     cache, stats = run.cache, run.scheduler.stats
     p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
     return Row(
+        seed=seed,
         num_slots=cache.slots.pool.total,
         num_pages=cache.pages.total,
         ttft_p50_s=p50,
@@ -84,6 +88,31 @@ def _counts(trace: Trace, policy: str, cache: Cache, bound: float) -> dict[str, 
         "checkpoints_used": stats.checkpoints_used,
         "checkpoints_evicted_unused": stats.checkpoints_evicted_unused,
     }
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """One row for each policy and size: means over the seeds, counts rounded."""
+    groups: dict[tuple[str, int, int | None], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.policy, row.num_slots, row.num_pages), []).append(row)
+    return [_mean(group) for group in groups.values()]
+
+
+def _mean(group: Sequence[Row]) -> Row:
+    if len(group) == 1:
+        return group[0]
+    values: dict[str, Any] = {}
+    for name in (field.name for field in fields(Row)):
+        held = [getattr(row, name) for row in group]
+        if name == "lost":
+            values[name] = {why: round(fmean(lost.get(why, 0) for lost in held)) for why in held[0]}
+        elif isinstance(held[0], float):
+            values[name] = fmean(held)
+        elif isinstance(held[0], int):
+            values[name] = round(fmean(held))
+        else:
+            values[name] = held[0]
+    return Row(**values)
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

@@ -20,12 +20,17 @@ def replay(
     num_slots: int,
     *,
     policy: Policy = POLICIES["auto"],
+    num_pages: int | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> Cache:
-    """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache."""
+    """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache.
+
+    With `num_pages` KV is limited too, to so many beside those of the longest request.
+    """
     longest = max(request.input_length for request in trace.requests)
+    num_kept = trace.num_page_ids if num_pages is None else num_pages
     cache = policy.cache(
-        num_pages=trace.num_page_ids + -(-longest // trace.page_size),
+        num_pages=num_kept + -(-longest // trace.page_size),
         num_slots=num_slots + 1,
         page_size=trace.page_size,
     )

@@ -21,8 +21,8 @@ from milepost.kernels.moe.routing import route
 
 __all__ = ["parts", "route"]
 
-_VECTOR_CHOICES = 72
-"""Up to this many choices (eight tokens of nine) nothing is grouped."""
+_VECTOR_CHOICES = 40
+"""Up to this many choices (four tokens of nine) nothing is grouped."""
 _MANY_CHOICES = 6144
 """Beyond this many two more launches to group them pay."""
 _TALL_CHOICES = 32

@@ -1,0 +1,59 @@
+"""One byte budget, spent three ways: on pages and slots apart, and on one pool of equal blocks.
+
+    python bench/one_pool.py TRACE [--gib 32 64 128] [--cost hybrid-35b-a3b-h200]
+
+Requests run one after the other; their own memory is not counted. Pages and slots are split by the
+engine's rule, a third for slots, and by other shares, which shows what a boundary that moves could
+gain at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from milepost.simulator.cost import CostModel, read_cost
+from milepost.simulator.one_pool import one_pool
+from milepost.simulator.slots import replay
+from milepost.simulator.trace import Trace, read_trace
+
+SHARES = (0.1, 0.2, 1 / 3, 0.5)
+BLOCKS = (544, 2048)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--gib", nargs="+", type=float, default=[32, 64, 128])
+    parser.add_argument("--cost", default="hybrid-35b-a3b-h200")
+    parser.add_argument("--limit", type=int, default=None)
+    arguments = parser.parse_args()
+    cost = read_cost(arguments.cost)
+    trace = read_trace(arguments.trace, limit=arguments.limit)
+    table = Table(title=f"{trace.name}: hit %, bound {100 * trace.bound():.1f}", box=None)
+    names = [f"one pool, {block}" for block in BLOCKS] + [f"slots {s:.0%}" for s in SHARES]
+    for column in ("GiB", *names):
+        table.add_column(column, justify="right")
+    for gib in track(arguments.gib, console=Console(stderr=True), transient=True):
+        table.add_row(f"{gib:g}", *_figures(trace, cost, int(gib * 2**30)))
+    Console(width=120).print(table)
+    return 0
+
+
+def _figures(trace: Trace, cost: CostModel, memory_bytes: int) -> list[str]:
+    hits = [one_pool(trace, cost, memory_bytes, block).hits(trace) for block in BLOCKS]
+    for share in SHARES:
+        num_slots = int(memory_bytes * share / cost.state_bytes)
+        num_tokens = int(memory_bytes * (1 - share) / cost.page_token_bytes)
+        cache = replay(trace, num_slots, num_pages=num_tokens // trace.page_size)
+        hits.append(cache.stats.hits)
+    return [f"{100 * hit / trace.input_tokens:.2f}" for hit in hits]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What waiting requests will resume from, and what is likely to be asked for, is kept."""
+
+import pytest
+
+from milepost.cache import Cache, Kind
+from milepost.cache.check import check
+
+PAGE_SIZE = 16
+
+
+def prompt(seed, num_pages=4):
+    return [seed] * (num_pages * PAGE_SIZE)
+
+
+def run(cache, tokens, patience=0):
+    """Admit and compute a prompt in one step, and keep the state at its end."""
+    chain = cache.chain(tokens)
+    lease = cache.admit(chain, cache.match(chain), patience=patience)
+    if lease is None:
+        return None
+    exports = cache.take_exports(lease, len(chain))
+    written = {export.slot: export.position for export in exports}
+    cache.commit(lease, len(chain), {lease.slot_out: len(chain)} | written)
+    cache.release(lease, Kind.ANSWER_END)
+    check(cache)
+    return lease.report.reused
+
+
+def cached(cache, tokens):
+    return cache.match(cache.chain([*tokens, 0])).state_length
+
+
+@pytest.fixture
+def cache():
+    """Room for three prompts of four pages."""
+    return Cache(num_pages=12, num_slots=40, page_size=PAGE_SIZE)
+
+
+def test_what_is_waited_for_outlives_what_is_fresher(cache):
+    for seed in (1, 2, 3):
+        run(cache, prompt(seed))
+    ticket = cache.expect(cache.chain([*prompt(1), 0]), num_ahead=2)
+    for seed in (4, 5, 6):
+        run(cache, prompt(seed))
+    assert cached(cache, prompt(1)) == 64
+    assert sum(cached(cache, prompt(seed)) > 0 for seed in range(2, 7)) == 2
+    cache.forget(ticket)
+    for seed in (7, 8, 9):
+        run(cache, prompt(seed))
+    assert cached(cache, prompt(1)) == 0
+
+
+def test_of_two_waiting_the_last_in_the_queue_gives_way(cache):
+    for seed in (1, 2, 3):
+        run(cache, prompt(seed))
+    for num_ahead, seed in enumerate((3, 2, 1)):
+        cache.expect(cache.chain([*prompt(seed), 0]), num_ahead)
+    run(cache, prompt(4))
+    assert [cached(cache, prompt(seed)) for seed in (1, 2, 3)] == [0, 64, 64]
+
+
+def test_a_ticket_passes_to_the_next_shallower_checkpoint():
+    cache = Cache(num_pages=20, num_slots=40, page_size=PAGE_SIZE)
+    run(cache, prompt(1))
+    run(cache, prompt(1, 8))
+    ticket = cache.expect(cache.chain([*prompt(1, 8), 0]), num_ahead=0)
+    assert ticket.checkpoint.position == 8 * PAGE_SIZE
+    while ticket.checkpoint.position == 8 * PAGE_SIZE:
+        cache.reclaimer.evict_checkpoint(ticket.checkpoint, "slots")
+        check(cache)
+    assert 0 < ticket.checkpoint.position < 8 * PAGE_SIZE
+    assert cache.reset()
+    assert ticket.checkpoint is None
+    cache.forget(ticket)
+
+
+def test_a_refresh_finds_what_was_made_in_the_meantime(cache):
+    chain = cache.chain([*prompt(1), 0])
+    ticket = cache.expect(chain, num_ahead=0)
+    assert ticket.checkpoint is None
+    run(cache, prompt(1))
+    cache.refresh(ticket, cache.match(chain))
+    assert ticket.checkpoint.position == 64
+
+
+def test_a_patient_request_does_not_evict_what_is_likely_to_return(cache):
+    for seed in (1, 2, 3):
+        run(cache, prompt(seed))
+    before = cache.stats.pages_evicted
+    assert run(cache, prompt(4), patience=64) is None
+    check(cache)
+    assert cache.stats.pages_evicted == before
+    assert run(cache, prompt(4)) == 0
+
+
+def test_nothing_is_spared_where_nothing_returns(cache):
+    for seed in range(1, 60):
+        run(cache, prompt(seed))
+    assert run(cache, prompt(99), patience=64) == 0

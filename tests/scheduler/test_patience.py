@@ -1,0 +1,55 @@
+"""Who waits so that what others are likely to need is not evicted, and for how long."""
+
+import random
+
+from milepost.scheduler.scheduler import MAX_OVERTAKEN
+from tests.scheduler.test_peers import Bench
+
+
+def tokens(num, seed):
+    return random.Random(seed).choices(range(1000), k=num)
+
+
+def full_of_chats(num_chats=3):
+    """64 pages, filled by chats that have each gone on once."""
+    bench = Bench(num_pages=64, num_slots=40)
+    chats = [tokens(256, seed) for seed in range(num_chats)]
+    for _ in range(2):
+        for number, chat in enumerate(chats):
+            request = bench.ask(chat, max_tokens=4)
+            chats[number] = [*chat, *request.output_token_ids, *tokens(8, number)]
+    return bench, chats
+
+
+def test_a_request_that_is_alone_never_waits():
+    bench, _ = full_of_chats()
+    newcomer = bench.submit(tokens(500, 9), max_tokens=2)
+    bench.step()
+    assert newcomer.lease is not None
+
+
+def test_a_newcomer_lets_known_chats_go_first_but_not_forever():
+    bench, chats = full_of_chats()
+    bench.submit(chats[0], max_tokens=300)
+    bench.step()
+    newcomer = bench.submit(tokens(500, 9), max_tokens=2)
+    bench.step()
+    assert newcomer.lease is None, "the other chats are likely to go on"
+    follow_up = bench.submit(chats[1], max_tokens=2)
+    bench.step()
+    assert follow_up.lease is not None
+    assert follow_up.report.reused > 200
+    num_steps = 0
+    while newcomer.lease is None:
+        bench.step()
+        num_steps += 1
+    assert num_steps <= MAX_OVERTAKEN, "a step without prefill counts as one that went first"
+
+
+def test_an_urgent_request_does_not_wait():
+    bench, chats = full_of_chats()
+    bench.submit(chats[0], max_tokens=300)
+    bench.step()
+    urgent = bench.submit(tokens(500, 9), max_tokens=2, priority=-1)
+    bench.step()
+    assert urgent.lease is not None
