@@ -30,7 +30,7 @@ class Elsewhere(http.server.BaseHTTPRequestHandler):
     """Answers every request with the same status and bytes; `server.asked` keeps the bodies."""
 
     def do_GET(self):
-        self._answer(200, b'{"data": [{"id": "their-model"}]}')
+        self._answer(self.server.listing, b'{"data": [{"id": "their-model"}]}')
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -51,7 +51,8 @@ class Elsewhere(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def elsewhere():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
-    server.asked, server.answer = [], (200, events([*ANSWER, {"choices": [], "usage": CACHED}]))
+    server.listing, server.asked = 200, []
+    server.answer = (200, events([*ANSWER, {"choices": [], "usage": CACHED}]))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -128,3 +129,13 @@ def test_errors_are_failures(elsewhere, capsys, answer, words):
     status, _, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
     assert status == 2
     assert "refuses a request" in table
+
+
+def test_a_server_that_lists_no_models(elsewhere, capsys):
+    elsewhere.listing = 401
+    status, _, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
+    assert status == 2
+    assert "401" in table
+    assert "--api-key" in table
+    status, row, table = bench(capsys, "--base-url", url(elsewhere), "--served-model", "x", *SMALL)
+    assert (status, row["failed"]) == (0, 0), table

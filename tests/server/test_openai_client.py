@@ -75,7 +75,7 @@ def test_chat_hits_on_the_second_turn(client):
     )
     assert again.choices[0].message.content == first.choices[0].message.content
     details = again.usage.prompt_tokens_details
-    assert details.cached_tokens == 192
+    assert details.cached_tokens >= 192
     assert details.cached_tokens + sum(details.lost_tokens.values()) == again.usage.prompt_tokens
 
 
