@@ -47,7 +47,7 @@ class Traffic:
 
 TRAFFIC = {
     "agent-dev": Traffic(limit=2000, live=64, tokens_each=117_000),
-    "mooncake-conversation": Traffic(limit=3000, live=256, tokens_each=12_000),
+    "mooncake-conversation": Traffic(limit=2000, live=256, tokens_each=12_000),
     "mooncake-synthetic": Traffic(limit=2000, live=256, tokens_each=15_300),
 }
 """On agent-dev as many are live until request 2000, with 7.5 M tokens. The other two don't record
@@ -118,7 +118,7 @@ def _run(trace: Trace, cell: dict[str, Any], console: Console) -> dict[str, Any]
     row = (
         cell | asdict(run_row(trace, cell["policy"], run, trace.bound())) | {"trace": cell["trace"]}
     )
-    console.print(f"{label}, {cell['policy']}: {_figures([row])}", style="dim")
+    console.print(f"{label}, {cell['policy']}: {_figures([row])}", style="dim", soft_wrap=True)
     return row
 
 

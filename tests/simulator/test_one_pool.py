@@ -45,4 +45,4 @@ def test_the_blocks_hold_the_states_of_the_cost_model():
     maker = Maker()
     maker.ask(maker.pages(8))
     made = one_pool(maker.trace(), read_cost("hybrid-35b-a3b-h200"), 2**30, 544)
-    assert (made.pages_each, made.blocks_a_state, made.num_blocks) == (9, 6, 91)
+    assert (made.pages_each, made.blocks_a_state, made.num_blocks) == (9, 6, 91 + 1 + 6)

@@ -60,11 +60,16 @@ class OnePool:
 
 
 def one_pool(trace: Trace, cost: CostModel, memory_bytes: int, block_size: int) -> OnePool:
-    """Of a size in bytes, with blocks of at least `block_size` tokens, in whole pages."""
+    """Of a size in bytes, with blocks of at least `block_size` tokens, in whole pages; and beside
+    that room for the longest request.
+    """
     pages_each = -(-block_size // trace.page_size)
     block_bytes = pages_each * trace.page_size * cost.page_token_bytes
+    longest = max(request.input_length for request in trace.requests)
+    blocks_a_state = -(-cost.state_bytes // block_bytes)
+    running = -(-longest // (pages_each * trace.page_size)) + blocks_a_state
     return OnePool(
-        num_blocks=memory_bytes // block_bytes,
+        num_blocks=memory_bytes // block_bytes + running,
         pages_each=pages_each,
-        blocks_a_state=-(-cost.state_bytes // block_bytes),
+        blocks_a_state=blocks_a_state,
     )
