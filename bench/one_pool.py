@@ -2,9 +2,9 @@
 
     python bench/one_pool.py TRACE [--gib 32 64 128] [--cost hybrid-35b-a3b-h200]
 
-Requests run one after the other; beside the budget each side has room for the longest. Pages and slots are split by the
-engine's rule, a third for slots, and by other shares, which shows what a boundary that moves could
-gain at most.
+Requests run one after the other; beside the budget each side has room for the longest. Pages and
+slots are split by the engine's rule, a third for slots, and by other shares, which shows what a
+boundary that moves could gain at most.
 """
 
 from __future__ import annotations
