@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-gpu lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# On a machine with a CUDA GPU: the kernels and the engine beside the references on the CPU.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

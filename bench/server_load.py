@@ -145,12 +145,12 @@ async def run(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def settled(server: Server) -> None:
-    """Wait until the server has noticed that the last clients left."""
+    """Wait until the server has noticed that the last clients left, and has rested."""
     for _ in range(50):
         if not server.metric("milepost:num_requests_running"):
             break
         await asyncio.sleep(0.2)
-    await asyncio.sleep(1)
+    await asyncio.sleep(3)
 
 
 def main() -> None:

@@ -90,6 +90,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
         linear_conv_kernel_dim=3,
     ),
     "qwen3_next_no_shared_expert": lambda: _qwen3_next(shared_expert_intermediate_size=0),
+    "qwen3_next_joint": lambda: _qwen3_next(shared_expert_intermediate_size=20),
     "qwen3_5": _qwen3_5,
     "qwen3_5_tied": lambda: _qwen3_5(tie_word_embeddings=True, num_key_value_heads=6),
     "qwen3_5_moe": _qwen3_5_moe,

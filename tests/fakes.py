@@ -97,6 +97,11 @@ class FakeRunner:
 
     def _compute(self, sequence: SequencePlan, state: bytes) -> None:
         history = self._states(sequence.request)
+        if sequence.is_ahead:
+            assert len(history) == sequence.end, (
+                "the token ahead is the one behind the chain's last"
+            )
+            history = [*history, consume(state, next_token(state, self.vocab_size))]
         assert state == history[sequence.start], f"{sequence.request.id} resumed from a wrong state"
         for position in range(sequence.start, sequence.end):
             if position >= sequence.write_from:
@@ -150,6 +155,36 @@ def make_request(
         marks=marks,
         priority=priority,
     )
+
+
+class Loop:
+    """The engine's loop with steps ahead: at most two are under way."""
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.under_way: tuple[StepPlan, StepResult] | None = None
+
+    def step(self, *, is_ahead: bool) -> StepPlan:
+        """Take the outcome of one step; with `is_ahead`, run the one behind it first if it is
+        known."""
+        plan, result = self.under_way or self._run(self.scheduler.schedule())
+        follow = self.scheduler.follow(plan) if is_ahead else None
+        check(self.scheduler.cache)
+        self.under_way = self._run(follow) if follow is not None else None
+        self.scheduler.update(plan, result)
+        check(self.scheduler.cache)
+        if not self.scheduler.has_work:
+            self.drain()
+        return plan
+
+    def drain(self) -> None:
+        if self.under_way is not None:
+            self.scheduler.update(*self.under_way)
+            self.under_way = None
+
+    def _run(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        return plan, self.runner.run(plan)
 
 
 def step(scheduler: Scheduler, runner: FakeRunner, *, checked: bool = True) -> StepPlan:

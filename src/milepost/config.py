@@ -16,6 +16,7 @@ from milepost.errors import ConfigError
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+GenerationConfig = Literal["auto", "none", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class EngineConfig:
     precision on a CPU."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
+    generation_config: GenerationConfig = "auto"
+    """`auto` samples as the checkpoint's generation_config.json says where a request says nothing;
+    `none` (or `vllm`, the same) leaves that to the request alone."""
     seed: int = 0
     """Seeds dummy weights, and sampling where a request names no seed of its own."""
 
@@ -57,7 +61,7 @@ class EngineConfig:
     num_slots: int | None = None
     """Recurrent state slots besides the zero slot; by default what the memory profile leaves."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory for weights, pages and slots; the rest is left to activations."""
+    """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
 
@@ -67,6 +71,10 @@ class EngineConfig:
     """Most requests that run at once."""
     max_num_batched_tokens: int = 8192
     """Token budget of one step; longer prompts are prefilled in chunks."""
+    enforce_eager: bool = False
+    """Launch kernels one by one: no CUDA graphs."""
+    async_scheduling: bool | None = None
+    """Launch a decode step before the tokens of the one before are read; by default on a GPU."""
     max_cache_marks: int = 16
     """Most `cache_marks` that one prompt may carry."""
     disable_log_stats: bool = True

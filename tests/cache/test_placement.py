@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.cache.placement import GRID, POLICIES, Facts, Kind, floor
+from milepost.cache.placement import GRID, POLICIES, Facts, Kind, floor, rounded
 
 LENGTH = 2000
 POSITION = st.integers(1, LENGTH)
@@ -26,11 +26,15 @@ CUTS = st.lists(st.integers(1, LENGTH // GRID).map(lambda n: n * GRID), max_size
 @given(facts=FACTS, start=st.integers(0, LENGTH), length=st.integers(1, LENGTH))
 @pytest.mark.parametrize("mode", POLICIES)
 def test_contract(mode, facts, start, length):
-    """Grid positions inside the chunk, ascending; the same for the same facts, which stay."""
+    """Grid positions, marks and junctions inside the chunk, ascending; the same for the same facts,
+    which stay.
+    """
     before = replace(facts)
     end = start + length
     found = POLICIES[mode](facts, start, end)
-    assert all(start < position <= end and position % GRID == 0 for position in found)
+    named = {*facts.marks, *facts.junctions}
+    assert all(start < position <= end for position in found)
+    assert all(position % GRID == 0 or position in named for position in found)
     assert list(found) == sorted(found)
     assert all(isinstance(kind, Kind) for kind in found.values())
     assert POLICIES[mode](facts, start, end) == found
@@ -49,8 +53,16 @@ def test_positions_do_not_depend_on_how_a_prompt_is_cut(mode, facts, cuts):
 @given(facts=FACTS)
 def test_auto_keeps_the_prompts_end_marks_and_junctions(facts):
     found = POLICIES["auto"](facts, 0, LENGTH)
-    wanted = {floor(p) for p in (facts.prompt_length - 1, *facts.marks, *facts.junctions)}
-    assert set(found) == wanted - {0}
+    last = facts.prompt_length - 1
+    wanted = {floor(last), *(rounded(mark) for mark in facts.marks if mark <= last)}
+    assert set(found) == (wanted | set(facts.junctions)) - {0}
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"), [(100, 100), (64, 64), (71, 64), (72, 72), (400, 384), (639, 576)]
+)
+def test_rounding_gives_up_a_tenth_at_most(position, expected):
+    assert rounded(position) == expected
 
 
 @given(facts=FACTS, start=st.integers(0, LENGTH), length=st.integers(1, LENGTH))

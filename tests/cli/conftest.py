@@ -8,19 +8,24 @@ from milepost.cli.display import Screen
 from milepost.cli.main import main
 from milepost.engine.outputs import CacheReport, CompletionOutput, Logprob, RequestOutput
 from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
 
 
 class FakeEngine:
     """Answers every prompt with its words in capitals; a prompt seen before is a hit up to 4s."""
 
-    def __init__(self, config, *, template=None):
+    def __init__(self, config, *, template=None, sampling_defaults=None):
         self.config = config
         self.requests = []
         self._seen = set()
         self.chat_template = template
+        self.sampling_defaults = sampling_defaults or {}
 
     def get_tokenizer(self):
         return None if self.config.skip_tokenizer_init else self
+
+    def get_default_sampling_params(self):
+        return SamplingParams(**self.sampling_defaults)
 
     def stream(self, prompt, sampling_params):
         self.requests.append((prompt, sampling_params))
@@ -93,11 +98,15 @@ class Session:
 
     def __init__(self, template=None):
         self.template = template
+        self.sampling_defaults = {}
         self.engines = []
 
     def open_engine(self, config):
-        self.engines.append(FakeEngine(config, template=self.template))
+        self.engines.append(self._make(config))
         return self.engines[-1]
+
+    def _make(self, config):
+        return FakeEngine(config, template=self.template, sampling_defaults=self.sampling_defaults)
 
     @property
     def requests(self):

@@ -182,3 +182,10 @@ def test_a_reader_that_goes_away_ends_quietly():
     process.stderr.close()
     assert process.wait(timeout=60) == 141
     assert errors == b""
+
+
+def test_flags_come_before_the_checkpoints_own_sampling(session):
+    session.sampling_defaults = {"temperature": 0.6, "top_p": 0.9}
+    assert session.run("generate", "a b", "--top-p", "0.5") == 0
+    (_, params) = session.requests[0]
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.5, 0)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from milepost.config import EngineConfig
-from milepost.engine.client import EngineClient
+from milepost.engine.client import WATCHES, EngineClient
 from milepost.engine.core import Engine
 from milepost.engine.requests import Prompt
 from milepost.errors import (
@@ -31,6 +31,15 @@ class FailingEngine(Engine):
     def step(self):
         if self.scheduler.stats.num_steps == 2:
             self.runner = None
+        return super().step()
+
+
+class HangingEngine(Engine):
+    """Does not come back from its third step."""
+
+    def step(self):
+        while self.scheduler.stats.num_steps == 2:
+            signal.pause()
         return super().step()
 
 
@@ -197,6 +206,38 @@ def test_a_step_that_fails_says_why(config):
             await take(client.add(PROMPT, LONG))
 
     run(config, scenario, make_engine=FailingEngine)
+
+
+def test_a_step_that_does_not_end_is_ended(config):
+    deaths = []
+
+    async def scenario(client):
+        with pytest.raises(EngineDeadError, match=r"no sign of life for 0\.4 seconds"):
+            await take(client.add(PROMPT, LONG))
+        with pytest.raises(EngineDeadError, match="no sign of life"):
+            await client.metrics()
+
+    run(
+        config,
+        scenario,
+        make_engine=HangingEngine,
+        step_timeout_s=0.4,
+        on_death=deaths.append,
+    )
+    assert len(deaths) == 1
+
+
+def test_an_engine_that_works_or_rests_is_left_alone(config):
+    async def scenario(client):
+        before = await take(client.add(PROMPT, LONG))
+        num_asked = client._num_ids
+        while client._num_ids < num_asked + 2 * WATCHES:
+            await asyncio.sleep(0)
+        return before, await take(client.add(PROMPT, SHORT))
+
+    before, after = run(config, scenario, step_timeout_s=1.0)
+    assert before[-1].finished
+    assert after[-1].finished
 
 
 def test_an_engine_that_cannot_be_built(tmp_path):

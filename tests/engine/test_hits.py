@@ -51,6 +51,8 @@ def listed(numbers: list[int]) -> str:
 @pytest.mark.parametrize(
     ("shared", "own", "marks", "theirs", "least"),
     [
+        (100, 64, [], "0, 0, 0, 0", [0, 0, 100, 100]),
+        (100, 64, [100], "0, 0, 0, 0", [0, 100, 100, 100]),
         (400, 100, [], "0, 0, 0, 0", [0, 0, 384, 384]),
         (400, 100, [400], "0, 0, 0, 0", [0, 384, 384, 384]),
         (1500, 700, [], "0, 0, 1056", [0, 0, 1472]),
@@ -67,6 +69,18 @@ def test_shared_prefix(llm, row, shared, own, marks, theirs, least):
         listed(cached(outputs)),
     )
     assert cached(outputs) == least
+
+
+def test_chance_agreement_makes_no_states(llm):
+    """Own parts that begin alike by chance don't move the junction of a short prefix."""
+    shared = tokens(100, 0)
+    for first in (1, 2, 3, 3, 3, 3):
+        ask(llm, [*shared, first, first, *tokens(60, first)], params=greedy(1))
+    (output,) = ask(llm, [*shared, 9, 9, *tokens(60, 9)], params=greedy(1))
+    assert cached([output]) == [100]
+    made = metric(llm, "checkpoints_made")
+    ask(llm, [*shared, 9, 8, *tokens(60, 8)], params=greedy(1))
+    assert metric(llm, "checkpoints_made") - made == 2  # the prompt's end and the answer's
 
 
 def test_same_prompt_twice(llm, row):

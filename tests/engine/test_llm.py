@@ -297,6 +297,7 @@ def test_stream_finished_by_another_call_gives_its_end(tiny, llm):
 def test_stream_chat(talker):
     messages = [{"role": "user", "content": "what is the weather like?"}]
     outputs = list(talker.stream_chat(messages, greedy()))
+    talker.reset_prefix_cache()
     (whole,) = talker.chat(messages, greedy(), use_tqdm=False)
     assert outputs[-1].outputs == whole.outputs
     assert len(outputs) == 20
@@ -318,7 +319,8 @@ def test_marks_of_a_chat_reach_the_cache(talker):
     shared = _common(outputs[0].prompt_token_ids, outputs[1].prompt_token_ids)
     assert shared > 128
     assert outputs[0].num_cached_tokens == 0
-    assert outputs[1].num_cached_tokens == shared // 64 * 64
+    # The mark is within a template's few tokens of where the prompts part.
+    assert shared - 10 < outputs[1].num_cached_tokens <= shared
 
 
 def test_second_turn_of_a_chat(talker):
@@ -328,7 +330,9 @@ def test_second_turn_of_a_chat(talker):
     (second,) = talker.chat(
         [*messages, reply, {"role": "user", "content": "go on"}], greedy(), use_tqdm=False
     )
-    assert second.num_cached_tokens == (len(first.prompt_token_ids) - 1) // 64 * 64 > 64
+    # The message's end is marked, a template's few tokens before the prompt's.
+    length = len(first.prompt_token_ids)
+    assert length - 10 < second.num_cached_tokens < length
     talker.reset_prefix_cache()
     (cold,) = talker.chat(
         [*messages, reply, {"role": "user", "content": "go on"}], greedy(), use_tqdm=False
@@ -408,7 +412,7 @@ def test_step_that_fails_ends_the_engine(llm, monkeypatch):
     """The call that runs into it says so, and so does every later one."""
     stream = llm.stream(prompt(tokens(50)), greedy())
     next(stream)
-    monkeypatch.setattr(llm.llm_engine.runner.model, "compute_logits", _fail)
+    monkeypatch.setattr(llm.llm_engine.runner.executor.model, "compute_logits", _fail)
     with pytest.raises(EngineDeadError, match=r"step loop failed: RuntimeError\('no memory'\)"):
         ask(llm, tokens(20))
     monkeypatch.undo()
@@ -442,15 +446,15 @@ def test_plan_without_progress_ends_the_engine(llm, monkeypatch):
 @pytest.mark.parametrize("num_steps", [0, 1, 9])
 def test_interrupt_frees_the_requests(tiny, llm, monkeypatch, num_steps):
     """Ctrl-C in `generate`: nothing is left behind, and the engine goes on."""
-    run, calls = llm.llm_engine.runner.run, []
+    collect, calls = llm.llm_engine.runner.collect, []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) > num_steps:
             raise KeyboardInterrupt
-        return run(*args)
+        return collect(*args)
 
-    monkeypatch.setattr(llm.llm_engine.runner, "run", interrupted)
+    monkeypatch.setattr(llm.llm_engine.runner, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ask(llm, *(tokens(100 + i, i) for i in range(4)))
     monkeypatch.undo()

@@ -42,6 +42,19 @@ def test_json_schema(llm, options):
     assert 0 <= found["days"] <= 9
 
 
+def test_white_space_in_json_has_an_end(llm):
+    """A model that likes nothing better than spaces still comes to the point."""
+    space = llm.get_tokenizer().encode(" ")[0]
+    wanted = StructuredOutputs(json=SCHEMA)
+    params = SamplingParams(
+        structured_outputs=wanted, max_tokens=900, logit_bias={space: 100}, temperature=0
+    )
+    output = llm.generate("what is the weather", params, use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason == "stop"
+    assert output.text.count(" ") > 60
+    assert json.loads(output.text)["city"] in ("Zürich", "Bern")
+
+
 def test_regex_and_choice(llm):
     assert re.fullmatch(r"[a-c]{3}", answer(llm, StructuredOutputs(regex="[a-c]{3}"), seed=3))
     assert answer(llm, StructuredOutputs(choice=["yes", "no"]), seed=3) in ("yes", "no")

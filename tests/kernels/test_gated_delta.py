@@ -146,11 +146,26 @@ def test_export_of_second_sequence_lands_in_its_slot() -> None:
         assert relative_error(pool[slot], state) < 2e-6
 
 
-@pytest.mark.parametrize("position", [0, 10, 128, 200])
-def test_export_off_the_grid_is_refused(position: int) -> None:
-    gated_delta.lay_out_chunks([0], [100], [(0, 64, 1), (0, 100, 2)])
-    with pytest.raises(AssertionError, match="on the grid"):
-        gated_delta.lay_out_chunks([0], [100], [(0, position, 1)])
+def test_export_off_the_grid_equals_prefill_that_ends_there() -> None:
+    tokens, pool = make_tokens(200), make_pool()
+    output = run(tokens[:], pool, [100], [200], [1], [2], ((0, 150, 4), (0, 101, 5), (0, 290, 6)))
+    expected, state = recur(tokens[:], make_pool()[1])
+    assert relative_error(output, expected) < 2e-6
+    assert relative_error(pool[2], state) < 2e-6
+    # A prefill that resumes there goes on with the same chunks.
+    resumed, begin, slot_in = make_pool(), 100, 1
+    for position, slot in ((101, 5), (150, 4), (290, 6), (300, 2)):
+        part = tokens[begin - 100 : position - 100]
+        run(part, resumed, [begin], [position - begin], [slot_in], [2])
+        assert torch.equal(pool[slot], resumed[2])
+        begin, slot_in = position, 2
+
+
+@pytest.mark.parametrize("position", [0, 5, 106, 200])
+def test_export_outside_its_sequence_is_refused(position: int) -> None:
+    gated_delta.lay_out_chunks([5], [100], [(0, 6, 1), (0, 105, 2)])
+    with pytest.raises(AssertionError, match="inside its sequence"):
+        gated_delta.lay_out_chunks([5], [100], [(0, position, 1)])
 
 
 @pytest.mark.parametrize("cuts", [(64,), (1, 2, 3), (50, 128, 201)])

@@ -39,4 +39,6 @@ def test_a_server_that_reports_no_cache():
     row = summarize([result()], 1.0)
     assert row["hit_rate"] == 0.6
     bare = Result(start=0, first=0.1, end=0.2, finish_reason="stop", usage={"prompt_tokens": 5})
-    assert summarize([bare], 1.0)["hit_rate"] == 0.0
+    row = summarize([bare], 1.0)
+    assert (row["hit_rate"], row["cached_tokens"], row["prompt_tokens"]) == (None, None, 5)
+    assert row["completion_tokens"] is row["output_tokens_per_s"] is None

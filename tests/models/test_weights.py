@@ -52,7 +52,7 @@ def test_shards_load_as_one_file(tmp_path: Path) -> None:
     assert_same(parameters(tmp_path / "one"), parameters(tmp_path / "many"))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_next_joint", "qwen3_5_moe"])
 def test_fused_experts_load_as_single_ones(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
     expected = parameters(tmp_path)

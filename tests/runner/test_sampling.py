@@ -245,3 +245,14 @@ def test_a_broken_row_does_not_disturb_its_neighbours():
     assert tokens[0] == sample(logits[:1], rows[:1])[0]
     assert tokens[2] == sample(logits[2:], rows[2:])[0]
     assert 0 <= tokens[1].token_id < VOCAB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_of_equal_logits_the_first_is_the_best(dtype):
+    logits = torch.zeros(3, 500, dtype=dtype)
+    logits[0, [7, 300, 499]] = 2.0
+    logits[1] = -torch.inf
+    logits[2, 499] = 1e-30
+    assert [token.token_id for token in sample(logits, [row(temperature=0)] * 3)][:2] == [7, 0]
+    best = logits.argmax(dim=-1).tolist()
+    assert [token.token_id for token in sample(logits, [row(temperature=0)] * 3)] == best

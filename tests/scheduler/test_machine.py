@@ -17,7 +17,16 @@ from milepost.cache.check import check
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
-from tests.fakes import EMPTY, FakeRunner, cold_answer, consume, make_request, run_all, state_after
+from tests.fakes import (
+    EMPTY,
+    FakeRunner,
+    Loop,
+    cold_answer,
+    consume,
+    make_request,
+    run_all,
+    state_after,
+)
 
 SALTS = ("", "", "", "tenant-a", "tenant-b")
 
@@ -43,6 +52,7 @@ class Machine(RuleBasedStateMachine):
             self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
         self.runner = FakeRunner(page_size=page_size)
+        self.loop = Loop(self.scheduler, self.runner)
         self.requests: list[Request] = []
         self.known: list[list[int]] = [[]]
 
@@ -86,24 +96,25 @@ class Machine(RuleBasedStateMachine):
         self.known.append(prompt)
 
     @precondition(lambda self: self.scheduler.has_work)
-    @rule(num_steps=st.integers(1, 40))
-    def steps(self, num_steps):
+    @rule(num_steps=st.integers(1, 40), is_ahead=st.booleans())
+    def steps(self, num_steps, is_ahead):
         for _ in range(num_steps):
-            plan = self.scheduler.schedule()
-            check(self.cache)
             if not self.scheduler.has_work:
                 return
+            plan = self.loop.step(is_ahead=is_ahead)
             assert plan.sequences, "work, but no plan"
-            self.scheduler.update(plan, self.runner.run(plan))
-            check(self.cache)
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(was_run=st.booleans())
     def cut_short(self, was_run):
         """A step whose outcome never comes in, whatever it has written."""
-        plan = self.scheduler.schedule()
-        if was_run:
-            self.runner.run(plan)
+        if self.loop.under_way is not None:
+            plan, _ = self.loop.under_way
+            self.loop.under_way = None
+        else:
+            plan = self.scheduler.schedule()
+            if was_run:
+                self.runner.run(plan)
         self.scheduler.retract(plan)
         check(self.cache)
 
@@ -113,6 +124,8 @@ class Machine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         was_over = request.finish_reason is not None
         assert (self.scheduler.finish(request.id, FinishReason.ABORT) is None) == was_over
+        if not self.scheduler.has_work:
+            self.loop.drain()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -184,6 +197,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "cache"):
             return
+        self.loop.drain()
         run_all(self.scheduler, self.runner)
         for request in self.requests:
             assert request.finish_reason is not None

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -22,15 +21,27 @@ def test_every_metric_of_the_dashboard_exists(client, http):
     assert used - exposed <= {"milepost:checkpoints_evicted_total"}, "its labels come with a cause"
 
 
+def examples():
+    """The curl commands of the documentation and of the README, as they are printed there."""
+    pages = [(DOCS / "server.md").read_text(), (DOCS.parent / "README.md").read_text()]
+    blocks = [block for page in pages for block in re.split(r"^```\w*\n", page, flags=re.M)[1::2]]
+    return [c for b in blocks for c in re.findall(r"^curl .*?(?=^curl|\Z)", b, re.DOTALL | re.M)]
+
+
 def test_the_curl_examples_work_as_printed(tmp_path):
-    text = (DOCS / "server.md").read_text()
-    block = re.search(r"## Try it\n\n```\n(.*?)```", text, re.DOTALL).group(1)
-    commands = re.split(r"\n\n(?=curl)", block.strip())
-    assert len(commands) == 4
+    commands = examples()
+    assert len(commands) == 5
     with serving(None, "--served-model-name", "milepost-tiny") as server:
         for command in commands:
-            words = shlex.split(command.replace("http://127.0.0.1:8000", server.url))
-            done = subprocess.run([*words, "-sS", "-f"], capture_output=True, text=True)
+            line = command.strip().replace("http://127.0.0.1:8000", server.url)
+            done = subprocess.run(["bash", "-c", f"{line} -sSf"], capture_output=True, text=True)
             assert done.returncode == 0, (command, done.stderr)
             assert done.stdout
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_the_client_example_works_as_printed(capsys):
+    (example,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "server.md").read_text(), re.S | re.M)
+    with serving(None, "--served-model-name", "milepost-tiny") as server:
+        exec(example.replace("http://127.0.0.1:8000", server.url), {})
+    assert "cached_tokens=" in capsys.readouterr().out

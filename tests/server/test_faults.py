@@ -56,6 +56,16 @@ def test_a_killed_engine_fails_its_streams_and_ends_the_server(folder):
     assert any("killed by signal 9" in line for line in server.log)
 
 
+def test_an_engine_that_hangs_is_given_up(folder):
+    with serving(folder, "--step-timeout-s", "2") as server, server.client() as client:
+        stream = streaming(client)
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        with pytest.raises(openai.APIError, match="no sign of life for 2 seconds"):
+            list(stream)
+        assert server.process.wait(DEADLINE_S) == 1
+    assert any("no sign of life" in line for line in server.log)
+
+
 def _expect_unavailable(server):
     response = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S)
     assert response.status_code == 503
@@ -78,6 +88,49 @@ def test_a_signal_lets_short_requests_finish_and_fails_long_ones(folder, number)
         assert server.process.wait(DEADLINE_S) == 0
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
+
+
+def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):
+    """Most of the requests wait for a place when the signal comes."""
+
+    async def streamed(http, body, begun):
+        async with http.stream(
+            "POST", "/v1/completions", json={**body, "stream": True}
+        ) as response:
+            begun.append(response.status_code)
+            lines = [line async for line in response.aiter_lines() if line]
+        return lines[-1].removeprefix("data: ")
+
+    async def all_of_them(server):
+        begun = []
+        limits = httpx.Limits(max_connections=None)
+        options = {"base_url": server.url, "timeout": DEADLINE_S, "limits": limits}
+        async with httpx.AsyncClient(**options) as http:
+            short = {**LONG, "max_tokens": 8}
+            streams = [streamed(http, short, begun) for _ in range(12)]
+            streams += [streamed(http, LONG, begun) for _ in range(28)]
+            waiting = asyncio.gather(
+                *streams, *(http.post("/v1/completions", json=LONG) for _ in range(8))
+            )
+            while len(begun) < 40:
+                await asyncio.sleep(0)
+            server.process.send_signal(signal.SIGTERM)
+            ends = await waiting
+        return ends[:40], ends[40:]
+
+    with serving(folder, "--shutdown-timeout-s", "3") as server:
+        streams, whole = asyncio.run(all_of_them(server))
+        assert server.process.wait(DEADLINE_S) == 0
+    finished = [end for end in streams if end == "[DONE]"]
+    errors = [json.loads(end)["error"] for end in streams if end != "[DONE]"]
+    assert finished
+    assert len(errors) >= 28 - 8
+    assert all("shut down" in error["message"] for error in errors)
+    for response in whole:
+        assert response.status_code == 503
+        assert "shut" in response.json()["error"]["message"]
+    lines = [json.loads(line) for line in server.log if line.startswith("{")]
+    assert len([line for line in lines if line["path"] == "/v1/completions"]) == 48
 
 
 def test_a_client_that_never_reads_is_dropped(folder):

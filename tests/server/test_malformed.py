@@ -58,8 +58,11 @@ def test_a_body_that_says_it_is_something_else(http):
 
 
 def test_paths_and_methods(http):
-    assert http.get("/nothing").json()["error"]["code"] == 404
-    assert http.get("/v1/completions").status_code == 405
+    nothing = http.get("/nothing").json()["error"]
+    assert (nothing["code"], nothing["message"][:23]) == (404, "there is no /nothing he")
+    wrong = http.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert "use POST" in wrong.json()["error"]["message"]
     assert http.get("/v1/models/other").json()["error"]["param"] == "model"
 
 

@@ -169,27 +169,20 @@ class Cache:
         if match.checkpoint is not None:
             self.stats.checkpoints_used += 1
             self.reclaimer.used(match.checkpoint, end)
-            for page in self._tail_to_copy(match):
+            for page in _tail(match):
                 self.reclaimer.rank_page(page)
 
     def _pin(self, match: Match) -> None:
         self.pages.pin(node.page for node in match.path.nodes)
         if match.checkpoint is not None:
             self.slots.pool.pin((match.checkpoint.slot,))
-            self.pages.pin(self._tail_to_copy(match))
+            self.pages.pin(_tail(match))
 
     def _unpin(self, match: Match) -> None:
         self.pages.unpin(node.page for node in match.path.nodes)
         if match.checkpoint is not None:
             self.slots.pool.unpin((match.checkpoint.slot,))
-            self.pages.unpin(self._tail_to_copy(match))
-
-    def _tail_to_copy(self, match: Match) -> tuple[int, ...]:
-        """The tail page, if the resume needs its KV: not when a matching full page covers it."""
-        checkpoint = match.checkpoint
-        if checkpoint is None or checkpoint.tail_page is None:
-            return ()
-        return (checkpoint.tail_page,) if checkpoint.position > match.kv_length else ()
+            self.pages.unpin(_tail(match))
 
     def _can_take_over(self, checkpoint: Checkpoint | None, fresh: int) -> bool:
         """Whether using up the (pinned) checkpoint itself makes the room that is missing."""
@@ -205,14 +198,19 @@ class Cache:
         """Build the lease of a pinned match for which there is room."""
         chain, checkpoint = match.path.chain, match.checkpoint
         table = [node.page for node in match.path.nodes]
-        tail = self._tail_to_copy(match)
+        pinned = tail = _tail(match)
         slot_in = slot_out = checkpoint.slot if checkpoint else ZERO_SLOT
+        if match.state_length <= match.kv_length:
+            tail = ()  # a full page that matches has its KV
         if takes_over:
             assert checkpoint is not None
             self.reclaimer.evict_checkpoint(checkpoint, "taken")
             if tail and not self.pages.cached_refs(tail[0]):
                 table.extend(tail)
-                tail = ()
+                pinned = tail = ()
+            elif not tail:
+                self.pages.unpin(pinned)
+                pinned = ()
         else:
             slot_out = self.reclaimer.allocate_slot()
         first_fresh = len(table)
@@ -221,7 +219,6 @@ class Cache:
         if tail:
             tokens = match.state_length % self.page_size
             copy = PageCopy(source=tail[0], target=table[first_fresh], num_tokens=tokens)
-        junctions = (match.junction,) if match.junction else ()
         return Lease(
             chain=chain,
             report=match.report,
@@ -234,11 +231,12 @@ class Cache:
             slot_out=slot_out,
             source=checkpoint if not takes_over else None,
             page_copy=copy,
+            pinned_tail=pinned,
             end=end,
             deepest_state=match.state_length,
             facts=Facts(
                 prompt_length=len(chain),
-                junctions=junctions,
+                junctions=match.junctions,
                 block_size=self.block_size,
                 new_from=match.kv_length,
                 grid=self.grid,
@@ -318,10 +316,10 @@ class Cache:
 
     def _end_reading(self, lease: Lease) -> None:
         """Unpin the checkpoint that the first step has read."""
-        if lease.page_copy is not None:
-            self.pages.unpin((lease.page_copy.source,))
-            self.reclaimer.rank_page(lease.page_copy.source)
-            lease.page_copy = None
+        self.pages.unpin(lease.pinned_tail)
+        for page in lease.pinned_tail:
+            self.reclaimer.rank_page(page)
+        lease.pinned_tail, lease.page_copy = (), None
         if lease.source is not None:
             self.slots.pool.unpin((lease.source.slot,))
             self.reclaimer.rank_checkpoint(lease.source)
@@ -361,3 +359,11 @@ class Cache:
         self.reclaimer.evict_everything()
         self.tree.forget_ghosts()
         return True
+
+
+def _tail(match: Match) -> tuple[int, ...]:
+    """The tail page of the checkpoint to resume from, if it has one."""
+    checkpoint = match.checkpoint
+    if checkpoint is None or checkpoint.tail_page is None:
+        return ()
+    return (checkpoint.tail_page,)

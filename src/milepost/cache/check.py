@@ -103,8 +103,7 @@ def _expected_pages(
     for lease in cache.leases:
         live.update(lease.page_table)
         live.update(lease.duplicates)
-        if lease.page_copy is not None:
-            live[lease.page_copy.source] += 1
+        live.update(lease.pinned_tail)
     cached = Counter(node.page for node in cache.tree.nodes.values())
     cached.update(c.tail_page for c in checkpoints if c.tail_page is not None)
     return live, cached

@@ -7,7 +7,7 @@ from itertools import islice
 from milepost.cache.chain import Chain, common_tokens
 from milepost.cache.kinds import LayerKind, Path, longest_usable
 from milepost.cache.links import MAX_TAILS_COMPARED
-from milepost.cache.placement import floor
+from milepost.cache.placement import MAX_ROUNDED_OFF, floor
 from milepost.cache.plans import Match
 from milepost.cache.report import CacheReport, Lost, Seen, explain
 from milepost.cache.tree import Checkpoint, Tree
@@ -41,16 +41,25 @@ class Finder:
         path = Path(chain, self._tree.roots.get(chain.root), nodes)
         position = longest_usable(self._kinds, path, limit) if self._enabled else 0
         checkpoint = path.deepest_checkpoint(position) if position else None
-        junction = floor(min(path.kv_length, last), self._grid)
+        resident = path.kv_length + self._tokens_past_nodes(path) if self._enabled else 0
         num_seen = self._tree.ghost_depth(chain, len(nodes)) if self._enabled else 0
         return Match(
             path=path,
             checkpoint=checkpoint,
-            junction=junction if junction > position else 0,
+            junctions=self._junctions(min(resident, last), position),
             num_seen=num_seen,
-            report=self._report(path, position, num_seen),
+            report=self._report(path, position, resident, num_seen),
             version=version,
         )
+
+    def _junctions(self, shared: int, position: int) -> tuple[int, ...]:
+        """Where to keep the state of what is shared with others and lies behind the state that
+        there is: on the grid, and at its very end where the grid would give up too much of it.
+        """
+        on_grid = floor(shared, self._grid)
+        found = (on_grid,) if on_grid > position else ()
+        is_short = shared - max(on_grid, position) > shared * MAX_ROUNDED_OFF
+        return (*found, shared) if is_short else found
 
     def source(self, chain: Chain) -> Checkpoint | None:
         """The checkpoint that a prompt would resume from."""
@@ -60,14 +69,13 @@ class Finder:
         position = longest_usable(self._kinds, path, len(chain) - 1)
         return path.deepest_checkpoint(position) if position else None
 
-    def _report(self, path: Path, reused: int, num_seen: int) -> CacheReport:
+    def _report(self, path: Path, reused: int, resident: int, num_seen: int) -> CacheReport:
         num_tokens = len(path.chain)
         if not self._enabled:
             lost = {Lost.DISABLED: num_tokens}
             return CacheReport(
                 prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
             )
-        resident = path.kv_length + self._tokens_past_nodes(path)
         salt_depth = self._tree.other_salt_depth(path.chain, num_seen)
         seen = Seen(
             reused=reused,

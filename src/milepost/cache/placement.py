@@ -1,7 +1,8 @@
 """Where a prefill keeps states: pure functions from facts about a prompt to export positions.
 
-Every position is on the grid. A policy answers for one prefill chunk (start, end] at a time,
-because `align` depends on where chunks end; the positions of `auto` and `all` do not.
+Positions are on the grid, but for marks and junctions that it would round off too far. A policy
+answers for one prefill chunk (start, end] at a time, because `align` depends on where chunks end;
+the positions of `auto` and `all` do not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ GRID = 64
 SPARSE = 8192
 """Distance of the states that are kept inside a long prompt, where there is nothing better to keep.
 """
+
+MAX_ROUNDED_OFF = 0.1
+"""Share of a prefix that rounding its end to the grid may give up: a state off the grid costs a
+short chunk of its own, and is worth it for short prefixes alone."""
 
 Mode = Literal["auto", "none", "align", "all"]
 
@@ -55,6 +60,14 @@ def floor(position: int, step: int = GRID) -> int:
     return position - position % step
 
 
+def rounded(position: int, step: int = GRID) -> int:
+    """The position on the grid that is kept for `position`, or itself where that would give up too
+    much of it.
+    """
+    on_grid = floor(position, step)
+    return position if position - on_grid > position * MAX_ROUNDED_OFF else on_grid
+
+
 def place_none(_facts: Facts, _start: int, _end: int) -> dict[int, Kind]:
     """Keep nothing."""
     return {}
@@ -76,13 +89,14 @@ def place_auto(facts: Facts, start: int, end: int) -> dict[int, Kind]:
     """Junctions, marks and the prompt's end; in a long prompt sparse states too, which the cache
     may decline. The answer's end needs no export.
     """
-    grid, last = facts.grid, floor(facts.prompt_length - 1, facts.grid)
+    grid, last_token = facts.grid, facts.prompt_length - 1
+    last = floor(last_token, grid)
     step = max(floor(SPARSE, grid), grid)
     first = floor(max(start, facts.new_from), step) + step
     wanted = dict.fromkeys(range(first, min(end, last) + 1, step), Kind.SPARSE)
     wanted |= {last: Kind.PROMPT_END}
-    wanted |= {floor(mark, grid): Kind.MARK for mark in facts.marks}
-    wanted |= {floor(junction, grid): Kind.JUNCTION for junction in facts.junctions}
+    wanted |= {rounded(mark, grid): Kind.MARK for mark in facts.marks if mark <= last_token}
+    wanted |= dict.fromkeys(facts.junctions, Kind.JUNCTION)
     return {p: wanted[p] for p in sorted(wanted) if start < p <= end}
 
 

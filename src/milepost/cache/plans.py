@@ -20,8 +20,8 @@ class Match:
 
     path: Path
     checkpoint: Checkpoint | None
-    junction: int
-    """Grid position behind which a state is missing although KV is there; 0 if there is none."""
+    junctions: tuple[int, ...]
+    """Positions behind which a state is missing although KV is there."""
     num_seen: int
     """Pages of the prompt that are resident or were evicted."""
     report: CacheReport
@@ -82,7 +82,9 @@ class Lease:
     source: Checkpoint | None
     """The checkpoint that is read, pinned until the first commit."""
     page_copy: PageCopy | None
-    """Done before the first chunk; its source is pinned until the first commit."""
+    """Done before the first chunk."""
+    pinned_tail: tuple[int, ...]
+    """The tail page of the checkpoint that is read, pinned until the first commit."""
     end: End
     """Where the path ends, for the worth of its checkpoints."""
     deepest_state: int

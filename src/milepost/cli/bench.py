@@ -99,6 +99,11 @@ def _row_head(config: Any, workload: WorkloadConfig) -> dict[str, Any]:
     }
 
 
+def _or_unknown(value: float | None) -> str:
+    """What the server did not tell is no zero."""
+    return "unknown" if value is None else str(value)
+
+
 def _table(row: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "p50", "p90", "p99", "mean"):
@@ -112,11 +117,12 @@ def _table(row: dict[str, Any]) -> Table:
     for key, label in names.items():
         if row[key]:
             table.add_row(label, *(f"{row[key][p]:.1f}" for p in ("p50", "p90", "p99", "mean")))
-    share = f"{row['hit_rate']:.1%}" if row["hit_rate"] is not None else "unknown"
+    share = "unknown" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}"
     table.add_row()
     table.add_row(f"{row['requests']} requests, {row['failed']} failed, {row['seconds']:.1f} s")
-    table.add_row(f"{row['requests_per_s']} requests/s, {row['output_tokens_per_s']} tokens/s out")
-    table.add_row(f"{share} of {row['prompt_tokens']} prompt tokens from the cache")
+    rate, prompt = (_or_unknown(row[key]) for key in ("output_tokens_per_s", "prompt_tokens"))
+    table.add_row(f"{row['requests_per_s']} requests/s, {rate} tokens/s out")
+    table.add_row(f"{share} of {prompt} prompt tokens from the cache")
     for error in row["errors"]:
         table.add_row(error)
     return table

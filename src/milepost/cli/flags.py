@@ -43,10 +43,12 @@ class Flags(Generic[C]):
 
     def build(self, values: Mapping[str, Any]) -> C:
         """The dataclass from a call's values by parameter name; raises what it raises."""
+        return self.config(**self.given(values))
+
+    def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The dataclass' fields that a call names, with their values."""
         names = {field.name: self._name(field.name) for field in fields(self.config)}  # type: ignore[arg-type]
-        return self.config(
-            **{field: values[name] for field, name in names.items() if name in values}
-        )
+        return {field: values[name] for field, name in names.items() if name in values}
 
     def _name(self, field: str) -> str:
         return self.renamed.get(field, field)

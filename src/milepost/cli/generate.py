@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TextIO
 
@@ -34,6 +35,9 @@ class Engine(Protocol):
 
     def get_tokenizer(self) -> Any:
         """The tokenizer; None with skip_tokenizer_init."""
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds for flags that are not given."""
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
         """Outputs of one prompt: a string, or {"prompt_token_ids": [...]}."""
@@ -84,12 +88,14 @@ def generate_command(
         Prompts come as arguments, from files, or from standard input. Answers go to standard
         output as they are made; reports go to standard error.
         """
-        params, config = SAMPLING.build(settings), ENGINE.build(settings)
+        SAMPLING.build(settings)  # a mistake shows before the weights are loaded
+        config = ENGINE.build(settings)
         _check(system, chat, repeat, config)
         texts = _read_prompts(prompts, prompt_file or [], stdin)
         _log_to_stderr(verbose or not config.disable_log_stats)
         with screen.waiting(f"loading {config.model or 'the embedded model'}"):
             engine = open_engine(config)
+        params = replace(engine.get_default_sampling_params(), **SAMPLING.given(settings))
         ask = _asking(engine, params, system, chat)
         visible = text_of if engine.get_tokenizer() and params.detokenize else ids_of
         shown = []

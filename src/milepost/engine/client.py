@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 2**18
 STOP_S = 5.0
 """How long the process may take to end before it is killed."""
+WATCHES = 4
+"""So many times in `step_timeout_s` the engine is asked for a sign of life."""
 
 
 class Stream:
@@ -125,8 +127,9 @@ def _joined_delta(first: Delta, second: Delta) -> Delta:
 class EngineClient:
     """One engine process. `await start()` before anything else, `await close()` at the end.
 
-    `max_waiting` bounds the answers that are accepted beyond the `max_num_seqs` that can run.
-    `on_death` is called once if the engine ends by itself.
+    `max_waiting` bounds the answers that are accepted beyond the `max_num_seqs` that can run. An
+    engine that gives no sign of life for `step_timeout_s` is killed (None: it is waited for).
+    `on_death` is called once if the engine ends by itself, or is killed.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class EngineClient:
         config: EngineConfig,
         *,
         max_waiting: int = 1024,
+        step_timeout_s: float | None = None,
         on_death: Callable[[str], None] = lambda _: None,
         make_engine: Callable[..., Any] | None = None,
     ) -> None:
@@ -142,12 +146,15 @@ class EngineClient:
         self.num_in_flight = 0
         self.death: str | None = None
         self.info: Ready
+        self._step_timeout_s = step_timeout_s
         self._on_death = on_death
         self._make_engine = make_engine
         self._streams: dict[int, Stream] = {}
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._num_ids = 0
         self._is_closing = False
+        self._has_heard = False
+        self._hang = ""
 
     async def start(self) -> Ready:
         """Start the process and wait until it is ready.
@@ -173,6 +180,7 @@ class EngineClient:
         self.info = first
         self._handle_all(rest)
         self._reading = asyncio.create_task(self._read())
+        self._watching = asyncio.create_task(self._watch())
         return first
 
     @property
@@ -228,6 +236,7 @@ class EngineClient:
         if self._is_closing:
             return
         self._is_closing = True
+        self._watching.cancel()
         if self.death is None:
             self._send(Stop())
         await self._end_process()
@@ -275,6 +284,7 @@ class EngineClient:
         reason = ""
         try:
             while data := await self._reader.read(READ_BYTES):
+                self._has_heard = True
                 for message in self._frames.feed(data):
                     if isinstance(message, Died):
                         reason = message.message
@@ -285,9 +295,27 @@ class EngineClient:
             reason = f"the engine process sent what is no message: {error}"
             self._process.kill()
         if not self._is_closing:
-            await self._die(reason)
+            await self._die(self._hang or reason)
+
+    async def _watch(self) -> None:
+        """Kill an engine whose step does not end.
+
+        Questions are answered between steps. Silence is counted in whole waits: time in which this
+        process slept as well is no sign of a hang.
+        """
+        limit, num_silent = self._step_timeout_s, 0
+        if limit is None:
+            return
+        while num_silent < WATCHES:
+            self._has_heard = False
+            self._send(Ask(id=self._next_id(), what="alive"))
+            await asyncio.sleep(limit / WATCHES)
+            num_silent = 0 if self._has_heard else num_silent + 1
+        self._hang = f"the engine gave no sign of life for {limit:g} seconds and was killed"
+        self._process.kill()
 
     async def _die(self, reason: str) -> None:
+        self._watching.cancel()
         await asyncio.to_thread(self._process.join, STOP_S)
         self.death = reason or f"the engine process ended: {_ending(self._process.exitcode)}"
         logger.error("%s", self.death)

@@ -19,7 +19,7 @@ from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Answer, Job, Prompt, feed_text
 from milepost.engine.setup import Parts, build
 from milepost.errors import EngineDeadError, InvalidRequestError
-from milepost.runner.runner import RunnerOutput
+from milepost.runner.runner import Flight, RunnerOutput
 from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.plans import StepPlan
@@ -37,9 +37,12 @@ class Engine:
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
         self.max_model_len = parts.max_model_len
         self.vocab_size = parts.vocab_size
+        self.sampling_defaults = parts.sampling_defaults
         self._end_token_ids = parts.end_token_ids
         self._answers: dict[str, tuple[Job, Answer]] = {}
         self._guides: Guides | None = None
+        self._runs_ahead = parts.runs_ahead
+        self._under_way: Flight | None = None
         self._num_requests = 0
         self._death: BaseException | None = None
 
@@ -63,6 +66,10 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
         """Queue a prompt. Raises InvalidRequestError, and then nothing has changed."""
         self.check(prompt, params)
+        return self.queue(prompt, params, priority=priority)
+
+    def queue(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
+        """Queue a prompt that `check` has let pass."""
         number = self._num_requests
         self._num_requests += 1
         job = Job(id=str(number), prompt=prompt, params=params)
@@ -85,6 +92,8 @@ class Engine:
         for answer in job.answers:
             self.scheduler.finish(answer.request.id, FinishReason.ABORT)
             answer.text.flush()
+        if not self.has_work:
+            self._drain()
 
     def step(self) -> list[Job]:
         """Run one step; gives the jobs that have new tokens, in the order in which they were added.
@@ -94,18 +103,19 @@ class Engine:
         computed again by the steps that follow.
         """
         self._check_alive()
-        with self._fatal(BaseException):
-            plan = self.scheduler.schedule()
-            assert plan.sequences or not self.has_work, "a step with work to do does some of it"
-        if not plan.sequences:
+        flight = self._under_way or self._start()
+        if flight is None:
             return []
-        with self._fatal(Exception):
-            output = self._run(plan)
+        with self._retracting(flight.plan):
+            self._under_way = self._start_ahead(flight)
+            output = self.runner.collect(flight)
         with self._fatal(BaseException):
-            jobs = self._take(plan, output)
+            jobs = self._take(flight.plan, output)
         for job in jobs:
             if job.is_finished:
                 self._forget(job)
+        if not self.has_work:
+            self._drain()
         return jobs
 
     def reset_prefix_cache(self) -> bool:
@@ -151,20 +161,55 @@ class Engine:
                 raise
             raise EngineDeadError(f"the step loop failed: {error!r}") from error
 
-    def _run(self, plan: StepPlan) -> RunnerOutput:
-        """Run the model; an interruption leaves half-written states, so the step is taken back."""
-        try:
-            return self.runner.run(plan, self._sampling_rows(plan))
-        except (KeyboardInterrupt, SystemExit):
-            self.scheduler.retract(plan)
-            raise
+    def _start(self) -> Flight | None:
+        """Plan a step and launch it; None if there is nothing to do."""
+        with self._fatal(BaseException):
+            plan = self.scheduler.schedule()
+            assert plan.sequences or not self.has_work, "a step with work to do does some of it"
+        if not plan.sequences:
+            return None
+        with self._retracting(plan):
+            return self.runner.launch(plan, self._sampling_rows(plan))
+
+    def _start_ahead(self, flight: Flight) -> Flight | None:
+        """Launch the step behind one that is under way, if it is known without its tokens."""
+        if not self._runs_ahead:
+            return None
+        answers = [self._answers.get(s.request.id) for s in flight.plan.sequences]
+        if any(known and known[1].needs_last_token(known[0].params) for known in answers):
+            return None
+        plan = self.scheduler.follow(flight.plan)
+        if plan is None:
+            return None
+        return self.runner.launch(plan, self._sampling_rows(plan), before=flight)
+
+    def _drain(self) -> None:
+        """Take the outcome of a step that turned out to be for nothing: every answer is over."""
+        flight, self._under_way = self._under_way, None
+        if flight is not None:
+            with self._fatal(BaseException):
+                self.scheduler.update(flight.plan, self.runner.collect(flight).result)
+
+    @contextmanager
+    def _retracting(self, plan: StepPlan) -> Iterator[None]:
+        """An interruption leaves half-written states, so the step and what follows it is taken
+        back; a failure is the engine's death.
+        """
+        with self._fatal(Exception):
+            try:
+                yield
+            except (KeyboardInterrupt, SystemExit):
+                self._under_way = None
+                self.scheduler.retract(plan)
+                raise
 
     def _sampling_rows(self, plan: StepPlan) -> dict[str, SamplingRow]:
         rows = {}
         for sequence in plan.sequences:
             if sequence.samples:
                 job, answer = self._answers[sequence.request.id]
-                rows[sequence.request.id] = answer.sampling_row(job.params)
+                ahead = int(sequence.is_ahead)
+                rows[sequence.request.id] = answer.sampling_row(job.params, num_ahead=ahead)
         return rows
 
     def _take(self, plan: StepPlan, output: RunnerOutput) -> list[Job]:

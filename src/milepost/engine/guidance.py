@@ -20,6 +20,9 @@ from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 
 MAX_GRAMMAR_LEN = 2**18
+JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
+"""For JSON schemas: white space as people write it, but an end to it, which a small model does not
+always find."""
 
 
 def llguidance() -> Any:
@@ -40,7 +43,7 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     if wanted.json is not None:
         schema = wanted.json
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return matcher.grammar_from_json_schema(text)
+        return matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
     if wanted.regex is not None:
         return matcher.grammar_from_regex(wanted.regex)
     if wanted.grammar is not None:

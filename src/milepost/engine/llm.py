@@ -102,6 +102,11 @@ class LLM:
         """The tokenizer; None with skip_tokenizer_init."""
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a prompt without sampling parameters gets: the checkpoint's own defaults, unless
+        generation_config="none"."""
+        return SamplingParams(**self.llm_engine.sampling_defaults)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages and states; False while requests are running."""
         return self.llm_engine.reset_prefix_cache()
@@ -131,19 +136,25 @@ class LLM:
             {"prompt_token_ids": rendered.token_ids, "cache_marks": marks, **salt}, tokenizer
         )
 
+    def _spread(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        default = self.get_default_sampling_params() if params is None else params
+        return _spread(default, num_prompts)
+
     def _run(
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = _spread(sampling_params, len(prompts))
+        params = self._spread(sampling_params, len(prompts))
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
                 self.llm_engine.check(prompt, own)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
-        jobs = [self.llm_engine.add(*pair) for pair in zip(prompts, params, strict=True)]
+        jobs = [self.llm_engine.queue(*pair) for pair in zip(prompts, params, strict=True)]
         self._finish(jobs, use_tqdm)
         if not self.llm_engine.config.disable_log_stats:
             self._log_stats()
@@ -165,7 +176,7 @@ class LLM:
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> Iterator[RequestOutput]:
-        (params,) = _spread(sampling_params, 1)
+        (params,) = self._spread(sampling_params, 1)
         self.llm_engine.check(prompt, params)
         return self._outputs(prompt, params)
 
@@ -214,11 +225,11 @@ def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
 
 
 def _spread(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
     """One set of parameters for each prompt."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
         raise InvalidRequestError(f"sampling_params={params!r}: use SamplingParams(...), or a list")
     if len(params) != num_prompts:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from milepost.config import EngineConfig
+from milepost.engine import heap
 from milepost.engine.core import Engine
 from milepost.engine.requests import Answer, Job
 from milepost.engine.wire import (
@@ -42,6 +43,8 @@ from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 2**18
+REST_S = 1.0
+"""So long after its last step the engine counts as idle."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,13 +126,23 @@ class Loop:
         self._by_job: dict[Job, _Task] = {}
         self._queued: dict[int, _Task] = {}
         self._is_open = True
+        self._has_rested = True
 
     def run(self) -> None:
         """Serve until Stop, or until the client is gone. Raises EngineDeadError."""
         while self._is_open:
-            self._receive(wait=not self._engine.has_work)
+            is_idle = not self._engine.has_work
+            if is_idle and not self._has_rested:
+                self._rest()
+            self._receive(wait=is_idle)
             if self._is_open and self._engine.has_work:
                 self._step()
+
+    def _rest(self) -> None:
+        """Give memory back, unless something comes soon."""
+        if not select.select([self._socket], [], [], REST_S)[0]:
+            heap.give_back()
+            self._has_rested = True
 
     def _receive(self, *, wait: bool) -> None:
         """Handle what has arrived; with `wait`, until there is something."""
@@ -172,11 +185,14 @@ class Loop:
     def _answer(self, ask: Ask) -> Reply:
         if ask.what == "reset_prefix_cache":
             return Reply(id=ask.id, done=self._engine.reset_prefix_cache())
-        assert ask.what == "metrics", f"no such question: {ask.what!r}"
-        return Reply(id=ask.id, metrics=self._engine.get_metrics())
+        if ask.what == "metrics":
+            return Reply(id=ask.id, metrics=self._engine.get_metrics())
+        assert ask.what == "alive", f"no such question: {ask.what!r}"
+        return Reply(id=ask.id)
 
     def _step(self) -> None:
         start = time.monotonic()
+        self._has_rested = False
         jobs = self._engine.step()
         self._note_admissions(start)
         tasks = [self._by_job[job] for job in jobs]
@@ -211,6 +227,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable = Engi
     """The process: build the engine, say how that went, serve. Exit status 1 after a failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    heap.bound_plans()
     with sock:
         try:
             engine = make_engine(config)
@@ -236,4 +253,5 @@ def _ready(engine: Engine) -> Ready:
         page_size=cache.page_size,
         num_pages=cache.pages.total,
         num_slots=cache.slots.pool.total,
+        sampling_defaults=dict(engine.sampling_defaults),
     )

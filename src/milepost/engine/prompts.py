@@ -4,9 +4,11 @@ all is checked.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.requests import Prompt
@@ -52,7 +54,30 @@ def check_prompt(
     length = len(prompt.token_ids)
     if not length:
         raise InvalidRequestError("the prompt is empty: use one token or more")
-    for index, token in enumerate(prompt.token_ids):
+    if not _are_ids(prompt.token_ids, vocab_size):
+        _refuse_first(prompt.token_ids, vocab_size)
+    if length >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {length} tokens, and max_model_len={max_model_len} leaves no room for "
+            f"an answer: shorten it to {max_model_len - 1} or raise max_model_len"
+        )
+    _check_marks(prompt.cache_marks, length, max_cache_marks)
+
+
+def _are_ids(token_ids: Sequence[Any], vocab_size: int) -> bool:
+    """Whether all are plain integers within the vocabulary; looks at long prompts fast."""
+    if set(map(type, token_ids)) != {int}:
+        return False
+    try:
+        packed = array("I", token_ids)
+    except OverflowError:
+        return False
+    return int(np.frombuffer(packed, dtype=np.uint32).max()) < vocab_size
+
+
+def _refuse_first(token_ids: Sequence[Any], vocab_size: int) -> None:
+    """Raise for the first that is no token id."""
+    for index, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, int):
             raise InvalidRequestError(f"prompt_token_ids[{index}]={token!r}: use integers")
         if not 0 <= token < vocab_size:
@@ -60,12 +85,6 @@ def check_prompt(
                 f"prompt_token_ids[{index}]={token}: the vocabulary has {vocab_size} tokens, "
                 f"use ids from 0 to {vocab_size - 1}"
             )
-    if length >= max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {length} tokens, and max_model_len={max_model_len} leaves no room for "
-            f"an answer: shorten it to {max_model_len - 1} or raise max_model_len"
-        )
-    _check_marks(prompt.cache_marks, length, max_cache_marks)
 
 
 def _check_marks(marks: Sequence[int], length: int, max_marks: int) -> None:

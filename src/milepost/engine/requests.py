@@ -47,11 +47,17 @@ class Answer:
     guide: Guide | None = None
     """Keeps the answer to a form, if one was asked for."""
 
-    def sampling_row(self, params: SamplingParams) -> SamplingRow:
-        """What the choice of the next token depends on."""
+    def needs_last_token(self, params: SamplingParams) -> bool:
+        """Whether the choice of a token depends on the one before other than through the model."""
+        return params.has_penalties or self.guide is not None
+
+    def sampling_row(self, params: SamplingParams, *, num_ahead: int = 0) -> SamplingRow:
+        """What the choice of the next token depends on; `num_ahead` tokens before it are not known
+        yet.
+        """
         request = self.request
         prompt = request.chain.tokens[: request.num_prompt_tokens]
-        is_below_min = request.num_output_tokens < params.min_tokens
+        is_below_min = request.num_output_tokens + num_ahead < params.min_tokens
         return SamplingRow(
             params=params,
             prompt_token_ids=prompt if params.repetition_penalty != 1 else (),
@@ -59,6 +65,7 @@ class Answer:
             seed=self.seed,
             suppressed_ids=sorted(request.stop_token_ids) if is_below_min else (),
             constrain=self.guide.constrain if self.guide is not None else None,
+            num_ahead=num_ahead,
         )
 
     def add_logprobs(

@@ -7,6 +7,7 @@ request.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.cache import Cache
 from milepost.config import DType, EngineConfig
-from milepost.engine.tokenizer import end_token_ids, load_tokenizer
+from milepost.engine.generation_config import end_token_ids, sampling_defaults
+from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
+from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
 from milepost.runner.memory import PoolSizes, free_bytes, split
+from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape, allocate
 from milepost.runner.runner import Runner
 from milepost.scheduler.scheduler import Scheduler
@@ -37,8 +41,12 @@ class Parts:
     runner: Runner
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, int | float]
+    """Fields of SamplingParams for requests that do not set them."""
     vocab_size: int
     max_model_len: int
+    runs_ahead: bool = False
+    """Whether a step is launched before the tokens of the one before are read."""
 
 
 def build(config: EngineConfig) -> Parts:
@@ -59,7 +67,11 @@ def build(config: EngineConfig) -> Parts:
     )
     model.pack()
     shape = _pool_shape(config, model)
-    sizes = _pool_sizes(config, shape, device)
+    is_fast = device.type == "cuda" and has_fast_kernels(model)
+    activations = 0
+    if is_fast:
+        activations = measure_activations(model, shape, config.max_num_batched_tokens)
+    sizes = _pool_sizes(config, shape, device, activations)
     max_model_len = _max_model_len(config, model, sizes)
     cache = Cache(
         num_pages=sizes.num_pages,
@@ -70,18 +82,32 @@ def build(config: EngineConfig) -> Parts:
     )
     pools = allocate(shape, num_pages=sizes.num_pages, num_slots=sizes.num_slots, device=device)
     _log_memory(shape, sizes, config.page_size)
+    kind = DeviceExecutor if is_fast else PlainExecutor
+    executor = kind(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len)
+    if is_fast and not config.enforce_eager:
+        executor.capture(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
     return Parts(
         scheduler=Scheduler(
             cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         ),
-        runner=Runner(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len),
+        runner=Runner(executor, pools, num_slots=sizes.num_slots),
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(folder, tokenizer),
+        sampling_defaults=sampling_defaults(folder, config.generation_config),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
+        runs_ahead=_runs_ahead(config, device),
     )
+
+
+def _runs_ahead(config: EngineConfig, device: torch.device) -> bool:
+    """Steps overlap by default where the host would otherwise wait for the device."""
+    return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
 def _device(name: str) -> torch.device:
@@ -116,12 +142,17 @@ def _pool_shape(config: EngineConfig, model: HybridModel) -> PoolShape:
     )
 
 
-def _pool_sizes(config: EngineConfig, shape: PoolShape, device: torch.device) -> PoolSizes:
+def _pool_sizes(
+    config: EngineConfig, shape: PoolShape, device: torch.device, activations: int
+) -> PoolSizes:
     """What was asked for, and for the rest what the memory gives."""
     num_pages, num_slots = config.num_pages, config.num_slots
     if num_pages is None or num_slots is None:
         budget = free_bytes(
-            device, utilization=config.gpu_memory_utilization, cpu_cache_gib=config.cpu_cache_gib
+            device,
+            utilization=config.gpu_memory_utilization,
+            activations=activations,
+            cpu_cache_gib=config.cpu_cache_gib,
         )
         sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
         num_pages = num_pages or sizes.num_pages

@@ -48,7 +48,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question that is answered between steps: `metrics` or `reset_prefix_cache`."""
+    """A question that is answered between steps: `metrics`, `reset_prefix_cache` or `alive`."""
 
     id: int
     what: str
@@ -73,6 +73,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     page_size: int
     num_pages: int
     num_slots: int
+    sampling_defaults: dict[str, int | float]
+    """Fields of SamplingParams for requests that do not set them."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

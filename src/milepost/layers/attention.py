@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import attention
-from milepost.layers.context import AttentionSpec, BatchContext
+from milepost.layers.context import AttentionSpec, BatchContext, DeviceBatch
 from milepost.layers.layout import BatchLayout
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
@@ -55,7 +55,11 @@ class GatedAttention(nn.Module):
     def spec(self) -> AttentionSpec:
         return AttentionSpec(num_kv_heads=self.shapes.num_kv_heads, head_dim=self.shapes.head_dim)
 
-    def forward(self, hidden: Tensor, ctx: BatchContext, layout: BatchLayout) -> Tensor:
+    def forward(
+        self, hidden: Tensor, ctx: BatchContext | DeviceBatch, layout: BatchLayout
+    ) -> Tensor:
+        if isinstance(ctx, DeviceBatch):
+            return self.out(self._fused(self.qkv_gate(hidden), ctx, layout))
         shapes, pool = self.shapes, ctx.kv[self.index]
         query_key, value, gate = self.qkv_gate(hidden).split(self.sizes, -1)
         query_key = self.norm(query_key.unflatten(-1, (-1, shapes.head_dim)))
@@ -65,6 +69,21 @@ class GatedAttention(nn.Module):
         attention.store(pool, key, value, ctx.kv_write_tokens, ctx.kv_write_slots)
         attended = self._attend(query, pool, ctx.num_decodes, layout)
         return self.out(attended.flatten(1).mul_(gate.sigmoid()))
+
+    def _fused(self, projected: Tensor, batch: DeviceBatch, layout: BatchLayout) -> Tensor:
+        """The same on a GPU, between the projections: [T, N] to [T, H * E]."""
+        pool, scale = batch.kv[self.index], self.shapes.head_dim**-0.5
+        query = attention.prepare(
+            projected,
+            self.norm.scale,
+            self.norm.eps,
+            layout.cosines,
+            layout.sines,
+            pool,
+            batch.step.kv_slots,
+        )
+        gate = projected[:, -self.sizes[2] :]
+        return attention.attend(query, gate, pool, batch.tables, batch.step.attention, scale)
 
     def _attend(self, query: Tensor, pool: Tensor, num_decodes: int, layout: BatchLayout) -> Tensor:
         parts, scale = [], self.shapes.head_dim**-0.5

@@ -11,9 +11,13 @@ longest page table, E exports, W tokens whose KV is written.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.gated_delta.fused import FusedLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +60,7 @@ class RecurrentState:
 class StateExport:
     """Write the state of `sequence` (index in the batch) after exactly `position` tokens to `slot`.
 
-    `position` is a multiple of 64 with start < position <= start + length of that sequence's new
-    tokens.
+    start < position <= start + length of that sequence's new tokens; multiples of 64 are cheapest.
     """
 
     sequence: int
@@ -103,3 +106,45 @@ class BatchContext:
     @property
     def device(self) -> torch.device:
         return self.positions.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """What the fused kernels read of a step: int arrays in numpy, then tensors on the device.
+
+    Sequences stand one behind the other as in `BatchContext`; what lies past the step's own tokens
+    and sequences is padding, which no kernel touches.
+    """
+
+    token_ids: Any
+    """[T] int64"""
+    positions: Any
+    """[T] int32"""
+    kv_slots: Any
+    """[T] int32, page * page_size + offset to which each token's KV is written, -1 for nowhere."""
+    slot_in: Any
+    """[S] int32"""
+    slot_out: Any
+    """[S] int32, -1 for padding."""
+    last_tokens: Any
+    """[S] int64, the tokens behind which is sampled come first."""
+    sources: Any
+    """[S] int64, where a step ahead finds its tokens in the one before."""
+    attention: AttentionItems | None
+    recurrent: FusedLayout | None
+    """None where every sequence decodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch:
+    """One step's batch for the fused kernels."""
+
+    step: StepArrays
+    tables: Tensor
+    """[rows, pages] int32, page tables that the attention items name rows of."""
+    kv: dict[int, Tensor]
+    states: dict[int, RecurrentState]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.step.positions

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels import conv, gated_delta
-from milepost.layers.context import BatchContext, RecurrentSpec, RecurrentState
+from milepost.kernels.gated_delta import fused
+from milepost.layers.context import BatchContext, DeviceBatch, RecurrentSpec, RecurrentState
 from milepost.layers.layout import BatchLayout
 from milepost.layers.linear import Linear
 from milepost.layers.norm import GatedRMSNorm
@@ -78,7 +79,11 @@ class GatedDelta(nn.Module):
             recurrent_shape=(shapes.num_value_heads, shapes.key_dim, shapes.value_dim),
         )
 
-    def forward(self, hidden: Tensor, ctx: BatchContext, layout: BatchLayout) -> Tensor:
+    def forward(
+        self, hidden: Tensor, ctx: BatchContext | DeviceBatch, layout: BatchLayout
+    ) -> Tensor:
+        if isinstance(ctx, DeviceBatch):
+            return self.out(self._fused(self.projection(hidden), ctx))
         mixed, gate, strength, decay = self.projection(hidden).split(self.sizes, -1)
         precise = self.decay_rate.dtype
         beta = strength.to(precise).sigmoid()
@@ -86,6 +91,21 @@ class GatedDelta(nn.Module):
         output = self._mix(mixed, log_decay, beta, ctx, layout)
         output = self.norm(output, gate.unflatten(-1, (-1, self.shapes.value_dim)))
         return self.out(output.flatten(1))
+
+    def _fused(self, projected: Tensor, batch: DeviceBatch) -> Tensor:
+        """The same on a GPU, between the projections: [T, sum(sizes)] to [T, V * W]."""
+        state, step = batch.states[self.index], batch.step
+        weights = fused.MixerWeights(
+            conv=self.conv_weight,
+            decay_rate=self.decay_rate,
+            decay_bias=self.decay_bias,
+            norm=self.norm.weight,
+            norm_eps=self.norm.eps,
+        )
+        common = (projected, weights, state.conv, state.recurrent, step.slot_in, step.slot_out)
+        if step.recurrent is None:
+            return fused.decode(*common)
+        return fused.prefill(*common, step.recurrent)
 
     def _mix(
         self,

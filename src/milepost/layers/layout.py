@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from milepost.kernels import attention, conv, gated_delta
-from milepost.layers.context import BatchContext
+from milepost.layers.context import BatchContext, DeviceBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +21,21 @@ class BatchLayout:
     cosines: Tensor
     """[T, 1, half of the turned dimensions], as are `sines`."""
     sines: Tensor
-    decode_pages: attention.DecodePages | None
-    prefill_pages: tuple[attention.PrefillPages, ...]
-    chunks: gated_delta.ChunkLayout | None
-    windows: conv.ConvLayout | None
+    decode_pages: attention.DecodePages | None = None
+    prefill_pages: tuple[attention.PrefillPages, ...] = ()
+    chunks: gated_delta.ChunkLayout | None = None
+    windows: conv.ConvLayout | None = None
 
 
-def lay_out(ctx: BatchContext, angles: tuple[Tensor, Tensor], num_taps: int) -> BatchLayout:
-    """Lay out one step's batch; `num_taps` is the kernel size of the short convolutions."""
+def lay_out(
+    ctx: BatchContext | DeviceBatch, angles: tuple[Tensor, Tensor], num_taps: int
+) -> BatchLayout:
+    """Lay out one step's batch; `num_taps` is the kernel size of the short convolutions.
+
+    A batch for the fused kernels brings its own layout: only the angles are added to it.
+    """
+    if isinstance(ctx, DeviceBatch):
+        return BatchLayout(cosines=angles[0], sines=angles[1])
     decodes = ctx.num_decodes
     starts, lengths = ctx.starts[decodes:], ctx.lengths[decodes:]
     exports = [(each.sequence - decodes, each.position, each.slot) for each in ctx.exports]

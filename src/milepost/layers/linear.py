@@ -6,9 +6,9 @@ Legend: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from milepost.kernels import linear
 from milepost.layers.parameters import ParameterKind, Placements, place_rows
 
 _PACKED_ROWS = 16
@@ -37,7 +37,7 @@ class Linear(nn.Module):
             return torch.ops.mkldnn._linear_pointwise(
                 hidden, self._packed, self.bias, "none", [], ""
             )
-        return F.linear(hidden, self.weight, self.bias)
+        return linear.multiply(hidden, self.weight, self.bias)
 
     def pack(self) -> None:
         """Arrange the weight for small batches on a CPU, and release it as a parameter.

@@ -6,9 +6,9 @@ Legend: T tokens, H hidden size, I intermediate size.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from milepost.kernels import norm
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind, Placements, fill_matrix, under
 
@@ -23,8 +23,7 @@ class MLP(nn.Module):
         self.down = Linear(size, hidden_size, kind)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(norm.silu_mul(self.gate_up(hidden)))
 
     def placements(self) -> Placements:
         return {

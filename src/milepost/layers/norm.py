@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from milepost.kernels import norm
 from milepost.layers.parameters import ParameterKind, Placement, Placements, place_whole
 
 
@@ -33,6 +34,13 @@ class RMSNorm(nn.Module):
         wide = hidden.to(self.scale.dtype)
         normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps).mul_(self.scale)
         return normed.to(hidden.dtype)
+
+    def add(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add a layer's output to the residual stream: the sum [T, N] and its norm.
+
+        `hidden` [T, N]; `delta` [T, N], or parts [T, P, N] of it, or None. Not for norms of heads.
+        """
+        return norm.add_norm(hidden, delta, self.scale, self.eps)
 
     def placements(self, group: int = 0) -> Placements:
         """The checkpoint's norm; that of `heads[group]` where there are several."""

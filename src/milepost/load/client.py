@@ -42,7 +42,7 @@ class Endpoint:
         clock: Callable[[], float],
     ) -> None:
         self._http = http
-        self._url = f"{base_url.rstrip('/')}/v1/chat/completions"
+        self._url = f"{root_of(base_url)}/v1/chat/completions"
         self._model = model
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._options = dict(options)
@@ -73,13 +73,25 @@ class Endpoint:
         return result
 
     async def _read(self, response: aiohttp.ClientResponse, result: Result) -> None:
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            self._take(json.loads(line[6:]), result)
+        """Lines of server-sent events; what is no data (comments, names, ids) says nothing."""
+        buffer = bytearray()
+        async for piece in response.content.iter_any():
+            buffer += piece
+            *lines, rest = buffer.split(b"\n")
+            buffer = bytearray(rest)
+            for line in lines:
+                self._take_line(bytes(line), result)
+        self._take_line(bytes(buffer), result)
 
-    def _take(self, chunk: Mapping[str, Any], result: Result) -> None:
-        if "error" in chunk:
+    def _take_line(self, line: bytes, result: Result) -> None:
+        name, _, data = line.partition(b":")
+        if name == b"data" and data.strip() not in (b"", b"[DONE]"):
+            self._take(json.loads(data), result)
+
+    def _take(self, chunk: Any, result: Result) -> None:
+        if not isinstance(chunk, dict):
+            raise ValueError(f"the server sent what is no chunk: {str(chunk)[:40]!r}")
+        if chunk.get("error"):
             result.error = str(chunk["error"])[:200]
             return
         result.usage = chunk.get("usage") or result.usage
@@ -94,9 +106,17 @@ class Endpoint:
             result.finish_reason = choice.get("finish_reason") or result.finish_reason
 
 
+def root_of(base_url: str) -> str:
+    """The server's address, with or without the /v1 that other clients want."""
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 async def find_model(http: aiohttp.ClientSession, base_url: str, api_key: str | None) -> str:
-    """The first model that the server names. Raises aiohttp.ClientError."""
+    """The first model that the server names.
+
+    Raises aiohttp.ClientError, and ValueError, LookupError or TypeError for what is no such list.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    async with http.get(f"{base_url.rstrip('/')}/v1/models", headers=headers) as response:
+    async with http.get(f"{root_of(base_url)}/v1/models", headers=headers) as response:
         response.raise_for_status()
-        return (await response.json())["data"][0]["id"]
+        return (await response.json(content_type=None))["data"][0]["id"]

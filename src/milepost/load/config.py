@@ -12,7 +12,7 @@ class DriveConfig:
     """How the load is put on; raises ConfigError."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """The server, without /v1."""
+    """The server, with or without /v1."""
     api_key: str | None = None
     """Sent as a bearer token."""
     served_model: str | None = None

@@ -45,7 +45,12 @@ async def _endpoint(config: DriveConfig, http: aiohttp.ClientSession) -> Endpoin
     model = config.served_model
     try:
         model = model or await find_model(http, config.base_url, config.api_key)
-    except (aiohttp.ClientError, TimeoutError, LookupError, TypeError) as error:
+    except aiohttp.ClientResponseError as error:
+        raise ConfigError(
+            f"base_url={config.base_url!r} lists no models ({error.status} {error.message}): check "
+            "the address and --api-key, or name the model with --served-model"
+        ) from error
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"base_url={config.base_url!r} does not answer: {error}") from error
     options: dict[str, Any] = {"temperature": config.temperature}
     if config.ignore_eos:

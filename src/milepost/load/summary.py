@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +12,14 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarize(results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """One JSON row: counts, rates, latencies in milliseconds, and what came from the cache."""
+    """One JSON row: counts, rates, latencies in milliseconds, and what came from the cache.
+
+    None stands for what the server does not tell.
+    """
     good = [result for result in results if result.is_complete]
-    prompt = sum(result.usage.get("prompt_tokens", 0) for result in good)
-    cached = sum(_cached(result) for result in good)
-    completion = sum(result.usage.get("completion_tokens", 0) for result in good)
+    prompt = _total(result.usage.get("prompt_tokens") for result in good)
+    cached = _total(_cached(result) for result in good)
+    completion = _total(result.usage.get("completion_tokens") for result in good)
     return {
         "requests": len(results),
         "failed": len(results) - len(good),
@@ -25,9 +28,9 @@ def summarize(results: Sequence[Result], seconds: float) -> dict[str, Any]:
         "requests_per_s": round(len(good) / seconds, 3),
         "prompt_tokens": prompt,
         "cached_tokens": cached,
-        "hit_rate": round(cached / prompt, 4) if prompt else None,
+        "hit_rate": round(cached / prompt, 4) if prompt and cached is not None else None,
         "completion_tokens": completion,
-        "output_tokens_per_s": round(completion / seconds, 2),
+        "output_tokens_per_s": None if completion is None else round(completion / seconds, 2),
         "ttft_ms": percentiles([r.first - r.start for r in good if r.first is not None]),
         "tpot_ms": percentiles([t for r in good if (t := _per_token(r)) is not None]),
         "itl_ms": percentiles([b - a for r in good for a, b in pairwise(r.arrivals)]),
@@ -45,13 +48,18 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {**found, "mean": round(1000 * sum(ordered) / len(ordered), 3)}
 
 
-def _cached(result: Result) -> int:
-    return (result.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _cached(result: Result) -> int | None:
+    return (result.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 def _per_token(result: Result) -> float | None:
     """Mean time of an answer's tokens but the first."""
-    num_tokens = result.usage.get("completion_tokens", 0)
+    num_tokens = result.usage.get("completion_tokens") or 0
     if num_tokens < 2 or result.first is None:
         return None
     return (result.arrivals[-1] - result.first) / (num_tokens - 1)

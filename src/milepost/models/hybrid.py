@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from milepost.layers.attention import AttentionShapes, GatedAttention
-from milepost.layers.context import BatchContext, LayerSpec
+from milepost.layers.context import BatchContext, DeviceBatch, LayerSpec
 from milepost.layers.gated_delta import GatedDelta, GatedDeltaShapes
 from milepost.layers.layout import lay_out
 from milepost.layers.linear import Linear
@@ -128,15 +128,16 @@ class HybridModel(nn.Module):
         return tuple(layer.mixer.spec for layer in self.layers)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, ctx: BatchContext) -> Tensor:
+    def forward(self, token_ids: Tensor, ctx: BatchContext | DeviceBatch) -> Tensor:
         """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names."""
         angles = self.rotary.angles(ctx.positions, self.dtype)
         layout = lay_out(ctx, angles, self.config.linear_conv_kernel_dim)
-        hidden = F.embedding(token_ids, self.embedding)
+        hidden, delta = F.embedding(token_ids, self.embedding), None
         for layer in self.layers:
-            hidden = hidden + layer.mixer(layer.mixer_norm(hidden), ctx, layout)
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
-        return self.norm(hidden)
+            hidden, normed = layer.mixer_norm.add(hidden, delta)
+            hidden, normed = layer.mlp_norm.add(hidden, layer.mixer(normed, ctx, layout))
+            delta = layer.mlp(normed)
+        return self.norm.add(hidden, delta)[1]
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

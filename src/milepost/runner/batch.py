@@ -1,4 +1,4 @@
-"""Builds the tensors of a step's batch from its plan.
+"""Builds the tensors of a step's batch from its plan, for the reference kernels.
 
 Legend: T tokens in the batch, S sequences, P pages in the longest page table.
 """
@@ -49,7 +49,7 @@ class PageTables:
 def build(plan: StepPlan, pools: Pools, tables: PageTables) -> tuple[Tensor, BatchContext]:
     """Token ids [T] int64 and the context of a step. Sequences stand as in the plan."""
     sequences = plan.sequences
-    device = _device(pools)
+    device = pools.device
     starts = tuple(s.start for s in sequences)
     lengths = tuple(len(s.tokens) for s in sequences)
     ends = [s.end for s in sequences]
@@ -97,8 +97,3 @@ def _written(
 
 def _concat(arrays: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
     return np.concatenate(arrays, dtype=dtype)
-
-
-def _device(pools: Pools) -> torch.device:
-    kv = next(iter(pools.kv.values()), None)
-    return kv.device if kv is not None else next(iter(pools.states.values())).conv.device

@@ -46,9 +46,17 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> PoolSizes:
     )
 
 
-def free_bytes(device: torch.device, *, utilization: float, cpu_cache_gib: float) -> int:
-    """Bytes that the pools may take, after the weights have been loaded."""
+def free_bytes(
+    device: torch.device, *, utilization: float, activations: int, cpu_cache_gib: float
+) -> int:
+    """Bytes that the pools may take, after the weights have been loaded.
+
+    `activations` are the most that a step takes besides; captured graphs take a share of that
+    again.
+    """
     if device.type != "cuda":
         return int(cpu_cache_gib * GIB)
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(free - total * (1 - utilization))
+    graphs = activations // 4 + GIB // 4
+    return int(free - total * (1 - utilization)) - activations - graphs

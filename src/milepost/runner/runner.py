@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-
-from milepost.models.hybrid import HybridModel
-from milepost.runner.batch import PageTables, build
+from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
-from milepost.runner.sampling import SampledToken, SamplingRow, sample
+from milepost.runner.sampling import SampledToken, SamplingRow
 from milepost.scheduler.plans import StepPlan, StepResult
 
 
@@ -26,55 +24,64 @@ class RunnerOutput:
     sampled: Mapping[str, SampledToken]
 
 
-class Runner:
-    """Runs `model` over `pools`; `max_model_len` bounds the length of any sequence."""
+class Executor(Protocol):
+    """Computes a step; launches may return before the device is done."""
 
-    def __init__(
-        self, model: HybridModel, pools: Pools, *, num_slots: int, max_model_len: int
-    ) -> None:
-        self.model = model
+    def launch(
+        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None
+    ) -> Flight:
+        """Queue a forward pass and sampling behind what is queued already.
+
+        A plan made ahead takes its tokens from the flight `before`.
+        """
+        ...
+
+
+class Runner:
+    """Runs steps over `pools` with an executor; one step at a time, or one ahead."""
+
+    def __init__(self, executor: Executor, pools: Pools, *, num_slots: int) -> None:
+        self.executor = executor
         self.pools = pools
         self._positions = [0] + [-1] * num_slots
-        max_pages = -(-max_model_len // pools.page_size)
-        self._tables = PageTables(num_slots, max_pages, model.embedding.device)
 
-    def run(self, plan: StepPlan, rows: Mapping[str, SamplingRow]) -> RunnerOutput:
-        """One step: page copies, one forward pass, sampling. `rows` by id of sampling requests."""
+    def launch(
+        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None = None
+    ) -> Flight:
+        """Queue a step: page copies, one forward pass, sampling. `rows` by id of sampling requests.
+
+        A plan made ahead takes its tokens from the step `before`, which may still be running.
+        """
+        self._note_writes(plan)
+        for sequence in plan.sequences:
+            copy = sequence.page_copy
+            if copy is not None:
+                self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
+        return self.executor.launch(plan, rows, before)
+
+    def collect(self, flight: Flight) -> RunnerOutput:
+        """Wait for a step's tokens."""
+        sampled = flight.read()
+        token_ids = {id_: token.token_id for id_, token in sampled.items()}
+        result = StepResult(tokens=token_ids, written=_writes(flight.plan))
+        return RunnerOutput(result=result, sampled=sampled)
+
+    def _note_writes(self, plan: StepPlan) -> None:
+        """Refuses a plan that reads another state than it says."""
         for sequence in plan.sequences:
             held = self._positions[sequence.slot_in]
             assert held == sequence.start, (
                 f"S4: slot {sequence.slot_in} holds {held} tokens, the plan reads {sequence.start}"
             )
-            copy = sequence.page_copy
-            if copy is not None:
-                self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
-        token_ids, context = build(plan, self.pools, self._tables)
-        hidden = self.model.forward(token_ids, context)
-        sampled = self._sample(plan, hidden, rows)
-        written = self._note_writes(plan)
-        tokens = {id_: token.token_id for id_, token in sampled.items()}
-        return RunnerOutput(result=StepResult(tokens=tokens, written=written), sampled=sampled)
-
-    def _sample(
-        self, plan: StepPlan, hidden: torch.Tensor, rows: Mapping[str, SamplingRow]
-    ) -> dict[str, SampledToken]:
-        ids, last_tokens, end = [], [], 0
-        for sequence in plan.sequences:
-            end += len(sequence.tokens)
-            if sequence.samples:
-                ids.append(sequence.request.id)
-                last_tokens.append(end - 1)
-        if not ids:
-            return {}
-        logits = self.model.compute_logits(hidden[torch.tensor(last_tokens, device=hidden.device)])
-        return dict(zip(ids, sample(logits, [rows[id_] for id_ in ids]), strict=True))
-
-    def _note_writes(self, plan: StepPlan) -> dict[int, int]:
-        written = {}
-        for sequence in plan.sequences:
-            written[sequence.slot_out] = sequence.end
-            for export in sequence.exports:
-                written[export.slot] = export.position
-        for slot, position in written.items():
+        for slot, position in _writes(plan).items():
             self._positions[slot] = position
-        return written
+
+
+def _writes(plan: StepPlan) -> dict[int, int]:
+    """Slot -> tokens that its contents have consumed once the plan has run."""
+    written = {}
+    for sequence in plan.sequences:
+        written[sequence.slot_out] = sequence.end
+        for export in sequence.exports:
+            written[export.slot] = export.position
+    return written

@@ -28,6 +28,8 @@ class SequencePlan:
     """To be done before anything is computed."""
     samples: bool
     """Whether a token is sampled behind the last of `tokens`."""
+    is_ahead: bool = False
+    """The one token is what the step before samples, not known yet: `tokens` holds a stand-in."""
 
     @property
     def end(self) -> int:

@@ -2,7 +2,8 @@
 
 Owns the requests from `add` to their terminal event. Makes plans and takes facts; no tensors, no
 clock, no I/O. One step: `schedule()` gives a plan, somebody runs it, `update(plan, result)` takes
-the outcome, or `retract(plan)` if it was cut short.
+the outcome, or `retract(plan)` if it was cut short. Between `schedule` and `update`, `follow(plan)`
+may plan one further step, whose outcome is taken after that of `plan`.
 
 Order within a step: decodes, then running prefills, then waiting requests by priority and arrival.
 A chunk that is not a prompt's last ends on the grid. Memory that runs out is taken from the
@@ -15,6 +16,7 @@ be asked for soon waits like one that finds no room, until enough others have go
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -30,6 +32,8 @@ MAX_OVERTAKEN = 64
 """Later requests that may be admitted past one that finds no room, before it holds the queue. A
 step without any prefill counts like one: the machine could have computed the request's prompt.
 """
+
+_UNKNOWN = array("I", (0,))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._requests: dict[str, Request] = {}
         self._in_flight = InFlight()
+        self._ahead: StepPlan | None = None
         self._num_added = 0
         self._num_admitted = 0
 
@@ -231,17 +236,18 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
-        self._requeue(request, Kind.PREEMPTED)
+        self._give_up(request, Kind.PREEMPTED)
+        self._wait(request)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
 
-    def _requeue(self, request: Request, kind: Kind | None) -> None:
+    def _give_up(self, request: Request, kind: Kind | None) -> None:
+        """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
         assert request.lease is not None
         self._in_flight.drop(request)
         self.cache.release(request.lease, kind)
         request.lease = None
         self.running.remove(request)
-        self._wait(request)
 
     def _sequence_plan(self, request: Request, num_tokens: int) -> SequencePlan:
         lease, chain = request.lease, request.chain
@@ -261,11 +267,38 @@ class Scheduler:
             samples=end == len(chain),
         )
 
+    def follow(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step behind `plan`, which is still running: its requests decode once more.
+
+        None where more is to be decided than that (a prefill under way, a request to admit, memory
+        to be found), or nothing is left to decode. A request that turns out to have ended in `plan`
+        has then consumed one token more than needed, its last.
+        """
+        going_on = [s for s in plan.sequences if _goes_on(s.request)]
+        if not going_on or not self._is_decided(plan, len(going_on)):
+            return None
+        for sequence in going_on:
+            assert sequence.request.lease is not None
+            if not self.cache.extend(sequence.request.lease, sequence.end + 1):
+                return None
+        self._ahead = StepPlan(sequences=tuple(_decode_ahead(s) for s in going_on))
+        return self._ahead
+
+    def _is_decided(self, plan: StepPlan, num_going_on: int) -> bool:
+        """Whether nothing but more decodes can follow the plan."""
+        if self.cache.mode == "all":
+            return False  # decodes export states, which are taken when the step is planned
+        if len(plan.sequences) != len(self.running) or not all(s.samples for s in plan.sequences):
+            return False
+        return not self.waiting or num_going_on >= self.max_num_seqs
+
     # --- outcome ----------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take the outcome of a step: commit what was computed, append tokens, end what is over."""
         self.stats.num_steps += 1
+        if plan is self._ahead:
+            self._ahead = None
         progress = []
         for sequence in plan.sequences:
             request = sequence.request
@@ -273,16 +306,22 @@ class Scheduler:
             self._count(sequence)
             self.cache.commit(request.lease, sequence.end, result.written)
             self._in_flight.settle(request)
-            if sequence.samples:
+            if request.finish_reason is not None:
+                self._leave(request)
+            elif sequence.samples:
                 progress.append(self._append(request, result.tokens[request.id]))
         return progress
 
     def retract(self, plan: StepPlan) -> None:
         """Take back a planned step that was cut short: its requests give up their live states,
-        which may be half written, and wait to be admitted again.
+        which may be half written, and wait to be admitted again. A step that follows it is taken
+        back with it.
         """
-        for sequence in plan.sequences:
-            self._requeue(sequence.request, None)
+        self._ahead = None
+        for request in [sequence.request for sequence in plan.sequences]:
+            self._give_up(request, None)
+            if request.finish_reason is None:
+                self._wait(request)
 
     def _append(self, request: Request, token: int) -> Progress:
         request.chain.append(token)
@@ -296,11 +335,16 @@ class Scheduler:
         del self._requests[request.id]
         if request.lease is None:
             self._wait_no_longer(request)
-            return
-        self._in_flight.drop(request)
-        self.cache.release(request.lease, Kind.ANSWER_END if self.cache.mode == "auto" else None)
-        request.lease = None
-        self.running.remove(request)
+        elif not self._runs_ahead(request):
+            self._leave(request)
+
+    def _runs_ahead(self, request: Request) -> bool:
+        """Whether a further step of the request is planned: what it holds is in use until then."""
+        return self._ahead is not None and any(s.request is request for s in self._ahead.sequences)
+
+    def _leave(self, request: Request) -> None:
+        """Keep the state where the answer ended."""
+        self._give_up(request, Kind.ANSWER_END if self.cache.mode == "auto" else None)
 
     def _count(self, sequence: SequencePlan) -> None:
         if sequence.start >= sequence.request.num_prompt_tokens:
@@ -335,6 +379,28 @@ def _num_left(request: Request) -> int:
     """Tokens that a running request has yet to consume; one while it decodes."""
     assert request.lease is not None
     return len(request.chain) - request.lease.position
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether the answer may have tokens behind the one that is being sampled."""
+    return request.finish_reason is None and request.num_output_tokens + 1 < request.max_tokens
+
+
+def _decode_ahead(before: SequencePlan) -> SequencePlan:
+    """The decode behind a step that samples."""
+    return SequencePlan(
+        request=before.request,
+        tokens=_UNKNOWN,
+        start=before.end,
+        page_table=before.page_table,
+        write_from=before.write_from,
+        slot_in=before.slot_out,
+        slot_out=before.slot_out,
+        exports=(),
+        page_copy=None,
+        samples=True,
+        is_ahead=True,
+    )
 
 
 def _chunk(request: Request, budget: int) -> int:

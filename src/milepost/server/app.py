@@ -214,7 +214,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return await of_ours(request, errors.of_http(error))
+        return await of_ours(request, errors.of_http(error, request.method, request.url.path))
 
     app.add_exception_handler(Exception, of_ours)
     app.add_exception_handler(MilepostError, of_ours)

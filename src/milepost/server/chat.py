@@ -16,6 +16,7 @@ from milepost.engine.wire import Delta
 from milepost.server import forms, logprobs, parameters
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
+from milepost.server.logprobs import TokenBytes
 from milepost.server.messages import for_template, tools_for_template
 from milepost.server.parsing.answer import AnswerParser, ends_in_reasoning
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -30,7 +31,7 @@ _TAIL = 16
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    params = parameters.of_chat(request)
+    params = parameters.of_chat(request, service.client.info.sampling_defaults)
     tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
     rendered = await service.render(
         for_template(request.messages),
@@ -55,6 +56,7 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
         )
     )
     params = forms.apply(params, form)
+    octets = await service.token_bytes() if request.logprobs else None
     generation = Generation(
         service,
         [prompt],
@@ -64,7 +66,8 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
         field="messages",
     )
     parsers = [service.format.parser(tools=tools, is_open=is_open) for _ in range(params.n)]
-    writer = _Writer(request, prompt, generation, parsers, model)
+    writer = _Writer(request, prompt, generation, parsers, model, octets)
+    http.scope["milepost.record"]["id"] = writer.id
     close = generation.close
     if request.stream:
         limit = service.config.write_timeout_s
@@ -142,22 +145,29 @@ class _Writer:
         generation: Generation,
         parsers: list[AnswerParser],
         model: str,
+        octets: TokenBytes | None,
     ) -> None:
         self._request = request
+        self._octets = octets
         self._prompt = prompt
         self._generation = generation
         self._answers = [_Answer(parser) for parser in parsers]
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "object": kind,
             "created": self._created,
             "model": self._model,
         }
+
+    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        if self._octets is None:
+            return []
+        return logprobs.chat_content(delta, self._request.top_logprobs or 0, self._octets)
 
     # --- at once ----------------------------------------------------------------------------------
 
@@ -166,7 +176,7 @@ class _Writer:
             for index, delta in deltas:
                 answer = self._answers[index]
                 answer.feed(delta)
-                answer.logprobs += logprobs.chat_content(delta, self._request.top_logprobs or 0)
+                answer.logprobs += self._logprobs(delta)
         body = self._head("chat.completion")
         body["choices"] = [self._choice(index) for index in range(len(self._answers))]
         body["usage"] = self._generation.usage()
@@ -213,7 +223,7 @@ class _Writer:
         """The choices to send for a delta: the first has its logprobs, the last says the end."""
         answer = self._answers[index]
         gains = answer.feed(delta)
-        own = logprobs.chat_content(delta, self._request.top_logprobs or 0)
+        own = self._logprobs(delta)
         if is_first:
             gains.insert(0, {"role": "assistant", "content": ""})
         if not gains and (own or answer.finish_reason or self._request.return_token_ids):

@@ -25,7 +25,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     """Answer prompts as they stand."""
     model = service.check_model(request.model)
     form = forms.of_response_format(request.response_format)
-    params = forms.apply(parameters.of_completion(request), form)
+    defaults = service.client.info.sampling_defaults
+    params = forms.apply(parameters.of_completion(request, defaults), form)
     prompts = await _prompts(service, request)
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
@@ -38,6 +39,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         field="prompt",
     )
     writer = _Writer(request, prompts, generation, model)
+    http.scope["milepost.record"]["id"] = writer.id
     close = generation.close
     if request.stream:
         limit = service.config.write_timeout_s
@@ -76,8 +78,9 @@ class _Writer:
         self._request = request
         self._prompts = prompts
         self._generation = generation
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,

@@ -38,6 +38,9 @@ class ServerConfig:
     """Answers that may wait beyond the max_num_seqs that run; more are refused with 429."""
     request_timeout_s: float = 600.0
     """Longest time that a request may take, queueing included."""
+    step_timeout_s: float = 600.0
+    """Longest time that the engine may take for a step; then it counts as hung: it is killed,
+    requests fail, and the server ends with status 1. 0 for no limit."""
     write_timeout_s: float = 30.0
     """Longest time that a client may leave what it was sent unread; then its request is dropped."""
     shutdown_timeout_s: float = 30.0
@@ -57,10 +60,9 @@ class ServerConfig:
         for name in ("request_timeout_s", "write_timeout_s", "max_request_bytes"):
             value = getattr(self, name)
             _require(value > 0, f"{name}={value}: use more than 0")
-        _require(
-            self.shutdown_timeout_s >= 0,
-            f"shutdown_timeout_s={self.shutdown_timeout_s}: use 0 or more",
-        )
+        for name in ("step_timeout_s", "shutdown_timeout_s"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name}={value}: use 0 or more")
         for name in ("api_key", "admin_key", "served_model_name"):
             _require(all(getattr(self, name) or ["-"]), f"{name}='': use text that is not empty")
 

@@ -45,9 +45,15 @@ class HttpError(HTTPException):
     """An error with a status of its own."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message)
+        super().__init__(status, message, headers)
         self.param = param
         self.code = code
 
@@ -90,7 +96,7 @@ def error_body(
 def response_of(error: Exception) -> Response:
     """The whole response."""
     status = status_of(error)
-    headers = {}
+    headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
         headers["retry-after"] = str(RETRY_AFTER_S)
     if status == 401:
@@ -144,6 +150,12 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
     return f"{where}: {text[0].lower()}{text[1:]}"
 
 
-def of_http(error: HTTPException) -> HttpError:
-    """Starlette's own: no such path, no such method."""
-    return HttpError(error.status_code, str(error.detail))
+def of_http(error: HTTPException, method: str, path: str) -> HttpError:
+    """Starlette's own, which say no more than the status: no such path, no such method."""
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {path} here: /docs has what there is"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{path} does not take {method}: use {allowed}"
+    return HttpError(error.status_code, message, headers=error.headers)

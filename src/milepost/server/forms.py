@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from milepost.engine.guidance import JSON_OPTIONS
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.server.parsing.calls import CLOSE, OPEN
@@ -110,7 +111,12 @@ def _hermes_rules(tools: Tools) -> list[str]:
         }
         for tool in tools
     ]
-    return [f'body: "\\n" %json {json.dumps({"anyOf": forms})} "\\n"']
+    return [f'body: "\\n" {_json({"anyOf": forms})} "\\n"']
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A JSON value of this schema, in a grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
 def _xml_rules(tools: Tools) -> list[str]:
@@ -131,7 +137,7 @@ def _xml_function(rule: str, tool: Mapping[str, Any]) -> list[str]:
         parts.append(own if key in required else f"{own}?")
         head = json.dumps(f"<parameter={key}>\n")
         if isinstance(schema, Mapping) and schema.get("type") not in (None, "string"):
-            rules.append(f'{own}: {head} %json {json.dumps(schema)} "\\n</parameter>\\n"')
+            rules.append(f'{own}: {head} {_json(schema)} "\\n</parameter>\\n"')
         else:
             rules.append(f'{own}: {head} {own}_text "\\n"')
             rules.append(f'{own}_text[suffix="</parameter>"]: /(.|\\n)*/')

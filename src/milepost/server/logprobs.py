@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.outputs import Logprob
 from milepost.engine.wire import Delta
@@ -13,21 +17,62 @@ LOWEST = -9999.0
 Entry = dict[int, Logprob]
 
 
-def chat_content(delta: Delta, num_top: int) -> list[dict[str, Any]]:
+class TokenBytes:
+    """The bytes of each token of a vocabulary. The text of one that is part of a character does not
+    show them.
+
+    Knows byte-level vocabularies (each character of a token's name stands for a byte), and tokens
+    that are named after their byte.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._is_byte_level = isinstance(decoder, decoders.ByteLevel)
+        self._names = {id_: name for name, id_ in tokenizer.get_vocab().items()}
+        self._added = {id_: added.content for id_, added in tokenizer.added_tokens_decoder.items()}
+
+    def of(self, token_id: int, text: str) -> list[int] | None:
+        """Those of a token that is decoded to `text`; None if they cannot be told."""
+        if token_id in self._added:
+            return list(self._added[token_id].encode())
+        name = self._names.get(token_id, "")
+        if self._is_byte_level and all(character in _BYTES for character in name):
+            return [_BYTES[character] for character in name]
+        if _NAMED_BYTE.fullmatch(name):
+            return [int(name[3:5], 16)]
+        return None if "\ufffd" in text else list(text.encode())
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte: those that can be shown stand for themselves, the others follow in order
+    from U+0100 on (GPT-2's vocabulary, and all byte-level ones since)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(shown))
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()
+_NAMED_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def chat_content(delta: Delta, num_top: int, octets: TokenBytes) -> list[dict[str, Any]]:
     """`logprobs.content` of a chat choice: an object per token."""
-    return [_chat_token(entry, num_top) for entry in delta.logprobs or ()]
+    return [_chat_token(entry, num_top, octets) for entry in delta.logprobs or ()]
 
 
-def _chat_token(entry: Entry, num_top: int) -> dict[str, Any]:
+def _chat_token(entry: Entry, num_top: int, octets: TokenBytes) -> dict[str, Any]:
     token_id, own = next(iter(entry.items()))
-    tops = [_token(id_, logprob) for id_, logprob in _tops(entry, num_top)]
-    return {**_token(token_id, own), "top_logprobs": tops}
+    tops = [_token(id_, logprob, octets) for id_, logprob in _tops(entry, num_top)]
+    return {**_token(token_id, own, octets), "top_logprobs": tops}
 
 
-def _token(token_id: int, logprob: Logprob) -> dict[str, Any]:
+def _token(token_id: int, logprob: Logprob, octets: TokenBytes) -> dict[str, Any]:
     text = _text(token_id, logprob)
-    octets = None if "\ufffd" in text else list(text.encode())  # part of a character has no text
-    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": octets}
+    return {
+        "token": text,
+        "logprob": _finite(logprob.logprob),
+        "bytes": octets.of(token_id, text),
+    }
 
 
 def extend_completion(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from milepost.engine.generation_config import with_defaults
 from milepost.sampling_params import SamplingParams
 from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
 
@@ -27,20 +29,25 @@ _SAME = (
 """Fields that SamplingParams has under the same name."""
 
 
-def of_completion(request: CompletionRequest) -> SamplingParams:
+Defaults = Mapping[str, int | float]
+"""What stands in for fields that a request does not set."""
+
+
+def of_completion(request: CompletionRequest, defaults: Defaults) -> SamplingParams:
     """Raises InvalidRequestError."""
-    return _params(request, max_tokens=request.max_tokens or 16, logprobs=request.logprobs)
+    max_tokens = request.max_tokens or 16
+    return _params(request, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
 
 
-def of_chat(request: ChatRequest) -> SamplingParams:
+def of_chat(request: ChatRequest, defaults: Defaults) -> SamplingParams:
     """Raises InvalidRequestError."""
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens or request.max_tokens
-    return _params(request, max_tokens=max_tokens, logprobs=logprobs)
+    return _params(request, defaults, max_tokens=max_tokens, logprobs=logprobs)
 
 
-def _params(request: Sampling, **own: Any) -> SamplingParams:
+def _params(request: Sampling, defaults: Defaults, **own: Any) -> SamplingParams:
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.logit_bias:
         own["logit_bias"] = {int(key): bias for key, bias in request.logit_bias.items()}
-    return SamplingParams(**given, **own)
+    return with_defaults({**given, **own}, defaults)

@@ -67,12 +67,19 @@ async def _serve(
         if server is not None:
             server.should_exit = True
 
-    client = EngineClient(engine_config, max_waiting=config.max_waiting, on_death=stop)
+    client = EngineClient(
+        engine_config,
+        max_waiting=config.max_waiting,
+        step_timeout_s=config.step_timeout_s or None,
+        on_death=stop,
+    )
     loading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine_config))
     try:
         await client.start()
         service = Service(config, client, await loading, _names(config, engine_config))
         server = HttpServer(service)
+        if client.death is not None:  # it died while the tokenizer was loaded
+            return 1
         announce(_address(config, sock))
         await server.serve(sockets=[sock])
         service.close()

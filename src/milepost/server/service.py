@@ -7,7 +7,6 @@ be used from two threads at once.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +29,10 @@ from milepost.errors import (
 from milepost.sampling_params import SamplingParams
 from milepost.server.config import ServerConfig
 from milepost.server.errors import HttpError
+from milepost.server.logprobs import TokenBytes
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format
+from milepost.server.templates import check_template_kwargs, variables_of
 
 T = TypeVar("T")
 
@@ -95,7 +96,8 @@ class Service:
         self.started = int(time.time())
         self.metrics = RequestMetrics()
         template = getattr(tokenizer, "chat_template", None)
-        self._knows_tools = isinstance(template, str) and "tools" in template
+        self._template_variables = variables_of(template)
+        self._token_bytes: TokenBytes | None = None
         self.format = find_format(
             template,
             calls=config.tool_call_parser,
@@ -129,6 +131,12 @@ class Service:
         except UnicodeError as error:
             raise InvalidRequestError(f"text that is no valid Unicode: {error}") from error
 
+    async def token_bytes(self) -> TokenBytes:
+        """The bytes of the vocabulary, read when first asked for. Raises as `with_tokenizer`."""
+        if self._token_bytes is None:
+            self._token_bytes = await self.with_tokenizer(TokenBytes)
+        return self._token_bytes
+
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -138,10 +146,14 @@ class Service:
         add_generation_prompt: bool,
     ) -> chat.ChatPrompt:
         """A conversation as token ids and marks."""
-        check_template_kwargs(template_kwargs or {})
-        if tools and not self._knows_tools:
+        variables = self._template_variables
+        check_template_kwargs(template_kwargs or {}, variables)
+        if tools and variables is not None and "tools" not in variables:
             raise HttpError(
-                400, "tools: this model's chat template has no place for them", param="tools"
+                400,
+                "tools: this model's chat template has no place for them: leave them out, or serve "
+                "a model that was trained to call tools",
+                param="tools",
             )
         return await self.with_tokenizer(
             lambda tokenizer: chat.render(
@@ -217,23 +229,3 @@ class Service:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse what would not reach the template but change how it is applied."""
-    for name in kwargs:
-        if name in _RESERVED:
-            raise HttpError(
-                400,
-                f"chat_template_kwargs.{name}: this is not for a request to set",
-                param=f"chat_template_kwargs.{name}",
-            )
-
-
-_RESERVED = frozenset(
-    name
-    for name, parameter in inspect.signature(
-        PreTrainedTokenizerBase.apply_chat_template
-    ).parameters.items()
-    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-) | {"messages", "conversations", "bos_token", "eos_token", "raise_exception"}

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels import slots
 from milepost.kernels.precision import accumulation_dtype
 
 
@@ -78,8 +79,7 @@ def decode(
     [D].
     """
     before = pool.index_select(0, slot_in)
-    after = torch.cat((before[:, :, 1:], inputs[:, :, None].to(pool.dtype)), -1)
-    pool.index_copy_(0, slot_out, after)
+    slots.write(pool, slot_out, _shifted(before, inputs))
     dtype = accumulation_dtype(inputs.dtype)
     before, taps = before.to(dtype), weight.to(dtype).unbind(1)
     output = inputs.to(dtype) * taps[-1]
@@ -88,6 +88,17 @@ def decode(
     if bias is not None:
         output += bias
     return F.silu(output, inplace=True).to(inputs.dtype)
+
+
+def _shifted(before: Tensor, inputs: Tensor) -> Tensor:
+    """The last J - 1 inputs after one more: `before` [D, C, J - 1], `inputs` [D, C].
+
+    Moves everything by one place, as a whole, which leaves only the newest to be put in.
+    """
+    after = torch.empty_like(before)
+    after.flatten(1)[:, :-1] = before.flatten(1)[:, 1:]
+    after[:, :, -1] = inputs
+    return after
 
 
 def prefill(
@@ -109,8 +120,8 @@ def prefill(
     extended = inputs.new_empty(num_rows, inputs.shape[1])
     extended[layout.before] = pool.index_select(0, slot_in).transpose(1, 2).to(inputs.dtype)
     extended.index_copy_(0, layout.windows + (num_taps - 1), inputs)
-    slots = torch.cat((slot_out, layout.export_slots))
-    pool.index_copy_(0, slots, extended[layout.kept].transpose(1, 2).to(pool.dtype))
+    targets = torch.cat((slot_out, layout.export_slots))
+    slots.write(pool, targets, extended[layout.kept].transpose(1, 2))
 
     dtype = accumulation_dtype(inputs.dtype)
     extended, taps = extended.to(dtype), weight.to(dtype).unbind(1)

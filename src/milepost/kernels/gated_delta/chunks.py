@@ -2,7 +2,8 @@
 
 A chunk never crosses a multiple of CHUNK counted from position 0, so a sequence that starts at
 position 100 has a first chunk of 28 tokens, and where a chunk ends doesn't depend on where the
-sequence was cut:
+sequence was cut. Only an export between two multiples ends a chunk early, as the prefill would that
+ends or resumes there:
 
     position   0        64       100     128      192  200
     grid       |--------|--------.-------|--------|----.
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens in a full chunk, and the grid on which states can be exported."""
+"""Tokens in a full chunk, and the grid that chunks keep to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +56,15 @@ def lay_out_chunks(
 ) -> ChunkLayout:
     """Cut sequences of `lengths` tokens that begin at positions `starts` into chunks.
 
-    `exports` are (sequence, position, slot); a position is on the grid or the end of its sequence.
+    `exports` are (sequence, position, slot) with start < position <= start + length; a position off
+    the grid cuts the chunk that it falls into.
     """
-    cuts = [_cut(start, length) for start, length in zip(starts, lengths, strict=True)]
+    exported: list[set[int]] = [set() for _ in lengths]
+    for sequence, position, _ in exports:
+        consumed = position - starts[sequence]
+        assert 0 < consumed <= lengths[sequence], "an export is inside its sequence's new tokens"
+        exported[sequence].add(position)
+    cuts = [_cut(*each) for each in zip(starts, lengths, exported, strict=True)]
     order = sorted(range(len(cuts)), key=lambda sequence: -len(cuts[sequence]))
     begins = [0]
     for length in lengths:
@@ -83,12 +90,12 @@ def lay_out_chunks(
     )
 
 
-def _cut(start: int, length: int) -> list[tuple[int, int]]:
+def _cut(start: int, length: int, exported: set[int]) -> list[tuple[int, int]]:
     """Positions [begin, end) of each chunk of the tokens [start, start + length)."""
     assert length > 0, "a sequence in the batch has tokens"
     end = start + length
-    edges = [start, *range((start // CHUNK + 1) * CHUNK, end, CHUNK), end]
-    return list(itertools.pairwise(edges))
+    grid = range((start // CHUNK + 1) * CHUNK, end, CHUNK)
+    return list(itertools.pairwise(sorted({start, *grid, end} | exported)))
 
 
 def _index(first_tokens: list[int], sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,6 +119,5 @@ def _place_exports(
     placed: list[list[tuple[int, int]]] = [[] for _ in range(num_steps)]
     for sequence, position, slot in exports:
         ends = [end for _, end in cuts[sequence]]
-        assert position in ends, "an export is on the grid or at the end of its sequence"
         placed[ends.index(position)].append((order.index(sequence), slot))
     return tuple(map(tuple, placed))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from milepost.kernels import slots
 from milepost.kernels.gated_delta.chunks import CHUNK, ChunkLayout
 from milepost.kernels.precision import accumulation_dtype
 
@@ -44,11 +45,9 @@ def decode(
     W], `slot_in` and `slot_out` [D].
     """
     num_sequences, num_heads, value_dim = value.shape
-    state = pool.index_select(0, slot_in).to(accumulation_dtype(value.dtype))
+    state = slots.read(pool, slot_in, slot_out, accumulation_dtype(value.dtype))
     state = state.view(num_sequences * num_heads, -1, value_dim)
-    normalised = _normalise(query_key)
-    paired = _repeat_heads(normalised, num_heads).transpose(1, 2)
-    paired = paired.reshape(num_sequences * num_heads, 2, -1)
+    paired = _pair_heads(_normalise(query_key), num_heads)
     query, key = paired[:, 0], paired[:, 1]
 
     state.mul_(log_decay.to(state.dtype).exp().view(-1, 1, 1))
@@ -58,7 +57,7 @@ def decode(
     output = torch.addcmul(read, (query * key).sum(-1, keepdim=True), change)
     state.addcmul_(key[:, :, None], change[:, None, :])
 
-    pool.index_copy_(0, slot_out, state.view(-1, *pool.shape[1:]).to(pool.dtype))
+    slots.write(pool, slot_out, state.view(-1, *pool.shape[1:]))
     return output.view(value.shape).to(value.dtype)
 
 
@@ -91,7 +90,7 @@ def prefill(
         chunks.advance(rows, running, output)
         for index, slot in exports:
             pool[slot].copy_(state[index])
-    pool.index_copy_(0, slot_out.index_select(0, layout.order), state.to(pool.dtype))
+    slots.write(pool, slot_out.index_select(0, layout.order), state)
 
     output.baddbmm_(chunks.scores, chunks.new_values)
     output = output.view(-1, num_heads, CHUNK, value.shape[-1]).transpose(1, 2)
@@ -179,9 +178,10 @@ def _normalise(query_key: Tensor) -> Tensor:
     return wide * length
 
 
-def _repeat_heads(query_key: Tensor, num_heads: int) -> Tensor:
-    """[D, 2, G, K] as [D, 2, V, K]: value heads of one key head stand side by side."""
-    groups = query_key.shape[2]
-    if groups == num_heads:
-        return query_key
-    return query_key.repeat_interleave(num_heads // groups, dim=2)
+def _pair_heads(query_key: Tensor, num_heads: int) -> Tensor:
+    """[D, 2, G, K] as [D * V, 2, K]: the query and key of each value head; those of one key head
+    stand side by side."""
+    num_sequences, _, groups, key_dim = query_key.shape
+    shared = query_key.transpose(1, 2)[:, :, None]
+    shared = shared.expand(num_sequences, groups, num_heads // groups, 2, key_dim)
+    return shared.reshape(num_sequences * num_heads, 2, key_dim)

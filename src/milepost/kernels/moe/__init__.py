@@ -1,9 +1,50 @@
-"""Routed experts: `route` chooses them for each token, `apply` runs and mixes them.
+"""Routed experts: `route` chooses them for each token, `parts` runs them, `apply` mixes them too.
 
 This is the door to the op: callers import it from here, whatever computes it. `reference` is the
-definition.
+definition; on a GPU `triton` computes it.
 """
 
-from milepost.kernels.moe.reference import apply, route
+from __future__ import annotations
 
-__all__ = ["apply", "route"]
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.moe import reference
+
+__all__ = ["apply", "parts", "route"]
+
+
+def route(
+    logits: Tensor, num_chosen: int, *, normalise: bool, has_shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See `reference.route`; the experts' integer type is the device's choice."""
+    return _module(logits).route(logits, num_chosen, normalise=normalise, has_shared=has_shared)
+
+
+def parts(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """What `apply` returns in parts [T, P, H] that add up to it, as many as suit the device.
+
+    Whoever reads the output next adds them up for less than a pass of its own would cost.
+    """
+    return _module(hidden).parts(hidden, weights, experts, gate_up, down)
+
+
+def apply(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """See `reference.apply`."""
+    mixed = parts(hidden, weights, experts, gate_up, down)
+    return mixed.squeeze(1) if mixed.shape[1] == 1 else mixed.sum(1)
+
+
+def _module(tensor: Tensor) -> ModuleType:
+    """Triton is imported where it is used: machines without a GPU need not have it."""
+    if tensor.is_cuda and tensor.dtype != torch.float64:
+        from milepost.kernels.moe import triton
+
+        return triton
+    return reference

@@ -18,17 +18,33 @@ _DENSE_WEIGHTS = 1 << 15
 cheaper than visiting those that are hit: the visits cost more than the arithmetic."""
 
 
-def route(logits: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, then the N best: weights [T, N] in `logits`' type, experts [T, N]
-    int64.
+def route(
+    logits: Tensor, num_chosen: int, *, normalise: bool, has_shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the experts, then the best of them: weights [T, N] in `logits`' type, experts
+    [T, N] int64.
 
-    `logits` [T, X]; with `normalise` the weights of a token add up to 1.
+    `logits` [T, X]; with `normalise` the weights of a token's `num_chosen` experts add up to 1.
+    With `has_shared` the last expert is every token's last choice, its weight the sigmoid of its
+    logit, and the others are chosen as if it were not there.
     """
-    shares = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype))
-    weights, experts = shares.topk(num_chosen, dim=-1)
+    precise = accumulation_dtype(logits.dtype)
+    routed = logits[:, :-1] if has_shared else logits
+    weights, experts = routed.softmax(-1, dtype=precise).topk(num_chosen, dim=-1)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
+    if has_shared:
+        shared = logits.shape[1] - 1
+        weights = torch.cat((weights, logits[:, shared:].to(precise).sigmoid()), -1)
+        experts = F.pad(experts, (0, 1), value=shared)
     return weights.to(logits.dtype), experts
+
+
+def parts(
+    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """What `apply` returns, as one part: [T, 1, H]."""
+    return apply(hidden, weights, experts, gate_up, down).unsqueeze(1)
 
 
 def apply(

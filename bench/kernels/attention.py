@@ -1,0 +1,190 @@
+"""Times paged attention's kernels on a GPU, each beside its floor.
+
+    python bench/kernels/attention.py --out attention.jsonl
+
+A floor is the longer of the bytes over the chip's copy bandwidth and the operations over its
+matrix rate, both as measured on an H200. KV that several sequences share counts once. Steps are
+captured in a graph that passes over several layers' pools, so no layer finds its KV in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from milepost.kernels.attention.items import AttentionItems, Capacity, lay_out
+from milepost.kernels.attention.triton import Shape, attend
+from milepost.kernels.attention.triton_prepare import prepare
+
+BYTES_PER_S = 4.28e12
+FLOPS_PER_S = 787e12
+HEADS, HEAD_DIM, PAGE_SIZE = 16, 256, 64
+ROTATED_BYTES = 300e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step; the first `shared` tokens of all its sequences stand in the same pages."""
+
+    name: str
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_kv_heads: int = 2
+    shared: int = 0
+    capacity: Capacity | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def flops(self) -> float:
+        seen = sum(n * s + n * (n + 1) / 2 for s, n in zip(self.starts, self.lengths, strict=True))
+        return 4 * seen * HEADS * HEAD_DIM
+
+    @property
+    def bytes(self) -> float:
+        ends = [s + n for s, n in zip(self.starts, self.lengths, strict=True)]
+        tokens = sum(ends) - self.shared * (len(ends) - 1)
+        kv = 4 * tokens * self.num_kv_heads * HEAD_DIM
+        return kv + 6 * self.num_tokens * HEADS * HEAD_DIM
+
+    @property
+    def prepare_floor_us(self) -> float:
+        """Query, key and value heads are read and written once."""
+        return 1e6 * 4 * self.num_tokens * (HEADS + 2 * self.num_kv_heads) * HEAD_DIM / BYTES_PER_S
+
+    @property
+    def floor_us(self) -> float:
+        return 1e6 * max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S)
+
+
+def cases(num_kv_heads: int) -> list[Case]:
+    some = [
+        *(decodes(f"1 decode, {n} KV", [n]) for n in (100, 1000, 4000, 31700)),
+        decodes("64 decodes, 1000 KV each", [1000] * 64),
+        decodes("64 decodes, 8192 shared of 8448", [8447] * 64, shared=8192),
+        *(Case(name=f"{n} new after 31700", starts=(31700,), lengths=(n,)) for n in (20, 64)),
+        *(Case(name=f"{n} new", starts=(0,), lengths=(n,)) for n in (64, 512, 2048, 8192)),
+        Case(name="8192 new after 23808", starts=(23808,), lengths=(8192,)),
+        Case(
+            name="64 decodes of 1000 + 2048 new",
+            starts=(1000,) * 64 + (0,),
+            lengths=(1,) * 64 + (2048,),
+        ),
+    ]
+    return [replace(case, num_kv_heads=num_kv_heads) for case in some]
+
+
+def decodes(name: str, starts: list[int], shared: int = 0) -> Case:
+    room = Capacity(num_tokens=len(starts), num_sequences=len(starts))
+    return Case(
+        name=name, starts=tuple(starts), lengths=(1,) * len(starts), shared=shared, capacity=room
+    )
+
+
+class Step:
+    """A case's tensors on the device, with as many layers' pools as overflow the cache."""
+
+    def __init__(self, case: Case, *, share: bool = True, **options: int) -> None:
+        self.case = case
+        ends = [s + n for s, n in zip(case.starts, case.lengths, strict=True)]
+        needed = [-(-end // PAGE_SIZE) for end in ends]
+        num_shared = case.shared // PAGE_SIZE
+        tables = np.zeros((len(ends), max(needed)), np.int32)
+        ids = iter(np.random.default_rng(0).permutation(sum(needed) + num_shared))
+        prefix = [next(ids) for _ in range(num_shared)]
+        for table, count in zip(tables, needed, strict=True):
+            table[:count] = [*prefix, *(next(ids) for _ in range(count - num_shared))]
+        num_pages = int(tables.max()) + 1
+        shape = (2, num_pages, PAGE_SIZE, case.num_kv_heads, HEAD_DIM)
+        count = int(np.clip(ROTATED_BYTES // case.bytes, 1, 16))
+        kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.pools = [torch.randn(shape, **kind) for _ in range(count)]
+        columns = (2 * HEADS + 2 * case.num_kv_heads) * HEAD_DIM
+        self.projected = torch.randn(case.num_tokens, columns, **kind)
+        self.query = self.projected[:, : HEADS * HEAD_DIM].unflatten(1, (HEADS, HEAD_DIM))
+        self.gate = self.projected[:, -HEADS * HEAD_DIM :]
+        self.scale = torch.rand(HEADS + case.num_kv_heads, HEAD_DIM, device="cuda")
+        self.angles = torch.rand(case.num_tokens, 1, 32, **kind)
+        self.kv_slots = torch.randperm(num_pages * PAGE_SIZE, device="cuda").int()
+        self.kv_slots = self.kv_slots[: case.num_tokens].contiguous()
+        self.tables = torch.from_numpy(tables).cuda()
+        items = lay_out(
+            case.starts,
+            case.lengths,
+            range(len(ends)),
+            heads_per_kv=HEADS // case.num_kv_heads,
+            num_kv_heads=case.num_kv_heads,
+            page_size=PAGE_SIZE,
+            tables=tables if share else None,
+            capacity=case.capacity,
+            **options,
+        )
+        self.items = on_device(items)
+
+    def attend(self, **shapes: Shape) -> None:
+        for pool in self.pools:
+            attend(self.query, self.gate, pool, self.tables, self.items, HEAD_DIM**-0.5, **shapes)
+
+    def prepare(self) -> None:
+        for pool in self.pools:
+            prepare(self.projected, self.scale, 1e-6, self.angles, self.angles, pool, self.kv_slots)
+
+    def time_us(self, run: Any) -> float:
+        """Median time of one layer."""
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        milliseconds = triton.testing.do_bench(
+            graph.replay, warmup=20, rep=100, return_mode="median"
+        )
+        return 1e3 * milliseconds / len(self.pools)
+
+
+def on_device(items: AttentionItems) -> AttentionItems:
+    arrays = {
+        name: torch.from_numpy(getattr(items, name)).cuda() for name in ("narrow", "wide", "bases")
+    }
+    return replace(items, **arrays)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    step = Step(case)
+    microseconds = step.time_us(step.attend)
+    return {
+        "case": case.name,
+        "kv_heads": case.num_kv_heads,
+        "attend_us": round(microseconds, 1),
+        "floor_us": round(case.floor_us, 1),
+        "of_floor": round(case.floor_us / microseconds, 3),
+        "tflops": round(case.flops / microseconds / 1e6, 1),
+        "prepare_us": round(step.time_us(step.prepare), 1),
+        "prepare_floor_us": round(case.prepare_floor_us, 1),
+        "gpu": torch.cuda.get_device_name(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = [measure(case) for heads in arguments.kv_heads for case in cases(heads)]
+    lines = [json.dumps(row) for row in rows]
+    print("\n".join(lines))
+    if arguments.out:
+        arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

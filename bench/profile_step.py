@@ -1,0 +1,136 @@
+"""Where the time of a step goes on a GPU: decode steps, and the step behind a hit.
+
+    python bench/profile_step.py [--model bench/models/hybrid-35b-a3b] [--sequences 1] [--out FILE]
+
+Prints, for each, the kernels by their share of the device's time, the time between them, and every
+call in which the host waited for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import rows
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from milepost import LLM, SamplingParams
+
+_WAITS = ("Synchronize", "cudaMemcpy", "aten::item", "aten::_local_scalar_dense")
+_NOT_WAITING = ("cudaMemcpyAsync",)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--top", type=int, default=16)
+    parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "profile-step.jsonl")
+    arguments = parser.parse_args()
+    llm = LLM(
+        arguments.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=40960,
+        max_num_seqs=64,
+    )
+    rng = random.Random(0)
+    vocab = llm.llm_engine.vocab_size
+    tokens = lambda num: rng.choices(range(10, vocab), k=num)  # noqa: E731
+    num = arguments.sequences
+    shared = tokens(1900)
+    for _ in range(3):
+        _ask(llm, [[*shared, *tokens(64)]], 1)
+    common = {
+        **rows.provenance(),
+        "model": Path(arguments.model).name,
+    }
+    prompts = [tokens(128) for _ in range(num)]
+    _ask(llm, prompts, 40)
+    found = [
+        _measure(f"decode, {num} sequences", arguments.top, lambda: _steps(llm, prompts, 20)),
+        _measure("64 tokens behind a hit", arguments.top, lambda: _hits(llm, shared, tokens)),
+    ]
+    rows.write(arguments.out, [common | row for row in found])
+    return 0
+
+
+def _ask(llm: LLM, prompts: list[list[int]], num_out: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+
+def _steps(llm: LLM, prompts: list[list[int]], num_steps: int) -> tuple[Any, int]:
+    """Profile decode steps in mid-answer."""
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+    streams = [llm.stream({"prompt_token_ids": prompt}, params) for prompt in prompts]
+    for stream in streams:
+        next(stream)
+    for _ in range(10):
+        engine.step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(num_steps):
+            engine.step()
+    for stream in streams:
+        stream.close()
+    return profiled, num_steps
+
+
+def _hits(llm: LLM, shared: list[int], tokens: Any) -> tuple[Any, int]:
+    """Profile prompts of which all but 64 tokens are cached."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(5):
+            _ask(llm, [[*shared, *tokens(64)]], 1)
+    return profiled, 5
+
+
+def _measure(title: str, top: int, run: Any) -> dict[str, Any]:
+    profiled, num_steps = run()
+    kernels: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
+    begin, end = float("inf"), 0.0
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.split("(")[0].split("<")[0][-60:]
+            kernels[name] += event.device_time
+            counts[name] += 1
+            begin = min(begin, event.time_range.start)
+            end = max(end, event.time_range.end)
+        elif _is_wait(event.name):
+            waits[event.name] += 1
+    busy, whole = kernels.total() / num_steps, (end - begin) / num_steps
+    console = Console(width=110)
+    table = Table(title=f"{title}: {whole:.0f} us a step, kernels {busy:.0f} us")
+    for column in ("kernel", "us a step", "%", "launches a step"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for name, time_us in kernels.most_common(top):
+        share, per_step = 100 * time_us / kernels.total(), counts[name] / num_steps
+        table.add_row(name, f"{time_us / num_steps:.1f}", f"{share:.1f}", f"{per_step:.1f}")
+    console.print(table)
+    per_step = {name: round(count / num_steps, 2) for name, count in waits.items()}
+    console.print("waits of the host a step:", json.dumps(per_step))
+    return {
+        "step": title,
+        "whole_us": whole,
+        "kernels_us": busy,
+        "kernels": {name: time_us / num_steps for name, time_us in kernels.most_common()},
+        "waits": per_step,
+    }
+
+
+def _is_wait(name: str) -> bool:
+    return any(part in name for part in _WAITS) and name not in _NOT_WAITING
+
+
+if __name__ == "__main__":
+    sys.exit(main())

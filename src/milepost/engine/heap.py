@@ -1,0 +1,46 @@
+"""Memory that an engine process holds besides weights and pools, and how it is kept small.
+
+Two things grow with use. oneDNN keeps a product's plan, a third of a megabyte or more, for each
+number of rows that it has seen, up to a bound. And glibc's heap keeps what steps have freed: under
+load tensors of many sizes come and go between those plans, so much of it is free in pieces that
+never reach the heap's end. Whole pages of them go back to the system when glibc is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+
+_NUM_PLANS = "256"
+"""Of each of the two kinds that torch and oneDNN keep; by themselves they keep 1024. Enough for
+batches whose size varies by a few dozen; a plan that is missing is made in a millisecond."""
+_BOUNDS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+
+
+def bound_plans() -> None:
+    """Lower oneDNN's bounds, unless the operator has set them; call it before the first product.
+
+    The process's environment is the only place where they can be set.
+    """
+    for name in _BOUNDS:
+        os.environ.setdefault(name, _NUM_PLANS)
+
+
+def give_back() -> None:
+    """Return free pages to the system; does nothing where the C library has no word for it.
+
+    Takes some milliseconds, and the next steps as many to get the pages again.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None

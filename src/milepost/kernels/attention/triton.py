@@ -1,0 +1,372 @@
+"""Paged attention on a GPU: programs work through the items of a step (see `items`).
+
+A program holds a tile of query rows and passes over its range of KV, block by block, with a running
+softmax. Blocks that all rows see whole need no mask; only the last ones do: those on the diagonal,
+and that which the sequence ends in, whose rest holds anything.
+
+Legend: T tokens, H query heads, G KV heads, R = H / G, E head_dim, P partial results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
+
+_LOG2_E = 1.4426950408889634
+_COMBINED_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kernel is compiled: KV positions of a block, warps, and stages of the two loops."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+    tail_stages: int
+
+
+def choose_shape(rows: int, head_dim: int, dtype: torch.dtype) -> Shape:
+    """The shape measured best on an H200 (see bench/kernels/attention.py)."""
+    if dtype == torch.float32:
+        # For tests: products in float32 are unrolled multiplications, slow to compile.
+        return Shape(16, 4, 1, 1)
+    large = head_dim > 128
+    if rows == NARROW_ROWS:
+        # A page is looked up two blocks before its KV is loaded, and that two before it is used.
+        return Shape(64, 4, 5, 2) if large else Shape(128, 4, 5, 2)
+    if rows < 128:
+        return Shape(64, 4, 3, 2)
+    return Shape(64, 8, 3, 2) if large else Shape(128, 8, 3, 2)
+
+
+def attend(
+    query: Tensor,
+    gate: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    items: AttentionItems,
+    scale: float,
+    *,
+    narrow_shape: Shape | None = None,
+    wide_shape: Shape | None = None,
+) -> Tensor:
+    """Attend from `query` [T, H, E] to the pages of `pool` [2, pages, page_size, G, E] that the
+    `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E].
+
+    Returns [T, H * E]; rows of tokens that are in no item hold anything.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    output = query.new_empty(num_tokens, num_heads * head_dim)
+    partials = query.new_empty(items.num_partials, num_heads, head_dim, dtype=torch.float32)
+    sums = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
+    common = (query, gate, output, pool, tables, items.bases, partials, sums, scale)
+    if len(items.wide):
+        hopper = None if wide_shape else _hopper_kernel(query, pool, items.wide_rows)
+        if hopper:
+            hopper(items.wide, *common)
+        else:
+            shape = wide_shape or choose_shape(items.wide_rows, head_dim, query.dtype)
+            _launch(items.wide, items.wide_rows, shape, *common)
+    if len(items.narrow):
+        shape = narrow_shape or choose_shape(NARROW_ROWS, head_dim, query.dtype)
+        _launch(items.narrow, NARROW_ROWS, shape, *common)
+    if items.num_combined:
+        _combine_kernel[(items.num_combined, num_heads)](
+            partials,
+            sums,
+            items.bases,
+            gate,
+            output,
+            gate.stride(0),
+            HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_E=triton.next_power_of_2(head_dim),
+            STEP=_COMBINED_AT_ONCE,
+            num_warps=4,
+        )
+    return output
+
+
+def _hopper_kernel(query: Tensor, pool: Tensor, wide_rows: int) -> Callable[..., None] | None:
+    """The kernel of `triton_hopper` where it can do the work. Gluon, in which it is written, may
+    change with every Triton."""
+    if not (query.is_cuda and triton.__version__.startswith("3.6.")):
+        return None
+    from milepost.kernels.attention import triton_hopper
+
+    return triton_hopper.attend if triton_hopper.suits(query, pool, wide_rows) else None
+
+
+def _launch(
+    work: Tensor,
+    rows: int,
+    shape: Shape,
+    query: Tensor,
+    gate: Tensor,
+    output: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    bases: Tensor,
+    partials: Tensor,
+    sums: Tensor,
+    scale: float,
+) -> None:
+    _, num_heads, head_dim = query.shape
+    _, num_pages, page_size, num_kv_heads, _ = pool.shape
+    block_e = max(16, triton.next_power_of_2(head_dim))
+    # The copy engine moves boxes: a block must lie in one page, and no wider than the head.
+    boxed = page_size >= shape.block and block_e == head_dim
+    kv = pool.view(-1, num_kv_heads * head_dim)
+    _attend_kernel[(num_kv_heads, len(work))](
+        query,
+        gate,
+        output,
+        TensorDescriptor.from_tensor(kv, [shape.block, block_e]) if boxed else kv,
+        tables,
+        work,
+        bases,
+        partials,
+        sums,
+        scale * _LOG2_E,
+        num_pages * page_size,
+        query.stride(0),
+        query.stride(1),
+        gate.stride(0),
+        tables.stride(0),
+        BOXED=boxed,
+        KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_E=block_e,
+        PAGE_SIZE=page_size,
+        ROWS=rows,
+        BLOCK=shape.block,
+        TAIL_STAGES=shape.tail_stages,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    gate,
+    output,
+    kv,
+    tables,
+    items,
+    bases,
+    partials,
+    sums,
+    scale,
+    first_value,
+    query_stride,
+    head_stride,
+    gate_stride,
+    table_stride,
+    BOXED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
+):
+    """One item and KV head: ROWS = tokens * GROUP query rows."""
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 8
+    first = tl.load(item)
+    num_tokens = tl.load(item + 1)
+    table_row = tl.load(item + 2)
+    position = tl.load(item + 3)
+    begin = tl.load(item + 4)
+    end = tl.load(item + 5)
+    ordinal = tl.load(item + 6)
+    if num_tokens == 0:
+        return
+    table = tables + table_row.to(tl.int64) * table_stride
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_E)
+    ahead = row // GROUP
+    token = (first + ahead).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    held = (ahead < num_tokens)[:, None] & (column < HEAD_DIM)[None, :]
+    rows = query + token * query_stride + head * head_stride
+    queries = tl.load(rows[:, None] + column[None, :], mask=held, other=0.0)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    # All rows see all of the blocks before this place.
+    masked = begin + tl.maximum(tl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
+    for place in tl.range(begin, masked, BLOCK):
+        keys = _load(
+            kv, table, place, end, 0, kv_head, BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK
+        )
+        scores = _dot(queries, tl.trans(keys))
+        values = _load(
+            kv,
+            table,
+            place,
+            end,
+            first_value,
+            kv_head,
+            BOXED,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_E,
+            PAGE_SIZE,
+            BLOCK,
+        )
+        top, total, result = _take(top, total, result, scores, values, scale, False)
+    for place in tl.range(masked, end, BLOCK, num_stages=TAIL_STAGES):
+        places = place + tl.arange(0, BLOCK)
+        keys = _load(
+            kv, table, place, end, 0, kv_head, BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK
+        )
+        scores = _dot(queries, tl.trans(keys))
+        seen = (places[None, :] <= position + ahead[:, None]) & (places < end)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        values = _load(
+            kv,
+            table,
+            place,
+            end,
+            first_value,
+            kv_head,
+            BOXED,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_E,
+            PAGE_SIZE,
+            BLOCK,
+        )
+        # What lies past the end may be NaN, which no share of 0 would silence.
+        values = tl.where((places < end)[:, None], values, 0.0)
+        top, total, result = _take(top, total, result, scores, values, scale, True)
+
+    # A row that has seen nothing has a top of -inf and a result of 0: no share of the sum.
+    total = tl.where(total == 0.0, 1.0, total)
+    result = result / total[:, None]
+    inside = head[:, None] * HEAD_DIM + column[None, :]
+    if ordinal < 0:
+        gates = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
+        result *= tl.sigmoid(gates.to(tl.float32))
+        whole = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        tl.store(whole, result.to(output.dtype.element_ty), mask=held)
+    else:
+        base = tl.load(bases + token, mask=ahead < num_tokens, other=0).to(tl.int64) + ordinal
+        part = partials + base[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        tl.store(part, result, mask=held)
+        share = sums + base * (KV_HEADS * GROUP) + head
+        tl.store(share, top + tl.log2(total), mask=ahead < num_tokens)
+
+
+@triton.jit
+def _load(
+    kv,
+    table,
+    place,
+    end,
+    offset,
+    kv_head,
+    BOXED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keys or values [BLOCK, BLOCK_E] of one head from `place` on, a multiple of BLOCK."""
+    if BOXED:
+        page = tl.load(table + place // PAGE_SIZE)
+        slot = offset + page * PAGE_SIZE + place % PAGE_SIZE
+        block = kv.load([slot, kv_head * HEAD_DIM])
+    else:
+        column = tl.arange(0, BLOCK_E)
+        places = place + tl.arange(0, BLOCK)
+        # Past the end the table names pages that are not the sequence's, or none.
+        inside = places < end
+        pages = tl.load(table + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        slots = offset + pages * PAGE_SIZE + places % PAGE_SIZE
+        at = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        block = tl.load(kv + at, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def _take(top, total, result, scores, values, scale, MASKED: tl.constexpr):
+    """Take one more block into the running softmax."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = new_top
+    if MASKED:
+        # A row that has seen nothing yet has no top to subtract.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shares = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(shares, 1)
+    result = _dot(shares.to(values.dtype), values, result * shrink[:, None])
+    return new_top, total, result
+
+
+@triton.jit
+def _dot(left, right, start=None):
+    """Float32 stays float32: the matrix units would round it to 10 bits."""
+    return tl.dot(left, right, start, input_precision="ieee")
+
+
+@triton.jit
+def _combine_kernel(
+    partials,
+    sums,
+    bases,
+    gate,
+    output,
+    gate_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The result of one token and head: its partial results, each by its share of the sum."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    base = tl.load(bases + token)
+    count = tl.load(bases + token + 1) - base
+    if count == 0:
+        return
+    column = tl.arange(0, BLOCK_E)
+    inside = column < HEAD_DIM
+    step = tl.arange(0, STEP)
+    gates = tl.load(gate + token * gate_stride + head * HEAD_DIM + column, mask=inside, other=0.0)
+    top = float("-inf")
+    total = 0.0
+    result = tl.zeros([BLOCK_E], tl.float32)
+    # Every token sees the beginning of its KV, so the first sum is finite.
+    for done in tl.range(0, count, STEP):
+        at = (base + done + step).to(tl.int64) * HEADS + head
+        valid = done + step < count
+        sum_ = tl.load(sums + at, mask=valid, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(sum_, 0))
+        shares = tl.exp2(sum_ - new_top)
+        shrink = tl.exp2(top - new_top)
+        mask = valid[:, None] & inside[None, :]
+        parts = tl.load(partials + at[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+        result = result * shrink + tl.sum(parts * shares[:, None], 0)
+        total = total * shrink + tl.sum(shares, 0)
+        top = new_top
+    result = result / total * tl.sigmoid(gates.to(tl.float32))
+    at = (token * HEADS + head) * HEAD_DIM + column
+    tl.store(output + at, result.to(output.dtype.element_ty), mask=inside)

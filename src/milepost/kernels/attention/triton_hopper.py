@@ -1,0 +1,323 @@
+"""Wide tiles of attention on Hopper, in Gluon: Triton's language for programs that place data and
+divide work among warps themselves.
+
+One warp loads KV with the copy engine; two groups of four warps take half of a tile's rows each and
+go through the same blocks. They don't wait for each other, so one group's matrix products run while
+the other's exponentials do. Everything else is as in `triton`, whose kernel does the same work on
+any chip.
+
+Legend: T tokens, H query heads, G KV heads, E head_dim, P partial results.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+ROWS = 128
+_LOG2_E = 1.4426950408889634
+_BLOCK = 64
+_STAGES = 2
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
+
+
+def suits(query: Tensor, pool: Tensor, wide_rows: int) -> bool:
+    """Whether the kernel can do this work."""
+    return (
+        torch.cuda.get_device_capability(query.device) == (9, 0)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[2] in (128, 256)
+        and pool.shape[2] >= _BLOCK
+        and wide_rows == ROWS
+    )
+
+
+def attend(
+    work: Tensor,
+    query: Tensor,
+    gate: Tensor,
+    output: Tensor,
+    pool: Tensor,
+    tables: Tensor,
+    bases: Tensor,
+    partials: Tensor,
+    sums: Tensor,
+    scale: float,
+) -> None:
+    """Write the results of `work`, which are wide items, to `output` [T, H * E], or to `partials`
+    [P, H, E] and `sums` [P, H]."""
+    _, num_heads, head_dim = query.shape
+    _, num_pages, page_size, num_kv_heads, _ = pool.shape
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    kv = pool.view(-1, num_kv_heads * head_dim)
+    _attend_kernel[(num_kv_heads, len(work))](
+        query,
+        gate,
+        output,
+        TensorDescriptor.from_tensor(kv, [_BLOCK, head_dim], layout),
+        tables,
+        work,
+        bases,
+        partials,
+        sums,
+        scale * _LOG2_E,
+        num_pages * page_size,
+        query.stride(0),
+        query.stride(1),
+        gate.stride(0),
+        tables.stride(0),
+        KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK=_BLOCK,
+        STAGES=_STAGES,
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+        num_warps=4,
+    )
+
+
+@gluon.jit
+def _attend_kernel(
+    query,
+    gate,
+    output,
+    kv,
+    tables,
+    items,
+    bases,
+    partials,
+    sums,
+    scale,
+    first_value,
+    query_stride,
+    head_stride,
+    gate_stride,
+    table_stride,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
+    kv_head = gl.program_id(0)
+    item = items + gl.program_id(1) * 8
+    table = tables + gl.load(item + 2).to(gl.int64) * table_stride
+    begin = gl.load(item + 4)
+    end = gl.load(item + 5)
+    dtype: gl.constexpr = query.dtype.element_ty
+    queries = gl.allocate_shared_memory(dtype, [2, 64, HEAD_DIM], kv.layout)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, HEAD_DIM], kv.layout)
+    values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, HEAD_DIM], kv.layout)
+    # Blocks of keys loaded and used up, blocks of values loaded and used up.
+    bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+        mbarrier.init(bars.index(STAGES + stage), count=2)
+        mbarrier.init(bars.index(2 * STAGES + stage), count=1)
+        mbarrier.init(bars.index(3 * STAGES + stage), count=2)
+    consumed = (query, gate, output, item, bases, partials, sums, scale, kv_head)
+    consumed += (query_stride, head_stride, gate_stride, queries, keys, values, bars)
+    produced = (kv, table, begin, end, first_value, kv_head, keys, values, bars)
+    gl.warp_specialize(
+        [
+            (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES)),
+            (_consume, (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES)),
+            (_produce, (produced, HEAD_DIM, PAGE_SIZE, BLOCK, STAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(
+    produced,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Load every block of the range, as soon as its place is free."""
+    kv, table, begin, end, first_value, kv_head, keys, values, bars = produced
+    size: gl.constexpr = BLOCK * HEAD_DIM * 2
+    column = kv_head * HEAD_DIM
+    block = 0
+    for place in range(begin, end, BLOCK):
+        stage = block % STAGES
+        # A barrier's phase before its first is over.
+        phase = (block // STAGES & 1) ^ 1
+        slot = gl.load(table + place // PAGE_SIZE) * PAGE_SIZE + place % PAGE_SIZE
+        mbarrier.wait(bars.index(STAGES + stage), phase)
+        loaded = bars.index(stage)
+        mbarrier.expect(loaded, size)
+        tma.async_copy_global_to_shared(kv, [slot, column], loaded, keys.index(stage))
+        mbarrier.wait(bars.index(3 * STAGES + stage), phase)
+        loaded = bars.index(2 * STAGES + stage)
+        mbarrier.expect(loaded, size)
+        tma.async_copy_global_to_shared(
+            kv, [first_value + slot, column], loaded, values.index(stage)
+        )
+        block += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _consume(
+    consumed,
+    half: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Half of the tile's rows: 64 of them in four warps."""
+    query, gate, output, item, bases, partials, sums, scale, kv_head = consumed[:9]
+    query_stride, head_stride, gate_stride, queries, keys, values, bars = consumed[9:]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    first = gl.load(item)
+    num_tokens = gl.load(item + 1)
+    position = gl.load(item + 3)
+    begin = gl.load(item + 4)
+    end = gl.load(item + 5)
+    ordinal = gl.load(item + 6)
+
+    queries = queries.index(half)
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADED))
+    token = (first + row // GROUP).to(gl.int64)
+    rows = query + token * query_stride + (kv_head * GROUP + row % GROUP) * head_stride
+    held = (row // GROUP < num_tokens)[:, None] & (column >= 0)[None, :]
+    queries.store(gl.load(rows[:, None] + column[None, :], mask=held, other=0.0))
+    fence_async_shared()
+
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    last_seen = position + row // GROUP
+    top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
+    result = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
+    # All rows see all of the blocks before `masked`; blocks before `whole` hold tokens only.
+    masked = begin + gl.maximum(gl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
+    whole = begin + (end - begin) // BLOCK * BLOCK
+    block = 0
+    for _ in range(begin, masked, BLOCK):
+        scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
+        top, total, result, shares = _soften(top, total, result, scores, scale, False)
+        result = _weigh(result, shares, values, bars, block, RESULT, STAGES)
+        block += 1
+    for place in range(masked, whole, BLOCK):
+        scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
+        places = place + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+        seen = places[None, :] <= last_seen[:, None]
+        scores = gl.where(seen, scores, float("-inf"))
+        top, total, result, shares = _soften(top, total, result, scores, scale, True)
+        result = _weigh(result, shares, values, bars, block, RESULT, STAGES)
+        block += 1
+    if whole < end:
+        scores = _score(queries, keys, bars, block, SCORES, BLOCK, STAGES)
+        places = whole + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+        seen = (places[None, :] <= last_seen[:, None]) & (places < end)[None, :]
+        scores = gl.where(seen, scores, float("-inf"))
+        top, total, result, shares = _soften(top, total, result, scores, scale, True)
+        mbarrier.wait(bars.index(2 * STAGES + block % STAGES), block // STAGES & 1)
+        # What lies past the end may be NaN, which no share of 0 would silence. The clean values
+        # take the queries' place, which is this group's own and needed no more.
+        _clean(values.index(block % STAGES), queries, end - whole, BLOCK, LOADED)
+        shares = gl.convert_layout(shares.to(queries.dtype), gl.DotOperandLayout(0, RESULT, 2))
+        result = warpgroup_mma(shares, queries, result)
+
+    total = gl.where(total == 0.0, 1.0, total)
+    result = result / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]
+    wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
+    token = (first + wide_row // GROUP).to(gl.int64)
+    inside = (kv_head * GROUP + wide_row % GROUP)[:, None] * HEAD_DIM + column[None, :]
+    held = (wide_row // GROUP < num_tokens)[:, None] & (column >= 0)[None, :]
+    if ordinal < 0:
+        gates = gl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
+        result = result / (1.0 + gl.exp2(gates.to(gl.float32) * -1.4426950408889634))
+        whole_at = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        gl.store(whole_at, result.to(output.dtype.element_ty), mask=held)
+    else:
+        base = gl.load(bases + token, mask=wide_row // GROUP < num_tokens, other=0).to(gl.int64)
+        part_at = partials + (base + ordinal)[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+        gl.store(part_at, result, mask=held)
+        has_token = row // GROUP < num_tokens
+        sum_base = gl.load(bases + first + row // GROUP, mask=has_token, other=0).to(gl.int64)
+        head = kv_head * GROUP + row % GROUP
+        sum_at = sums + (sum_base + ordinal) * (KV_HEADS * GROUP) + head
+        gl.store(sum_at, top + gl.log2(total), mask=has_token)
+
+
+@gluon.jit
+def _score(
+    queries,
+    keys,
+    bars,
+    block,
+    SCORES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Products of queries with a block's keys, whose place is free afterwards."""
+    stage = block % STAGES
+    mbarrier.wait(bars.index(stage), block // STAGES & 1)
+    scores = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
+    scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), scores, use_acc=False)
+    mbarrier.arrive(bars.index(STAGES + stage), count=1)
+    return scores
+
+
+@gluon.jit
+def _soften(top, total, result, scores, scale, MASKED: gl.constexpr):
+    """Take a block's scores into the running softmax; the last given back are its shares."""
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+    base = new_top
+    if MASKED:
+        # A row that has seen nothing yet has no top to subtract.
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    shares = gl.exp2(scores * scale - base[:, None])
+    shrink = gl.exp2(top - base)
+    total = total * shrink + gl.sum(shares, 1)
+    RESULT: gl.constexpr = result.type.layout
+    result = result * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+    return new_top, total, result, shares
+
+
+@gluon.jit
+def _weigh(result, shares, values, bars, block, RESULT: gl.constexpr, STAGES: gl.constexpr):
+    """Add a block's values by their shares; their place is free afterwards."""
+    stage = block % STAGES
+    shares = gl.convert_layout(shares.to(values.dtype), gl.DotOperandLayout(0, RESULT, 2))
+    mbarrier.wait(bars.index(2 * STAGES + stage), block // STAGES & 1)
+    result = warpgroup_mma(shares, values.index(stage), result)
+    mbarrier.arrive(bars.index(3 * STAGES + stage), count=1)
+    return result
+
+
+@gluon.jit
+def _clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
+    """Copy a block's values but for those past the end, which become 0; in parts, which need few
+    registers."""
+    PART: gl.constexpr = BLOCK // 4
+    for first in gl.static_range(0, BLOCK, PART):
+        place = first + gl.arange(0, PART, layout=gl.SliceLayout(1, LOADED))
+        part = source.slice(first, PART).load(LOADED)
+        target.slice(first, PART).store(gl.where((place < num_valid)[:, None], part, 0.0))
+    fence_async_shared()

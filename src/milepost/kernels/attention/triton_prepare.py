@@ -1,0 +1,117 @@
+"""What comes before attention, in one launch: norms of query and key heads, rotary positions, and
+KV to its slots.
+
+Legend: T tokens, H query heads, G KV heads, E head_dim, O turned dimensions of E.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FEW_TOKENS = 256
+"""Up to here, tokens are handed out one by one, so that all of the chip takes part."""
+_TOKENS_AT_ONCE, _NUM_WARPS = 8, 4
+
+
+def prepare(
+    projected: Tensor,
+    norm_scale: Tensor,
+    eps: float,
+    cosines: Tensor,
+    sines: Tensor,
+    pool: Tensor,
+    kv_slots: Tensor,
+) -> Tensor:
+    """Queries [T, H, E] from `projected` [T, N], whose columns begin with queries, keys and values,
+    heads side by side.
+
+    Query and key heads are normed with `norm_scale` [H + G, E] float32 and turned by `cosines` and
+    `sines` [T, 1, O / 2]. Keys and values go to `kv_slots` [T] int32 of `pool` [2, pages,
+    page_size, G, E]; those of tokens whose slot is -1 go nowhere.
+    """
+    num_tokens = len(projected)
+    _, num_pages, page_size, num_kv_heads, head_dim = pool.shape
+    num_heads = len(norm_scale) - num_kv_heads
+    query = projected.new_empty(num_tokens, num_heads, head_dim)
+    tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
+    grid = (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
+    _prepare_kernel[grid](
+        projected,
+        norm_scale,
+        cosines,
+        sines,
+        kv_slots,
+        pool,
+        query,
+        eps,
+        num_tokens,
+        num_pages * page_size,
+        projected.stride(0),
+        cosines.stride(0),
+        sines.stride(0),
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=cosines.shape[-1],
+        BLOCK_E=triton.next_power_of_2(head_dim),
+        TOKENS=tokens,
+        num_warps=1 if tokens == 1 else _NUM_WARPS,
+    )
+    return query
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare_kernel(
+    projected,
+    norm_scale,
+    cosines,
+    sines,
+    kv_slots,
+    pool,
+    query,
+    eps,
+    num_tokens,
+    first_value,
+    projected_stride,
+    cosine_stride,
+    sine_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One head of TOKENS tokens."""
+    head = tl.program_id(1)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK_E)[None, :]
+    inside = (token < num_tokens) & (column < HEAD_DIM)
+    heads = projected + token * projected_stride + head * HEAD_DIM
+    x = tl.load(heads + column, mask=inside, other=0.0)
+    if head < HEADS + KV_HEADS:
+        wide = x.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(wide * wide, 1)[:, None] / HEAD_DIM + eps)
+        scale = norm_scale + head * HEAD_DIM
+        wide = wide * norm * tl.load(scale + column, mask=column < HEAD_DIM, other=0.0)
+        # A turned dimension needs the one half a turn away: read again, it is in the cache.
+        turned = (column < 2 * HALF) & (token < num_tokens)
+        other = tl.where(column < HALF, column + HALF, column - HALF)
+        paired = tl.load(heads + other, mask=turned, other=0.0).to(tl.float32)
+        paired = paired * norm * tl.load(scale + other, mask=column < 2 * HALF, other=0.0)
+        angle = column % HALF
+        cosine = tl.load(cosines + token * cosine_stride + angle, mask=turned, other=1.0)
+        sine = tl.load(sines + token * sine_stride + angle, mask=turned, other=0.0)
+        sine = tl.where(column < HALF, -sine.to(tl.float32), sine.to(tl.float32))
+        x = (wide * cosine.to(tl.float32) + paired * sine).to(x.dtype)
+    if head < HEADS:
+        tl.store(query + (token * HEADS + head) * HEAD_DIM + column, x, mask=inside)
+    else:
+        slot = tl.load(kv_slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
+        kept = inside & (slot >= 0)
+        kv_head = (head - HEADS) % KV_HEADS
+        if head >= HEADS + KV_HEADS:
+            slot += first_value
+        tl.store(pool + (slot * KV_HEADS + kv_head) * HEAD_DIM + column, x, mask=kept)

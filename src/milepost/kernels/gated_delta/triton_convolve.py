@@ -1,0 +1,125 @@
+"""Short convolution of many tokens a sequence, with SiLU, L2 norms and states in and out.
+
+Legend: T tokens, G key heads, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from milepost.kernels.gated_delta.triton_parts import UNSPECIALISED, head_channels, silu, unit_scale
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
+def convolve(
+    projected,
+    projected_stride,
+    num_tokens,
+    weight,
+    pool,
+    slot_in,
+    slot_out,
+    sequence_begin,
+    tile_sequence,
+    tile_begin,
+    tile_export,
+    export_end,
+    export_slot,
+    query_key,
+    values,
+    channels,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """ROWS tokens of one head of a tile: convolution, SiLU and L2 norm into `query_key`
+    [2 * G, T, K] or `values` [V, T, W]. The first rows also write the convolution states of the
+    tile's exports, and in a sequence's first tile the final state: they alone read the old one."""
+    head, tile = tl.program_id(0), tl.program_id(1) // PARTS
+    sequence = tl.load(tile_sequence + tile)
+    if sequence < 0:
+        return
+    begin, end = tl.load(sequence_begin + sequence), tl.load(sequence_begin + sequence + 1)
+    part = tl.program_id(1) % PARTS
+    part_from = tl.load(tile_begin + tile) + part * ROWS
+    if part_from >= end:
+        return
+    first, size = head_channels(head, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    column = tl.arange(0, BLOCK)
+    channel, is_channel = first + column, column < size
+    state = pool + tl.load(slot_in + sequence).to(tl.int64) * channels * (TAPS - 1)
+
+    row = tl.arange(0, ROWS)
+    in_part = (row < end - part_from)[:, None] & is_channel[None, :]
+    x = tl.zeros([ROWS, BLOCK], tl.float32)
+    if part_from == begin:
+        # The oldest inputs go first, as they do where all inputs are tokens: equal bits.
+        for tap in tl.static_range(TAPS - 1):
+            inputs = tl.zeros([ROWS, BLOCK], tl.float32)
+            for kept in tl.static_range(TAPS - 1):
+                old = tl.load(state + channel * (TAPS - 1) + kept, is_channel, 0).to(tl.float32)
+                inputs = tl.where((row == kept - tap)[:, None], old[None, :], inputs)
+            taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
+            x += inputs * taps[None, :]
+    first_row = projected + part_from.to(tl.int64) * projected_stride
+    for tap in tl.static_range(TAPS):
+        source = row - (TAPS - 1) + tap
+        at = source[:, None] * projected_stride + channel[None, :]
+        inputs = tl.load(first_row + at, in_part & (source >= begin - part_from)[:, None], 0)
+        taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
+        x += inputs.to(tl.float32) * taps[None, :]
+    x = silu(x)
+    x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 1)
+    tokens = tl.cast(num_tokens, tl.int64)
+    if head < 2 * KEY_HEADS:
+        key_at = (head * tokens + part_from) * KEY_DIM + row[:, None] * KEY_DIM + column[None, :]
+        tl.store(query_key + key_at, x.to(query_key.dtype.element_ty), in_part)
+    else:
+        value_from = ((head - 2 * KEY_HEADS) * tokens + part_from) * VALUE_DIM
+        value_at = value_from + row[:, None] * VALUE_DIM + column[None, :]
+        tl.store(values + value_at, x.to(values.dtype.element_ty), in_part)
+
+    if part > 0:
+        return
+    args = projected, projected_stride, state, pool, channels, channel, is_channel, begin
+    for export in range(tl.load(tile_export + tile), tl.load(tile_export + tile + 1)):
+        slot, stop = tl.load(export_slot + export), tl.load(export_end + export)
+        _keep_inputs(*args, stop, slot, TAPS, BLOCK_TAPS)
+    if part_from == begin:
+        _keep_inputs(*args, end, tl.load(slot_out + sequence), TAPS, BLOCK_TAPS)
+
+
+@triton.jit
+def _keep_inputs(
+    projected,
+    projected_stride,
+    state,
+    pool,
+    channels,
+    channel,
+    is_channel,
+    begin,
+    stop,
+    slot,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+):
+    """Write the last TAPS - 1 inputs before token `stop` to `slot`; those before token `begin` are
+    in the state that was read."""
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    source = stop - (TAPS - 1) + tap
+    is_kept = is_channel[:, None] & (tap < TAPS - 1)
+    at = source.to(tl.int64) * projected_stride + channel[:, None]
+    inputs = tl.load(projected + at, is_kept & (source >= begin), 0)
+    of_channel = channel[:, None] * (TAPS - 1)
+    before = of_channel + source - begin + (TAPS - 1)
+    inputs += tl.load(state + before, is_kept & (source < begin), 0).to(inputs.dtype)
+    tl.debug_barrier()
+    written = pool + slot.to(tl.int64) * channels * (TAPS - 1)
+    tl.store(written + of_channel + tap, inputs.to(pool.dtype.element_ty), is_kept)

@@ -1,0 +1,22 @@
+"""The small weights of a Gated DeltaNet layer's token mixer, as the fused kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerWeights:
+    """Legend: C channels, J taps, V value heads, W value_dim."""
+
+    conv: Tensor
+    """[C, J], any float type, contiguous."""
+    decay_rate: Tensor
+    """[V] float32, negative: what softplus is multiplied by."""
+    decay_bias: Tensor
+    """[V] float32, added before softplus."""
+    norm: Tensor
+    """[W] float32."""
+    norm_eps: float

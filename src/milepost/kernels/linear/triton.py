@@ -1,0 +1,249 @@
+"""Linear projections of few rows on a GPU: the time is that of reading the weight once.
+
+A weight with few outputs is also cut along its inputs, so that every multiprocessor reads some of
+it; the partial sums are then added up in a fixed order, so results do not vary from run to run.
+
+Legend: T tokens, I inputs, O outputs, S splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How a product is cut up."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    is_swapped: bool = False
+    """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
+
+
+_PROGRAMS = 128
+"""A product is cut along its inputs until it has so many programs."""
+_FEW_OUTPUTS = 1024
+"""Up to so many outputs torch's product leaves most multiprocessors idle."""
+
+
+def multiply_few(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product if it is faster here than in torch, else None.
+
+    `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
+    """
+    num_tokens, num_outputs = hidden.shape[0], weight.shape[0]
+    if num_tokens == 0 or hidden.stride(1) != 1:
+        return None
+    if num_tokens == 1:
+        columns, depth = (4, 2048) if num_outputs <= 1 << 15 else (8, 1024)
+        return multiply_vectors(hidden, weight, bias, columns=columns, depth=depth, warps=8)
+    if num_tokens <= 16:
+        tiles = Tiles(rows=16, columns=64, depth=128, warps=4, stages=4, is_swapped=True)
+    elif num_outputs <= _FEW_OUTPUTS:
+        tiles = Tiles(rows=64, columns=32, depth=128, warps=4, stages=4)
+    else:
+        return None
+    return multiply(hidden, weight, bias, tiles, _choose_splits(weight, tiles))
+
+
+def _choose_splits(weight: Tensor, tiles: Tiles) -> int:
+    num_outputs, num_inputs = weight.shape
+    splits, programs = 1, triton.cdiv(num_outputs, tiles.columns)
+    while programs * splits < _PROGRAMS and num_inputs >= 4 * splits * tiles.depth:
+        splits *= 2
+    return splits
+
+
+def multiply(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, splits: int
+) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O], in `splits` parts of I."""
+    num_tokens, num_inputs = hidden.shape
+    num_outputs = weight.shape[0]
+    output = hidden.new_empty(num_tokens, num_outputs)
+    sums = output
+    if splits > 1:
+        shape = splits, num_tokens, num_outputs
+        sums = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+    grid = (
+        triton.cdiv(num_outputs, tiles.columns),
+        splits,
+        triton.cdiv(num_tokens, tiles.rows),
+    )
+    _multiply_kernel[grid](
+        hidden,
+        weight,
+        bias,
+        sums,
+        num_tokens,
+        hidden.stride(0),
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=tiles.depth,
+        SPLITS=splits,
+        SWAPPED=tiles.is_swapped,
+        # Not overlapped: programs that start while others still run crowd on few processors.
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if splits > 1:
+        blocks = triton.cdiv(num_tokens * num_outputs, 512)
+        _add_up_kernel[(blocks,)](
+            sums,
+            bias,
+            output,
+            num_tokens,
+            OUTPUTS=num_outputs,
+            SPLITS=splits,
+            BLOCK=512,
+            num_warps=4,
+            **OVERLAPPED,
+        )
+    return output
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def _multiply_kernel(
+    hidden,
+    weight,
+    bias,
+    output,
+    num_tokens,
+    stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    let_next_start()
+    # Whole steps for each split; the last may get fewer.
+    SHARE: tl.constexpr = (INPUTS + SPLITS * DEPTH - 1) // (SPLITS * DEPTH) * DEPTH
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_tokens
+    is_column = column < OUTPUTS
+    k = split * SHARE + tl.arange(0, DEPTH)
+    # Rows beyond the last read row 0 and columns beyond the last wrap: neither is stored.
+    x = hidden + tl.where(is_row, row, 0).to(tl.int64)[:, None] * stride + k[None, :]
+    w = weight + (column % OUTPUTS).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    if SWAPPED:
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, SHARE, DEPTH):
+        if INPUTS % (SPLITS * DEPTH) == 0:
+            inputs = tl.load(x + start)
+            weights = tl.load(w + start)
+        else:
+            is_input = (start + k < INPUTS)[None, :]
+            inputs = tl.load(x + start, mask=is_input, other=0.0)
+            weights = tl.load(w + start, mask=is_input, other=0.0)
+        if SWAPPED:
+            total = tl.dot(weights, tl.trans(inputs), total, input_precision="ieee")
+        else:
+            total = tl.dot(inputs, tl.trans(weights), total, input_precision="ieee")
+    if SPLITS == 1 and bias is not None:
+        offset = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        if SWAPPED:
+            total += offset[:, None]
+        else:
+            total += offset[None, :]
+    target = (split.to(tl.int64) * num_tokens + row) * OUTPUTS
+    result = total.to(output.dtype.element_ty)
+    if SWAPPED:
+        mask = is_column[:, None] & is_row[None, :]
+        tl.store(output + target[None, :] + column[:, None], result, mask=mask)
+    else:
+        mask = is_row[:, None] & is_column[None, :]
+        tl.store(output + target[:, None] + column[None, :], result, mask=mask)
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def _add_up_kernel(
+    sums, bias, output, num_tokens, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    let_next_start()
+    wait_for_inputs()
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    size = num_tokens * OUTPUTS
+    is_index = index < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(sums + split * size + index, mask=is_index, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + index % OUTPUTS, mask=is_index, other=0.0).to(tl.float32)
+    tl.store(output + index, total.to(output.dtype.element_ty), mask=is_index)
+
+
+def multiply_vectors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, columns: int, depth: int, warps: int
+) -> Tensor:
+    """`multiply` for very few rows, without tensor cores."""
+    num_tokens, num_inputs = hidden.shape
+    num_outputs = weight.shape[0]
+    output = hidden.new_empty(num_tokens, num_outputs)
+    _vectors_kernel[(triton.cdiv(num_outputs, columns), num_tokens)](
+        hidden,
+        weight,
+        bias,
+        output,
+        hidden.stride(0),
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        COLUMNS=columns,
+        DEPTH=depth,
+        num_warps=warps,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@triton.jit
+def _vectors_kernel(
+    hidden,
+    weight,
+    bias,
+    output,
+    stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    let_next_start()
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.program_id(1).to(tl.int64)
+    is_column = column < OUTPUTS
+    k = tl.arange(0, DEPTH)
+    w = weight + (column % OUTPUTS).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    weights = tl.load(w, mask=k[None, :] < INPUTS, other=0.0)
+    wait_for_inputs()
+    totals = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for start in tl.static_range(0, INPUTS, DEPTH):
+        is_input = start + k < INPUTS
+        if start > 0:
+            weights = tl.load(w + start, mask=is_input[None, :], other=0.0)
+        inputs = tl.load(hidden + token * stride + start + k, mask=is_input, other=0.0)
+        totals += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
+    total = tl.sum(totals, 1)
+    if bias is not None:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+    result = total.to(output.dtype.element_ty)
+    tl.store(output + token * OUTPUTS + column, result, mask=is_column)

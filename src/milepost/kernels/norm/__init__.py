@@ -1,0 +1,37 @@
+"""Norms and activations fused with what stands around them: `add_norm` and `silu_mul`.
+
+This is the door to the op: callers import it from here, whatever computes it. `reference` is the
+definition; on a GPU `triton` computes it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.norm import reference
+
+__all__ = ["add_norm", "silu_mul"]
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `reference.add_norm`."""
+    return _module(hidden).add_norm(hidden, delta, scale, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `reference.silu_mul`."""
+    return _module(gate_up).silu_mul(gate_up)
+
+
+def _module(tensor: Tensor) -> ModuleType:
+    """Triton is imported where it is used: machines without a GPU need not have it."""
+    if tensor.is_cuda and tensor.dtype != torch.float64:
+        from milepost.kernels.norm import triton
+
+        return triton
+    return reference

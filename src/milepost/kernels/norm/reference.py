@@ -1,0 +1,34 @@
+"""Norms and activations in plain torch: the definition, on any device.
+
+Legend: T tokens, H hidden size, P parts, I size of a feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add a layer's output to the residual stream and norm the sum: both [T, H] in `hidden`'s type.
+
+    `hidden` [T, H]; `delta` [T, H], or [T, P, H] whose parts are added up, or None. The norm is the
+    root mean square one with `scale` [H], computed in `scale`'s type.
+    """
+    if delta is not None:
+        hidden = hidden + (delta if delta.dim() == 2 else _add_up(delta))
+    wide = hidden.to(scale.dtype)
+    normed = F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale)
+    return hidden, normed.to(hidden.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of the columns times the second: [T, 2 * I] to [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _add_up(parts: Tensor) -> Tensor:
+    return parts.squeeze(1) if parts.shape[1] == 1 else parts.sum(1)

@@ -1,0 +1,185 @@
+"""Builds a step's arrays on the host, for the kernels of a GPU.
+
+Everything the device needs to know of a step goes there in one copy (see `staging`). With a
+capacity, arrays are as long as any step's that fits, so that a captured graph can read them.
+
+Legend: T tokens, S sequences, each with its capacity; R requests that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from milepost.kernels.attention import items
+from milepost.kernels.gated_delta import fused
+from milepost.layers.context import StepArrays
+from milepost.scheduler.plans import SequencePlan, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The most that a step may hold."""
+
+    num_tokens: int
+    num_sequences: int
+    num_exports: int
+    decodes: bool
+    """Every sequence is one token and exports nothing."""
+    is_exact: bool = False
+    """It is one step's own: what depends on contents need not be padded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What of a model the arrays depend on; 0 heads where there is no attention layer."""
+
+    num_kv_heads: int
+    heads_per_kv: int
+    page_size: int
+    has_recurrent: bool
+
+
+class HostTables:
+    """The host's copy of the page tables of running requests, a row for each slot.
+
+    Tables are append-only, so a step brings only the pages that have come since the last one.
+    """
+
+    __slots__ = ("_known", "rows")
+
+    def __init__(self, num_slots: int, max_pages: int) -> None:
+        self.rows = np.zeros((num_slots + 1, max_pages), np.int32)
+        self._known: dict[int, tuple[Sequence[int], int]] = {}
+
+    def update(self, sequences: Sequence[SequencePlan]) -> tuple[np.ndarray, np.ndarray]:
+        """Flat indices and values of the entries that are new."""
+        indices, values = [], []
+        for sequence in sequences:
+            table, slot = sequence.page_table, sequence.slot_out
+            known_table, num_known = self._known.get(slot, (None, 0))
+            if known_table is not table:
+                num_known = 0
+            if num_known == len(table):
+                continue
+            pages = np.array(table[num_known:], np.int32)
+            self.rows[slot, num_known : len(table)] = pages
+            first = slot * self.rows.shape[1]
+            indices.append(np.arange(first + num_known, first + len(table)))
+            values.append(pages)
+            self._known[slot] = (table, len(table))
+        if not indices:
+            return np.empty(0, np.int64), np.empty(0, np.int32)
+        return np.concatenate(indices), np.concatenate(values)
+
+
+def build(
+    plan: StepPlan,
+    tables: HostTables,
+    shapes: Shapes,
+    capacity: Capacity,
+    last_tokens: Sequence[int] = (),
+    sources: Sequence[int] = (),
+) -> StepArrays:
+    """The arrays of a plan whose pages are in `tables`; an empty plan is all padding.
+
+    `last_tokens` [R] are the tokens behind which is sampled, `sources` [T] the rows of the step
+    before in which a plan's tokens are sampled.
+    """
+    sequences = plan.sequences
+    starts = np.array([s.start for s in sequences], np.int64)
+    lengths = np.array([len(s.tokens) for s in sequences], np.int64)
+    rows = np.array([s.slot_out for s in sequences], np.int64)
+    owners = np.repeat(np.arange(len(sequences)), lengths)
+    positions = np.arange(len(owners)) + (starts - lengths.cumsum() + lengths)[owners]
+    num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
+    return StepArrays(
+        token_ids=_padded(_token_ids(sequences), num_tokens, 0, np.int64),
+        positions=_padded(positions, num_tokens, 0),
+        kv_slots=_padded(
+            _kv_slots(sequences, positions, owners, tables.rows[rows], shapes), num_tokens, -1
+        ),
+        slot_in=_padded([s.slot_in for s in sequences], num_sequences, 0),
+        slot_out=_padded(rows, num_sequences, -1),
+        last_tokens=_padded(last_tokens, num_sequences, 0, np.int64),
+        sources=_padded(sources, num_sequences, 0, np.int64),
+        attention=_attention(starts, lengths, rows, tables, shapes, capacity),
+        recurrent=_recurrent(sequences, starts, lengths, shapes, capacity),
+    )
+
+
+def _token_ids(sequences: Sequence[SequencePlan]) -> np.ndarray:
+    tokens = [np.frombuffer(s.tokens, dtype=np.uint32) for s in sequences]
+    return np.concatenate(tokens) if tokens else np.empty(0, np.int64)
+
+
+def _kv_slots(
+    sequences: Sequence[SequencePlan],
+    positions: np.ndarray,
+    owners: np.ndarray,
+    pages: np.ndarray,
+    shapes: Shapes,
+) -> np.ndarray:
+    """Where each token's KV goes; -1 for those that are in shared pages already."""
+    size = shapes.page_size
+    slots = pages[owners, positions // size] * size + positions % size
+    write_from = np.array([s.write_from for s in sequences], np.int64)
+    return np.where(positions >= write_from[owners], slots, -1)
+
+
+def _attention(
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+    tables: HostTables,
+    shapes: Shapes,
+    capacity: Capacity,
+) -> items.AttentionItems | None:
+    if not shapes.num_kv_heads:
+        return None
+    return items.lay_out(
+        starts,
+        lengths,
+        rows,
+        heads_per_kv=shapes.heads_per_kv,
+        num_kv_heads=shapes.num_kv_heads,
+        page_size=shapes.page_size,
+        tables=tables.rows,
+        capacity=None
+        if capacity.is_exact
+        else items.Capacity(num_tokens=capacity.num_tokens, num_sequences=capacity.num_sequences),
+    )
+
+
+def _recurrent(
+    sequences: Sequence[SequencePlan],
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    shapes: Shapes,
+    capacity: Capacity,
+) -> fused.FusedLayout | None:
+    if capacity.decodes or not shapes.has_recurrent:
+        return None
+    exports = [
+        (index, export.position, export.slot)
+        for index, sequence in enumerate(sequences)
+        for export in sequence.exports
+    ]
+    return fused.lay_out(
+        starts,
+        lengths,
+        exports,
+        max_tokens=capacity.num_tokens,
+        max_sequences=capacity.num_sequences,
+        max_exports=capacity.num_exports,
+    )
+
+
+def _padded(
+    values: Sequence[int] | np.ndarray, length: int, filler: int, dtype: type = np.int32
+) -> np.ndarray:
+    padded = np.full(length, filler, dtype)
+    padded[: len(values)] = values
+    return padded

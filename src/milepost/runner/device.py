@@ -1,0 +1,155 @@
+"""Runs a step on a GPU: fused kernels, CUDA graphs where a step fits one, nothing that waits.
+
+The host builds a step's arrays, sends them in one copy, and launches; tokens come back by
+themselves. Two steps may be under way at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from milepost.layers.context import DeviceBatch, StepArrays
+from milepost.models.hybrid import HybridModel
+from milepost.runner import arrays
+from milepost.runner.arrays import Capacity, HostTables, Shapes
+from milepost.runner.flight import Flight
+from milepost.runner.graphs import Graphs, Outcome, exact_capacity, ladder
+from milepost.runner.plain import sampling_places
+from milepost.runner.pools import Pools, PoolShape, allocate
+from milepost.runner.sampling import SamplingRow, choose
+from milepost.runner.staging import Staging
+from milepost.scheduler.plans import StepPlan
+
+_NOTHING = StepPlan(sequences=())
+
+
+@dataclass(frozen=True, slots=True)
+class _NewPages:
+    """Entries of the page tables that the device doesn't have yet."""
+
+    indices: Any
+    pages: Any
+
+
+class DeviceExecutor:
+    """Runs `model` over `pools` on their GPU; `max_model_len` bounds any sequence."""
+
+    def __init__(
+        self, model: HybridModel, pools: Pools, *, num_slots: int, max_model_len: int
+    ) -> None:
+        self.model = model
+        self._pools = pools
+        max_pages = -(-max_model_len // pools.page_size)
+        self._tables = HostTables(num_slots, max_pages)
+        self._device_tables = torch.zeros(
+            (num_slots + 1, max_pages), dtype=torch.int32, device=pools.device
+        )
+        self._shapes = _shapes(model, pools.page_size)
+        self._staging = Staging(pools.device, _STAGED_BYTES)
+        self._page_staging = Staging(pools.device, 12 * self._tables.rows.size + 64)
+        self._graphs = Graphs()
+
+    @torch.inference_mode()
+    def launch(
+        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None
+    ) -> Flight:
+        """Queue one forward pass and sampling."""
+        ids, last_tokens = sampling_places(plan)
+        self._send_pages(plan)
+        captured = self._graphs.find(plan)
+        capacity = captured or exact_capacity(plan)
+        sources = before.places(plan) if before is not None else ()
+        step = arrays.build(plan, self._tables, self._shapes, capacity, last_tokens, sources)
+        self._staging.send(step)
+        views = None if captured and before is None else self._staging.views(step)
+        if before is not None:
+            assert views is not None
+            num = len(sources)
+            torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])
+        if captured is not None:
+            outcome = self._graphs.replay(captured)
+        else:
+            assert views is not None
+            outcome = self._run(views, num_rows=len(ids))
+        if not ids:
+            return Flight(plan=plan, ids=ids, choice=None)
+        num = len(ids)
+        choice = choose(outcome.logits[:num], [rows[id_] for id_ in ids], best=outcome.best[:num])
+        return Flight(plan=plan, ids=ids, choice=choice)
+
+    def capture(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Record graphs of the steps that are worth one; shows progress."""
+        capacities = ladder(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
+            views = self._padding(capacity)
+            self._graphs.capture(
+                capacity, lambda v=views, c=capacity: self._run(v, num_rows=c.num_sequences)
+            )
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run a step of padding, as large as any: compiles kernels and takes their memory."""
+        capacity = Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
+        self._run(self._padding(capacity), num_rows=1)
+        torch.cuda.synchronize()
+
+    def _padding(self, capacity: Capacity) -> StepArrays:
+        step = arrays.build(_NOTHING, self._tables, self._shapes, capacity)
+        self._staging.send(step)
+        return self._staging.views(step)
+
+    @torch.inference_mode()
+    def _run(self, step: StepArrays, *, num_rows: int) -> Outcome:
+        batch = DeviceBatch(
+            step=step, tables=self._device_tables, kv=self._pools.kv, states=self._pools.states
+        )
+        hidden = self.model.forward(step.token_ids, batch)
+        logits = self.model.compute_logits(hidden[step.last_tokens[:num_rows]])
+        return Outcome(logits=logits, best=logits.argmax(dim=-1))
+
+    def _send_pages(self, plan: StepPlan) -> None:
+        indices, pages = self._tables.update(plan.sequences)
+        if not len(indices):
+            return
+        new = _NewPages(indices, pages)
+        self._page_staging.send(new)
+        views = self._page_staging.views(new)
+        self._device_tables.view(-1).index_copy_(0, views.indices, views.pages)
+
+
+_STAGED_BYTES = 1 << 23
+"""For steps of up to tens of thousands of tokens; `Staging.send` refuses more."""
+
+
+def has_fast_kernels(model: HybridModel) -> bool:
+    """Whether the fused kernels can run the model: they need triton, and no float64."""
+    return model.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def measure_activations(model: HybridModel, shape: PoolShape, num_tokens: int) -> int:
+    """Bytes that the largest step takes besides weights and pools; compiles kernels on the way."""
+    device = model.embedding.device
+    pools = allocate(shape, num_pages=1, num_slots=1, device=device)
+    executor = DeviceExecutor(model, pools, num_slots=1, max_model_len=shape.page_size)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    executor.warm_up(num_tokens)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _shapes(model: HybridModel, page_size: int) -> Shapes:
+    config = model.config
+    has_attention = "full_attention" in config.layer_types
+    return Shapes(
+        num_kv_heads=config.num_key_value_heads if has_attention else 0,
+        heads_per_kv=config.num_attention_heads // config.num_key_value_heads,
+        page_size=page_size,
+        has_recurrent="linear_attention" in config.layer_types,
+    )

@@ -1,0 +1,37 @@
+"""A step under way: what was launched, and where its tokens will be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from milepost.runner.sampling import Choice, SampledToken
+from milepost.scheduler.plans import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A step that was launched and may still be running."""
+
+    plan: StepPlan
+    ids: Sequence[str]
+    """Requests that sample, in the order of the choice's rows."""
+    choice: Choice | None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Sampled tokens [R] int64, on the device."""
+        assert self.choice is not None, "a step that is followed samples"
+        return self.choice.token_ids
+
+    def places(self, plan: StepPlan) -> list[int]:
+        """For each sequence of the plan that follows, the row that its token is sampled in."""
+        places = {id_: place for place, id_ in enumerate(self.ids)}
+        return [places[sequence.request.id] for sequence in plan.sequences]
+
+    def read(self) -> dict[str, SampledToken]:
+        """Wait for the tokens; by request id."""
+        tokens = self.choice.read() if self.choice is not None else []
+        return dict(zip(self.ids, tokens, strict=True))

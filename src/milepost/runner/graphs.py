@@ -1,0 +1,105 @@
+"""CUDA graphs of a model's step: decodes, and small mixed batches.
+
+A prompt that hits leaves a few dozen tokens to compute. Launched one by one, the kernels of such a
+step take longer to launch than to run; as a graph they are launched at once. A graph is captured
+for each capacity of a ladder, and runs any step that fits, padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from milepost.runner.arrays import Capacity
+from milepost.scheduler.plans import StepPlan
+
+_MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
+_FINE_DECODES = (1, 2, 4, 8)
+_DECODE_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step leaves on the device; a graph's is written again by its next run."""
+
+    logits: Tensor
+    """[R, vocabulary], of the requests that sample."""
+    best: Tensor
+    """[R] int64, the likeliest token of each."""
+
+
+def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
+    """Capacities to capture, the largest first, so that the others find their memory in its."""
+    mixed = [
+        Capacity(
+            num_tokens=num_tokens,
+            num_sequences=min(max_num_seqs, num_tokens),
+            num_exports=min(max_num_seqs, num_tokens) + num_tokens // 64,
+            decodes=False,
+        )
+        for num_tokens in _MIXED_TOKENS
+        if num_tokens <= max_num_batched_tokens
+    ]
+    counts = [n for n in _FINE_DECODES if n < max_num_seqs]
+    counts += [*range(2 * _DECODE_STEP, max_num_seqs, _DECODE_STEP), max_num_seqs]
+    decodes = [
+        Capacity(num_tokens=count, num_sequences=count, num_exports=0, decodes=True)
+        for count in counts
+    ]
+    return [*reversed(mixed), *reversed(decodes)]
+
+
+class Graphs:
+    """Captured steps by capacity."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Capacity, tuple[torch.cuda.CUDAGraph, Outcome]] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def capture(self, capacity: Capacity, run: Callable[[], Outcome]) -> None:
+        """Record what `run` launches; it must touch the same addresses each time."""
+        run()  # compiles what is not compiled yet
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outcome = run()
+        self._pool = graph.pool()
+        self._graphs[capacity] = graph, outcome
+
+    def find(self, plan: StepPlan) -> Capacity | None:
+        """The smallest captured capacity that holds the plan."""
+        return smallest(tuple(self._graphs), plan)
+
+    def replay(self, capacity: Capacity) -> Outcome:
+        """Launch the graph."""
+        graph, outcome = self._graphs[capacity]
+        graph.replay()
+        return outcome
+
+
+def smallest(capacities: Sequence[Capacity], plan: StepPlan) -> Capacity | None:
+    """The smallest of the capacities that holds the plan, if one does."""
+    exact = exact_capacity(plan)
+    fitting = [
+        c
+        for c in capacities
+        if c.decodes == exact.decodes
+        and c.num_tokens >= exact.num_tokens
+        and c.num_sequences >= exact.num_sequences
+        and c.num_exports >= exact.num_exports
+    ]
+    return min(fitting, key=lambda c: c.num_tokens, default=None)
+
+
+def exact_capacity(plan: StepPlan) -> Capacity:
+    """Just what the plan needs."""
+    return Capacity(
+        num_tokens=plan.num_tokens,
+        num_sequences=len(plan.sequences),
+        num_exports=sum(len(sequence.exports) for sequence in plan.sequences),
+        decodes=plan.num_decodes == len(plan.sequences),
+        is_exact=True,
+    )

@@ -1,0 +1,52 @@
+"""Runs a step on any device with the reference kernels: the definition of what a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from milepost.models.hybrid import HybridModel
+from milepost.runner.batch import PageTables, build
+from milepost.runner.flight import Flight
+from milepost.runner.pools import Pools
+from milepost.runner.sampling import SamplingRow, choose
+from milepost.scheduler.plans import StepPlan
+
+
+class PlainExecutor:
+    """Runs `model` over `pools`, launch by launch; `max_model_len` bounds any sequence."""
+
+    def __init__(
+        self, model: HybridModel, pools: Pools, *, num_slots: int, max_model_len: int
+    ) -> None:
+        self.model = model
+        self._pools = pools
+        max_pages = -(-max_model_len // pools.page_size)
+        self._tables = PageTables(num_slots, max_pages, pools.device)
+
+    def launch(
+        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None
+    ) -> Flight:
+        """One forward pass and sampling."""
+        token_ids, context = build(plan, self._pools, self._tables)
+        if before is not None:
+            index = torch.tensor(before.places(plan), device=token_ids.device)
+            token_ids = before.token_ids[index]
+        hidden = self.model.forward(token_ids, context)
+        ids, last_tokens = sampling_places(plan)
+        if not ids:
+            return Flight(plan=plan, ids=ids, choice=None)
+        logits = self.model.compute_logits(hidden[torch.tensor(last_tokens, device=hidden.device)])
+        return Flight(plan=plan, ids=ids, choice=choose(logits, [rows[id_] for id_ in ids]))
+
+
+def sampling_places(plan: StepPlan) -> tuple[list[str], list[int]]:
+    """Requests that sample, and the index of each one's last token in the batch."""
+    ids, last_tokens, end = [], [], 0
+    for sequence in plan.sequences:
+        end += len(sequence.tokens)
+        if sequence.samples:
+            ids.append(sequence.request.id)
+            last_tokens.append(end - 1)
+    return ids, last_tokens

@@ -1,0 +1,89 @@
+"""Brings a step's small arrays to the device in one copy.
+
+The kernels of a step read dozens of short index arrays. They are packed one behind the other into
+pinned memory, copied at once, and handed out again as views of one device buffer. The views of
+arrays of the same shapes lie at the same addresses every time, which a CUDA graph relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 16
+_NUM_BUFFERS = 4
+"""Steps under way, two at most, and then some: a buffer is not written while a copy reads it."""
+
+T = TypeVar("T")
+
+
+class Staging:
+    """Buffers for up to `num_bytes` of arrays a step."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._host_buffers = [
+            torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            for _ in range(_NUM_BUFFERS)
+        ]
+        self._host_views = [buffer.numpy() for buffer in self._host_buffers]
+        self._copied = [
+            torch.cuda.Event() if device.type == "cuda" else None for _ in range(_NUM_BUFFERS)
+        ]
+        self._next = 0
+
+    def send(self, batch: Any) -> None:
+        """Copy every array in `batch`, a dataclass that may hold further ones, to the device."""
+        turn, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
+        event, view, end = self._copied[turn], self._host_views[turn], 0
+        if event is not None:
+            event.synchronize()  # done long ago, unless the host is far ahead
+        for array in _arrays(batch):
+            view[end : end + array.nbytes] = array.reshape(-1).view(np.uint8)
+            end = _aligned(end + array.nbytes)
+        self._device_buffer[:end].copy_(self._host_buffers[turn][:end], non_blocking=True)
+        if event is not None:
+            event.record()
+
+    def views(self, batch: T) -> T:
+        """The same dataclass with tensors on the device in place of the arrays: what `send` wrote
+        last, and what it will write for arrays of the same shapes.
+        """
+        end = 0
+
+        def view(array: np.ndarray) -> torch.Tensor:
+            nonlocal end
+            part = self._device_buffer[end : end + array.nbytes]
+            end = _aligned(end + array.nbytes)
+            dtype = torch.from_numpy(array[:0]).dtype
+            return part.view(dtype).view(array.shape)
+
+        return _replaced(batch, view)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _arrays(batch: Any) -> Iterator[np.ndarray]:
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray):
+            yield value
+        elif is_dataclass(value):
+            yield from _arrays(value)
+
+
+def _replaced(batch: Any, view: Any) -> Any:
+    changes = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray):
+            changes[field.name] = view(value)
+        elif is_dataclass(value):
+            changes[field.name] = _replaced(value, view)
+    return replace(batch, **changes)

@@ -1,0 +1,69 @@
+"""Which variables a chat template reads: a request that sets another one is told so."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from transformers import PreTrainedTokenizerBase
+
+from milepost.server.errors import HttpError
+
+_NOT_FOR_REQUESTS = frozenset(
+    name
+    for name, parameter in inspect.signature(
+        PreTrainedTokenizerBase.apply_chat_template
+    ).parameters.items()
+    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+) | {"messages", "conversations", "bos_token", "eos_token", "raise_exception"}
+"""What would not reach the template but change how it is applied, or what it is given anyway."""
+
+
+class _Generation(Extension):
+    """The tag that transformers adds to Jinja."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own protocol
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def variables_of(template: object) -> frozenset[str] | None:
+    """The names that a template may read from outside; None if that cannot be told.
+
+    A name that it sets itself on some paths, and reads, is one of them.
+    Several templates in one (a mapping) cannot be told: which one is used depends on the request.
+    """
+    if not isinstance(template, str):
+        return None
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+    try:
+        return frozenset(find_undeclared_variables(environment.parse(template)))
+    except TemplateSyntaxError:
+        return None
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], variables: Collection[str] | None) -> None:
+    """Refuse what a request may not set, and what the template does not read.
+
+    False and null ask for nothing, so they pass. Raises HttpError.
+    """
+    for name, value in kwargs.items():
+        if name in _NOT_FOR_REQUESTS:
+            raise _refusal(name, "this is not for a request to set")
+        if variables is not None and name not in variables and value not in (None, False):
+            near = get_close_matches(name, sorted(set(variables) - _NOT_FOR_REQUESTS), n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise _refusal(name, f"this model's chat template reads no such variable{hint}")
+
+
+def _refusal(name: str, why: str) -> HttpError:
+    field = f"chat_template_kwargs.{name}"
+    return HttpError(400, f"{field}: {why}", param=field)

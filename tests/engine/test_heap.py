@@ -1,0 +1,39 @@
+"""Memory goes back to the system when the engine has nothing to do."""
+
+import os
+import socket
+
+import pytest
+
+from milepost.engine import heap, process
+
+
+def test_giving_back_does_no_harm():
+    blocks = [bytearray(200_000) for _ in range(50)]
+    del blocks[::2]
+    heap.give_back()
+    assert all(not any(block) for block in blocks)
+
+
+def test_the_operators_own_bounds_stay(monkeypatch):
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")  # restored after the test
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    heap.bound_plans()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert int(os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024
+
+
+@pytest.mark.parametrize(("waiting", "num_times"), [(b"", 1), (b"a message", 0)])
+def test_an_engine_gives_back_when_nothing_comes(monkeypatch, waiting, num_times):
+    given = []
+    monkeypatch.setattr(process, "REST_S", 0.01)
+    monkeypatch.setattr(heap, "give_back", lambda: given.append(True))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop = process.Loop(None, theirs)
+        loop._has_rested = False
+        ours.sendall(waiting)
+        loop._rest()
+        assert loop._has_rested == bool(given)
+    assert len(given) == num_times

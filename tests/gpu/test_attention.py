@@ -1,0 +1,106 @@
+"""Attention's kernels on a GPU at real shapes, against the reference in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from milepost.kernels.attention.items import Capacity
+from tests.kernels.attention_cases import Case, Step, build_projection
+from tests.numbers import relative_error
+
+attention = pytest.importorskip("milepost.kernels.attention.triton", exc_type=ImportError)
+preparation = pytest.importorskip("milepost.kernels.attention.triton_prepare", exc_type=ImportError)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+LARGE = Case(
+    starts=(),
+    lengths=(),
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    dtype=torch.bfloat16,
+    num_programs=132,
+)
+CASES = {
+    "decodes": replace(LARGE, starts=(0, 63, 64, 1000, 5000), lengths=(1,) * 5),
+    "suffix": replace(LARGE, starts=(5000,), lengths=(64,)),
+    "prefills": replace(LARGE, starts=(0, 0, 1024), lengths=(1, 700, 200)),
+    "four_kv_heads": replace(LARGE, starts=(900, 10), lengths=(1, 300), num_kv_heads=4),
+    "shared": replace(LARGE, starts=(2100, 2050, 2060) * 12, lengths=(1,) * 36, num_sharing=2048),
+    "head_dim_128": replace(LARGE, starts=(900, 10), lengths=(1, 300), head_dim=128),
+    "head_dim_64": replace(LARGE, starts=(900, 10), lengths=(1, 300), head_dim=64),
+    "odd_head_dim": replace(LARGE, starts=(900, 10), lengths=(1, 300), head_dim=80),
+    "small_pages": replace(LARGE, starts=(900, 10), lengths=(1, 300), page_size=16),
+    "large_pages": replace(LARGE, starts=(900, 10), lengths=(1, 300), page_size=1024),
+    "odd_groups": replace(LARGE, starts=(900, 10), lengths=(1, 300), num_heads=6),
+    "few_rows": replace(LARGE, starts=(900, 10), lengths=(1, 300), wide_rows=64),
+    "float16": replace(LARGE, starts=(900, 10), lengths=(1, 300), dtype=torch.float16),
+    "float32": replace(LARGE, starts=(900, 10), lengths=(1, 60), dtype=torch.float32, wide_rows=64),
+    "float32_narrow_heads": Case(starts=(900, 10), lengths=(1, 60), head_dim=64),
+}
+ROOM = Capacity(num_tokens=512, num_sequences=64)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attend_matches_reference(case: Case) -> None:
+    step = Step(case, "cuda")
+    assert relative_error(attend(step), step.expected()) < BOUNDS[case.dtype]
+
+
+@pytest.mark.parametrize("name", ["decodes", "suffix", "shared"])
+def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
+    """Captured with one step's items, replayed with another's in their place."""
+    step = Step(replace(CASES[name], capacity=ROOM), "cuda")
+    other = replace(CASES["prefills"], lengths=(1, 100, 200), capacity=ROOM)
+    room = step.on_device(Step(other, "cuda").items())
+    arguments = (step.query, step.gate, step.pool, step.device_tables())
+    scale = step.case.head_dim**-0.5
+    for part in ("narrow", "wide"):
+        getattr(room, part).zero_()
+    attention.attend(*arguments, room, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attention.attend(*arguments, room, scale)
+    items = step.items()
+    for part in ("narrow", "wide", "bases"):
+        getattr(room, part).copy_(torch.from_numpy(getattr(items, part)))
+    output.fill_(torch.nan)
+    graph.replay()
+    assert relative_error(output[: step.num_tokens], step.expected()) < 1e-2
+
+
+def attend(step: Step) -> torch.Tensor:
+    items = step.on_device(step.items())
+    tables, scale = step.device_tables(), step.case.head_dim**-0.5
+    output = attention.attend(step.query, step.gate, step.pool, tables, items, scale)
+    return output[: step.num_tokens]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 64, 3000])
+def test_prepare_matches_layer(num_tokens: int, dtype: torch.dtype) -> None:
+    given = build_projection(
+        num_tokens, num_heads=16, head_dim=256, half=32, dtype=dtype, device="cuda"
+    )
+    query, pool = given.expected()
+    actual = preparation.prepare(
+        given.projected,
+        given.norm_scale,
+        given.eps,
+        given.cosines,
+        given.sines,
+        given.pool,
+        given.kv_slots,
+    )
+    assert relative_error(actual, query) < BOUNDS[dtype]
+    assert torch.equal(given.pool.isnan(), pool.isnan())
+    if num_tokens > 1:
+        assert relative_error(given.pool.nan_to_num(), pool.nan_to_num()) < BOUNDS[dtype]

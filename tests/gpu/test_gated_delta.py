@@ -1,0 +1,149 @@
+"""The fused Gated DeltaNet kernels on a GPU at real shapes, against the references."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.kernels.mixers import (
+    ODD,
+    REAL,
+    Batch,
+    Shapes,
+    captured_prefill,
+    expected_decode,
+    expected_prefill,
+    fused_decode,
+    fused_prefill,
+    make_pools,
+    make_projected,
+    make_weights,
+)
+from tests.numbers import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+BATCHES = {
+    "suffix": Batch(starts=[4096], lengths=[64], slot_in=[1], slot_out=[3]),
+    "long": Batch(
+        starts=[100], lengths=[2000], slot_in=[1], slot_out=[1], exports=[(0, 640, 3), (0, 777, 4)]
+    ),
+    "mixed": Batch(
+        starts=[300, 5, 62, 0, 63, 1000],
+        lengths=[1, 1, 200, 2, 3, 97],
+        slot_in=[1, 2, 1, 0, 0, 2],
+        slot_out=[3, 4, 5, 6, 7, 8],
+        exports=[(2, 128, 9), (2, 131, 10), (5, 1024, 11), (5, 1097, 12)],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
+def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype) -> None:
+    slot_in, slot_out = [0, 1, 1, *range(10, 39)], [3, 4, 5, *range(10, 39)]
+    batch = Batch(starts=[], lengths=[], slot_in=slot_in, slot_out=slot_out)
+    padded = Batch(starts=[], lengths=[], slot_in=[*slot_in, 1], slot_out=[*slot_out, -1])
+    projected = make_projected(shapes, 33, dtype, "cuda")
+    weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 40, dtype, "cuda")
+    for slot in range(10, 39):
+        pools.conv[slot], pools.recurrent[slot] = pools.conv[2], pools.recurrent[2]
+    ours = pools.clone()
+    expected = expected_decode(shapes, projected[:32], weights, pools, batch)
+    output = fused_decode(projected, weights, ours, padded)
+    assert relative_error(output[:32], expected) < TOLERANCES[dtype]
+    assert (output[32] == 0).all()
+    assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
+    states = ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9)
+    assert relative_error(*states) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_prefill_matches_reference(name: str, shapes: Shapes, dtype: torch.dtype) -> None:
+    batch = BATCHES[name]
+    projected = make_projected(shapes, sum(batch.lengths), dtype, "cuda")
+    weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 14, dtype, "cuda")
+    ours = pools.clone()
+    expected = expected_prefill(shapes, projected, weights, pools, batch)
+    output = fused_prefill(projected, weights, ours, batch)
+    assert relative_error(output, expected) < TOLERANCES[dtype]
+    assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
+    states = ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9)
+    assert relative_error(*states) < TOLERANCES[dtype]
+
+
+def test_export_equals_prefill_that_ends_there() -> None:
+    start, end, dtype = 100, 1500, torch.bfloat16
+    projected = make_projected(REAL, end - start, dtype, "cuda")
+    weights = make_weights(REAL, dtype, "cuda")
+    positions = (150, 192, 1024, 1497, end)
+    exports = [(0, position, 4 + index) for index, position in enumerate(positions)]
+    batch = Batch(starts=[start], lengths=[end - start], slot_in=[1], slot_out=[3], exports=exports)
+    pools = make_pools(REAL, 10, dtype, "cuda")
+    fused_prefill(projected, weights, pools, batch)
+    for index, position in enumerate(positions):
+        length = position - start
+        alone = Batch(
+            starts=[start], lengths=[length], slot_in=[1], slot_out=[3], exports=exports[:index]
+        )
+        shorter = make_pools(REAL, 10, dtype, "cuda")
+        fused_prefill(projected[:length], weights, shorter, alone)
+        assert torch.equal(pools.recurrent[4 + index], shorter.recurrent[3])
+        assert torch.equal(pools.conv[4 + index], shorter.conv[3])
+
+
+def test_prefill_in_parts_beside_others_gives_the_same_bits() -> None:
+    dtype, length = torch.bfloat16, 1000
+    projected = make_projected(REAL, length, dtype, "cuda")
+    others = make_projected(REAL, 40, dtype, "cuda", seed=5)
+    weights = make_weights(REAL, dtype, "cuda")
+    whole, parts = make_pools(REAL, 6, dtype, "cuda"), make_pools(REAL, 6, dtype, "cuda")
+    batch = Batch(starts=[20], lengths=[length], slot_in=[1], slot_out=[3])
+    expected = fused_prefill(projected, weights, whole, batch)
+    outputs, slot_in, edges = [], 1, (20, 64, 512, 960, 1020)
+    for begin, end in pairwise(edges):
+        part = Batch(
+            starts=[0, begin], lengths=[40, end - begin], slot_in=[2, slot_in], slot_out=[4, 3]
+        )
+        rows = torch.cat((others, projected[begin - 20 : end - 20]))
+        outputs.append(fused_prefill(rows, weights, parts, part)[40:])
+        slot_in = 3
+    assert torch.equal(torch.cat(outputs), expected)
+    assert torch.equal(parts.recurrent[3], whole.recurrent[3])
+    assert torch.equal(parts.conv[3], whole.conv[3])
+
+
+def test_captured_prefill_replays_other_batches() -> None:
+    dtype = torch.bfloat16
+    capacities = {"max_tokens": 384, "max_sequences": 8, "max_exports": 4}
+    weights = make_weights(REAL, dtype, "cuda")
+    pools = make_pools(REAL, 14, dtype, "cuda")
+    replay = captured_prefill(REAL, weights, pools, capacities)
+    for name in ("suffix", "mixed"):
+        batch = BATCHES[name]
+        tokens = sum(batch.lengths)
+        projected = make_projected(REAL, 384, dtype, "cuda")
+        fresh, expected_pools = (
+            make_pools(REAL, 14, dtype, "cuda"),
+            make_pools(REAL, 14, dtype, "cuda"),
+        )
+        expected = fused_prefill(projected[:tokens], weights, expected_pools, batch)
+        pools.conv.copy_(fresh.conv)
+        pools.recurrent.copy_(fresh.recurrent)
+        output = replay(projected, batch)
+        assert torch.equal(output[:tokens], expected)
+        assert (output[tokens:] == 0).all()
+        for ours, theirs in (
+            (pools.conv, expected_pools.conv),
+            (pools.recurrent, expected_pools.recurrent),
+        ):
+            assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))

@@ -1,0 +1,38 @@
+"""Linear projections of few rows on a GPU at real shapes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from milepost.kernels import linear
+from tests.numbers import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 64, 300, 600])
+@pytest.mark.parametrize("sizes", [(2048, 12352), (4096, 2048), (2048, 264), (300, 70)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_multiply(
+    has_bias: bool, sizes: tuple[int, int], num_tokens: int, dtype: torch.dtype
+) -> None:
+    """`hidden` is some columns of a wider tensor, as projections are."""
+    random = torch.Generator("cuda").manual_seed(num_tokens)
+    num_inputs, num_outputs = sizes
+    wide = torch.randn(num_tokens, num_inputs + 64, generator=random, device="cuda", dtype=dtype)
+    hidden = wide[:, 64:]
+    weight = torch.randn(num_outputs, num_inputs, generator=random, device="cuda", dtype=dtype)
+    bias = weight[:, 0].contiguous() if has_bias else None
+    output = linear.multiply(hidden, weight, bias)
+    expected = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    assert output.dtype == dtype
+    assert relative_error(output, expected) < TOLERANCES[dtype]
+    assert torch.equal(output, linear.multiply(hidden, weight, bias))

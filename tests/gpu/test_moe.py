@@ -1,0 +1,89 @@
+"""Routed experts on a GPU at real shapes, against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from milepost.kernels import moe
+from milepost.kernels.moe import reference
+from tests.numbers import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HIDDEN, SIZE, CHOSEN = 2048, 512, 8
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def make(num_tokens: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    random = torch.Generator("cuda").manual_seed(num_tokens)
+    shapes = {
+        (num_tokens, HIDDEN): 1.0,
+        (num_tokens, num_experts + 1): 1.0,
+        (num_experts + 1, 2 * SIZE, HIDDEN): HIDDEN**-0.5,
+        (num_experts + 1, HIDDEN, SIZE): SIZE**-0.5,
+    }
+    return tuple(
+        torch.randn(shape, generator=random, device="cuda", dtype=dtype) * scale
+        for shape, scale in shapes.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 80, 300, 700])
+def test_apply(num_tokens: int, dtype: torch.dtype) -> None:
+    hidden, logits, gate_up, down = make(num_tokens, 16, dtype)
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    output = moe.apply(hidden, weights, experts, gate_up, down)
+    wide = (tensor.double() for tensor in (hidden, weights))
+    expected = reference.apply(*wide, experts.long(), gate_up.double(), down.double())
+    assert output.dtype == dtype
+    assert relative_error(output, expected) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 5000])
+def test_route(num_tokens: int) -> None:
+    logits = make(num_tokens, 256, torch.float32)[1]
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    expected = reference.route(logits, CHOSEN, normalise=True, has_shared=True)
+    torch.testing.assert_close(weights, expected[0])
+    assert torch.equal(experts.long(), expected[1])
+
+
+@pytest.mark.parametrize("num_tokens", [4, 64, 2048])
+def test_same_bits_every_time_and_in_a_graph(num_tokens: int) -> None:
+    """With choices that differ from those at capture."""
+    hidden, logits, gate_up, down = make(num_tokens, 256, torch.bfloat16)
+
+    def run() -> Tensor:
+        weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+        return moe.parts(hidden, weights, experts, gate_up, down)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    for values in (logits.flip(1), torch.zeros_like(logits), logits.roll(7, 0)):
+        logits.copy_(values)
+        output.fill_(torch.nan)
+        graph.replay()
+        expected = run()
+        assert expected.isfinite().all()
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 3000])
+def test_skewed_choices(num_tokens: int) -> None:
+    """All tokens choose the same experts; the others' weights are not read."""
+    hidden, logits, gate_up, down = make(num_tokens, 64, torch.bfloat16)
+    logits[:, :CHOSEN] += 100
+    gate_up[CHOSEN:-1] = down[CHOSEN:-1] = torch.nan
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    output = moe.apply(hidden, weights, experts, gate_up, down)
+    wide = (tensor.float() for tensor in (hidden, weights))
+    expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())
+    assert relative_error(output, expected) < TOLERANCES[torch.bfloat16]

@@ -1,0 +1,175 @@
+"""Paged attention's kernels beside their reference: what the tests on CPU and GPU share.
+
+Legend: T tokens, S sequences, H query heads, G KV heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels.attention import items as work
+from milepost.kernels.attention import pages, reference
+
+POISON = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sequences of a step. The first `num_sharing` tokens of all stand in the same pages."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    page_size: int = 64
+    num_sharing: int = 0
+    dtype: torch.dtype = torch.float32
+    wide_rows: int = 128
+    num_programs: int = 16
+    capacity: work.Capacity | None = None
+
+
+class Step:
+    """One step's tensors. Slots past the ends of sequences, and pages of none, hold NaN."""
+
+    def __init__(self, case: Case, device: str = "cpu", seed: int = 0) -> None:
+        self.case = case
+        random = torch.Generator(device).manual_seed(seed)
+        self.num_tokens = sum(case.lengths)
+        padded = case.capacity.num_tokens if case.capacity else self.num_tokens
+        options = {"generator": random, "device": device}
+        heads = case.num_heads + case.num_kv_heads
+        size = case.head_dim * (heads + case.num_kv_heads + case.num_heads)
+        projected = torch.randn(padded, size, **options).to(case.dtype)
+        self.gate = projected[:, -case.num_heads * case.head_dim :]
+        self.query = projected[:, : case.num_heads * case.head_dim].unflatten(
+            1, (case.num_heads, case.head_dim)
+        )
+        self.tables = self._take_pages(seed)
+        self.rows = np.arange(len(case.starts))[::-1] + 1
+        num_pages = int(self.tables.max()) + 3
+        shape = (2, num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+        self.pool = torch.full(shape, POISON, dtype=case.dtype, device=device)
+        for row, start, length in zip(self.rows, case.starts, case.lengths, strict=True):
+            places = np.arange(start + length)
+            slots = self.tables[row, places // case.page_size] * case.page_size
+            slots = torch.from_numpy(slots + places % case.page_size).to(device)
+            new = torch.randn(2, len(slots), *shape[3:], **options).to(case.dtype)
+            self.pool.flatten(1, 2)[:, slots] = new
+        self.device = device
+
+    def _take_pages(self, seed: int) -> np.ndarray:
+        case = self.case
+        random = np.random.default_rng(seed)
+        needed = [
+            -(-(s + n) // case.page_size) for s, n in zip(case.starts, case.lengths, strict=True)
+        ]
+        ids = iter(random.permutation(sum(needed) + 5) + 1)
+        # Row 0 is nobody's; entries past a table's end name pages that do not exist.
+        tables = np.full((len(needed) + 1, max(needed) + 2), 10**6, np.int32)
+        shared = [next(ids) for _ in range(case.num_sharing // case.page_size)]
+        for row, count in zip(range(len(needed), 0, -1), needed, strict=True):
+            own = [next(ids) for _ in range(count - len(shared))]
+            tables[row, :count] = [*shared, *own]
+        tables[tables == 10**6] = -(10**6)
+        return tables
+
+    def items(self, *, share: bool = True) -> work.AttentionItems:
+        case = self.case
+        return work.lay_out(
+            case.starts,
+            case.lengths,
+            self.rows,
+            heads_per_kv=case.num_heads // case.num_kv_heads,
+            num_kv_heads=case.num_kv_heads,
+            page_size=case.page_size,
+            tables=self.tables if share else None,
+            capacity=case.capacity,
+            wide_rows=case.wide_rows,
+            num_programs=case.num_programs,
+        )
+
+    def on_device(self, items: work.AttentionItems) -> work.AttentionItems:
+        arrays = {
+            name: torch.from_numpy(getattr(items, name)).to(self.device)
+            for name in ("narrow", "wide", "bases")
+        }
+        return replace(items, **arrays)
+
+    def device_tables(self) -> Tensor:
+        return torch.from_numpy(self.tables).to(self.device)
+
+    def expected(self) -> Tensor:
+        """[T, H * E] by the reference, in float32 at least."""
+        case = self.case
+        tables = torch.from_numpy(self.tables[self.rows]).to(self.device).long()
+        laid_out = pages.lay_out_prefills(tables, case.starts, case.lengths, case.page_size)
+        wide = torch.promote_types(case.dtype, torch.float32)
+        query, gate = (part[: self.num_tokens].to(wide) for part in (self.query, self.gate))
+        attended = reference.prefill(query, self.pool.to(wide), laid_out, case.head_dim**-0.5)
+        return attended.flatten(1) * gate.sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """A layer's projected tokens and what `prepare` needs besides them."""
+
+    projected: Tensor
+    norm_scale: Tensor
+    cosines: Tensor
+    sines: Tensor
+    pool: Tensor
+    kv_slots: Tensor
+    eps: float = 1e-6
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Queries and the pool afterwards, by the layer's own composition in float32."""
+        _, _, _, num_kv_heads, head_dim = self.pool.shape
+        heads = self.projected.unflatten(1, (-1, head_dim)).float()
+        num_heads = len(self.norm_scale) - num_kv_heads
+        normed = F.rms_norm(heads[:, : len(self.norm_scale)], (head_dim,), eps=self.eps)
+        normed = normed * self.norm_scale
+        half = self.cosines.shape[-1]
+        first, second, rest = normed.split((half, half, head_dim - 2 * half), -1)
+        cosines, sines = self.cosines.float(), self.sines.float()
+        turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
+        query, key = torch.cat(turned, -1).split((num_heads, num_kv_heads), 1)
+        value = heads[:, len(self.norm_scale) :][:, :num_kv_heads]
+        pool = self.pool.float()
+        tokens = (self.kv_slots >= 0).nonzero()[:, 0]
+        reference.store(pool, key, value, tokens, self.kv_slots[tokens].long())
+        return query, pool
+
+
+def build_projection(
+    num_tokens: int,
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    half: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Projection:
+    random = torch.Generator(device).manual_seed(0)
+    options = {"generator": random, "device": device}
+    columns = (2 * num_heads + 2 * num_kv_heads) * head_dim
+    angles = 100 * torch.rand(num_tokens, 1, half, **options)
+    num_slots = 64 * (num_tokens // 64 + 2)
+    kv_slots = torch.randperm(num_slots, **options)[:num_tokens].to(torch.int32)
+    kv_slots[::5] = -1
+    pool = torch.full((2, num_slots // 64, 64, num_kv_heads, head_dim), POISON, dtype=dtype)
+    return Projection(
+        projected=3 * torch.randn(num_tokens, columns, **options).to(dtype),
+        norm_scale=1 + 0.1 * torch.randn(num_heads + num_kv_heads, head_dim, **options),
+        cosines=angles.cos().to(dtype),
+        sines=angles.sin().to(dtype),
+        pool=pool.to(device),
+        kv_slots=kv_slots,
+    )

@@ -1,0 +1,242 @@
+"""Gated DeltaNet's token mixer: random inputs, and what the references make of them.
+
+Legend: T tokens, S sequences, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from milepost.kernels import conv, gated_delta
+from milepost.kernels.gated_delta import fused
+
+Export = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (self.channels, self.values, self.value_heads, self.value_heads)
+
+
+ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5)
+SMALL = Shapes(key_heads=1, value_heads=2, key_dim=32, value_dim=16, taps=3)
+REAL = Shapes(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    """Slot 0 zeros, slots 1 and 2 states, all others NaN."""
+
+    conv: Tensor
+    recurrent: Tensor
+
+    def clone(self) -> Pools:
+        return Pools(conv=self.conv.clone(), recurrent=self.recurrent.clone())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences, sequence after sequence in a projection's rows."""
+
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    slot_in: Sequence[int]
+    slot_out: Sequence[int]
+    exports: Sequence[Export] = ()
+
+    def slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return tuple(
+            torch.tensor(list(slots), dtype=torch.int32, device=device)
+            for slots in (self.slot_in, self.slot_out)
+        )
+
+
+def make_weights(
+    shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> fused.MixerWeights:
+    random = torch.Generator().manual_seed(1)
+    heads = shapes.value_heads
+    weight = torch.randn(shapes.channels, shapes.taps, generator=random) * shapes.taps**-0.5
+    return fused.MixerWeights(
+        conv=weight.to(device, dtype),
+        decay_rate=(-0.3 * torch.rand(heads, generator=random)).to(device),
+        decay_bias=torch.randn(heads, generator=random).to(device),
+        norm=torch.randn(shapes.value_dim, generator=random).to(device),
+        norm_eps=1e-6,
+    )
+
+
+def make_projected(
+    shapes: Shapes,
+    num_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 2,
+) -> Tensor:
+    """[T, ...], rows of a wider matrix."""
+    random = torch.Generator().manual_seed(seed)
+    wide = torch.randn(num_tokens, sum(shapes.sizes) + 3, generator=random)
+    return wide.to(device, dtype)[:, : sum(shapes.sizes)]
+
+
+def make_pools(
+    shapes: Shapes,
+    num_slots: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    state_dtype: torch.dtype = torch.float32,
+) -> Pools:
+    random = torch.Generator().manual_seed(3)
+    conv_pool = torch.full((num_slots, shapes.channels, shapes.taps - 1), torch.nan)
+    states = (shapes.value_heads, shapes.key_dim, shapes.value_dim)
+    recurrent_pool = torch.full((num_slots, *states), torch.nan)
+    for pool in (conv_pool, recurrent_pool):
+        pool[0] = 0
+        pool[1:3] = torch.randn(pool[1:3].shape, generator=random)
+    return Pools(conv=conv_pool.to(device, dtype), recurrent=recurrent_pool.to(device, state_dtype))
+
+
+def widen(weights: fused.MixerWeights) -> fused.MixerWeights:
+    """All in float32."""
+    tensors = {
+        each.name: getattr(weights, each.name).float()
+        for each in fields(weights)
+        if each.name != "norm_eps"
+    }
+    return replace(weights, **tensors)
+
+
+def expected_prefill(
+    shapes: Shapes, projected: Tensor, weights: fused.MixerWeights, pools: Pools, batch: Batch
+) -> Tensor:
+    """What the references answer, in float32; writes `pools`."""
+    layouts = (
+        conv.lay_out_windows(
+            batch.starts, batch.lengths, batch.exports, shapes.taps, projected.device
+        ),
+        gated_delta.lay_out_chunks(batch.starts, batch.lengths, batch.exports, projected.device),
+    )
+    return _expected(shapes, projected, weights, pools, batch, layouts)
+
+
+def expected_decode(
+    shapes: Shapes, projected: Tensor, weights: fused.MixerWeights, pools: Pools, batch: Batch
+) -> Tensor:
+    """As `expected_prefill`, one token a sequence."""
+    return _expected(shapes, projected, weights, pools, batch, None)
+
+
+def _expected(
+    shapes: Shapes,
+    projected: Tensor,
+    weights: fused.MixerWeights,
+    pools: Pools,
+    batch: Batch,
+    layouts: tuple[conv.ConvLayout, gated_delta.ChunkLayout] | None,
+) -> Tensor:
+    weights, slots = widen(weights), batch.slots(projected.device)
+    slots = tuple(each.long() for each in slots)
+    mixed, gate, strength, decay = projected.float().split(shapes.sizes, -1)
+    beta = strength.sigmoid()
+    log_decay = F.softplus(decay + weights.decay_bias) * weights.decay_rate
+    if layouts is None:
+        mixed = conv.decode(mixed, weights.conv, None, pools.conv, *slots)
+    else:
+        mixed = conv.prefill(mixed, weights.conv, None, pools.conv, *slots, layouts[0])
+    query_key, value = mixed.split((shapes.channels - shapes.values, shapes.values), -1)
+    query_key = query_key.unflatten(-1, (2, shapes.key_heads, shapes.key_dim))
+    value = value.unflatten(-1, (-1, shapes.value_dim))
+    inputs = query_key, value, log_decay, beta, pools.recurrent, *slots
+    if layouts is None:
+        output = gated_delta.decode(*inputs)
+    else:
+        output = gated_delta.prefill(*inputs, layouts[1])
+    gate = gate.unflatten(-1, (-1, shapes.value_dim))
+    normed = F.rms_norm(output, output.shape[-1:], weights.norm, weights.norm_eps)
+    return (normed * F.silu(gate)).flatten(1)
+
+
+def send_layout(layout: fused.FusedLayout, device: torch.device | str) -> fused.FusedLayout:
+    """The layout with tensors in place of arrays."""
+    return fused.FusedLayout(
+        **{
+            each.name: torch.from_numpy(getattr(layout, each.name)).to(device)
+            for each in fields(layout)
+        }
+    )
+
+
+def fused_prefill(
+    projected: Tensor,
+    weights: fused.MixerWeights,
+    pools: Pools,
+    batch: Batch,
+    **capacities: int,
+) -> Tensor:
+    """`fused.prefill`, padded to `capacities`."""
+    layout, slots = _laid_out(batch, projected.device, capacities)
+    return fused.prefill(projected, weights, pools.conv, pools.recurrent, *slots, layout)
+
+
+def captured_prefill(
+    shapes: Shapes, weights: fused.MixerWeights, pools: Pools, capacities: dict[str, int]
+) -> Callable[[Tensor, Batch], Tensor]:
+    """`fused_prefill` of any batch within `capacities` as replays of one CUDA graph."""
+    device = weights.conv.device
+    empty = Batch(starts=[], lengths=[], slot_in=[], slot_out=[])
+    layout, slots = _laid_out(empty, device, capacities)
+    projected = make_projected(shapes, capacities["max_tokens"], weights.conv.dtype, device.type)
+    arguments = projected, weights, pools.conv, pools.recurrent, *slots, layout
+    fused.prefill(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = fused.prefill(*arguments)
+
+    def replay(rows: Tensor, batch: Batch) -> Tensor:
+        projected.copy_(rows)
+        new_layout, new_slots = _laid_out(batch, device, capacities)
+        for old, new in zip(slots, new_slots, strict=True):
+            old.copy_(new)
+        for each in fields(layout):
+            getattr(layout, each.name).copy_(getattr(new_layout, each.name))
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _laid_out(
+    batch: Batch, device: torch.device, capacities: dict[str, int]
+) -> tuple[fused.FusedLayout, tuple[Tensor, Tensor]]:
+    layout = fused.lay_out(batch.starts, batch.lengths, batch.exports, **capacities)
+    padding = len(layout.sequence_begin) - 1 - len(batch.starts)
+    read, written = (F.pad(each, (0, padding), value=-1) for each in batch.slots(device))
+    return send_layout(layout, device), (read, written)
+
+
+def fused_decode(
+    projected: Tensor, weights: fused.MixerWeights, pools: Pools, batch: Batch
+) -> Tensor:
+    slots = batch.slots(projected.device)
+    return fused.decode(projected, weights, pools.conv, pools.recurrent, *slots)

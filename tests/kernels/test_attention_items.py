@@ -1,0 +1,129 @@
+"""Items of attention cover every token's KV exactly once, whatever the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from milepost.kernels.attention import items as work
+from milepost.kernels.attention.items import (
+    BEGIN,
+    END,
+    FIRST,
+    ORDINAL,
+    POSITION,
+    ROW,
+    TOKENS,
+    Capacity,
+)
+
+PAGE_SIZE, NUM_PAGES = 64, 40
+STARTS = st.one_of(st.integers(0, 300), st.integers(600, 2000))
+LENGTHS = st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 400))
+
+
+@dataclass(frozen=True)
+class Step:
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shared_pages: int
+
+    def tables(self) -> np.ndarray:
+        """Sequence i has row i."""
+        tables = np.arange(len(self.starts) * NUM_PAGES).reshape(-1, NUM_PAGES)
+        tables[:, : self.shared_pages] = np.arange(self.shared_pages) + 10_000
+        return tables.astype(np.int32)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    shared_pages = draw(st.sampled_from((0, 0, 9, 15)))
+    sequences = draw(st.lists(st.tuples(STARTS, LENGTHS), min_size=1, max_size=12))
+    starts, lengths = zip(*sequences, strict=True)
+    return Step(starts, lengths, shared_pages)
+
+
+def lay_out(step: Step, heads_per_kv: int, **options: object) -> work.AttentionItems:
+    return work.lay_out(
+        step.starts,
+        step.lengths,
+        range(len(step.starts)),
+        heads_per_kv=heads_per_kv,
+        num_kv_heads=2,
+        page_size=PAGE_SIZE,
+        **options,
+    )
+
+
+@given(
+    steps(), st.sampled_from((1, 3, 8, 32)), st.booleans(), st.booleans(), st.sampled_from((1, 132))
+)
+def test_every_token_attends_to_what_it_sees_once(
+    step: Step, heads_per_kv: int, share: bool, roomy: bool, num_programs: int
+) -> None:
+    tables = step.tables()
+    capacity = Capacity(num_tokens=sum(step.lengths) + 7, num_sequences=len(step.lengths))
+    items = lay_out(
+        step,
+        heads_per_kv,
+        tables=tables if share else None,
+        capacity=capacity if roomy else None,
+        num_programs=num_programs,
+    )
+    owners = np.repeat(np.arange(len(step.lengths)), step.lengths)
+    positions = np.concatenate(
+        [np.arange(s, s + n) for s, n in zip(step.starts, step.lengths, strict=True)]
+    )
+    seen = np.zeros((len(owners), 2500), int)
+    ordinals: list[list[int]] = [[] for _ in owners]
+    for item in np.concatenate((items.narrow, items.wide)):
+        assert item[BEGIN] % work.UNIT == 0
+        assert item[TOKENS] == 0 or item[BEGIN] < item[END]
+        for ahead in range(item[TOKENS]):
+            token = item[FIRST] + ahead
+            end = min(item[END], item[POSITION] + ahead + 1)
+            seen[token, item[BEGIN] : end] += 1
+            ordinals[token].append(int(item[ORDINAL]))
+            pages = slice(item[BEGIN] // PAGE_SIZE, -(-end // PAGE_SIZE))
+            assert np.array_equal(tables[item[ROW], pages], tables[owners[token], pages])
+    assert np.array_equal(seen, np.arange(2500) <= positions[:, None])
+    counts = np.diff(items.bases)
+    for found, count in zip(ordinals, counts[: len(ordinals)], strict=True):
+        assert sorted(found) == (list(range(count)) if count else [-1])
+    assert not counts[len(ordinals) :].any()
+    assert items.num_partials >= items.bases[-1]
+    assert not counts[items.num_combined :].any()
+
+
+@given(steps(), st.integers(0, 500), st.integers(0, 8))
+def test_sizes_depend_on_capacity_alone(step: Step, more: int, others: int) -> None:
+    capacity = Capacity(
+        num_tokens=sum(step.lengths) + more, num_sequences=len(step.lengths) + others
+    )
+    items = lay_out(step, 8, tables=step.tables(), capacity=capacity)
+    least = lay_out(Step((0,), (1,), 0), 8, capacity=capacity)
+    for name in ("narrow", "wide", "bases"):
+        assert getattr(items, name).shape == getattr(least, name).shape
+        assert getattr(items, name).dtype == np.int32
+    assert (items.num_partials, items.num_combined) == (least.num_partials, least.num_combined)
+
+
+def test_shared_pages_are_read_once_for_neighbours() -> None:
+    step = Step((700,) * 6, (1,) * 6, 10)
+    items = lay_out(step, 8, tables=step.tables(), num_programs=1)
+    assert [item[[TOKENS, BEGIN, END]].tolist() for item in items.wide] == [[6, 0, 640]]
+    assert items.narrow[:, BEGIN].tolist() == [640] * 6
+
+
+def test_one_long_decode_is_cut_for_all_programs() -> None:
+    items = lay_out(Step((2047,), (1,), 0), 8)
+    assert len(items.narrow) == 2048 // work.UNIT
+
+
+def test_more_heads_than_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads_per_kv=200"):
+        lay_out(Step((0,), (1,), 0), 200)

@@ -1,0 +1,79 @@
+"""Attention's kernels on CPU, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from milepost.kernels.attention.items import Capacity
+from tests.kernels.attention_cases import Case, Step, build_projection
+from tests.numbers import relative_error
+
+attention = pytest.importorskip("milepost.kernels.attention.triton", exc_type=ImportError)
+preparation = pytest.importorskip("milepost.kernels.attention.triton_prepare", exc_type=ImportError)
+
+CASES = {
+    "decodes": Case(starts=(0, 1, 63, 64, 200), lengths=(1,) * 5),
+    "split_decode": Case(starts=(1000,), lengths=(1,)),
+    "prefills": Case(starts=(0, 0, 0), lengths=(1, 70, 200)),
+    "suffixes": Case(starts=(130, 500, 64), lengths=(20, 100, 3)),
+    "mixed": Case(starts=(300, 0, 129, 128), lengths=(1, 150, 1, 40)),
+    "small_pages": Case(starts=(300, 100), lengths=(1, 100), page_size=16),
+    "large_pages": Case(starts=(300, 100), lengths=(1, 100), page_size=256),
+    "odd_head_dim": Case(starts=(300, 100), lengths=(1, 100), head_dim=24),
+    "odd_groups": Case(starts=(300, 100), lengths=(1, 100), num_heads=6, head_dim=16),
+    "one_kv_head": Case(starts=(300, 100), lengths=(1, 60), num_heads=20, num_kv_heads=1),
+    "large_heads": Case(starts=(300, 100), lengths=(1, 30), head_dim=256),
+    "few_rows": Case(starts=(300, 100), lengths=(1, 100), wide_rows=64),
+    "shared": Case(starts=(700, 650, 640, 900, 641), lengths=(1,) * 5, num_sharing=640),
+    "shared_and_prefill": Case(
+        starts=(700, 650, 640, 900, 641), lengths=(1, 1, 2, 1, 50), num_sharing=640
+    ),
+    "one_program": Case(starts=(600, 100), lengths=(1, 100), num_programs=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attend_matches_reference(case: Case) -> None:
+    assert error(case) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mixed", "shared", "decodes", "suffixes"])
+def test_attend_with_room_for_more_matches_reference(name: str) -> None:
+    capacity = Capacity(num_tokens=256, num_sequences=8)
+    assert error(replace(CASES[name], capacity=capacity)) < 1e-5
+
+
+def test_attend_in_half_precision_matches_reference() -> None:
+    assert error(replace(CASES["mixed"], dtype=torch.float16)) < 2e-3
+
+
+def error(case: Case) -> float:
+    step = Step(case)
+    items = step.on_device(step.items())
+    output = attention.attend(
+        step.query, step.gate, step.pool, step.device_tables(), items, case.head_dim**-0.5
+    )
+    return relative_error(output[: step.num_tokens], step.expected())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37, 300])
+@pytest.mark.parametrize("half", [4, 12])
+def test_prepare_matches_layer(num_tokens: int, half: int) -> None:
+    given = build_projection(num_tokens, head_dim=24, half=half)
+    query, pool = given.expected()
+    actual = preparation.prepare(
+        given.projected,
+        given.norm_scale,
+        given.eps,
+        given.cosines,
+        given.sines,
+        given.pool,
+        given.kv_slots,
+    )
+    assert relative_error(actual, query) < 1e-6
+    assert torch.equal(given.pool.isnan(), pool.isnan())
+    if num_tokens > 1:
+        assert relative_error(given.pool.nan_to_num(), pool.nan_to_num()) < 1e-6

@@ -1,0 +1,58 @@
+"""An engine whose steps run on the fused kernels: the same answers as on the reference ones."""
+
+import pytest
+import torch
+
+from milepost.runner.device import DeviceExecutor
+from tests.engines import ask, cached, greedy, num_held, save_tiny, tokens
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    shapes = {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    return save_tiny(tmp_path_factory.mktemp("fused"), "qwen3_next", torch.float32, **shapes)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def llm(request, tiny):
+    llm = tiny.open(async_scheduling=request.param, num_pages=64, num_slots=16, page_size=64)
+    runner = llm.llm_engine.runner
+    runner.executor = DeviceExecutor(
+        runner.executor.model, runner.pools, num_slots=16, max_model_len=1024
+    )
+    return llm
+
+
+def test_cold_and_hit(tiny, llm):
+    params = greedy(4)
+    prompt = tokens(150)
+    for expected in (0, 128):
+        outputs = ask(llm, prompt, params=params)
+        tiny.check(outputs, params)
+        assert cached(outputs) == [expected]
+    assert num_held(llm) == (0, 0)
+
+
+def test_batch_with_shared_prefix(tiny, llm):
+    params = greedy(3)
+    shared = tokens(130, 5)
+    tiny.check(ask(llm, *([*shared, *tokens(20, i)] for i in range(2)), params=params), params)
+    tiny.check(ask(llm, tokens(10, 9), [*shared, *tokens(70, 3)], params=params), params)
+
+
+def test_next_turn_resumes_inside_a_page(tiny, llm):
+    params = greedy(5)
+    prompt = tokens(90, 2)
+    (first,) = ask(llm, prompt, params=params)
+    turn = [*prompt, *first.outputs[0].token_ids, *tokens(9, 4)]
+    (second,) = ask(llm, turn, params=params)
+    tiny.check([second], params)
+    assert second.num_cached_tokens == 94

@@ -1,0 +1,174 @@
+"""The fused Gated DeltaNet kernels, interpreted, against the references."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.kernels.mixers import (
+    ODD,
+    SMALL,
+    Batch,
+    Pools,
+    Shapes,
+    expected_decode,
+    expected_prefill,
+    fused_decode,
+    fused_prefill,
+    make_pools,
+    make_projected,
+    make_weights,
+)
+from tests.numbers import relative_error
+
+TOLERANCE = 1e-4 / 20
+
+
+def assert_pools_match(actual: Pools, expected: Pools, tolerance: float = TOLERANCE) -> None:
+    """The same slots are written, with nearly the same states."""
+    for ours, theirs in ((actual.conv, expected.conv), (actual.recurrent, expected.recurrent)):
+        written = theirs.flatten(1).isfinite().all(1)
+        assert torch.equal(ours.flatten(1).isfinite().all(1), written)
+        assert ours[~written].isnan().all()
+        assert relative_error(ours[written], theirs[written]) < tolerance
+
+
+@pytest.mark.parametrize("shapes", [ODD, SMALL], ids=["odd", "small"])
+def test_decode_matches_reference(shapes: Shapes) -> None:
+    # Slot 0 and slot 1 are read by several, slot 2 is moved on in place; two rows are padding.
+    batch = Batch(starts=(), lengths=(), slot_in=(0, 1, 2, 1, 0), slot_out=(4, 5, 2, 6, 7))
+    padded = Batch(
+        starts=(), lengths=(), slot_in=(*batch.slot_in, 1, -1), slot_out=(*batch.slot_out, -1, -1)
+    )
+    projected, weights = make_projected(shapes, 7), make_weights(shapes)
+    pools, ours = make_pools(shapes, 10), make_pools(shapes, 10)
+    expected = expected_decode(shapes, projected[:5], weights, pools, batch)
+    output = fused_decode(projected, weights, ours, padded)
+    assert relative_error(output[:5], expected) < TOLERANCE
+    assert (output[5:] == 0).all()
+    assert_pools_match(ours, pools)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_decode_half_inputs(dtype: torch.dtype) -> None:
+    batch = Batch(starts=(), lengths=(), slot_in=(1, 2), slot_out=(3, 2))
+    projected, weights = make_projected(SMALL, 2, dtype), make_weights(SMALL, dtype)
+    pools = make_pools(SMALL, 4, dtype, state_dtype=dtype)
+    ours = pools.clone()
+    expected = expected_decode(SMALL, projected, weights, pools, batch)
+    output = fused_decode(projected, weights, ours, batch)
+    assert output.dtype == dtype
+    assert relative_error(output, expected) < 1e-2
+    assert_pools_match(ours, pools, 1e-2)
+
+
+BATCHES = {
+    "one token": Batch(starts=[5], lengths=[1], slot_in=[1], slot_out=[3]),
+    "fresh": Batch(starts=[0], lengths=[130], slot_in=[0], slot_out=[3]),
+    "in place": Batch(starts=[62], lengths=[68], slot_in=[2], slot_out=[2]),
+    "several": Batch(
+        starts=[100, 5, 64, 0, 63],
+        lengths=[40, 1, 130, 2, 3],
+        slot_in=[1, 1, 2, 0, 0],
+        slot_out=[3, 4, 2, 5, 6],
+        exports=[(2, 128, 7), (0, 101, 8), (0, 129, 9), (2, 66, 10), (0, 140, 11), (3, 1, 12)],
+    ),
+}
+
+
+@pytest.mark.parametrize("shapes", [ODD, SMALL], ids=["odd", "small"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_prefill_matches_reference(name: str, shapes: Shapes) -> None:
+    batch = BATCHES[name]
+    projected, weights = make_projected(shapes, sum(batch.lengths)), make_weights(shapes)
+    pools, ours = make_pools(shapes, 14), make_pools(shapes, 14)
+    expected = expected_prefill(shapes, projected, weights, pools, batch)
+    output = fused_prefill(projected, weights, ours, batch)
+    assert relative_error(output, expected) < TOLERANCE
+    assert_pools_match(ours, pools)
+
+
+def test_prefill_padding_changes_nothing() -> None:
+    batch, weights = BATCHES["several"], make_weights(ODD)
+    tokens = sum(batch.lengths)
+    projected = make_projected(ODD, 300)
+    projected[tokens:] = torch.nan
+    exact, padded = make_pools(ODD, 14), make_pools(ODD, 14)
+    expected = fused_prefill(projected[:tokens], weights, exact, batch)
+    output = fused_prefill(
+        projected, weights, padded, batch, max_tokens=300, max_sequences=8, max_exports=9
+    )
+    assert torch.equal(output[:tokens], expected)
+    assert (output[tokens:] == 0).all()
+    assert torch.equal(padded.conv.nan_to_num(9), exact.conv.nan_to_num(9))
+    assert torch.equal(padded.recurrent.nan_to_num(9), exact.recurrent.nan_to_num(9))
+
+
+def test_prefill_half_inputs() -> None:
+    batch = BATCHES["several"]
+    projected = make_projected(SMALL, sum(batch.lengths), torch.float16)
+    weights, pools = make_weights(SMALL, torch.float16), make_pools(SMALL, 14, torch.float16)
+    ours = pools.clone()
+    expected = expected_prefill(SMALL, projected, weights, pools, batch)
+    output = fused_prefill(projected, weights, ours, batch)
+    assert output.dtype == torch.float16
+    assert relative_error(output, expected) < 5e-3
+    assert_pools_match(ours, pools, 5e-3)
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_export_equals_prefill_that_ends_there(start: int) -> None:
+    end, weights = 230, make_weights(ODD)
+    projected = make_projected(ODD, end - start)
+    positions = (start + 1, 110, 128, 190, 192, end)
+    batch = Batch(
+        starts=[start],
+        lengths=[end - start],
+        slot_in=[1],
+        slot_out=[3],
+        exports=[(0, position, 4 + index) for index, position in enumerate(positions)],
+    )
+    pools = make_pools(ODD, 10)
+    fused_prefill(projected, weights, pools, batch)
+    for index, position in enumerate(positions):
+        length = position - start
+        # Chunks that end at earlier exports end there in both.
+        alone = Batch(
+            starts=[start],
+            lengths=[length],
+            slot_in=[1],
+            slot_out=[3],
+            exports=batch.exports[:index],
+        )
+        shorter = make_pools(ODD, 10)
+        fused_prefill(projected[:length], weights, shorter, alone)
+        assert torch.equal(pools.recurrent[4 + index], shorter.recurrent[3])
+        assert torch.equal(pools.conv[4 + index], shorter.conv[3])
+
+
+def test_prefill_in_parts_gives_the_same_bits() -> None:
+    weights, projected = make_weights(ODD), make_projected(ODD, 200)
+    whole, parts = make_pools(ODD, 5), make_pools(ODD, 5)
+    batch = Batch(starts=[20], lengths=[200], slot_in=[1], slot_out=[3], exports=[(0, 150, 4)])
+    expected = fused_prefill(projected, weights, whole, batch)
+    outputs, slot_in = [], 1
+    for begin, end in pairwise((20, 64, 150, 192, 220)):
+        part = Batch(starts=[begin], lengths=[end - begin], slot_in=[slot_in], slot_out=[3])
+        rows = projected[begin - 20 : end - 20]
+        outputs.append(fused_prefill(rows, weights, parts, part))
+        slot_in = 3
+    assert torch.equal(torch.cat(outputs), expected)
+    assert torch.equal(parts.recurrent[3], whole.recurrent[3])
+    assert torch.equal(parts.conv[3], whole.conv[3])
+
+
+def test_nan_in_one_sequence_stays_there() -> None:
+    projected, weights, pools = make_projected(ODD, 80), make_weights(ODD), make_pools(ODD, 5)
+    projected[40:] = torch.nan
+    batch = Batch(starts=[0, 0], lengths=[40, 40], slot_in=[0, 0], slot_out=[3, 4])
+    output = fused_prefill(projected, weights, pools, batch)
+    assert output[:40].isfinite().all()
+    assert output[40:].isnan().all()
+    assert pools.recurrent[3].isfinite().all()

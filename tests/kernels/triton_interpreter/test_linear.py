@@ -1,0 +1,50 @@
+"""The Triton linear projections against torch's, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from milepost.kernels.linear import triton
+from milepost.kernels.linear.triton import Tiles
+from tests.numbers import relative_error
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 70, 37), (19, 96, 64)])
+def test_multiply(
+    shape: tuple[int, int, int], splits: int, is_swapped: bool, has_bias: bool
+) -> None:
+    num_tokens, num_inputs, num_outputs = shape
+    hidden = randn(num_tokens, num_inputs + 5)[:, :num_inputs]
+    weight, bias = randn(num_outputs, num_inputs), randn(num_outputs) if has_bias else None
+    tiles = Tiles(rows=16, columns=32, depth=32, warps=4, stages=2, is_swapped=is_swapped)
+    output = triton.multiply(hidden, weight, bias, tiles, splits)
+    torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_multiply_vectors(has_bias: bool) -> None:
+    hidden, weight = randn(2, 75)[:, :70], randn(37, 70)
+    bias = randn(37) if has_bias else None
+    output = triton.multiply_vectors(hidden, weight, bias, columns=8, depth=32, warps=4)
+    torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_outputs", "is_taken"),
+    [(0, 40, False), (1, 40, True), (2, 40, True), (17, 40, True), (17, 1030, False)],
+)
+def test_multiply_few(num_tokens: int, num_outputs: int, is_taken: bool) -> None:
+    hidden, weight = randn(num_tokens, 300).half(), randn(num_outputs, 300).half()
+    output = triton.multiply_few(hidden, weight, None)
+    assert (output is not None) == is_taken
+    if is_taken:
+        assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-3

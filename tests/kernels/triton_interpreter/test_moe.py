@@ -1,0 +1,162 @@
+"""The Triton kernels of the routed experts against the reference, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from milepost.kernels.moe import products, reference, tall, triton, vectors
+from milepost.kernels.moe.grouping import group_few, group_many
+from milepost.kernels.moe.products import Tiles
+from tests.numbers import relative_error
+
+HIDDEN, SIZE = 40, 24
+
+
+def make(num_tokens: int, num_experts: int, hidden_size: int = HIDDEN, size: int = SIZE):
+    random = torch.Generator().manual_seed(num_tokens)
+    shapes = (
+        (num_tokens, hidden_size),
+        (num_tokens, num_experts),
+        (num_experts, 2 * size, hidden_size),
+        (num_experts, hidden_size, size),
+    )
+    return tuple(torch.randn(shape, generator=random) for shape in shapes)
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 5, 1), (6, 17, 4)])
+def test_route(
+    num_tokens: int, num_experts: int, num_chosen: int, normalise: bool, has_shared: bool
+) -> None:
+    wide = make(num_tokens, num_experts + 3)[1]
+    logits = wide[:, : num_experts + has_shared]
+    arguments = {"normalise": normalise, "has_shared": has_shared}
+    weights, experts = triton.route(logits, num_chosen, **arguments)
+    expected_weights, expected_experts = reference.route(logits, num_chosen, **arguments)
+    assert experts.tolist() == expected_experts.tolist()
+    torch.testing.assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("group", [group_few, group_many])
+@pytest.mark.parametrize("block_rows", [2, 16])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (9, 7), (700, 7)])
+def test_group(group, num_tokens: int, num_experts: int, block_rows: int) -> None:
+    """Every choice stands once, among its expert's rows, and blocks cover them without overlap."""
+    random = torch.Generator().manual_seed(0)
+    experts = torch.randint(0, num_experts, (num_tokens, 3), generator=random, dtype=torch.int32)
+    experts[experts == 1] = 2
+    groups = group(experts, num_experts, block_rows)
+    assert torch.equal(groups.order.long(), experts.flatten().sort(stable=True).indices)
+    sorted_experts = experts.flatten()[groups.order]
+    covered = []
+    for expert, first, end in groups.blocks.T.tolist():
+        if expert >= 0:
+            rows = range(first, min(first + block_rows, end))
+            assert len(rows) > 0
+            assert sorted_experts[rows.start : end].tolist() == [expert] * (end - first)
+            covered.extend(rows)
+    assert covered == list(range(experts.numel()))
+    if groups.num_blocks is not None:
+        num_blocks = groups.num_blocks.item()
+        assert (groups.blocks[0, :num_blocks] >= 0).all()
+        assert (groups.blocks[0, num_blocks:] < 0).all()
+
+
+def check(num_tokens: int, num_experts: int, num_chosen: int, **sizes: int) -> None:
+    hidden, logits, gate_up, down = make(num_tokens, num_experts, **sizes)
+    weights, experts = reference.route(logits, num_chosen, normalise=True)
+    expected = reference.apply(hidden, weights, experts, gate_up, down)
+    parts = triton.parts(hidden, weights, experts.int(), gate_up, down)
+    assert parts.shape == (num_tokens, num_chosen, hidden.shape[1])
+    assert relative_error(parts.sum(1), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen"), [(1, 4, 1), (2, 9, 3), (21, 5, 2), (70, 3, 2)]
+)
+def test_parts(num_tokens: int, num_experts: int, num_chosen: int) -> None:
+    check(num_tokens, num_experts, num_chosen)
+
+
+def test_parts_whole_tiles() -> None:
+    check(24, 3, 2, hidden_size=128, size=64)
+
+
+def test_hidden_rows_may_lie_apart() -> None:
+    hidden, logits, gate_up, down = make(12, 4)
+    apart = torch.full((12, 3 * HIDDEN), torch.nan)
+    apart[:, HIDDEN : 2 * HIDDEN] = hidden
+    weights, experts = reference.route(logits, 2, normalise=True)
+    for count in (3, 12):
+        rows = slice(count)
+        arguments = weights[rows], experts[rows].int(), gate_up, down
+        parts = triton.parts(apart[rows, HIDDEN : 2 * HIDDEN], *arguments)
+        assert torch.equal(parts, triton.parts(hidden[rows], *arguments))
+
+
+def test_experts_that_no_token_chose_are_not_read() -> None:
+    hidden, logits, gate_up, down = make(40, 6)
+    logits[:, 2] = -torch.inf
+    gate_up[2] = down[2] = torch.nan
+    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    assert triton.parts(hidden, weights, experts, gate_up, down).isfinite().all()
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("hidden_size", [40, 128])
+def test_every_output_is_written(hidden_size: int, is_swapped: bool) -> None:
+    hidden, logits, gate_up, down = make(30, 4, hidden_size)
+    weights, experts = reference.route(logits, 2, normalise=False)
+    active = torch.full((60, SIZE), torch.nan)
+    output = torch.full((30, 2, hidden_size), torch.nan)
+    tiles = Tiles(columns=16, depth=32, warps=4, stages=2, is_swapped=is_swapped)
+    groups = group_few(experts.int(), 4, 16)
+    products.expand(hidden, gate_up, active, groups, 16, tiles)
+    products.contract(active, weights, down, output, groups, 16, tiles)
+    expected = reference.apply(hidden, weights, experts, gate_up, down)
+    assert relative_error(output.sum(1), expected) < 1e-5
+
+
+def test_vectors_write_every_output() -> None:
+    hidden, logits, gate_up, down = make(3, 4)
+    weights, experts = reference.route(logits, 2, normalise=False)
+    active = torch.full((6, SIZE), torch.nan)
+    output = torch.full((3, 2, HIDDEN), torch.nan)
+    vectors.expand(hidden, experts.int(), gate_up, active, columns=16, depth=32, warps=4)
+    vectors.contract(active, weights, experts.int(), down, output, columns=16, depth=16, warps=4)
+    expected = reference.apply(hidden, weights, experts, gate_up, down)
+    assert relative_error(output.sum(1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    hidden, logits, gate_up, down = (tensor.to(dtype) for tensor in make(40, 4))
+    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    assert weights.dtype == dtype
+    parts: Tensor = triton.parts(hidden, weights, experts, gate_up, down)
+    wide = (tensor.float() for tensor in (hidden, weights))
+    expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())
+    assert parts.dtype == dtype
+    assert relative_error(parts.float().sum(1), expected) < 5e-3
+
+
+@pytest.mark.parametrize("num_tokens", [90, 390])
+def test_tall_blocks(num_tokens: int) -> None:
+    """Blocks that are full, less than half full and in between; one expert that nobody chose."""
+    hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 4, 256, 128))
+    logits[:, 0] += 1
+    logits[:, 2] = -torch.inf
+    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
+    output = torch.full((num_tokens, 2, 256), torch.nan, dtype=torch.half)
+    groups = group_many(experts, 4, tall.ROWS)
+    assert tall.suits(hidden, gate_up)
+    tall.expand(hidden, gate_up / 16, active, groups)
+    tall.contract(active, weights, down / 16, output, groups)
+    expected = reference.apply(
+        hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
+    )
+    assert relative_error(output.float().sum(1), expected) < 5e-3

@@ -1,0 +1,134 @@
+"""The arrays of a step, and the graphs that it may run in."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+
+from milepost.cache.placement import Kind
+from milepost.cache.plans import Export
+from milepost.runner.arrays import Capacity, HostTables, Shapes, build
+from milepost.runner.graphs import exact_capacity, ladder, smallest
+from milepost.scheduler.plans import SequencePlan, StepPlan
+
+SHAPES = Shapes(num_kv_heads=2, heads_per_kv=4, page_size=64, has_recurrent=True)
+
+
+def sequence(start: int, tokens: list[int], slot: int, **changes) -> SequencePlan:
+    num_pages = -(-(start + len(tokens)) // 64)
+    defaults = {
+        "request": None,
+        "tokens": array("I", tokens),
+        "start": start,
+        "page_table": [10 * slot + page for page in range(num_pages)],
+        "write_from": start,
+        "slot_in": slot,
+        "slot_out": slot,
+        "exports": (),
+        "page_copy": None,
+        "samples": True,
+    }
+    return SequencePlan(**(defaults | changes))
+
+
+def steps(*sequences: SequencePlan) -> StepPlan:
+    return StepPlan(sequences=sequences)
+
+
+@pytest.fixture
+def tables() -> HostTables:
+    return HostTables(num_slots=8, max_pages=16)
+
+
+def test_tokens_positions_and_kv_slots(tables):
+    plan = steps(
+        sequence(70, [5], 3),
+        sequence(62, [7, 8, 9, 6], 2, write_from=64, slot_in=5, samples=False),
+    )
+    tables.update(plan.sequences)
+    step = build(plan, tables, SHAPES, exact_capacity(plan), last_tokens=[0])
+    assert step.token_ids.tolist() == [5, 7, 8, 9, 6]
+    assert step.positions.tolist() == [70, 62, 63, 64, 65]
+    # Page 1 of slot 3 is page 31, and of slot 2 page 21; shared pages are not written.
+    assert step.kv_slots.tolist() == [31 * 64 + 6, -1, -1, 21 * 64, 21 * 64 + 1]
+    assert step.slot_in.tolist() == [3, 5]
+    assert step.slot_out.tolist() == [3, 2]
+    assert step.last_tokens.tolist() == [0, 0]
+
+
+def test_padding_names_nothing(tables):
+    capacity = Capacity(num_tokens=4, num_sequences=3, num_exports=0, decodes=True)
+    plan = steps(sequence(10, [5], 1))
+    tables.update(plan.sequences)
+    step = build(plan, tables, SHAPES, capacity, last_tokens=[0], sources=[2])
+    assert step.token_ids.tolist() == [5, 0, 0, 0]
+    assert step.kv_slots.tolist() == [10 * 64 + 10, -1, -1, -1]
+    assert step.slot_out.tolist() == [1, -1, -1]
+    assert step.sources.tolist() == [2, 0, 0]
+    assert step.recurrent is None
+    empty = build(steps(), tables, SHAPES, capacity)
+    assert [array.shape for array in _arrays(empty)] == [array.shape for array in _arrays(step)]
+
+
+def test_shapes_follow_from_the_capacity_alone(tables):
+    capacity = Capacity(num_tokens=128, num_sequences=8, num_exports=4, decodes=False)
+    export = Export(position=64, slot=7, kind=Kind.MARK)
+    plans = [
+        steps(),
+        steps(sequence(0, [1] * 100, 1, exports=(export,))),
+        steps(*(sequence(200 + i, [2], i + 1) for i in range(8))),
+    ]
+    shapes = []
+    for plan in plans:
+        tables.update(plan.sequences)
+        step = build(plan, tables, SHAPES, capacity)
+        shapes.append([array.shape for array in _arrays(step)])
+        assert step.recurrent is not None
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_tables_bring_only_new_pages(tables):
+    first = sequence(0, [1] * 100, 2)
+    indices, pages = tables.update([first])
+    assert indices.tolist() == [32, 33]
+    assert pages.tolist() == [20, 21]
+    assert not len(tables.update([first])[0])
+    first.page_table.append(29)
+    indices, pages = tables.update([first])
+    assert (indices.tolist(), pages.tolist()) == ([34], [29])
+    other = sequence(0, [1] * 70, 2, page_table=[4, 5])  # another request on the same slot
+    indices, pages = tables.update([other])
+    assert (indices.tolist(), pages.tolist()) == ([32, 33], [4, 5])
+    assert tables.rows[2, :3].tolist() == [4, 5, 29]
+
+
+def test_ladder_holds_every_small_step():
+    capacities = ladder(max_num_seqs=20, max_num_batched_tokens=8192)
+    assert len(set(capacities)) == len(capacities)
+    for num in range(1, 21):
+        plan = steps(*(sequence(10, [1], 1 + i) for i in range(num)))
+        found = smallest(capacities, plan)
+        assert found is not None
+        assert found.decodes
+        assert num <= found.num_sequences <= max(2 * num, 1)
+    for num_tokens in (2, 33, 512):
+        found = smallest(capacities, steps(sequence(0, [1] * num_tokens, 1)))
+        assert found is not None
+        assert not found.decodes
+        assert found.num_tokens >= num_tokens
+    assert smallest(capacities, steps(sequence(0, [1] * 513, 1))) is None
+    exports = tuple(Export(position=1 + i, slot=2, kind=Kind.MARK) for i in range(40))
+    assert smallest(capacities, steps(sequence(0, [1] * 50, 1, exports=exports))) is None
+
+
+def test_ladder_stays_within_the_token_budget():
+    capacities = ladder(max_num_seqs=4, max_num_batched_tokens=100)
+    assert max(c.num_tokens for c in capacities) <= 100
+
+
+def _arrays(step) -> list[np.ndarray]:
+    from milepost.runner.staging import _arrays as walk
+
+    return list(walk(step))

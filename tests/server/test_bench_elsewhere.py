@@ -1,0 +1,141 @@
+"""`milepost bench` against servers that are not ours: whatever they leave out, add or break."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from tests.server.test_bench import SMALL, bench
+
+USAGE = {"prompt_tokens": 50, "completion_tokens": 2, "total_tokens": 52}
+CACHED = {**USAGE, "prompt_tokens_details": {"cached_tokens": 20}}
+
+
+def chunk(content=None, finish=None, **more):
+    delta = {} if content is None else {"content": content}
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more}
+
+
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]}
+ANSWER = [ROLE, chunk("one"), chunk(" two"), chunk(finish="length")]
+
+
+def events(chunks, *, space=" ", end="\n\n", between=""):
+    lines = [f"data:{space}{json.dumps(part)}{end}{between}" for part in chunks]
+    return "".join([*lines, f"data:{space}[DONE]{end}"]).encode()
+
+
+class Elsewhere(http.server.BaseHTTPRequestHandler):
+    """Answers every request with the same status and bytes; `server.asked` keeps the bodies."""
+
+    def do_GET(self):
+        self._answer(self.server.listing, b'{"data": [{"id": "their-model"}]}')
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.asked.append((self.path, json.loads(body)))
+        self._answer(*self.server.answer)
+
+    def _answer(self, status, body):
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        for start in range(0, len(body), 7):  # pieces that keep to no line
+            self.wfile.write(body[start : start + 7])
+
+    def log_message(self, *arguments):
+        """Quiet."""
+
+
+@pytest.fixture
+def elsewhere():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
+    server.listing, server.asked = 200, []
+    server.answer = (200, events([*ANSWER, {"choices": [], "usage": CACHED}]))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def url(server, path=""):
+    return f"http://127.0.0.1:{server.server_port}{path}"
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_usual_form(elsewhere, capsys, path):
+    status, row, table = bench(capsys, "--base-url", url(elsewhere, path), *SMALL)
+    assert status == 0, table
+    assert (row["requests"], row["failed"], row["hit_rate"]) == (6, 0, 0.4)
+    assert (row["prompt_tokens"], row["completion_tokens"]) == (300, 12)
+    paths, bodies = zip(*elsewhere.asked, strict=True)
+    assert set(paths) == {"/v1/chat/completions"}
+    known = {"model", "messages", "max_tokens", "stream", "stream_options", "temperature"}
+    assert all(set(body) == known and body["model"] == "their-model" for body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "options"),
+    [
+        ([*ANSWER, {"choices": [], "usage": USAGE}], {}),
+        ([*ANSWER, {"choices": [], "usage": {**USAGE, "prompt_tokens_details": None}}], {}),
+        ([*ANSWER[:-1], chunk(finish="stop", usage=USAGE)], {}),
+        ([{**part, "usage": USAGE} for part in ANSWER], {}),
+        ([{**part, "usage": None, "error": None} for part in ANSWER] + [{"usage": USAGE}], {}),
+        ([*ANSWER, {"choices": [], "usage": USAGE}], {"space": "", "end": "\r\n\r\n"}),
+        ([*ANSWER, {"choices": [], "usage": USAGE}], {"between": ": still here\n\nevent: x\n"}),
+        ([*ANSWER, {"choices": [], "usage": USAGE, "padding": "x" * 300_000}], {}),
+    ],
+    ids=["no-details", "null", "in-last", "in-all", "nulls", "crlf", "comments", "long-line"],
+)
+def test_forms_of_usage_and_streams(elsewhere, capsys, chunks, options):
+    elsewhere.answer = (200, events(chunks, **options))
+    status, row, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
+    assert (status, row["failed"]) == (0, 0), table
+    assert (row["prompt_tokens"], row["hit_rate"], row["cached_tokens"]) == (300, None, None)
+    assert "unknown of 300 prompt tokens from the cache" in table
+    assert row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
+
+
+def test_no_usage_at_all(elsewhere, capsys):
+    elsewhere.answer = (200, events(ANSWER))
+    status, row, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
+    assert status == 0
+    assert row["output_tokens_per_s"] is row["prompt_tokens"] is None
+    assert "unknown tokens/s out" in table
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((400, b'{"detail": "no such field"}'), "400: {"),
+        ((500, b"<html>oops</html>"), "oops"),
+        ((200, events([ROLE, chunk("a"), {"error": {"message": "out of memory"}}])), "memory"),
+        ((200, events([ROLE, chunk("a")])), "without a finish reason"),
+        ((200, b"data: {broken\n\n"), "JSONDecodeError"),
+        ((200, b'data: "text"\n\n'), "no chunk"),
+    ],
+)
+def test_errors_are_failures(elsewhere, capsys, answer, words):
+    elsewhere.answer = answer
+    quiet = ("--num-warmups", "0")
+    status, row, table = bench(capsys, "--base-url", url(elsewhere), *SMALL, *quiet)
+    assert (status, row["failed"]) == (1, 6)
+    assert words in row["errors"][0]
+    assert words in table
+    status, _, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
+    assert status == 2
+    assert "refuses a request" in table
+
+
+def test_a_server_that_lists_no_models(elsewhere, capsys):
+    elsewhere.listing = 401
+    status, _, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
+    assert status == 2
+    assert "401" in table
+    assert "--api-key" in table
+    status, row, table = bench(capsys, "--base-url", url(elsewhere), "--served-model", "x", *SMALL)
+    assert (status, row["failed"]) == (0, 0), table
