@@ -10,6 +10,12 @@ import pytest
 # torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
+# Without a GPU Triton's interpreter runs the kernels. Before triton is imported, by any test.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 TABLES = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
 
 

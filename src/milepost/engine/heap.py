@@ -9,23 +9,24 @@ never reach the heap's end. Whole pages of them go back to the system when glibc
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from functools import cache
 
-_NUM_PLANS = "256"
+_NUM_PLANS = b"256"
 """Of each of the two kinds that torch and oneDNN keep; by themselves they keep 1024. Enough for
 batches whose size varies by a few dozen; a plan that is missing is made in a millisecond."""
-_BOUNDS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+_BOUNDS = (b"LRU_CACHE_CAPACITY", b"ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def bound_plans() -> None:
     """Lower oneDNN's bounds, unless the operator has set them; call it before the first product.
 
-    The process's environment is the only place where they can be set.
+    The process's environment is the only place where they can be set; nothing here reads it.
     """
-    for name in _BOUNDS:
-        os.environ.setdefault(name, _NUM_PLANS)
+    setenv = _from_c("setenv")
+    if setenv is not None:
+        for name in _BOUNDS:
+            setenv(name, _NUM_PLANS, 0)
 
 
 def give_back() -> None:
@@ -33,14 +34,15 @@ def give_back() -> None:
 
     Takes some milliseconds, and the next steps as many to get the pages again.
     """
-    trim = _malloc_trim()
+    trim = _from_c("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _from_c(name: str) -> Callable[..., int] | None:
+    """A function of the C library, where it has it."""
     try:
-        return ctypes.CDLL(None).malloc_trim
+        return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None

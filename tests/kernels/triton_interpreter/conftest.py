@@ -1,23 +1,23 @@
-"""Triton's interpreter runs the kernels on a CPU; it must be chosen before triton is imported."""
+"""Triton's interpreter runs the kernels on a CPU (tests/conftest.py chooses it before triton is
+imported). On a machine with a GPU they run there, in tests/gpu.
+"""
 
 from __future__ import annotations
 
-import os
-
 import pytest
+import torch
 
-os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton", reason="the Triton kernels need the package triton")
+if torch.cuda.is_available():
+    collect_ignore_glob = ["*.py"]
+else:
+    interpreter = pytest.importorskip(
+        "triton.runtime.interpreter", reason="the Triton kernels need the package triton"
+    )
+    _patch = interpreter._patch_lang_tensor
 
-from triton.runtime import interpreter
+    def _patch_lang_tensor(tensor, scope):
+        """Loop bounds are arrays of one number, which NumPy 2.4 no longer takes for a number."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_lang_tensor(tensor, scope):
-    """Loop bounds are arrays of one number, which NumPy 2.4 no longer takes for a number."""
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _patch_lang_tensor
+    interpreter._patch_lang_tensor = _patch_lang_tensor
