@@ -125,7 +125,7 @@ class DeviceExecutor:
 
 
 _STAGED_BYTES = 1 << 23
-"""For steps of up to tens of thousands of tokens; `Staging.send` refuses more."""
+"""For steps of up to a quarter of a million tokens."""
 
 
 def has_fast_kernels(model: HybridModel) -> bool:

@@ -43,6 +43,7 @@ class Staging:
         if event is not None:
             event.synchronize()  # done long ago, unless the host is far ahead
         for array in _arrays(batch):
+            assert end + array.nbytes <= len(view), "a step's arrays fit the staging buffer"
             view[end : end + array.nbytes] = array.reshape(-1).view(np.uint8)
             end = _aligned(end + array.nbytes)
         self._device_buffer[:end].copy_(self._host_buffers[turn][:end], non_blocking=True)
