@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type of intermediate sums for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, for less where that does nothing: a step asks a hundred times."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import conv, gated_delta
 from milepost.kernels.gated_delta import fused
+from milepost.kernels.precision import cast
 from milepost.layers.context import BatchContext, DeviceBatch, RecurrentSpec, RecurrentState
 from milepost.layers.layout import BatchLayout
 from milepost.layers.linear import Linear
@@ -85,9 +86,9 @@ class GatedDelta(nn.Module):
         if isinstance(ctx, DeviceBatch):
             return self.out(self._fused(self.projection(hidden), ctx))
         mixed, gate, strength, decay = self.projection(hidden).split(self.sizes, -1)
-        precise = self.decay_rate.dtype
-        beta = strength.to(precise).sigmoid()
-        log_decay = F.softplus(decay.to(precise) + self.decay_bias).mul_(self.decay_rate)
+        rate = self.decay_rate
+        beta = cast(strength, rate.dtype).sigmoid()
+        log_decay = F.softplus(cast(decay, rate.dtype) + self.decay_bias).mul_(rate)
         output = self._mix(mixed, log_decay, beta, ctx, layout)
         output = self.norm(output, gate.unflatten(-1, (-1, self.shapes.value_dim)))
         return self.out(output.flatten(1))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels import norm
+from milepost.kernels.precision import cast
 from milepost.layers.parameters import ParameterKind, Placement, Placements, place_whole
 
 
@@ -31,9 +32,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., N] in and out, in `hidden`'s type."""
-        wide = hidden.to(self.scale.dtype)
-        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps).mul_(self.scale)
-        return normed.to(hidden.dtype)
+        scale = self.scale
+        wide = cast(hidden, scale.dtype)
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps).mul_(scale)
+        return cast(normed, hidden.dtype)
+
+    __call__ = forward  # as for a Linear
 
     def add(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add a layer's output to the residual stream: the sum [T, N] and its norm.
@@ -69,9 +73,12 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
         """`hidden` and `gate` [..., N]; returns the same shape and `hidden`'s type."""
-        wide = hidden.to(self.weight.dtype)
-        normed = F.rms_norm(wide, wide.shape[-1:], self.weight, self.eps)
-        return normed.mul_(F.silu(gate.to(self.weight.dtype))).to(hidden.dtype)
+        weight = self.weight
+        wide = cast(hidden, weight.dtype)
+        normed = F.rms_norm(wide, wide.shape[-1:], weight, self.eps)
+        return cast(normed.mul_(F.silu(cast(gate, weight.dtype))), hidden.dtype)
+
+    __call__ = forward
 
     def placements(self) -> Placements:
         return {"weight": place_whole(self.weight)}

@@ -16,6 +16,7 @@ be asked for soon waits like one that finds no room, until enough others have go
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class Scheduler:
         if self.stats.num_preemptions == num_preemptions or not step.num_tokens:
             self._plan_waiting(step)
         plans = [self._sequence_plan(request, n) for request, n in step.num_tokens.items()]
-        plans.sort(key=lambda plan: not plan.is_decode)
+        plans.sort(key=_place_in_batch)
         return StepPlan(sequences=tuple(plans))
 
     def _plan_running(self, step: _Step, request: Request) -> None:
@@ -379,6 +380,11 @@ def _num_left(request: Request) -> int:
     """Tokens that a running request has yet to consume; one while it decodes."""
     assert request.lease is not None
     return len(request.chain) - request.lease.position
+
+
+def _place_in_batch(plan: SequencePlan) -> int:
+    """Decodes first, by slot: states that lie side by side need not be gathered."""
+    return plan.slot_out if plan.is_decode else sys.maxsize
 
 
 def _goes_on(request: Request) -> bool:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import slots
-from milepost.kernels.precision import accumulation_dtype
+from milepost.kernels.precision import accumulation_dtype, cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ def decode(
     before = pool.index_select(0, slot_in)
     slots.write(pool, slot_out, _shifted(before, inputs))
     dtype = accumulation_dtype(inputs.dtype)
-    before, taps = before.to(dtype), weight.to(dtype).unbind(1)
-    output = inputs.to(dtype) * taps[-1]
+    before, taps = cast(before, dtype), cast(weight, dtype).unbind(1)
+    output = cast(inputs, dtype) * taps[-1]
     for index, tap in enumerate(taps[:-1]):
         output.addcmul_(before[:, :, index], tap)
     if bias is not None:
         output += bias
-    return F.silu(output, inplace=True).to(inputs.dtype)
+    return cast(F.silu(output, inplace=True), inputs.dtype)
 
 
 def _shifted(before: Tensor, inputs: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from milepost.kernels import slots
 from milepost.kernels.gated_delta.chunks import CHUNK, ChunkLayout
-from milepost.kernels.precision import accumulation_dtype
+from milepost.kernels.precision import accumulation_dtype, cast
 
 _NORM_EPS = 1e-6
 
@@ -50,15 +50,15 @@ def decode(
     paired = _pair_heads(_normalise(query_key), num_heads)
     query, key = paired[:, 0], paired[:, 1]
 
-    state.mul_(log_decay.to(state.dtype).exp().view(-1, 1, 1))
+    state.mul_(cast(log_decay, state.dtype).exp().view(-1, 1, 1))
     read, remembered = torch.bmm(paired, state).unbind(1)
-    wanted = value.reshape(-1, value_dim).to(state.dtype)
+    wanted = cast(value.reshape(-1, value_dim), state.dtype)
     change = (wanted - remembered).mul_(beta.reshape(-1, 1))
     output = torch.addcmul(read, (query * key).sum(-1, keepdim=True), change)
     state.addcmul_(key[:, :, None], change[:, None, :])
 
     slots.write(pool, slot_out, state.view(-1, *pool.shape[1:]))
-    return output.view(value.shape).to(value.dtype)
+    return cast(output.view(value.shape), value.dtype)
 
 
 def prefill(
@@ -172,7 +172,7 @@ def _chunked(tensor: Tensor, layout: ChunkLayout) -> Tensor:
 
 def _normalise(query_key: Tensor) -> Tensor:
     """Unit queries and keys [T, 2, G, K], queries scaled by K ** -0.5."""
-    wide = query_key.to(accumulation_dtype(query_key.dtype))
+    wide = cast(query_key, accumulation_dtype(query_key.dtype))
     length = wide.square().sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
     length[:, 0].mul_(query_key.shape[-1] ** -0.5)
     return wide * length

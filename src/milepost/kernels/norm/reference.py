@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels.precision import cast
+
 
 def add_norm(
     hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float
@@ -19,9 +21,9 @@ def add_norm(
     """
     if delta is not None:
         hidden = hidden + (delta if delta.dim() == 2 else _add_up(delta))
-    wide = hidden.to(scale.dtype)
+    wide = cast(hidden, scale.dtype)
     normed = F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale)
-    return hidden, normed.to(hidden.dtype)
+    return hidden, cast(normed, hidden.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
