@@ -184,6 +184,12 @@ class Cache:
             self.slots.pool.unpin((match.checkpoint.slot,))
             self.pages.unpin(_tail(match))
 
+    def _is_ours_alone(self, page: int) -> bool:
+        """Whether nobody has the page but who has just pinned it: a state that is kept inside a
+        page may lie in one that a running request still fills.
+        """
+        return self.pages.live_refs(page) == 1 and not self.pages.cached_refs(page)
+
     def _can_take_over(self, checkpoint: Checkpoint | None, fresh: int) -> bool:
         """Whether using up the (pinned) checkpoint itself makes the room that is missing."""
         if checkpoint is None or self.slots.pool.live_refs(checkpoint.slot) > 1:
@@ -205,7 +211,7 @@ class Cache:
         if takes_over:
             assert checkpoint is not None
             self.reclaimer.evict_checkpoint(checkpoint, "taken")
-            if tail and not self.pages.cached_refs(tail[0]):
+            if tail and self._is_ours_alone(tail[0]):
                 table.extend(tail)
                 pinned = tail = ()
             elif not tail:
