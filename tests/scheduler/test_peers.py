@@ -415,3 +415,24 @@ def test_retracted_step_leaves_nothing_of_what_it_wrote(num_steps):
     bench.run()
     assert all(bench.is_right(r) and r.num_output_tokens == 12 for r in requests)
     assert describe(plan)
+
+
+# --- a state that is used up --------------------------------------------------------------------
+
+
+def test_a_page_still_filled_is_not_taken_over():
+    """A state kept inside a page shares the page with the request that goes on filling it. Who uses
+    the state up for want of a slot copies the page.
+    """
+    bench = Bench(num_slots=2)
+    first = bench.submit(tokens(10), marks=(8,), max_tokens=20)
+    bench.step()
+    table = first.lease.page_table
+    second = bench.submit([*tokens(8), *tokens(3, seed=1)], max_tokens=20)
+    bench.step()
+    assert second.report.reused == 8
+    assert bench.cache.stats.checkpoints_evicted["taken"] == 1
+    assert second.lease.page_table[0] != table[0]
+    bench.run()
+    assert bench.is_right(first)
+    assert bench.is_right(second)
