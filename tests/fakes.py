@@ -47,10 +47,15 @@ def cold_answer(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list
 
 
 class FakeRunner:
-    """Executes StepPlans; AssertionError where a plan reads what isn't there."""
+    """Executes StepPlans; AssertionError where a plan reads what isn't there.
 
-    def __init__(self, *, page_size: int, vocab_size: int = 4) -> None:
+    With `pages_each` slot u lies where the pages from u x pages_each on do: writing one kind destroys
+    the other.
+    """
+
+    def __init__(self, *, page_size: int, vocab_size: int = 4, pages_each: int = 0) -> None:
         self.page_size = page_size
+        self.pages_each = pages_each
         self.vocab_size = vocab_size
         self.kv: dict[int, list[bytes]] = {}
         self._history: dict[Request, list[bytes]] = {}
@@ -131,9 +136,13 @@ class FakeRunner:
         return history
 
     def _page(self, page: int) -> list[bytes]:
+        if self.pages_each:
+            self.slots.pop(page // self.pages_each, None)
         return self.kv.setdefault(page, [EMPTY] * self.page_size)
 
     def _write(self, slot: int, state: bytes, position: int) -> None:
+        for page in range(slot * self.pages_each, (slot + 1) * self.pages_each):
+            self.kv.pop(page, None)
         self.slots[slot] = state
         self.positions[slot] = position
 

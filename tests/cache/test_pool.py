@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from milepost.cache.free import FreeList
 from milepost.cache.pool import Pool, State
 
 
 class Machine(RuleBasedStateMachine):
     @initialize(total=st.integers(1, 6), first=st.integers(0, 2))
     def build(self, total, first):
-        self.pool = Pool(total, first)
+        self.pool = Pool(FreeList(total, first))
         self.ids = range(first, first + total)
         self.live: Counter[int] = Counter()
         self.cached: Counter[int] = Counter()
@@ -108,4 +109,4 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 @pytest.mark.parametrize("id_", range(3))
 def test_a_free_id_cannot_be_pinned(id_):
     with pytest.raises(AssertionError, match="P3"):
-        Pool(3).pin([id_])
+        Pool(FreeList(3)).pin([id_])

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from milepost.cache import Cache, Chain
 from milepost.cache.check import check
+from milepost.cache.memory import Arena, Split
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
@@ -39,19 +40,19 @@ class Machine(RuleBasedStateMachine):
         mode=st.sampled_from(["auto", "auto", "all", "align", "none"]),
         budget=st.sampled_from([64, 130, 512]),
         max_num_seqs=st.integers(1, 5),
+        pages_each=st.sampled_from([0, 1, 2, 5, 16]),
     )
-    def build(self, page_size, num_tokens, num_slots, mode, budget, max_num_seqs):
-        self.cache = Cache(
-            num_pages=num_tokens // page_size,
-            num_slots=num_slots,
-            page_size=page_size,
-            mode=mode,
-            block_size=128,
-        )
+    def build(self, page_size, num_tokens, num_slots, mode, budget, max_num_seqs, pages_each):
+        """With `pages_each` one arena in place of two pools."""
+        num_pages = num_tokens // page_size
+        memory = Split(num_pages, num_slots)
+        if pages_each:
+            memory = Arena(-(-num_pages // pages_each) + num_slots, pages_each)
+        self.cache = Cache(memory=memory, page_size=page_size, mode=mode, block_size=128)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
-        self.runner = FakeRunner(page_size=page_size)
+        self.runner = FakeRunner(page_size=page_size, pages_each=pages_each)
         self.loop = Loop(self.scheduler, self.runner)
         self.requests: list[Request] = []
         self.known: list[list[int]] = [[]]
@@ -90,7 +91,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.add(request)
         except InvalidRequestError:
             longest = len(prompt) + request.max_tokens
-            assert longest > self.cache.pages.total * self.cache.page_size
+            assert longest > self.cache.memory.max_pages * self.cache.page_size
             return
         self.requests.append(request)
         self.known.append(prompt)

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from milepost.cache.chain import Chain
 from milepost.cache.kinds import HYBRID, LayerKind
 from milepost.cache.matching import Finder
+from milepost.cache.memory import Memory, Split
 from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement
 from milepost.cache.plans import Export, Lease, Match, PageCopy
-from milepost.cache.pool import Pool
 from milepost.cache.publishing import Publisher
 from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import Stats
 from milepost.cache.reserve import Reserve
-from milepost.cache.slots import ZERO_SLOT, Slots
+from milepost.cache.slots import ZERO_SLOT
 from milepost.cache.tree import Checkpoint, End, Ticket, Tree
 from milepost.cache.worth import Expected, Worth
 
@@ -27,7 +27,8 @@ from milepost.cache.worth import Expected, Worth
 class Cache:
     """Pages, slots and the prefix tree of one engine.
 
-    `num_slots` counts usable slots, without the zero slot. `mode="none"` reuses nothing and keeps
+    `num_slots` counts usable slots, without the zero slot; `memory` in place of the two numbers may
+    be an arena, whose boundary between pages and slots moves. `mode="none"` reuses nothing and keeps
     nothing. `grid` is where a prefill can export a state; `placement` and `worth` replace the
     mode's own, for comparisons.
     """
@@ -35,8 +36,9 @@ class Cache:
     def __init__(
         self,
         *,
-        num_pages: int,
-        num_slots: int,
+        num_pages: int | None = None,
+        num_slots: int | None = None,
+        memory: Memory | None = None,
         page_size: int = 64,
         mode: Mode = "auto",
         block_size: int = 512,
@@ -49,16 +51,20 @@ class Cache:
         self.mode = mode
         self.block_size = block_size
         self.kinds = kinds
-        self.pages = Pool(num_pages)
-        self.slots = Slots(num_slots)
-        self.tree = Tree(max_ghosts=num_pages)
+        if memory is None:
+            assert num_pages is not None and num_slots is not None
+            memory = Split(num_pages, num_slots)
+        self.memory = memory
+        self.pages = memory.pages
+        self.slots = memory.slots
+        self.tree = Tree(max_ghosts=self.pages.total)
         self.stats = Stats()
         self.leases: dict[Lease, None] = {}
         self.version = 0
         self.grid = grid
-        self.worth: Worth = worth if worth is not None else Expected(num_slots)
+        self.worth: Worth = worth if worth is not None else Expected(memory.usual_slots)
         self.reclaimer = Reclaimer(
-            self.tree, self.pages, self.slots, self.stats, self.worth, page_size
+            self.tree, memory, self.stats, self.worth, page_size
         )
         states = self.reclaimer.candidates()[2]
         self._reserve = Reserve(states, self.worth, self.pages, page_size)
@@ -131,8 +137,8 @@ class Cache:
         fresh = num_pages - len(match.path.nodes)
         pages, slots = self._reserved(match, fresh, patience)
         self._pin(match)
-        takes_over = not self._has_room(fresh, 1)
-        if not takes_over and not self._has_room(fresh + pages, 1 + slots):
+        takes_over = not self.memory.has_room(fresh, 1)
+        if not takes_over and not self.memory.has_room(fresh + pages, 1 + slots):
             self._unpin(match)
             return None
         if takes_over and not self._can_take_over(checkpoint, fresh):
@@ -147,12 +153,9 @@ class Cache:
         self.stats.admitted(match.report, first_time=first_time)
         return lease
 
-    def _has_room(self, num_pages: int, num_slots: int) -> bool:
-        return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
-
     def _reserved(self, match: Match, num_pages: int, patience: int) -> tuple[int, int]:
         """Pages and slots that are no room, since others are likely to ask for them soon."""
-        if not patience or (num_pages <= self.pages.num_free and self.slots.pool.num_free):
+        if not patience or self.memory.is_free(num_pages, 1):
             return 0, 0
         return self._reserve.beside(match.path, patience, self.version)
 
@@ -198,7 +201,7 @@ class Cache:
         owns_tail = (
             tail is not None and self.pages.live_refs(tail) == self.pages.cached_refs(tail) == 1
         )
-        return fresh - int(owns_tail) <= self.pages.room
+        return self.memory.has_room(fresh - int(owns_tail), 0)
 
     def _lease(self, match: Match, end: End, num_pages: int, takes_over: bool) -> Lease:
         """Build the lease of a pinned match for which there is room."""
@@ -258,7 +261,7 @@ class Cache:
         missing = -(-num_tokens // self.page_size) - len(lease.page_table)
         if missing <= 0:
             return True
-        if missing > self.pages.room:
+        if not self.memory.has_room(missing, 0):
             return False
         self.version += 1
         lease.page_table.extend(self.reclaimer.allocate_pages(missing))
@@ -282,7 +285,7 @@ class Cache:
         if not self._may_export(lease):
             return []
         for position, kind in self._place(lease.facts, lease.position, end).items():
-            if not self.slots.pool.room:
+            if not self.memory.has_room(0, 1):
                 self.stats.checkpoints_skipped += 1
                 continue
             if kind is Kind.SPARSE and not self._is_worth_a_slot(lease, position):

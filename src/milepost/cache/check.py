@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from milepost.cache.cache import Cache
+from milepost.cache.memory import Arena
 from milepost.cache.pool import Pool, State
 from milepost.cache.tree import Checkpoint, Node
 
@@ -23,6 +24,7 @@ def check(cache: Cache) -> None:
     _check_pool(cache.pages, live, cached)
     live, cached = _expected_slots(cache, checkpoints)
     _check_pool(cache.slots.pool, live, cached)
+    _check_memory(cache)
     _check_orders(cache, checkpoints)
 
 
@@ -123,13 +125,33 @@ def _expected_slots(
 
 def _check_pool(pool: Pool, live: Counter[int], cached: Counter[int]) -> None:
     counts: Counter[State] = Counter()
-    for id_ in range(pool.first, pool.first + pool.total):
+    for id_ in range(pool.first, pool.end):
         assert pool.live_refs(id_) == live[id_], f"P2: live references of {id_}"
         assert pool.cached_refs(id_) == cached[id_], f"P2: cached references of {id_}"
         counts[pool.state(id_)] += 1
-    assert pool.num_free == counts[State.FREE], "P1: free + used + cached == total"
     assert pool.num_used == counts[State.USED], "P1: free + used + cached == total"
     assert pool.num_cached == counts[State.CACHED], "P1: free + used + cached == total"
+
+
+def _check_memory(cache: Cache) -> None:
+    """U1 to U3, and P1 for what is free."""
+    memory, pages, slots = cache.memory, cache.pages, cache.slots.pool
+    if not isinstance(memory, Arena):
+        for pool in (pages, slots):
+            assert pool.total == pool.end - pool.first, "P1: free + used + cached == total"
+        return
+    num_loose, free = 0, []
+    for unit in range(1, memory.units.num_units + 1):
+        ids = range(unit * memory.pages_a_slot, (unit + 1) * memory.pages_a_slot)
+        num_held = sum(pages.state(page) is not State.FREE for page in ids)
+        is_slot = slots.state(unit) is not State.FREE
+        assert not (is_slot and num_held), "U1: a unit is a slot or pages"
+        if not is_slot and not num_held:
+            free.append(unit)
+        elif num_held:
+            num_loose += len(ids) - num_held
+    assert sorted(memory.units.free) == free, "U2: a unit that holds nothing is free"
+    assert memory.num_loose_pages == num_loose, "U3: free pages of other units are loose"
 
 
 def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
@@ -148,4 +170,5 @@ def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
         leaf = leaf and not cache.pages.live_refs(checkpoint.node.page)
         tail_page = checkpoint.tail_page
         carries = leaf or (tail_page is not None and tail_page not in cache.tree.at_page)
+        carries = carries or cache.memory.pages_a_slot > 0
         assert carries == (checkpoint in carriers), "E1: carriers"

@@ -4,7 +4,7 @@ A *live* reference belongs to a running request, a *cached* one to the tree. An 
 free; with a live one it is used; with cached ones alone it is cached and may be reclaimed by
 whoever drops those.
 
-Invariant P1: free + used + cached == total. Only `_move` and `_free_ids` change what it counts.
+Invariant P1: what is counted as used and as cached is what has such references, and the rest is free.
 Knows nothing of what an id stands for, and never evicts. Verbs take many ids at once: a request of
 100,000 tokens has 1,563 pages.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 
+from milepost.cache.free import FreeIds
+
 
 class State(IntEnum):
     FREE = 0
@@ -22,34 +24,40 @@ class State(IntEnum):
 
 
 class Pool:
-    """`total` ids from `first` on, all free at the start. The id freed last is allocated first."""
+    """The ids of `free`, all free at the start."""
 
-    __slots__ = ("_cached_refs", "_counts", "_free", "_live_refs", "first", "total")
+    __slots__ = ("_cached_refs", "_free", "_live_refs", "first", "num_cached", "num_used")
 
-    def __init__(self, total: int, first: int = 0) -> None:
-        self.first = first
-        self.total = total
-        self._live_refs = [0] * (first + total)
-        self._cached_refs = [0] * (first + total)
-        self._free = list(range(first + total - 1, first - 1, -1))
-        self._counts = [total, 0, 0]
+    def __init__(self, free: FreeIds) -> None:
+        self.first = free.first
+        self.num_used = 0
+        self.num_cached = 0
+        self._free = free
+        self._live_refs = [0] * free.end
+        self._cached_refs = [0] * free.end
 
     @property
     def num_free(self) -> int:
-        return self._counts[State.FREE]
+        return len(self._free)
 
     @property
-    def num_used(self) -> int:
-        return self._counts[State.USED]
+    def total(self) -> int:
+        """Ids that there are; in an arena it changes with what the other kind has."""
+        return len(self._free) + self.num_used + self.num_cached
 
     @property
-    def num_cached(self) -> int:
-        return self._counts[State.CACHED]
+    def end(self) -> int:
+        """Above the highest id that there may ever be."""
+        return len(self._live_refs)
 
     @property
     def room(self) -> int:
         """Ids that can be allocated if everything that is only cached gives way."""
-        return self.total - self._counts[State.USED]
+        return len(self._free) + self.num_cached
+
+    def is_idle(self, first: int, end: int) -> bool:
+        """Whether some of these ids are cached, and none is used."""
+        return any(self._cached_refs[first:end]) and not any(self._live_refs[first:end])
 
     def live_refs(self, id_: int) -> int:
         return self._live_refs[id_]
@@ -65,14 +73,11 @@ class Pool:
     def allocate(self, num: int) -> list[int]:
         """Take free ids with one live reference each; the caller has made sure of them."""
         assert num <= len(self._free), "P3: no more is allocated than is free"
-        if not num:
-            return []
-        ids = self._free[: -num - 1 : -1]
-        del self._free[-num:]
+        ids = self._free.take(num)
         live = self._live_refs
         for id_ in ids:
             live[id_] = 1
-        self._move(State.FREE, State.USED, num)
+        self.num_used += num
         return ids
 
     def pin(self, ids: Iterable[int]) -> None:
@@ -85,7 +90,8 @@ class Pool:
                 assert self._cached_refs[id_], f"P3: free id {id_} cannot be pinned"
                 num_revived += 1
             live[id_] = refs + 1
-        self._move(State.CACHED, State.USED, num_revived)
+        self.num_cached -= num_revived
+        self.num_used += num_revived
 
     def unpin(self, ids: Iterable[int]) -> None:
         """Drop a live reference from each id; an id without references becomes free."""
@@ -101,8 +107,9 @@ class Pool:
                     num_cached += 1
                 else:
                     freed.append(id_)
-        self._move(State.USED, State.CACHED, num_cached)
-        self._free_ids(State.USED, freed)
+        self.num_used -= num_cached + len(freed)
+        self.num_cached += num_cached
+        self._free.give(freed)
 
     def keep(self, ids: Iterable[int]) -> None:
         """Add a cached reference to ids that are used; they stay used."""
@@ -117,12 +124,5 @@ class Pool:
         assert refs >= 0, f"P2: id {id_} is dropped more often than kept"
         self._cached_refs[id_] = refs
         if not refs and not self._live_refs[id_]:
-            self._free_ids(State.CACHED, [id_])
-
-    def _free_ids(self, before: State, ids: list[int]) -> None:
-        self._free.extend(ids)
-        self._move(before, State.FREE, len(ids))
-
-    def _move(self, before: State, after: State, num: int) -> None:
-        self._counts[before] -= num
-        self._counts[after] += num
+            self.num_cached -= 1
+            self._free.give((id_,))

@@ -4,6 +4,9 @@ Owns the three orders of what may go: strays (pages no resume can reach), carrie
 whose eviction frees a page), and states (checkpoints whose slot can be freed). Keeps them exact:
 whoever changes a node's children, checkpoints or pins calls `rank` for it. Changes the tree and the
 pools, and counts what it evicts.
+
+In an arena every checkpoint carries pages, since its slot can become some; so there carriers are
+states, and what is worth least for its bytes goes first, whichever kind is wanted.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from collections.abc import Callable
 
 from milepost.cache.eviction import Order, Shelves
 from milepost.cache.links import follow, link, unlink
-from milepost.cache.pool import Pool
+from milepost.cache.memory import Memory
 from milepost.cache.report import Stats
-from milepost.cache.slots import Slots
 from milepost.cache.tree import Checkpoint, End, Node, Ticket, Tree
 from milepost.cache.waiting import hang, pass_on, take
 from milepost.cache.worth import Worth
+
+MAX_STRAYS_TRIED = 4
+"""Paths of strays looked at to find one that a unit can be made of."""
 
 
 class Reclaimer:
@@ -25,6 +30,7 @@ class Reclaimer:
 
     __slots__ = (
         "_carriers",
+        "_memory",
         "_page_size",
         "_pages",
         "_slots",
@@ -37,17 +43,18 @@ class Reclaimer:
     )
 
     def __init__(
-        self, tree: Tree, pages: Pool, slots: Slots, stats: Stats, worth: Worth, page_size: int
+        self, tree: Tree, memory: Memory, stats: Stats, worth: Worth, page_size: int
     ) -> None:
         self._tree = tree
-        self._pages = pages
-        self._slots = slots
+        self._memory = memory
+        self._pages = memory.pages
+        self._slots = memory.slots
         self.stats = stats
         self.worth = worth
         self._page_size = page_size
         self._strays: Order[Node] = Order()
-        self._carriers = Shelves()
         self._states = Shelves()
+        self._carriers = self._states if memory.pages_a_slot else Shelves()
         self._stray_clock = 0
 
     def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
@@ -57,26 +64,35 @@ class Reclaimer:
     def allocate_pages(self, num: int) -> list[int]:
         """Pages with one live reference each; evicts what is missing.
 
-        The caller has checked the pool's room.
+        The caller has checked that there is room. Strays go before a free unit is broken, which a
+        slot may need whole.
         """
+        while (missing := num - self._memory.num_loose_pages) > 0:
+            stray = self._strays.pop()
+            if stray is None:
+                break
+            self._evict_strays(*stray, missing)
         while self._pages.num_free < num:
             self._free_pages(num - self._pages.num_free)
         return self._pages.allocate(num)
 
     def allocate_slot(self) -> int:
-        """A slot with one live reference; evicts if none is free. The caller has checked the pool's
-        room.
+        """A slot with one live reference; evicts if none is free. The caller has checked that there
+        is room.
         """
         if not self._slots.pool.num_free:
-            self._evict_least(self._states, self.worth.of, "slots")
+            self._free_slot()
         return self._slots.allocate()
 
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
         """Whether a state that nobody has asked for is worth more than what it would displace."""
         if self._slots.pool.num_free:
             return True
-        least = self._states.least(self.worth.of)
-        return least is not None and self.worth.of_sparse(end, position, above) > least[1]
+        least = self._states.least(self._worth_of_slot)
+        if least is None:
+            return False
+        pages = self._memory.pages_a_slot or 1
+        return self.worth.of_sparse(end, position, above) / pages > least[1]
 
     def made(self, checkpoint: Checkpoint) -> None:
         """Take in a checkpoint that was attached to the tree."""
@@ -125,6 +141,8 @@ class Reclaimer:
             return
         shelf, place = self.worth.shelf(checkpoint)
         self._states.push(checkpoint, shelf, place)
+        if self._carriers is self._states:
+            return
         if self._carries_page(checkpoint):
             self._carriers.push(checkpoint, shelf, place)
         else:
@@ -169,9 +187,71 @@ class Reclaimer:
         else:
             self._evict_least(self._carriers, self._worth_per_page, "pages")
 
+    def _free_slot(self) -> None:
+        """Make a unit of strays, or evict the checkpoint whose slot is worth least."""
+        if self._memory.pages_a_slot and self._free_unit_of_strays():
+            return
+        least = self._states.least(self._worth_of_slot)
+        if least is not None:
+            self.evict_checkpoint(least[0], "slots")
+            return
+        # Running requests hold all slots, and no page that they don't hold is reached by a state.
+        while not self._slots.pool.num_free:
+            stray = self._strays.pop()
+            assert stray is not None, "E1: what is cached can be reached through the orders"
+            self._evict_strays(*stray, 1)
+
+    def _free_unit_of_strays(self) -> bool:
+        """Evict what makes a unit free of pages, if one of the oldest strays stands in such a
+        unit.
+        """
+        looked_at: list[tuple[Node, float]] = []
+        num_pages = 0
+        while not num_pages and len(looked_at) < MAX_STRAYS_TRIED:
+            stray = self._strays.pop()
+            if stray is None:
+                break
+            num_pages = self._pages_to_a_unit(stray[0])
+            looked_at.append(stray)
+        if num_pages:
+            self._evict_strays(*looked_at.pop(), num_pages)
+        for stray in looked_at:
+            self._strays.push(*stray)
+        return num_pages > 0
+
+    def _pages_to_a_unit(self, stray: Node) -> int:
+        """How many pages of a stray's path must go, from it upwards, to make a unit free; 0 if no
+        number of them does.
+        """
+        each = self._memory.pages_a_slot
+        found: dict[int, int] = {}
+        node: Node | None = stray
+        for num in range(1, 2 * each):
+            assert node is not None
+            unit = node.page // each
+            # A page that is also a checkpoint's tail stays.
+            found[unit] = found.get(unit, 0) + (self._pages.cached_refs(node.page) == 1)
+            if found[unit] + self._memory.num_free_in(unit) == each:
+                return num
+            node = node.parent
+            if node is None or node.num_children > 1 or not self._is_stray(node):
+                break
+        return 0
+
+    def _is_stray(self, node: Node) -> bool:
+        return not (node.is_root or node.num_reaching or self._pages.live_refs(node.page))
+
+    def _worth_of_slot(self, checkpoint: Checkpoint) -> float:
+        """What is lost with a slot; in an arena for each page that its bytes make."""
+        if self._memory.pages_a_slot:
+            return self._worth_per_page(checkpoint)
+        return self.worth.of(checkpoint)
+
     def _worth_per_page(self, checkpoint: Checkpoint) -> float:
-        """What is lost for each page that becomes free, now or as a stray."""
-        pages = 1
+        """What is lost for each page that becomes free, now or as a stray, or that its slot can
+        become.
+        """
+        pages = self._memory.pages_a_slot or 1
         if not checkpoint.below:
             pages += checkpoint.replay_tokens // self._page_size
         return self.worth.of_page(checkpoint, pages)

@@ -15,13 +15,13 @@ UNWRITTEN = -1
 
 
 class Slots:
-    """`num_slots` usable slots, ids 1 to num_slots."""
+    """The usable slots, ids from 1 on."""
 
     __slots__ = ("_positions", "pool")
 
-    def __init__(self, num_slots: int) -> None:
-        self.pool = Pool(num_slots, first=1)
-        self._positions = [UNWRITTEN] * (num_slots + 1)
+    def __init__(self, free: FreeIds) -> None:
+        self.pool = Pool(free)
+        self._positions = [UNWRITTEN] * free.end
         self._positions[ZERO_SLOT] = 0
 
     def allocate(self) -> int:

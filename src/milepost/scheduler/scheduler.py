@@ -74,7 +74,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if the pool could never hold it all."""
         longest = request.num_tokens + request.max_tokens
-        capacity = self.cache.pages.total * self.cache.page_size
+        capacity = self.cache.memory.max_pages * self.cache.page_size
         if longest > capacity:
             raise InvalidRequestError(
                 f"prompt of {request.num_tokens} tokens plus max_tokens={request.max_tokens} needs "

@@ -1,0 +1,103 @@
+"""Pages and slots in one arena: ids, room, and a boundary that moves both ways."""
+
+from __future__ import annotations
+
+import pytest
+
+from milepost.cache import Cache, Kind
+from milepost.cache.check import check
+from milepost.cache.memory import Arena
+
+PAGE_SIZE = 64
+
+
+def serve(cache, seed, num_pages, kind=Kind.ANSWER_END):
+    """One request with a prompt of its own, all in one step."""
+    chain = cache.chain([seed] * (num_pages * PAGE_SIZE))
+    lease = cache.admit(chain, cache.match(chain))
+    assert lease is not None
+    exports = cache.take_exports(lease, len(chain))
+    written = {lease.slot_out: len(chain)} | {e.slot: e.position for e in exports}
+    cache.commit(lease, len(chain), written)
+    check(cache)
+    cache.release(lease, kind)
+    check(cache)
+
+
+def hit(cache, seed, num_pages):
+    chain = cache.chain([seed] * (num_pages * PAGE_SIZE) + [seed + 1])
+    return cache.match(chain).state_length
+
+
+def test_pages_of_a_unit_are_numbered_by_it():
+    arena = Arena(3, 4)
+    assert sorted(arena.pages.allocate(12)) == list(range(4, 16))
+    assert arena.slots.pool.num_free == 0
+
+
+def test_a_long_run_gets_whole_units_and_the_rest_stands_together():
+    arena = Arena(4, 4)
+    first = arena.pages.allocate(6)
+    second = arena.pages.allocate(2)
+    assert sorted({page // 4 for page in first}) == sorted({page // 4 for page in first + second})
+    assert arena.slots.pool.num_free == 2
+
+
+def test_a_unit_whose_pages_are_free_is_free():
+    arena = Arena(2, 4)
+    pages = arena.pages.allocate(5)
+    assert arena.slots.pool.num_free == 0
+    arena.pages.unpin(pages[4:])
+    assert arena.slots.pool.num_free == 1
+    arena.pages.unpin(pages[:4])
+    assert (arena.slots.pool.num_free, arena.pages.num_free) == (2, 8)
+
+
+@pytest.mark.parametrize("num_slots", range(5))
+def test_room_is_what_can_be_had_together(num_slots):
+    arena = Arena(4, 3)
+    most = 3 * (4 - num_slots)
+    assert arena.has_room(most, num_slots)
+    assert not arena.has_room(most + 1, num_slots)
+    held = [arena.slots.allocate() for _ in range(num_slots)]
+    assert len(held) == num_slots
+    assert len(arena.pages.allocate(most)) == most
+
+
+def test_a_page_that_is_held_keeps_its_unit_from_slots():
+    arena = Arena(2, 3)
+    pages = arena.pages.allocate(4)
+    arena.pages.keep(pages)
+    arena.pages.unpin(pages[:3])
+    assert arena.has_room(0, 1)
+    assert not arena.has_room(0, 2)
+    assert arena.has_room(2, 1)
+    assert not arena.has_room(3, 1)
+
+
+def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
+    cache = Cache(memory=Arena(24, 8), page_size=PAGE_SIZE)
+    for seed in range(40):
+        serve(cache, 2 * seed, 2)
+    many = cache.slots.pool.num_cached
+    for seed in range(100, 104):
+        serve(cache, 2 * seed, 80)
+    few = cache.slots.pool.num_cached
+    assert hit(cache, 206, 80) == 80 * PAGE_SIZE, "the last long prompt is there"
+    for seed in range(200, 280):
+        serve(cache, 2 * seed, 2)
+    again = cache.slots.pool.num_cached
+    assert few < many - 5
+    assert again > few + 3, (many, few, again)
+
+
+def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
+    cache = Cache(memory=Arena(6, 4), page_size=PAGE_SIZE)
+    for seed in range(20):
+        serve(cache, 2 * seed, 3)
+    serve(cache, 1000, cache.memory.max_pages)
+    chain = cache.chain([1] * ((cache.memory.max_pages + 1) * PAGE_SIZE))
+    before = cache.version
+    assert cache.admit(chain, cache.match(chain)) is None
+    assert cache.version == before
+    check(cache)
