@@ -49,8 +49,8 @@ def cold_answer(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list
 class FakeRunner:
     """Executes StepPlans; AssertionError where a plan reads what isn't there.
 
-    With `pages_each` slot u lies where the pages from u x pages_each on do: writing one kind destroys
-    the other.
+    With `pages_each` slot u lies where the pages from u x pages_each on do: writing one kind
+    destroys the other.
     """
 
     def __init__(self, *, page_size: int, vocab_size: int = 4, pages_each: int = 0) -> None:

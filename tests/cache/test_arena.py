@@ -6,7 +6,7 @@ import pytest
 
 from milepost.cache import Cache, Kind
 from milepost.cache.check import check
-from milepost.cache.memory import Arena
+from milepost.cache.memory import Arena, fit
 
 PAGE_SIZE = 64
 
@@ -101,3 +101,13 @@ def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
     assert cache.admit(chain, cache.match(chain)) is None
     assert cache.version == before
     check(cache)
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "slot_bytes", "pages_each"),
+    [(10, 491, 49), (10, 497, 50), (10, 10, 1), (10, 3, 1)],
+)
+def test_units_leave_little_unused(page_bytes, slot_bytes, pages_each):
+    arena = fit(5000, page_bytes=page_bytes, slot_bytes=slot_bytes)
+    assert arena.pages_a_slot == pages_each
+    assert arena.units.num_units == 5000 // max(slot_bytes, pages_each * page_bytes)

@@ -28,8 +28,8 @@ class Cache:
     """Pages, slots and the prefix tree of one engine.
 
     `num_slots` counts usable slots, without the zero slot; `memory` in place of the two numbers may
-    be an arena, whose boundary between pages and slots moves. `mode="none"` reuses nothing and keeps
-    nothing. `grid` is where a prefill can export a state; `placement` and `worth` replace the
+    be an arena, whose boundary between pages and slots moves. `mode="none"` reuses nothing and
+    keeps nothing. `grid` is where a prefill can export a state; `placement` and `worth` replace the
     mode's own, for comparisons.
     """
 
@@ -52,7 +52,8 @@ class Cache:
         self.block_size = block_size
         self.kinds = kinds
         if memory is None:
-            assert num_pages is not None and num_slots is not None
+            assert num_pages is not None, "pages and slots are counted, or memory is given"
+            assert num_slots is not None, "pages and slots are counted, or memory is given"
             memory = Split(num_pages, num_slots)
         self.memory = memory
         self.pages = memory.pages
@@ -63,9 +64,7 @@ class Cache:
         self.version = 0
         self.grid = grid
         self.worth: Worth = worth if worth is not None else Expected(memory.usual_slots)
-        self.reclaimer = Reclaimer(
-            self.tree, memory, self.stats, self.worth, page_size
-        )
+        self.reclaimer = Reclaimer(self.tree, memory, self.stats, self.worth, page_size)
         states = self.reclaimer.candidates()[2]
         self._reserve = Reserve(states, self.worth, self.pages, page_size)
         self._finder = Finder(

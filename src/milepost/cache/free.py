@@ -1,5 +1,5 @@
-"""Where free ids are kept: a list for a pool of fixed size, and for two pools that share one memory an
-arena of units, each of which holds one slot or some pages.
+"""Where free ids are kept: a list for a pool of fixed size, and for two pools that share one memory
+an arena of units, each of which holds one slot or some pages.
 
 Knows nothing of references. Which ids are handed out depends on the calls alone.
 """

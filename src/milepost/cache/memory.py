@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from milepost.cache.free import FreeIds, FreeList, FreePages, FreeSlots, Units
+from milepost.cache.free import FreeList, FreePages, FreeSlots, Units
 from milepost.cache.pool import Pool
 from milepost.cache.slots import Slots
 
@@ -111,3 +111,15 @@ class Arena:
             if not num:
                 return True
         return False
+
+
+def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> Arena:
+    """An arena of so many bytes, whose units are as large as a slot, or as the pages that it takes to
+    hold one if that leaves less unused.
+    """
+    few = slot_bytes // page_bytes
+    many = few + 1
+    is_few_better = few and slot_bytes - few * page_bytes <= many * page_bytes - slot_bytes
+    pages_each = few if is_few_better else many
+    unit_bytes = max(slot_bytes, pages_each * page_bytes)
+    return Arena(num_bytes // unit_bytes, pages_each)

@@ -4,7 +4,8 @@ A *live* reference belongs to a running request, a *cached* one to the tree. An 
 free; with a live one it is used; with cached ones alone it is cached and may be reclaimed by
 whoever drops those.
 
-Invariant P1: what is counted as used and as cached is what has such references, and the rest is free.
+Invariant P1: what is counted as used and as cached is what has such references, and the rest is
+free.
 Knows nothing of what an id stands for, and never evicts. Verbs take many ids at once: a request of
 100,000 tokens has 1,563 pages.
 """

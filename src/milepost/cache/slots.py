@@ -8,6 +8,7 @@ published as a checkpoint.
 
 from __future__ import annotations
 
+from milepost.cache.free import FreeIds
 from milepost.cache.pool import Pool
 
 ZERO_SLOT = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from milepost.cache import Cache
+from milepost.cache.memory import Memory
 from milepost.simulator.chain import TraceChain
 from milepost.simulator.policies import POLICIES, Policy
 from milepost.simulator.trace import Trace
@@ -21,19 +22,24 @@ def replay(
     *,
     policy: Policy = POLICIES["auto"],
     num_pages: int | None = None,
+    memory: Memory | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> Cache:
     """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache.
 
-    With `num_pages` KV is limited too, to so many beside those of the longest request.
+    With `num_pages` KV is limited too, to so many beside those of the longest request. With `memory`
+    all is limited to that, under `auto`.
     """
     longest = max(request.input_length for request in trace.requests)
     num_kept = trace.num_page_ids if num_pages is None else num_pages
-    cache = policy.cache(
-        num_pages=num_kept + -(-longest // trace.page_size),
-        num_slots=num_slots + 1,
-        page_size=trace.page_size,
-    )
+    if memory is not None:
+        cache = Cache(memory=memory, page_size=trace.page_size, grid=trace.page_size)
+    else:
+        cache = policy.cache(
+            num_pages=num_kept + -(-longest // trace.page_size),
+            num_slots=num_slots + 1,
+            page_size=trace.page_size,
+        )
     digests = trace.digests()
     for number, request in enumerate(trace.requests, start=1):
         chain = TraceChain(request, trace.page_size, digests)
