@@ -114,8 +114,8 @@ class Arena:
 
 
 def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> Arena:
-    """An arena of so many bytes, whose units are as large as a slot, or as the pages that it takes to
-    hold one if that leaves less unused.
+    """An arena of so many bytes, whose units are as large as a slot, or as the pages that it takes
+    to hold one if that leaves less unused.
     """
     few = slot_bytes // page_bytes
     many = few + 1

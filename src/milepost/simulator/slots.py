@@ -27,8 +27,8 @@ def replay(
 ) -> Cache:
     """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache.
 
-    With `num_pages` KV is limited too, to so many beside those of the longest request. With `memory`
-    all is limited to that, under `auto`.
+    With `num_pages` KV is limited too, to so many beside those of the longest request. With
+    `memory` all is limited to that, under `auto`.
     """
     longest = max(request.input_length for request in trace.requests)
     num_kept = trace.num_page_ids if num_pages is None else num_pages
