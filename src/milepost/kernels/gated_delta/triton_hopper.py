@@ -1,0 +1,256 @@
+"""`triton_decode` on Hopper in one launch, in Gluon: Triton's language for programs that place data
+themselves.
+
+A program for each multiprocessor goes through sequences and key heads. The copy engine brings the
+states of the value heads that come next to shared memory while those before are worked on, so
+memory never waits for arithmetic. It begins with those before the input projection has ended: the
+states were written in an earlier step. A key head's query and key are worked out once for all its
+value heads, and by one program, which alone reads and writes their convolution states.
+
+Legend: D sequences, C channels, J taps, G key heads, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+
+_SIZE = 128
+"""Of a key and a value: a thread for each of their channels."""
+_EACH = 1
+_STAGES = 3
+_LANES = 4
+"""States of a value head that shared memory holds."""
+_MAX_ROWS = 2**31
+"""The copy engine counts the rows of all states."""
+
+
+def suits(recurrent_pool: Tensor) -> bool:
+    """Whether the kernel can do this work."""
+    num_slots, value_heads, key_dim, value_dim = recurrent_pool.shape
+    return (
+        torch.cuda.get_device_capability(recurrent_pool.device) == (9, 0)
+        and recurrent_pool.dtype == torch.float32
+        and key_dim == value_dim == _SIZE
+        and num_slots * value_heads * key_dim < _MAX_ROWS
+    )
+
+
+def decode(
+    projected: Tensor,
+    weights: MixerWeights,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """See `fused.decode`."""
+    num_sequences = len(slot_out)
+    value_heads = recurrent_pool.shape[1]
+    channels, num_taps = weights.conv.shape
+    key_heads = (channels - value_heads * _SIZE) // (2 * _SIZE)
+    output = projected.new_empty(num_sequences, value_heads * _SIZE)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    states = TensorDescriptor.from_tensor(recurrent_pool.view(-1, _SIZE), [_SIZE, _SIZE], layout)
+    num_units = num_sequences * key_heads
+    num_processors = torch.cuda.get_device_properties(projected.device).multi_processor_count
+    _decode_kernel[(min(num_units, _EACH * num_processors),)](
+        projected,
+        projected.stride(0),
+        weights.conv,
+        conv_pool,
+        weights.decay_rate,
+        weights.decay_bias,
+        weights.norm,
+        weights.norm_eps,
+        states,
+        recurrent_pool,
+        slot_in,
+        slot_out,
+        output,
+        num_units,
+        KEY_HEADS=key_heads,
+        GROUP=value_heads // key_heads,
+        SIZE=_SIZE,
+        TAPS=num_taps,
+        BLOCK_TAPS=triton.next_power_of_2(num_taps),
+        STAGES=_STAGES,
+        LANES=_LANES,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@gluon.jit(
+    do_not_specialize=["num_units"], do_not_specialize_on_alignment=["slot_in", "slot_out"]
+)
+def _decode_kernel(
+    projected,
+    projected_stride,
+    conv_weight,
+    conv_pool,
+    decay_rate,
+    decay_bias,
+    norm_weight,
+    norm_eps,
+    states,
+    pool,
+    slot_in,
+    slot_out,
+    output,
+    num_units,
+    KEY_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SIZE: gl.constexpr,
+    TAPS: gl.constexpr,
+    BLOCK_TAPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LANES: gl.constexpr,
+):
+    """Every so many units, each the value heads of a key head of a sequence."""
+    # A warp holds 32 columns of a state, so sums over rows stay inside it.
+    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [LANES, 32 // LANES], [1, 4], [1, 0])
+    # A thread holds a channel's inputs: a convolution state is changed in place by who has read it.
+    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
+    VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
+    CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
+    KEPT: gl.constexpr = CHANNELS * (TAPS - 1)
+    let_next_start()
+    places = gl.allocate_shared_memory(gl.float32, [STAGES, SIZE, SIZE], states.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    num_states = GROUP * ((num_units - first + stride - 1) // stride)
+    work = states, slot_in, slot_out, first, stride, num_states, places, bars
+    for ahead in gl.static_range(STAGES):
+        _fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
+
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    scale = gl.load(norm_weight + column)
+    wait_for_inputs()
+    number = 0
+    source = gl.load(slot_in + first // KEY_HEADS).to(gl.int64)
+    target = gl.load(slot_out + first // KEY_HEADS).to(gl.int64)
+    for unit in range(first, num_units, stride):
+        sequence, key_head = (unit // KEY_HEADS).to(gl.int64), unit % KEY_HEADS
+        is_real = target >= 0
+        token = projected + sequence * projected_stride
+        # Everything is asked for before anything is used.
+        inputs = token, conv_weight, conv_pool + source * KEPT
+        query_window = _load_window(inputs, key_head, SIZE, TAPS, WINDOW)
+        key_window = _load_window(inputs, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
+        members = ()
+        for member in gl.static_range(GROUP):
+            head = key_head * GROUP + member
+            window = _load_window(inputs, 2 * KEY_HEADS + head, SIZE, TAPS, WINDOW)
+            gate = gl.load(token + CHANNELS + head * SIZE + column)
+            strength_at = token + CHANNELS + VALUE_HEADS * SIZE + head
+            gates = gate, gl.load(strength_at), gl.load(strength_at + VALUE_HEADS)
+            members += ((window, gates, gl.load(decay_rate + head), gl.load(decay_bias + head)),)
+        kept = conv_pool + target * KEPT
+        this_target = target
+        following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
+        source = gl.load(slot_in + following).to(gl.int64)
+        target = gl.load(slot_out + following).to(gl.int64)
+
+        query = _convolve(query_window)
+        key = _convolve(key_window)
+        query *= gl.rsqrt(gl.sum(query * query, 0) + 1e-6) * SIZE**-0.5
+        key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
+        query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
+        key = gl.convert_layout(key, gl.SliceLayout(1, STATE))[:, None]
+        _keep_window(query_window, kept, key_head, is_real, SIZE, TAPS, WINDOW)
+        _keep_window(key_window, kept, KEY_HEADS + key_head, is_real, SIZE, TAPS, WINDOW)
+        for member in gl.static_range(GROUP):
+            window, gates, rate, bias = members[member]
+            head = key_head * GROUP + member
+            value = gl.convert_layout(_convolve(window), gl.SliceLayout(0, STATE))
+            _keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
+            beta = 1 / (1 + gl.exp(-gates[1].to(gl.float32)))
+            wide = gates[2].to(gl.float32) + bias
+            decay = gl.exp(rate * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
+
+            mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
+            state = places.index(number % STAGES).load(STATE) * decay
+            gl.thread_barrier()
+            _fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
+            number += 1
+            change = (value - gl.sum(state * key, 0)) * beta
+            state += key * change[None, :]
+            at = pool + (this_target * VALUE_HEADS + head) * (SIZE * SIZE)
+            gl.store(at + row[:, None] * SIZE + column[None, :], state, mask=is_real)
+            x = gl.sum(state * query, 0)
+            x *= gl.rsqrt(gl.sum(x * x, 0) / SIZE + norm_eps) * scale
+            gate = gates[0].to(gl.float32)
+            x = gl.where(is_real, x * gate / (1 + gl.exp(-gate)), 0.0)
+            written = output + (sequence * VALUE_HEADS + head) * SIZE + column
+            gl.store(written, x.to(output.dtype.element_ty))
+
+
+@gluon.jit
+def _fetch(
+    work,
+    number,
+    KEY_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Have this program's state of this number brought to its place, if there is one; padding's
+    place is left as it is."""
+    states, slot_in, slot_out, first, stride, num_states, places, bars = work
+    if number < num_states:
+        unit = first + number // GROUP * stride
+        sequence, head = unit // KEY_HEADS, unit % KEY_HEADS * GROUP + number % GROUP
+        is_real = gl.load(slot_out + sequence) >= 0
+        state = gl.load(slot_in + sequence) * (KEY_HEADS * GROUP) + head
+        stage = number % STAGES
+        loaded = bars.index(stage)
+        mbarrier.expect(loaded, SIZE * SIZE * 4, pred=is_real)
+        mbarrier.arrive(loaded, count=1, pred=is_real == 0)
+        tma.async_copy_global_to_shared(
+            states, [state * SIZE, 0], loaded, places.index(stage), pred=is_real
+        )
+
+
+@gluon.jit
+def _load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr):
+    """A head's inputs of the convolution, oldest first, and its weights, [SIZE, BLOCK_TAPS] both."""
+    token, weight, source = inputs
+    channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
+    tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
+    taps = gl.load(weight + channel * TAPS + tap, mask=tap < TAPS, other=0.0)
+    older = gl.load(source + channel * (TAPS - 1) + tap, mask=tap < TAPS - 1, other=0.0)
+    newest = gl.load(token + channel)
+    return gl.where(tap == TAPS - 1, newest, older.to(newest.dtype)), taps
+
+
+@gluon.jit
+def _convolve(window):
+    """One channel a thread."""
+    x = gl.sum(window[0].to(gl.float32) * window[1].to(gl.float32), 1)
+    return x / (1 + gl.exp(-x))
+
+
+@gluon.jit
+def _keep_window(
+    window, target, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Move the convolution state on by one input."""
+    channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
+    tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
+    at = target + channel * (TAPS - 1) + tap - 1
+    inputs = window[0].to(target.dtype.element_ty)
+    gl.store(at, inputs, mask=is_real & (tap > 0) & (tap < TAPS))
