@@ -1,11 +1,11 @@
 """`triton_decode` on Hopper in one launch, in Gluon: Triton's language for programs that place data
 themselves.
 
-A program for each multiprocessor goes through sequences and key heads. The copy engine brings the
-states of the value heads that come next to shared memory while those before are worked on, so
-memory never waits for arithmetic. It begins with those before the input projection has ended: the
-states were written in an earlier step. A key head's query and key are worked out once for all its
-value heads, and by one program, which alone reads and writes their convolution states.
+Two programs for each multiprocessor go through sequences and key heads. While a program works on a
+value head's state in registers, the copy engine brings the next one to shared memory. It begins
+before the input projection has ended: the states were written in an earlier step. A key head's
+query and key are worked out once for all its value heads, and by one program, which alone reads and
+writes their convolution states.
 
 Legend: D sequences, C channels, J taps, G key heads, V value heads, K key_dim, W value_dim.
 """
@@ -26,10 +26,8 @@ from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
 _SIZE = 128
 """Of a key and a value: a thread for each of their channels."""
-_EACH = 1
-_STAGES = 3
-_LANES = 4
-"""States of a value head that shared memory holds."""
+_PROGRAMS_EACH = 2
+"""On a multiprocessor: what their states leave of its registers is little."""
 _MAX_ROWS = 2**31
 """The copy engine counts the rows of all states."""
 
@@ -63,7 +61,7 @@ def decode(
     states = TensorDescriptor.from_tensor(recurrent_pool.view(-1, _SIZE), [_SIZE, _SIZE], layout)
     num_units = num_sequences * key_heads
     num_processors = torch.cuda.get_device_properties(projected.device).multi_processor_count
-    _decode_kernel[(min(num_units, _EACH * num_processors),)](
+    _decode_kernel[(min(num_units, _PROGRAMS_EACH * num_processors),)](
         projected,
         projected.stride(0),
         weights.conv,
@@ -83,17 +81,13 @@ def decode(
         SIZE=_SIZE,
         TAPS=num_taps,
         BLOCK_TAPS=triton.next_power_of_2(num_taps),
-        STAGES=_STAGES,
-        LANES=_LANES,
         num_warps=4,
         **OVERLAPPED,
     )
     return output
 
 
-@gluon.jit(
-    do_not_specialize=["num_units"], do_not_specialize_on_alignment=["slot_in", "slot_out"]
-)
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["slot_in", "slot_out"])
 def _decode_kernel(
     projected,
     projected_stride,
@@ -114,41 +108,36 @@ def _decode_kernel(
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     BLOCK_TAPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    LANES: gl.constexpr,
 ):
     """Every so many units, each the value heads of a key head of a sequence."""
     # A warp holds 32 columns of a state, so sums over rows stay inside it.
-    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [LANES, 32 // LANES], [1, 4], [1, 0])
+    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0])
     # A thread holds a channel's inputs: a convolution state is changed in place by who has read it.
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     KEPT: gl.constexpr = CHANNELS * (TAPS - 1)
     let_next_start()
-    places = gl.allocate_shared_memory(gl.float32, [STAGES, SIZE, SIZE], states.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(stage), count=1)
+    place = gl.allocate_shared_memory(gl.float32, [SIZE, SIZE], states.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded, count=1)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = GROUP * ((num_units - first + stride - 1) // stride)
-    work = states, slot_in, slot_out, first, stride, num_states, places, bars
-    for ahead in gl.static_range(STAGES):
-        _fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
+    work = states, slot_in, slot_out, first, stride, num_states, place, loaded
+    _fetch(work, 0, KEY_HEADS, GROUP, SIZE)
 
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     scale = gl.load(norm_weight + column)
+    following = first // KEY_HEADS
+    source, target = gl.load(slot_in + following), gl.load(slot_out + following)
     wait_for_inputs()
     number = 0
-    source = gl.load(slot_in + first // KEY_HEADS).to(gl.int64)
-    target = gl.load(slot_out + first // KEY_HEADS).to(gl.int64)
     for unit in range(first, num_units, stride):
         sequence, key_head = (unit // KEY_HEADS).to(gl.int64), unit % KEY_HEADS
-        is_real = target >= 0
         token = projected + sequence * projected_stride
         # Everything is asked for before anything is used.
-        inputs = token, conv_weight, conv_pool + source * KEPT
+        inputs = token, conv_weight, conv_pool + source.to(gl.int64) * KEPT
         query_window = _load_window(inputs, key_head, SIZE, TAPS, WINDOW)
         key_window = _load_window(inputs, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
         members = ()
@@ -156,17 +145,17 @@ def _decode_kernel(
             head = key_head * GROUP + member
             window = _load_window(inputs, 2 * KEY_HEADS + head, SIZE, TAPS, WINDOW)
             gate = gl.load(token + CHANNELS + head * SIZE + column)
-            strength_at = token + CHANNELS + VALUE_HEADS * SIZE + head
-            gates = gate, gl.load(strength_at), gl.load(strength_at + VALUE_HEADS)
-            members += ((window, gates, gl.load(decay_rate + head), gl.load(decay_bias + head)),)
-        kept = conv_pool + target * KEPT
-        this_target = target
+            gates = token + CHANNELS + VALUE_HEADS * SIZE + head
+            strengths = gl.load(gates), gl.load(gates + VALUE_HEADS)
+            decays = gl.load(decay_rate + head), gl.load(decay_bias + head)
+            members += ((window, gate, strengths, decays),)
+        is_real = target >= 0
+        kept = conv_pool + target.to(gl.int64) * KEPT
+        written = pool + target.to(gl.int64) * (VALUE_HEADS * SIZE * SIZE)
         following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
-        source = gl.load(slot_in + following).to(gl.int64)
-        target = gl.load(slot_out + following).to(gl.int64)
+        source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        query = _convolve(query_window)
-        key = _convolve(key_window)
+        query, key = _convolve(query_window), _convolve(key_window)
         query *= gl.rsqrt(gl.sum(query * query, 0) + 1e-6) * SIZE**-0.5
         key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
         query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
@@ -174,60 +163,50 @@ def _decode_kernel(
         _keep_window(query_window, kept, key_head, is_real, SIZE, TAPS, WINDOW)
         _keep_window(key_window, kept, KEY_HEADS + key_head, is_real, SIZE, TAPS, WINDOW)
         for member in gl.static_range(GROUP):
-            window, gates, rate, bias = members[member]
+            window, gate, strengths, decays = members[member]
             head = key_head * GROUP + member
             value = gl.convert_layout(_convolve(window), gl.SliceLayout(0, STATE))
             _keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
-            beta = 1 / (1 + gl.exp(-gates[1].to(gl.float32)))
-            wide = gates[2].to(gl.float32) + bias
-            decay = gl.exp(rate * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
+            beta = 1 / (1 + gl.exp(-strengths[0].to(gl.float32)))
+            wide = strengths[1].to(gl.float32) + decays[1]
+            decay = gl.exp(decays[0] * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
 
-            mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
-            state = places.index(number % STAGES).load(STATE) * decay
-            gl.thread_barrier()
-            _fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
+            mbarrier.wait(loaded, number & 1)
+            state = place.load(STATE) * decay
             number += 1
+            # All threads have the state: its place is free.
+            gl.thread_barrier()
+            _fetch(work, number, KEY_HEADS, GROUP, SIZE)
             change = (value - gl.sum(state * key, 0)) * beta
             state += key * change[None, :]
-            at = pool + (this_target * VALUE_HEADS + head) * (SIZE * SIZE)
-            gl.store(at + row[:, None] * SIZE + column[None, :], state, mask=is_real)
+            written_at = written + head * (SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
+            gl.store(written_at, state, mask=is_real)
             x = gl.sum(state * query, 0)
             x *= gl.rsqrt(gl.sum(x * x, 0) / SIZE + norm_eps) * scale
-            gate = gates[0].to(gl.float32)
+            gate = gate.to(gl.float32)
             x = gl.where(is_real, x * gate / (1 + gl.exp(-gate)), 0.0)
-            written = output + (sequence * VALUE_HEADS + head) * SIZE + column
-            gl.store(written, x.to(output.dtype.element_ty))
+            output_at = output + (sequence * VALUE_HEADS + head) * SIZE + column
+            gl.store(output_at, x.to(output.dtype.element_ty))
 
 
 @gluon.jit
-def _fetch(
-    work,
-    number,
-    KEY_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Have this program's state of this number brought to its place, if there is one; padding's
-    place is left as it is."""
-    states, slot_in, slot_out, first, stride, num_states, places, bars = work
+def _fetch(work, number, KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr):
+    """Have this program's state of this number brought to shared memory, if there is one. Of
+    padding nothing is read, and its turn is over at once."""
+    states, slot_in, slot_out, first, stride, num_states, place, loaded = work
     if number < num_states:
         unit = first + number // GROUP * stride
         sequence, head = unit // KEY_HEADS, unit % KEY_HEADS * GROUP + number % GROUP
         is_real = gl.load(slot_out + sequence) >= 0
         state = gl.load(slot_in + sequence) * (KEY_HEADS * GROUP) + head
-        stage = number % STAGES
-        loaded = bars.index(stage)
         mbarrier.expect(loaded, SIZE * SIZE * 4, pred=is_real)
         mbarrier.arrive(loaded, count=1, pred=is_real == 0)
-        tma.async_copy_global_to_shared(
-            states, [state * SIZE, 0], loaded, places.index(stage), pred=is_real
-        )
+        tma.async_copy_global_to_shared(states, [state * SIZE, 0], loaded, place, pred=is_real)
 
 
 @gluon.jit
 def _load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr):
-    """A head's inputs of the convolution, oldest first, and its weights, [SIZE, BLOCK_TAPS] both."""
+    """A head's inputs of the convolution, oldest first, and its weights: [SIZE, BLOCK_TAPS]."""
     token, weight, source = inputs
     channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
     tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
@@ -239,7 +218,7 @@ def _load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: g
 
 @gluon.jit
 def _convolve(window):
-    """One channel a thread."""
+    """Convolution and SiLU, a channel a thread."""
     x = gl.sum(window[0].to(gl.float32) * window[1].to(gl.float32), 1)
     return x / (1 + gl.exp(-x))
 
@@ -248,9 +227,9 @@ def _convolve(window):
 def _keep_window(
     window, target, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr
 ):
-    """Move the convolution state on by one input."""
+    """Move a head's convolution state on by one input."""
     channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
     tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
+    is_kept = is_real & (tap > 0) & (tap < TAPS)
     at = target + channel * (TAPS - 1) + tap - 1
-    inputs = window[0].to(target.dtype.element_ty)
-    gl.store(at, inputs, mask=is_real & (tap > 0) & (tap < TAPS))
+    gl.store(at, window[0].to(target.dtype.element_ty), mask=is_kept)
