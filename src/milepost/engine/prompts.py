@@ -66,13 +66,15 @@ def check_prompt(
 
 def _are_ids(token_ids: Sequence[Any], vocab_size: int) -> bool:
     """Whether all are plain integers within the vocabulary; looks at long prompts fast."""
-    if set(map(type, token_ids)) != {int}:
-        return False
     try:
-        packed = array("I", token_ids)
-    except OverflowError:
+        # Nothing but integers adds up to one, and truth values, which are packed as 0 and 1.
+        is_integral = type(sum(token_ids)) is int
+        ids = np.frombuffer(array("I", token_ids), dtype=np.uint32)
+    except (OverflowError, TypeError):
         return False
-    return int(np.frombuffer(packed, dtype=np.uint32).max()) < vocab_size
+    low = np.flatnonzero(ids <= 1).tolist()
+    has_truths = any(isinstance(token_ids[index], bool) for index in low)
+    return is_integral and not has_truths and int(ids.max()) < vocab_size
 
 
 def _refuse_first(token_ids: Sequence[Any], vocab_size: int) -> None:
