@@ -66,6 +66,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outcome = run()
+        graph.replay()  # brings it to the device, which the first step need not wait for
         self._pool = graph.pool()
         self._graphs[capacity] = graph, outcome
 

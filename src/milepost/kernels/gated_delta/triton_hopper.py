@@ -1,11 +1,13 @@
 """`triton_decode` on Hopper in one launch, in Gluon: Triton's language for programs that place data
 themselves.
 
-Two programs for each multiprocessor go through sequences and key heads. While a program works on a
-value head's state in registers, the copy engine brings the next one to shared memory. It begins
-before the input projection has ended: the states were written in an earlier step. A key head's
-query and key are worked out once for all its value heads, and by one program, which alone reads and
-writes their convolution states.
+Programs go through sequences and key heads. While one works on a value head's state in registers,
+the copy engine brings the next to shared memory. It begins before the input projection has ended:
+the states were written in an earlier step. A key head's query and key are worked out once for all
+its value heads, and by one program, which alone reads and writes their convolution states.
+
+Where there is work for many, two programs share a multiprocessor, with one place for a state each:
+one waits while the other works. Else a program has two places, and fetches both states at once.
 
 Legend: D sequences, C channels, J taps, G key heads, V value heads, K key_dim, W value_dim.
 """
@@ -26,8 +28,6 @@ from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
 _SIZE = 128
 """Of a key and a value: a thread for each of their channels."""
-_PROGRAMS_EACH = 2
-"""On a multiprocessor: what their states leave of its registers is little."""
 _MAX_ROWS = 2**31
 """The copy engine counts the rows of all states."""
 
@@ -61,7 +61,8 @@ def decode(
     states = TensorDescriptor.from_tensor(recurrent_pool.view(-1, _SIZE), [_SIZE, _SIZE], layout)
     num_units = num_sequences * key_heads
     num_processors = torch.cuda.get_device_properties(projected.device).multi_processor_count
-    _decode_kernel[(min(num_units, _PROGRAMS_EACH * num_processors),)](
+    stages = 2 if num_units <= num_processors else 1
+    _decode_kernel[(min(num_units, 2 * num_processors),)](
         projected,
         projected.stride(0),
         weights.conv,
@@ -81,6 +82,7 @@ def decode(
         SIZE=_SIZE,
         TAPS=num_taps,
         BLOCK_TAPS=triton.next_power_of_2(num_taps),
+        STAGES=stages,
         num_warps=4,
         **OVERLAPPED,
     )
@@ -108,6 +110,7 @@ def _decode_kernel(
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     BLOCK_TAPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Every so many units, each the value heads of a key head of a sequence."""
     # A warp holds 32 columns of a state, so sums over rows stay inside it.
@@ -118,13 +121,15 @@ def _decode_kernel(
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     KEPT: gl.constexpr = CHANNELS * (TAPS - 1)
     let_next_start()
-    place = gl.allocate_shared_memory(gl.float32, [SIZE, SIZE], states.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(loaded, count=1)
+    places = gl.allocate_shared_memory(gl.float32, [STAGES, SIZE, SIZE], states.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(stage), count=1)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = GROUP * ((num_units - first + stride - 1) // stride)
-    work = states, slot_in, slot_out, first, stride, num_states, place, loaded
-    _fetch(work, 0, KEY_HEADS, GROUP, SIZE)
+    work = states, slot_in, slot_out, first, stride, num_states, places, loaded
+    for ahead in gl.static_range(STAGES):
+        _fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
 
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -171,12 +176,12 @@ def _decode_kernel(
             wide = strengths[1].to(gl.float32) + decays[1]
             decay = gl.exp(decays[0] * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
 
-            mbarrier.wait(loaded, number & 1)
-            state = place.load(STATE) * decay
-            number += 1
+            mbarrier.wait(loaded.index(number % STAGES), number // STAGES & 1)
+            state = places.index(number % STAGES).load(STATE) * decay
             # All threads have the state: its place is free.
             gl.thread_barrier()
-            _fetch(work, number, KEY_HEADS, GROUP, SIZE)
+            _fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
+            number += 1
             change = (value - gl.sum(state * key, 0)) * beta
             state += key * change[None, :]
             written_at = written + head * (SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
@@ -190,18 +195,27 @@ def _decode_kernel(
 
 
 @gluon.jit
-def _fetch(work, number, KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr):
+def _fetch(
+    work,
+    number,
+    KEY_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Have this program's state of this number brought to shared memory, if there is one. Of
     padding nothing is read, and its turn is over at once."""
-    states, slot_in, slot_out, first, stride, num_states, place, loaded = work
+    states, slot_in, slot_out, first, stride, num_states, places, loaded = work
     if number < num_states:
         unit = first + number // GROUP * stride
         sequence, head = unit // KEY_HEADS, unit % KEY_HEADS * GROUP + number % GROUP
         is_real = gl.load(slot_out + sequence) >= 0
         state = gl.load(slot_in + sequence) * (KEY_HEADS * GROUP) + head
-        mbarrier.expect(loaded, SIZE * SIZE * 4, pred=is_real)
-        mbarrier.arrive(loaded, count=1, pred=is_real == 0)
-        tma.async_copy_global_to_shared(states, [state * SIZE, 0], loaded, place, pred=is_real)
+        bar = loaded.index(number % STAGES)
+        place = places.index(number % STAGES)
+        mbarrier.expect(bar, SIZE * SIZE * 4, pred=is_real)
+        mbarrier.arrive(bar, count=1, pred=is_real == 0)
+        tma.async_copy_global_to_shared(states, [state * SIZE, 0], bar, place, pred=is_real)
 
 
 @gluon.jit
