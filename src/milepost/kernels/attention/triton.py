@@ -358,7 +358,6 @@ def _combine_kernel(
     head = tl.program_id(1)
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base
-    let_next_start()
     wait_for_inputs()
     if count == 0:
         return

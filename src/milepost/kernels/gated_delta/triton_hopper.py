@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.gated_delta.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.overlap_gluon import wait_for_inputs
 
 _SIZE = 128
 """Of a key and a value: a thread for each of their channels."""
@@ -120,7 +120,6 @@ def _decode_kernel(
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     KEPT: gl.constexpr = CHANNELS * (TAPS - 1)
-    let_next_start()
     places = gl.allocate_shared_memory(gl.float32, [STAGES, SIZE, SIZE], states.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -118,7 +118,6 @@ def read(
     """One value head of a chunk: what queries read from the state before the chunk and from the
     chunk's own new values, through the gated norm into `output` [T, V * W]."""
     head, chunk = tl.program_id(0), tl.program_id(1)
-    let_next_start()
     size = tl.load(chunk_size + chunk)
     wait_for_inputs()
     if size == 0:
