@@ -95,7 +95,7 @@ class Cache:
         in preference to what nobody is known to ask for. The ticket is for `refresh` and `forget`.
         """
         ticket = Ticket(due=self.worth.clock + num_ahead + 1)
-        self.reclaimer.claim(ticket, self._finder.source(chain))
+        self.reclaimer.claim(ticket, self._finder.source(chain, self.version))
         return ticket
 
     def refresh(self, ticket: Ticket, match: Match) -> None:

@@ -38,6 +38,12 @@ def decode(
     slot_out: Tensor,
 ) -> Tensor:
     """See `fused.decode`."""
+    if _suits_hopper(recurrent_pool):
+        from milepost.kernels.gated_delta import triton_hopper
+
+        return triton_hopper.decode(
+            projected, weights, conv_pool, recurrent_pool, slot_in, slot_out
+        )
     num_sequences = len(slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, num_taps = weights.conv.shape
@@ -85,6 +91,16 @@ def decode(
         **_UPDATE,
     )
     return output
+
+
+def _suits_hopper(recurrent_pool: Tensor) -> bool:
+    """Whether the kernel of `triton_hopper` can do the work. Gluon, in which it is written, may
+    change with every Triton."""
+    if not (recurrent_pool.is_cuda and triton.__version__.startswith("3.6.")):
+        return False
+    from milepost.kernels.gated_delta import triton_hopper
+
+    return triton_hopper.suits(recurrent_pool)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
