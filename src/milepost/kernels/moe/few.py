@@ -1,8 +1,10 @@
 """Triton: the experts' products for so few tokens that one tile has a row for each of them.
 
 An expert that was chosen is multiplied with all tokens, which takes no longer than reading its
-weights, and what was not asked for is dropped. So choices are not grouped first: a choice's
-programs work for all that chose the same expert, unless an earlier choice's already do.
+weights, and what was not asked for is dropped. So choices are not grouped first: each program looks
+for its expert among them. The first product has programs for every expert, and those of experts
+that nobody chose end at once; the second, of which so many would cost more than they find, has them
+for every choice, and the first choice of an expert serves the others too.
 
 Legend: T tokens, N choices of a token, P = T * N (choice t * N + n is the n-th of token t), X
 experts, H hidden size, I an expert's size.
@@ -39,13 +41,15 @@ def expand(hidden: Tensor, experts: Tensor, gate_up: Tensor, active: Tensor) -> 
     No token may have an expert twice in `experts` [T, N].
     """
     size = active.shape[1]
-    _expand_kernel[(experts.numel() * (size // _EXPAND["COLUMNS"]),)](
+    num_experts = gate_up.shape[0]
+    _expand_kernel[(num_experts * (size // _EXPAND["COLUMNS"]),)](
         hidden,
         gate_up,
         active,
         experts,
         hidden.stride(0),
         len(hidden),
+        EXPERTS=num_experts,
         CHOSEN=experts.shape[1],
         INPUTS=hidden.shape[1],
         SIZE=size,
@@ -76,18 +80,14 @@ def contract(active: Tensor, weights: Tensor, experts: Tensor, down: Tensor, par
 
 
 @triton.jit
-def _find(experts, place, num_tokens, CHOSEN: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a choice, each token's choice of the same one [ROWS], -1 if it has none, and
-    whether the choice is the first of these."""
+def _find(experts, expert, num_tokens, CHOSEN: tl.constexpr, ROWS: tl.constexpr):
+    """Each token's choice that is this expert [ROWS], -1 if none is."""
     row = tl.arange(0, ROWS)[:, None]
     n = tl.arange(0, triton.next_power_of_2(CHOSEN))[None, :]
     choice = row * CHOSEN + n
     is_choice = (row < num_tokens) & (n < CHOSEN)
-    expert = tl.load(experts + place)
-    others = tl.load(experts + choice, mask=is_choice, other=-1)
-    same = tl.max(tl.where(others == expert, choice, -1), 1)
-    is_first = tl.min(tl.where(same >= 0, same, place)) == place
-    return expert, same, is_first
+    chosen = tl.load(experts + choice, mask=is_choice, other=-1)
+    return tl.max(tl.where(chosen == expert, choice, -1), 1)
 
 
 @triton.jit(do_not_specialize=("num_tokens",))
@@ -98,6 +98,7 @@ def _expand_kernel(
     experts,
     stride,
     num_tokens,
+    EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -108,9 +109,10 @@ def _expand_kernel(
     let_next_start()
     wait_for_inputs()
     TILES: tl.constexpr = SIZE // COLUMNS
-    place, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert, choice, is_first = _find(experts, place, num_tokens, CHOSEN, ROWS)
-    if not is_first:
+    # The last first: that is the shared one, if there is one.
+    expert, tile = EXPERTS - 1 - tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    choice = _find(experts, expert, num_tokens, CHOSEN, ROWS)
+    if tl.max(choice) < 0:
         return
     row, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -150,10 +152,11 @@ def _contract_kernel(
     wait_for_inputs()
     TILES: tl.constexpr = OUTPUTS // COLUMNS
     place, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert, choice, is_first = _find(experts, place, num_tokens, CHOSEN, ROWS)
-    if not is_first:
-        return
+    expert = tl.load(experts + place)
+    choice = _find(experts, expert, num_tokens, CHOSEN, ROWS)
     is_row = choice >= 0
+    if tl.min(tl.where(is_row, choice, place)) < place:
+        return
     weight = tl.load(weights + choice, mask=is_row, other=0.0).to(tl.float32)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
