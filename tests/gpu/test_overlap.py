@@ -43,13 +43,14 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             pause()
             active = norm.silu_mul(wide)
             pause()
-            mixed = linear.multiply(active, leave)
+            mixed = linear.parts(active, leave)
             pause()
             hidden, normed = norm.add_norm(hidden, mixed, scale, 1e-6)
             pause()
-            logits = linear.multiply(normed, router)[:, :EXPERTS]
+            logits = linear.parts(normed, router)[..., :EXPERTS]
             pause()
-            shares, experts = moe.route(logits, 8, normalise=True, has_shared=True)
+            how = {"normalise": True, "has_shared": True, "dtype": normed.dtype}
+            shares, experts = moe.route(logits, 8, **how)
             pause()
             delta = moe.parts(normed, shares, experts, gate_up, down)
             pause()
