@@ -153,14 +153,12 @@ def _measure(
 def _run(
     trace: Trace, cell: Cell, cost: CostModel, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
-    cache = POLICIES[cell.policy].cache(
-        num_pages=cell.kv_tokens // trace.page_size,
-        num_slots=cell.slots,
-        page_size=trace.page_size,
-    )
+    sizes = {"num_pages": cell.kv_tokens // trace.page_size, "num_slots": cell.slots}
+    cache = POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
     closed = trace.requests[0].session is not None
     run = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run(on_done)
-    return asdict(run_row(trace, cell.policy, run, trace.bound(), seed=cell.seed)) | asdict(cell)
+    row = run_row(trace, cell.policy, run, trace.bound(), seed=cell.seed, **sizes)
+    return asdict(row) | asdict(cell)
 
 
 def _read(path: Path) -> Rows:

@@ -7,18 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from milepost.cache import Cache
 from milepost.cache.check import check
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES
+from milepost.simulator.policies import POLICIES, Policy
 from milepost.simulator.results import percentile
 from milepost.simulator.slots import replay
 from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, round_robin
 
+COST = read_cost("hybrid-35b-a3b-h200")
+
 
 def conversation(limit=120):
     return read_trace(DATA / "conversation-excerpt.jsonl.gz", limit=limit)
+
+
+def check_memory(cache):
+    if isinstance(cache, Cache):
+        check(cache)
+    else:
+        cache.check()
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -27,26 +37,33 @@ def test_every_policy_adds_up_and_is_deterministic(policy):
     trace.link_answers()
     runs = []
     for _ in range(2):
-        cache = policy.cache(num_pages=600, num_slots=20, page_size=512)
-        cost = read_cost("hybrid-35b-a3b-h200")
-        run = Replay(trace, cache, cost, closed=False, max_num_seqs=8).run()
-        check(cache)
+        cache = policy.memory(COST, num_pages=600, num_slots=20, page_size=512)
+        room = cache.room
+        run = Replay(trace, cache, COST, closed=False, max_num_seqs=8).run()
+        check_memory(cache)
         stats = cache.stats
         assert stats.hits + sum(stats.lost.values()) == stats.queries
         assert stats.queries == sum(
-            r.input_length for r in trace.requests if r.input_length + r.output_length <= 600 * 512
+            r.input_length
+            for r in trace.requests
+            if r.input_length + r.output_length <= cache.capacity
         )
         assert len(run.ttft_s) + run.num_refused == len(trace.requests)
-        assert cache.pages.num_used == cache.slots.pool.num_used == 0
+        assert cache.room == room
         runs.append((stats, run.ttft_s))
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_no_policy_reuses_more_than_the_bound(policy):
+    """With memory for everything, and with slots for everything alone."""
     trace = conversation(300)
-    stats = replay(trace, 10_000, policy=policy).stats
-    assert stats.hits <= trace.bound() * trace.input_tokens + 1
+    most = trace.bound() * trace.input_tokens + 1
+    cache = policy.memory(COST, num_pages=10_000, num_slots=10_000, page_size=512)
+    Replay(trace, cache, COST, closed=False).run()
+    assert cache.stats.hits <= most
+    if isinstance(policy, Policy):
+        assert replay(trace, 10_000, policy=policy).stats.hits <= most
 
 
 def hit_rate(trace, num_slots, policy="auto"):
