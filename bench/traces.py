@@ -32,8 +32,6 @@ from milepost.simulator.results import run_row
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.trace import Trace, read_trace
 
-SLOTS_EACH = (1, 2, 4, 8)
-KV_SHARES = (0.6, 1.0, 2.0)
 NEAR = 0.003
 """Hit rates that differ by no more count as equal."""
 
@@ -85,6 +83,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="with <trace>.jsonl.gz")
     parser.add_argument("--traces", nargs="+", default=list(TRAFFIC), choices=TRAFFIC)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--slots-each", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--kv-shares", nargs="+", type=float, default=[0.6, 1.0, 2.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--limit", type=int, default=2000, help="requests of each trace")
     parser.add_argument("--cost", default="hybrid-35b-a3b-h200")
@@ -116,8 +116,8 @@ def _cells(arguments: argparse.Namespace, name: str) -> list[Cell]:
             policy=policy,
         )
         for seed in arguments.seeds
-        for share in KV_SHARES
-        for each in SLOTS_EACH
+        for share in arguments.kv_shares
+        for each in arguments.slots_each
         for policy in arguments.policies
     ]
 
