@@ -93,19 +93,19 @@ def test_a_cycle_longer_than_the_memory_costs_the_excess_alone(num_sessions, lea
     assert (hits - first_hits) / (queries - first_queries) > share
 
 
-def live_sessions(num_sessions, num_turns):
-    """Sessions that go on a second after each answer: 100 pages each, 2 more a turn."""
+def live_sessions(num_sessions, num_turns, num_pages=100, num_more=2):
+    """Sessions that go on a second after each answer: `num_pages` each, `num_more` a turn."""
     maker = Maker()
     for number in range(num_sessions):
-        pages = maker.pages(100)
+        pages = maker.pages(num_pages)
         for _ in range(num_turns):
             maker.ask(pages, session=f"{number}", think_s=1.0, output_length=60, arrival_s=0.0)
-            pages = pages + maker.pages(2)
+            pages = pages + maker.pages(num_more)
     return maker.trace()
 
 
-def in_time(trace, policy, num_pages, **options):
-    cache = POLICIES[policy].cache(num_pages=num_pages, num_slots=200, page_size=64)
+def in_time(trace, policy, num_pages, num_slots=200, **options):
+    cache = POLICIES[policy].cache(num_pages=num_pages, num_slots=num_slots, page_size=64)
     run = Replay(trace, cache, read_cost("hybrid-35b-a3b-h200"), closed=True, **options).run()
     return run, cache.stats.hits / cache.stats.queries
 
@@ -119,6 +119,14 @@ def test_more_live_sessions_than_kv_cost_their_share_alone():
     assert lru_hit < 0.01
     assert hit > 20 / 30 * fitting
     assert run.end_s < 0.7 * lru_run.end_s
+
+
+def test_answers_that_do_not_come_back_cost_the_prompts_no_states():
+    """Shorter than a page, they leave no page that would tell. Each session needs one state, for
+    its prompt's end, and has three slots.
+    """
+    trace = live_sessions(30, 16, num_pages=400, num_more=4)
+    assert in_time(trace, "auto", 30 * 480, num_slots=90)[1] > 0.9
 
 
 def test_traffic_that_shares_nothing_is_not_held_back():
