@@ -16,7 +16,7 @@ from milepost.cache.tree import Ticket
 
 
 class Memory(Protocol):
-    """The verbs are described at `Cache`. One contract test runs for each."""
+    """The verbs are described at `Cache`. One contract test runs for each policy's."""
 
     mode: Mode
     stats: Stats
