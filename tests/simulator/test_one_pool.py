@@ -1,6 +1,7 @@
 import pytest
 
 from milepost.cache import Lost
+from milepost.cache.placement import place_all
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator import read_trace
@@ -52,6 +53,14 @@ def test_a_block_that_is_no_multiple_of_a_page_is_told_by_the_page_it_ends_in():
     maker.ask(pages)
     maker.ask(pages + maker.pages(10))
     assert reused(maker.trace(), pool(100, block_size=544)) == 2 * 544
+
+
+def test_blocks_may_be_smaller_than_pages():
+    maker = Maker()
+    pages = maker.pages(5)
+    maker.ask(pages)
+    maker.ask(pages[:4] + maker.pages(10))
+    assert reused(maker.trace(), pool(100, block_size=16, placement=place_all)) == 4 * 64
 
 
 @pytest.mark.parametrize(("options", "hits"), [({}, 0), ({"placement": aligned_ends}, 2 * 1024)])

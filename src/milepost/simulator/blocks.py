@@ -13,8 +13,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
-Key = tuple[Literal["kv", "state"], bytes]
-"""What is held, and the digest of everything up to its end."""
+Place = tuple[int, bytes]
+"""Where a block ends: its number in the prompt, and the digest of everything up to there."""
+Key = tuple[Literal["kv", "state"], Place]
+"""What is held: a block's KV, or the state at its end."""
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ from milepost.cache.plans import Export, Lease, Match
 from milepost.cache.report import CacheReport, Seen, Stats, explain
 from milepost.cache.slots import ZERO_SLOT
 from milepost.cache.tree import End, Ticket
-from milepost.simulator.blocks import Blocks, Key
+from milepost.simulator.blocks import Blocks, Key, Place
 from milepost.simulator.cost import CostModel
 
 
@@ -59,7 +59,6 @@ class OnePool:
         page_size: int,
         placement: Placement = place_align,
     ) -> None:
-        assert block_size >= page_size, "a page of the trace does not hold two block ends"
         self.mode: Mode = "align"
         self.stats = Stats()
         self.blocks = Blocks(num_blocks)
@@ -69,7 +68,7 @@ class OnePool:
         self._place = placement
         self._holds: dict[Lease, Hold] = {}
         self._seen: set[bytes] = set()
-        self._had_states: set[bytes] = set()
+        self._had_states: set[Place] = set()
 
     @property
     def capacity(self) -> int:
@@ -111,15 +110,15 @@ class OnePool:
     def forget(self, ticket: Ticket) -> None:
         """Nothing was kept for it."""
 
-    def _ends(self, chain: Chain, first: int, end: int) -> list[bytes]:
-        """What stands for each of the chain's blocks [first, end): the digest of the page that its
-        end lies in. A trace tells pages apart and nothing smaller.
+    def _ends(self, chain: Chain, first: int, end: int) -> list[Place]:
+        """Where each of the chain's blocks [first, end) ends: its number, and the digest of the
+        page that its end lies in. A trace tells pages apart and nothing smaller.
         """
         pages = [-(-(k + 1) * self.block_size // self._page_size) - 1 for k in range(first, end)]
         digests = chain.digests(pages[-1] + 1) if pages else []
-        return [digests[page] for page in pages]
+        return [(k, digests[page]) for k, page in enumerate(pages, start=first)]
 
-    def _report(self, chain: Chain, kv_ends: Sequence[bytes], found: int) -> CacheReport:
+    def _report(self, chain: Chain, kv_ends: Sequence[Place], found: int) -> CacheReport:
         size = self.block_size
         evicted = len(kv_ends)
         while evicted and kv_ends[evicted - 1] not in self._had_states:
