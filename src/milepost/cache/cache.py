@@ -74,6 +74,16 @@ class Cache:
     def enabled(self) -> bool:
         return self.mode != "none"
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest request, its answer included, that can run when it is alone."""
+        return self.pages.total * self.page_size
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Pages and slots that can be allocated if everything that is only cached gives way."""
+        return self.pages.room, self.slots.pool.room
+
     def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
         """The tokens of a request in the form that the other verbs take."""
         return Chain(tokens, self.page_size, salt)

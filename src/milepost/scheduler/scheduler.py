@@ -21,10 +21,10 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from milepost.cache.cache import Cache
 from milepost.cache.placement import Kind, floor
 from milepost.cache.plans import Lease, Match
 from milepost.errors import InvalidRequestError
+from milepost.scheduler.memory import Memory
 from milepost.scheduler.plans import Progress, SequencePlan, StepPlan, StepResult
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.sharing import InFlight
@@ -52,7 +52,7 @@ class SchedulerStats:
 class Scheduler:
     """`max_num_batched_tokens` is at least one grid step, so that every chunk can make progress."""
 
-    def __init__(self, cache: Cache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, cache: Memory, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -74,7 +74,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if the pool could never hold it all."""
         longest = request.num_tokens + request.max_tokens
-        capacity = self.cache.pages.total * self.cache.page_size
+        capacity = self.cache.capacity
         if longest > capacity:
             raise InvalidRequestError(
                 f"prompt of {request.num_tokens} tokens plus max_tokens={request.max_tokens} needs "
@@ -182,7 +182,7 @@ class Scheduler:
 
     @property
     def _room(self) -> tuple[int, int, int]:
-        return self._num_admitted, self.cache.pages.room, self.cache.slots.pool.room
+        return self._num_admitted, *self.cache.room
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
         """Whether a running prefill computes this prefix; then it keeps its state there."""
