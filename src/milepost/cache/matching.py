@@ -7,7 +7,7 @@ from itertools import islice
 from milepost.cache.chain import Chain, common_tokens
 from milepost.cache.kinds import LayerKind, Path, longest_usable
 from milepost.cache.links import MAX_TAILS_COMPARED
-from milepost.cache.placement import MAX_ROUNDED_OFF, floor
+from milepost.cache.placement import floor, gives_up_too_much
 from milepost.cache.plans import Match
 from milepost.cache.report import CacheReport, Lost, Seen, explain
 from milepost.cache.tree import Checkpoint, Node, Tree
@@ -59,7 +59,7 @@ class Finder:
         """
         on_grid = floor(shared, self._grid)
         found = (on_grid,) if on_grid > position else ()
-        is_short = shared - max(on_grid, position) > shared * MAX_ROUNDED_OFF
+        is_short = gives_up_too_much(shared, max(on_grid, position))
         return (*found, shared) if is_short else found
 
     def source(self, chain: Chain, version: int) -> Checkpoint | None:
