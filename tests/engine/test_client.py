@@ -15,6 +15,7 @@ from milepost.errors import (
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
+    RequestTimeoutError,
     UnsupportedModelError,
 )
 from milepost.sampling_params import SamplingParams
@@ -132,6 +133,22 @@ def test_streams_that_share_a_bell_lose_nothing(config):
         return tokens
 
     assert run(config, scenario) == [6, 6, 6]
+
+
+def test_an_error_that_comes_with_an_output_is_told_too(config):
+    async def scenario(client):
+        bell = Bell()
+        stream = client.add(PROMPT, LONG, bell=bell)
+        await bell.wait()
+        stream.fail(RequestTimeoutError("late"))
+        await bell.wait()
+        assert stream.take() is not None
+        await asyncio.wait_for(bell.wait(), 10)
+        with pytest.raises(RequestTimeoutError):
+            stream.take()
+        stream.close()
+
+    run(config, scenario)
 
 
 def test_a_closed_stream_is_free_before_the_next_step(config):

@@ -100,8 +100,10 @@ class Stream:
         Raises what `fail` was given, once all is taken: InvalidRequestError, EngineDeadError.
         """
         output, self._pending = self._pending, None
-        if output is None and self._error is not None:
-            raise self._error
+        if self._error is not None:
+            if output is None:
+                raise self._error
+            self._bell.ring()  # its ring may have been the output's too
         return output
 
     def put(self, output: Output) -> None:
