@@ -1,5 +1,6 @@
-"""Policies on recorded traces with both pools limited, in virtual time: the tables of
-docs/simulator.md.
+"""Policies on recorded traces with both pools limited, in virtual time.
+
+The tables of docs/simulator.md:
 
     python bench/traces.py FOLDER [--seeds 0 1 2] [--policies auto ends] [--traces agent-dev]
 
