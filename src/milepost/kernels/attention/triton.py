@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
+from milepost.kernels.hopper import runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
@@ -106,9 +107,8 @@ def attend(
 
 
 def _hopper_kernel(query: Tensor, pool: Tensor, wide_rows: int) -> Callable[..., None] | None:
-    """The kernel of `triton_hopper` where it can do the work. Gluon, in which it is written, may
-    change with every Triton."""
-    if not (query.is_cuda and triton.__version__.startswith("3.6.")):
+    """The kernel of `triton_hopper` where it can do the work."""
+    if not runs_gluon(query):
         return None
     from milepost.kernels.attention import triton_hopper
 

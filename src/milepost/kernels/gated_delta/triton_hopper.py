@@ -33,11 +33,10 @@ _MAX_ROWS = 2**31
 
 
 def suits(recurrent_pool: Tensor) -> bool:
-    """Whether the kernel can do this work."""
+    """Whether the kernel can do this work, where `runs_gluon`."""
     num_slots, value_heads, key_dim, value_dim = recurrent_pool.shape
     return (
-        torch.cuda.get_device_capability(recurrent_pool.device) == (9, 0)
-        and recurrent_pool.dtype == torch.float32
+        recurrent_pool.dtype == torch.float32
         and key_dim == value_dim == _SIZE
         and num_slots * value_heads * key_dim < _MAX_ROWS
     )
