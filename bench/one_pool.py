@@ -1,30 +1,48 @@
-"""One byte budget, spent three ways: on pages and slots apart, and on one pool of equal blocks.
+"""One byte budget, spent two ways: on pages and slots apart, and on one pool of equal blocks.
 
-    python bench/one_pool.py TRACE [--gib 32 64 128] [--cost hybrid-35b-a3b-h200]
+    python bench/one_pool.py TRACE [--limit 2000] [--gib 32 64 128] [--cost hybrid-35b-a3b-h200]
 
-Requests run one after the other; beside the budget each side has room for the longest. Pages and
-slots are split by the engine's rule, a sixth for slots, and by other shares; `moving` is one arena,
-whose boundary between pages and slots moves.
+In virtual time under the one scheduler. Pages and slots are split by the engine's rule, a sixth for
+slots, and by other shares, which shows what a boundary that moves could gain. The bytes of running
+requests are part of the budget on both sides.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
-from milepost.cache.memory import fit
 from milepost.simulator.cost import CostModel, read_cost
-from milepost.simulator.one_pool import one_pool
-from milepost.simulator.slots import replay
+from milepost.simulator.loop import Replay
+from milepost.simulator.policies import POLICIES, Pooled
+from milepost.simulator.results import percentile
 from milepost.simulator.trace import Trace, read_trace
 
 SHARES = (0.1, 1 / 6, 0.2, 1 / 3, 0.5)
-BLOCKS = (544, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A policy, and the slots' share of the bytes; of no consequence for a pooled one."""
+
+    policy: str
+    slots_share: float = 1 / 6
+
+    def __str__(self) -> str:
+        is_pooled = isinstance(POLICIES[self.policy], Pooled)
+        return self.policy if is_pooled else f"{self.policy}, {self.slots_share:.0%}"
+
+
+COLUMNS = (
+    *(Column(name) for name, policy in POLICIES.items() if isinstance(policy, Pooled)),
+    *(Column("auto", share) for share in SHARES),
+)
 
 
 def main() -> int:
@@ -36,35 +54,35 @@ def main() -> int:
     arguments = parser.parse_args()
     cost = read_cost(arguments.cost)
     trace = read_trace(arguments.trace, limit=arguments.limit)
-    table = Table(title=f"{trace.name}: hit %, bound {100 * trace.bound():.1f}", box=None)
-    names = [f"one pool, {block}" for block in BLOCKS] + ["moving"]
-    names += [f"slots {s:.0%}" for s in SHARES]
-    for column in ("GiB", *names):
-        table.add_column(column, justify="right")
-    for gib in track(arguments.gib, console=Console(stderr=True), transient=True):
-        table.add_row(f"{gib:g}", *_figures(trace, cost, int(gib * 2**30)))
+    trace.link_answers()
+    title = f"{trace.name}: hit %, p90 time to first token; bound {100 * trace.bound():.1f}"
+    table = Table(title=title, box=None)
+    for name in ("", *(f"{gib:g} GiB" for gib in arguments.gib)):
+        table.add_column(name, justify="right")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        whole = progress.add_task(trace.name, total=len(COLUMNS) * len(arguments.gib))
+        for column in COLUMNS:
+            cells = []
+            for gib in arguments.gib:
+                progress.update(whole, description=f"{column}, {gib:g} GiB")
+                cells.append(_figures(trace, cost, int(gib * 2**30), column))
+                progress.advance(whole)
+            table.add_row(str(column), *cells)
     Console(width=120).print(table)
     return 0
 
 
-def _figures(trace: Trace, cost: CostModel, memory_bytes: int) -> list[str]:
-    hits = [one_pool(trace, cost, memory_bytes, block).hits(trace) for block in BLOCKS]
-    hits.append(_moving(trace, cost, memory_bytes))
-    for share in SHARES:
-        num_slots = int(memory_bytes * share / cost.state_bytes)
-        num_tokens = int(memory_bytes * (1 - share) / cost.page_token_bytes)
-        cache = replay(trace, num_slots, num_pages=num_tokens // trace.page_size)
-        hits.append(cache.stats.hits)
-    return [f"{100 * hit / trace.input_tokens:.2f}" for hit in hits]
-
-
-def _moving(trace: Trace, cost: CostModel, memory_bytes: int) -> int:
-    """Hits in one arena."""
-    page_bytes = trace.page_size * cost.page_token_bytes
-    longest = max(request.input_length for request in trace.requests)
-    running = -(-longest // trace.page_size) * page_bytes + cost.state_bytes
-    arena = fit(memory_bytes + running, page_bytes=page_bytes, slot_bytes=cost.state_bytes)
-    return replay(trace, 0, memory=arena).stats.hits
+def _figures(trace: Trace, cost: CostModel, memory_bytes: int, column: Column) -> str:
+    num_slots = int(memory_bytes * column.slots_share / cost.state_bytes)
+    kv_bytes = memory_bytes - num_slots * cost.state_bytes
+    num_pages = int(kv_bytes / cost.page_token_bytes) // trace.page_size
+    cache = POLICIES[column.policy].memory(
+        cost, num_pages=num_pages, num_slots=num_slots, page_size=trace.page_size
+    )
+    closed = trace.requests[0].session is not None
+    run = Replay(trace, cache, cost, closed=closed).run()
+    hit = 100 * cache.stats.hits / cache.stats.queries
+    return f"{hit:.2f} {percentile(run.ttft_s, 0.9):.1f} s"
 
 
 if __name__ == "__main__":

@@ -2,27 +2,34 @@
 
     python bench/server_overhead.py [--out FILE]
 
-Saturation: all requests at once, the two sides in turn, from an empty cache each time. First token:
-one prompt that is cached, asked again and again, the two sides in turn. Answers are compared first:
-a run whose two sides answer differently is refused.
+Saturation: all requests at once, the two sides in turn, from an empty cache each time. The client
+is a third process on the same cores: it only keeps what comes and reads it when the clock has
+stopped, and what each process takes is told, in CPU seconds for 1,000 tokens (other work on the
+machine moves them less than the times). First token: one prompt that is cached, asked again and
+again, the two sides in turn. Answers are compared first: a run whose two sides answer differently
+is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import random
 import statistics
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import rows
-from serving import serving
+from serving import cpu_s, serving
 
 from milepost import LLM, SamplingParams
-from milepost.load.client import Endpoint, Result
+from milepost.load.client import Endpoint
 from milepost.load.workloads import words
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 64, "cpu_cache_gib": 1.0}
@@ -41,36 +48,80 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
     ]
 
 
-async def all_at_once(url: str, asked: list[Any], max_tokens: int) -> tuple[list[Result], float]:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as http:
-        endpoint = Endpoint(
-            http,
-            url,
-            model="milepost-tiny",
-            api_key=None,
-            options={"temperature": 0, "ignore_eos": True},
-            clock=time.perf_counter,
+class Exchange(asyncio.Protocol):
+    """Sends one request, and keeps what comes back until the server closes the connection."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.received = bytearray()
+        self.is_over = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_over.set_result(error)
+
+    def text(self) -> str:
+        """The answer; whatever broke it off shows in what it lacks."""
+        lines = self.received.split(b"\n")
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        choices = [choice for event in events for choice in event["choices"]]
+        return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+def request(messages: list[dict[str, str]], max_tokens: int) -> bytes:
+    fields = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": max_tokens}
+    body = json.dumps({"messages": messages, **fields}).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def all_at_once(url: str, asked: list[Any], max_tokens: int) -> tuple[list[Exchange], float]:
+    """What came back, and the seconds until all of it was there."""
+    address = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    requests = [request(messages, max_tokens) for messages in asked]
+
+    async def exchange(sent: bytes) -> Exchange:
+        _, own = await loop.create_connection(
+            lambda: Exchange(sent), address.hostname, address.port
         )
-        start = time.perf_counter()
-        results = await asyncio.gather(*(endpoint.ask(m, max_tokens) for m in asked))
-        return results, time.perf_counter() - start
+        await own.is_over
+        return own
+
+    start = time.perf_counter()
+    exchanges = await asyncio.gather(*map(exchange, requests))
+    return exchanges, time.perf_counter() - start
 
 
 def saturation(llm: LLM, server: Any, args: argparse.Namespace) -> dict[str, Any]:
     asked = conversations(args.requests)
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    processes = {**server.pids(), "client": os.getpid()}
     offline_s, served_s, differing = [], [], 0
+    spent: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeats):
         llm.reset_prefix_cache()
-        start = time.perf_counter()
+        start, own = time.perf_counter(), cpu_s(os.getpid())
         outputs = llm.chat(asked, params, use_tqdm=False)
         offline_s.append(time.perf_counter() - start)
+        spent["offline"].append(cpu_s(os.getpid()) - own)
         server.reset_cache()
-        results, seconds = asyncio.run(all_at_once(server.url, asked, args.tokens))
+        before = {name: cpu_s(pid) for name, pid in processes.items()}
+        exchanges, seconds = asyncio.run(all_at_once(server.url, asked, args.tokens))
         served_s.append(seconds)
-        pairs = zip(outputs, results, strict=True)
-        differing += sum(o.outputs[0].text != r.text for o, r in pairs)
+        for name, pid in processes.items():
+            spent[name].append(cpu_s(pid) - before[name])
+        pairs = zip(outputs, exchanges, strict=True)
+        differing += sum(o.outputs[0].text != e.text() for o, e in pairs)
     num_tokens = args.requests * args.tokens
     return {
         "bench": "server_saturation",
@@ -80,6 +131,11 @@ def saturation(llm: LLM, server: Any, args: argparse.Namespace) -> dict[str, Any
         "server_tokens_per_s": round(num_tokens / statistics.median(served_s), 1),
         "ratio": round(rows.paired_ratio(offline_s, served_s), 4),
         "ratios": [round(a / b, 4) for a, b in zip(offline_s, served_s, strict=True)],
+        "cpu_s_per_1000_tokens": {
+            name: round(1000 * statistics.median(values) / num_tokens, 3)
+            for name, values in spent.items()
+        },
+        "load_average": os.getloadavg()[0],
         "answers_that_differ": differing,
     }
 

@@ -47,6 +47,12 @@ def rss_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def num_fds(pid: int) -> int:
     """Open file descriptors."""
     return len(os.listdir(f"/proc/{pid}/fd"))

@@ -1,11 +1,13 @@
-"""Policies on recorded traces with both pools limited, in virtual time: the tables of
-docs/simulator.md.
+"""Policies on recorded traces with both pools limited, in virtual time.
+
+The tables of docs/simulator.md:
 
     python bench/traces.py FOLDER [--seeds 0 1 2] [--policies auto ends] [--traces agent-dev]
 
 Sizes follow the traffic: `live` conversations, 1, 2, 4 and 8 slots for each, and KV for 60, 100 and
-200 % of their tokens. Each row is written when it is there, and rows that a file already holds for
-this commit are not run again; so a run that was stopped goes on.
+200 % of their tokens. Each row is written when it is there, and a cell that the file already holds
+is not run again, so a run that was stopped goes on. Another commit wants another file (`--out`); a
+table made of several says so.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,131 +26,220 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from milepost.simulator.cost import read_cost
+from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES
 from milepost.simulator.results import run_row
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.trace import Trace, read_trace
 
-SLOTS_EACH = (1, 2, 4, 8)
-KV_SHARES = (0.6, 1.0, 2.0)
-COMPARED = ("auto", "forks-cap2", "ends", "efficiency")
+NEAR = 0.003
+"""Hit rates that differ by no more count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """A trace's first `limit` requests, with so many live conversations of so many tokens."""
+    """So many live conversations of so many tokens."""
 
-    limit: int
     live: int
     tokens_each: int
 
 
 TRAFFIC = {
-    "agent-dev": Traffic(limit=2000, live=64, tokens_each=117_000),
-    "mooncake-conversation": Traffic(limit=2000, live=256, tokens_each=12_000),
-    "mooncake-synthetic": Traffic(limit=2000, live=256, tokens_each=15_300),
+    "agent-dev": Traffic(live=64, tokens_each=117_000),
+    "mooncake-conversation": Traffic(live=256, tokens_each=12_000),
+    "mooncake-synthetic": Traffic(live=256, tokens_each=15_300),
 }
 """On agent-dev as many are live until request 2000, with 7.5 M tokens. The other two don't record
 sessions: 256 prompts of the mean length.
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One replay. Its fields stand in its row."""
+
+    trace: str
+    limit: int
+    cost: str
+    seed: int
+    slots: int
+    kv_tokens: int
+    policy: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.kv_tokens, self.slots
+
+    def __str__(self) -> str:
+        memory = f"{self.kv_tokens / 1e6:.1f} M tokens, {self.slots} slots"
+        return f"{self.trace} seed {self.seed}, {memory}, {self.policy}"
+
+
+Rows = dict[Cell, dict[str, Any]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with <trace>.jsonl.gz")
     parser.add_argument("--traces", nargs="+", default=list(TRAFFIC), choices=TRAFFIC)
-    parser.add_argument("--policies", nargs="+", default=list(COMPARED), choices=POLICIES)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--slots-each", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--kv-shares", nargs="+", type=float, default=[0.6, 1.0, 2.0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--limit", type=int, default=2000, help="requests of each trace")
     parser.add_argument("--cost", default="hybrid-35b-a3b-h200")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-traces.jsonl")
     arguments = parser.parse_args()
-    console = Console(stderr=True)
+    known = _read(arguments.out)
+    console, tables = Console(stderr=True), Console(width=160)
     for name in arguments.traces:
-        measured = list(_measure(arguments, name, console))
-        Console(width=120).print(_table(name, arguments.policies, measured))
+        cells = _cells(arguments, name)
+        _measure(arguments, name, [cell for cell in cells if cell not in known], known, console)
+        measured = {cell: known[cell] for cell in cells}
+        tables.print(_figures_table(name, arguments.policies, measured))
+        if "auto" in arguments.policies and len(arguments.policies) > 1:
+            _print_margins(name, measured, tables)
     console.print(f"rows: {arguments.out}", style="dim")
     return 0
 
 
-def _measure(
-    arguments: argparse.Namespace, name: str, console: Console
-) -> Iterator[dict[str, Any]]:
-    """The rows of one trace, from the file or run now and added to it."""
-    known = {_key(row): row for row in _read(arguments.out)}
-    common = {"git_sha": rows.provenance()["git_sha"], "cost": arguments.cost}
-    traffic = TRAFFIC[name]
-    trace = read_trace(arguments.folder / f"{name}.jsonl.gz", limit=traffic.limit)
-    trace.link_answers()
-    for seed, slots, tokens, policy in _cells(arguments, traffic):
-        cell = common | {"trace": name, "seed": seed, "slots": slots, "kv_tokens": tokens}
-        cell["policy"] = policy
-        if _key(cell) not in known:
-            row = _run(reseeded(trace, seed), cell, console)
-            known[_key(cell)] = row
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        yield known[_key(cell)]
-
-
-def _cells(arguments: argparse.Namespace, traffic: Traffic) -> list[tuple[int, int, int, str]]:
+def _cells(arguments: argparse.Namespace, name: str) -> list[Cell]:
+    live, tokens_each = TRAFFIC[name].live, TRAFFIC[name].tokens_each
     return [
-        (seed, each * traffic.live, int(share * traffic.live * traffic.tokens_each), policy)
+        Cell(
+            trace=name,
+            limit=arguments.limit,
+            cost=arguments.cost,
+            seed=seed,
+            slots=each * live,
+            kv_tokens=int(share * live * tokens_each),
+            policy=policy,
+        )
         for seed in arguments.seeds
-        for share in KV_SHARES
-        for each in SLOTS_EACH
+        for share in arguments.kv_shares
+        for each in arguments.slots_each
         for policy in arguments.policies
     ]
 
 
-def _run(trace: Trace, cell: dict[str, Any], console: Console) -> dict[str, Any]:
-    page_size = trace.page_size
-    cache = POLICIES[cell["policy"]].cache(
-        num_pages=cell["kv_tokens"] // page_size, num_slots=cell["slots"], page_size=page_size
-    )
-    closed = trace.requests[0].session is not None
-    label = f"{trace.name} seed {cell['seed']}: {cell['slots']} slots, {cell['kv_tokens']} tokens"
+# --- running --------------------------------------------------------------------------------------
+
+
+def _measure(
+    arguments: argparse.Namespace, name: str, cells: list[Cell], known: Rows, console: Console
+) -> None:
+    """Run the cells of one trace; each row goes into `known` and to the end of the file."""
+    if not cells:
+        return
+    trace = read_trace(arguments.folder / f"{name}.jsonl.gz", limit=arguments.limit)
+    trace.link_answers()
+    cost, commit = read_cost(arguments.cost), {"git_sha": rows.provenance()["git_sha"]}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(f"{label}, {cell['policy']}", total=len(trace.requests))
-        run = Replay(trace, cache, read_cost(cell["cost"]), closed=closed).run(
-            lambda done: progress.update(task, completed=done)
-        )
-    row = (
-        cell | asdict(run_row(trace, cell["policy"], run, trace.bound())) | {"trace": cell["trace"]}
-    )
-    console.print(f"{label}, {cell['policy']}: {_figures([row])}", style="dim", soft_wrap=True)
-    return row
+        whole = progress.add_task(name, total=len(cells))
+        for cell in cells:
+            one = progress.add_task(str(cell), total=len(trace.requests))
+            row = _run(
+                trace, cell, cost, lambda done, task=one: progress.update(task, completed=done)
+            )
+            progress.remove_task(one)
+            progress.advance(whole)
+            known[cell] = commit | row
+            with arguments.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(known[cell]) + "\n")
+            console.print(f"{cell}: {_figures([row])}", style="dim", soft_wrap=True)
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("git_sha", "cost", "trace", "seed", "slots", "kv_tokens", "policy")
-    return tuple(row[name] for name in names)
+def _run(
+    trace: Trace, cell: Cell, cost: CostModel, on_done: Callable[[int], None]
+) -> dict[str, Any]:
+    sizes = {"num_pages": cell.kv_tokens // trace.page_size, "num_slots": cell.slots}
+    cache = POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
+    closed = trace.requests[0].session is not None
+    run = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run(on_done)
+    row = run_row(trace, cell.policy, run, trace.bound(), seed=cell.seed, **sizes)
+    return asdict(row) | asdict(cell)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> Rows:
     if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {}
+    held = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    names = [field.name for field in fields(Cell)]
+    return {Cell(**{name: row[name] for name in names}): row for row in held}
 
 
-def _table(name: str, policies: list[str], measured: list[dict[str, Any]]) -> Table:
-    """A line a size, means over the seeds: hit %, then p90 time to first token in seconds."""
-    table = Table(title=f"{name}: hit %, p90 time to first token", box=None, padding=(0, 2, 0, 0))
-    for column in ("slots", "KV tokens", *policies):
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _by_size(measured: Rows) -> dict[tuple[int, int], dict[str, list[dict[str, Any]]]]:
+    """Rows of the seeds, by size and policy."""
+    found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]] = {}
+    for cell, row in measured.items():
+        found.setdefault(cell.size, {}).setdefault(cell.policy, []).append(row)
+    return found
+
+
+def _figures_table(name: str, policies: list[str], measured: Rows) -> Table:
+    """A line a size and policy would be long: a line a policy, a column a size. Means of seeds."""
+    sizes = _by_size(measured)
+    commits = {row["git_sha"] for row in measured.values()}
+    mixed = "" if len(commits) == 1 else f"; commits {', '.join(sorted(commits))}"
+    table = Table(title=f"{name}: hit %, p90 time to first token{mixed}", box=None)
+    for column in ("policy", *(f"{tokens / 1e6:.1f} M, {slots}" for tokens, slots in sizes)):
         table.add_column(column, justify="right")
-    sizes = dict.fromkeys((row["slots"], row["kv_tokens"]) for row in measured)
-    for size in sizes:
-        here = [row for row in measured if (row["slots"], row["kv_tokens"]) == size]
-        cells = [_figures([row for row in here if row["policy"] == p]) for p in policies]
-        table.add_row(f"{size[0]}", f"{size[1] / 1e6:.1f} M", *cells)
+    for policy in policies:
+        table.add_row(policy, *(_figures(at[policy]) for at in sizes.values()))
     return table
 
 
 def _figures(measured: list[dict[str, Any]]) -> str:
-    hit = 100 * fmean(row["hit_rate"] for row in measured)
-    return f"{hit:.2f}  {fmean(row['ttft_p90_s'] for row in measured):.1f} s"
+    return f"{100 * _hit(measured):.2f} {_p90_s(measured):.1f} s"
+
+
+def _hit(measured: list[dict[str, Any]]) -> float:
+    return fmean(row["hit_rate"] for row in measured)
+
+
+def _p90_s(measured: list[dict[str, Any]]) -> float:
+    return fmean(row["ttft_p90_s"] for row in measured)
+
+
+def _print_margins(name: str, measured: Rows, console: Console) -> None:
+    """How far `auto` is before or behind the best of the others, size by size."""
+    table = Table(title=f"{name}: auto beside the best other", box=None, padding=(0, 2, 0, 0))
+    for column in (
+        "KV tokens",
+        "slots",
+        "hit %",
+        "best other",
+        "points",
+        "p90 s",
+        "best other",
+        "x",
+    ):
+        table.add_column(column, justify="right")
+    margins, ratios = [], []
+    for (tokens, slots), at in _by_size(measured).items():
+        ours = at.pop("auto")
+        hits = max((_hit(held), policy) for policy, held in at.items())
+        waits = min((_p90_s(held), policy) for policy, held in at.items())
+        margins.append(_hit(ours) - hits[0])
+        ratios.append(_p90_s(ours) / waits[0])
+        table.add_row(
+            *(f"{tokens / 1e6:.1f} M", f"{slots}"),
+            *(f"{100 * _hit(ours):.2f}", f"{100 * hits[0]:.2f} {hits[1]}"),
+            f"{100 * margins[-1]:+.2f}",
+            *(f"{_p90_s(ours):.1f}", f"{waits[0]:.1f} {waits[1]}", f"{ratios[-1]:.2f}"),
+        )
+    console.print(table)
+    first = sum(margin >= -NEAR for margin in margins)
+    soonest = sum(ratio <= 1 for ratio in ratios)
+    console.print(
+        f"hit rate first or within 0.3 points of it in {first} of {len(margins)}; "
+        f"p90 first in {soonest}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from milepost.cache import Cache, Kind
 from milepost.cache.check import check
-from milepost.cache.memory import Arena, fit
+from milepost.cache.storage import Arena, fit
 
 PAGE_SIZE = 64
 
@@ -76,7 +76,7 @@ def test_a_page_that_is_held_keeps_its_unit_from_slots():
 
 
 def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
-    cache = Cache(memory=Arena(24, 8), page_size=PAGE_SIZE)
+    cache = Cache(storage=Arena(24, 8), page_size=PAGE_SIZE)
     for seed in range(40):
         serve(cache, 2 * seed, 2)
     many = cache.slots.pool.num_cached
@@ -92,11 +92,11 @@ def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
 
 
 def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
-    cache = Cache(memory=Arena(6, 4), page_size=PAGE_SIZE)
+    cache = Cache(storage=Arena(6, 4), page_size=PAGE_SIZE)
     for seed in range(20):
         serve(cache, 2 * seed, 3)
-    serve(cache, 1000, cache.memory.max_pages)
-    chain = cache.chain([1] * ((cache.memory.max_pages + 1) * PAGE_SIZE))
+    serve(cache, 1000, cache.max_pages)
+    chain = cache.chain([1] * ((cache.max_pages + 1) * PAGE_SIZE))
     before = cache.version
     assert cache.admit(chain, cache.match(chain)) is None
     assert cache.version == before

@@ -59,7 +59,8 @@ def test_auto_keeps_the_prompts_end_marks_and_junctions(facts):
 
 
 @pytest.mark.parametrize(
-    ("position", "expected"), [(100, 100), (64, 64), (71, 64), (72, 72), (400, 384), (639, 576)]
+    ("position", "expected"),
+    [(3, 0), (15, 0), (16, 16), (100, 100), (64, 64), (71, 64), (72, 72), (400, 384), (639, 576)],
 )
 def test_rounding_gives_up_a_tenth_at_most(position, expected):
     assert rounded(position) == expected

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from milepost.config import EngineConfig
-from milepost.engine.client import WATCHES, EngineClient
+from milepost.engine.client import WATCHES, Bell, EngineClient
 from milepost.engine.core import Engine
 from milepost.engine.requests import Prompt
 from milepost.errors import (
@@ -15,6 +15,7 @@ from milepost.errors import (
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
+    RequestTimeoutError,
     UnsupportedModelError,
 )
 from milepost.sampling_params import SamplingParams
@@ -112,6 +113,42 @@ def test_a_slow_reader_gets_the_same_joined(config):
     (delta,) = slow[0].deltas
     assert delta.text == "".join(d.text for o in quick for d in o.deltas)
     assert delta.finish_reason == "length"
+
+
+def test_streams_that_share_a_bell_lose_nothing(config):
+    async def scenario(client):
+        bell = Bell()
+        streams = [client.add(PROMPT, SHORT, bell=bell) for _ in range(3)]
+        tokens, ended = [0, 0, 0], 0
+        while ended < 3:
+            await bell.wait()
+            for number, stream in enumerate(streams):
+                output = stream.take()
+                if output is not None:
+                    tokens[number] += sum(len(delta.token_ids) for delta in output.deltas)
+                    ended += output.finished
+        for stream in streams:
+            assert stream.take() is None
+            stream.close()
+        return tokens
+
+    assert run(config, scenario) == [6, 6, 6]
+
+
+def test_an_error_that_comes_with_an_output_is_told_too(config):
+    async def scenario(client):
+        bell = Bell()
+        stream = client.add(PROMPT, LONG, bell=bell)
+        await bell.wait()
+        stream.fail(RequestTimeoutError("late"))
+        await bell.wait()
+        assert stream.take() is not None
+        await asyncio.wait_for(bell.wait(), 10)
+        with pytest.raises(RequestTimeoutError):
+            stream.take()
+        stream.close()
+
+    run(config, scenario)
 
 
 def test_a_closed_stream_is_free_before_the_next_step(config):

@@ -379,7 +379,7 @@ def test_interrupt_in_mid_step(tiny, layer, monkeypatch):
     stream = llm.stream(prompt(tokens(500)), greedy())
     partial = list(islice(stream, 6))[-1]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.runner.executor.model.layers[layer].mlp, "forward", _interrupt)
+        patch.setattr(llm.llm_engine.runner.executor.model.layers[layer].mlp, "parts", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
     rest = list(neighbour)

@@ -1,5 +1,6 @@
 """Memory goes back to the system when the engine has nothing to do."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -15,6 +16,16 @@ def test_giving_back_does_no_harm():
     del blocks[::2]
     heap.give_back()
     assert all(not any(block) for block in blocks)
+
+
+def test_what_is_there_before_the_first_request_is_not_collected_again():
+    known = len(gc.get_objects())
+    heap.settle()
+    try:
+        assert gc.get_freeze_count() > known / 2
+        assert len(gc.get_objects()) < known / 2
+    finally:
+        gc.unfreeze()
 
 
 def test_the_operators_own_bounds_stay():

@@ -19,7 +19,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 64, 300, 600])
-@pytest.mark.parametrize("sizes", [(2048, 12352), (4096, 2048), (2048, 264), (300, 70)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2048, 12352), (4096, 2048), (4096, 10240), (2048, 264), (300, 70)], ids=str
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_multiply(
     has_bias: bool, sizes: tuple[int, int], num_tokens: int, dtype: torch.dtype
@@ -36,3 +38,6 @@ def test_multiply(
     assert output.dtype == dtype
     assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(output, linear.multiply(hidden, weight, bias))
+    parts = linear.parts(hidden, weight, bias)
+    summed = parts if parts.dim() == 2 else parts.sum(1)
+    assert relative_error(summed, expected) < TOLERANCES[dtype]

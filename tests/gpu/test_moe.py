@@ -45,6 +45,19 @@ def test_apply(num_tokens: int, dtype: torch.dtype) -> None:
     assert relative_error(output, expected) < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 64])
+def test_route_of_parts(num_tokens: int) -> None:
+    """They are added up and rounded: nothing tells them from a product that is whole."""
+    logits = make(num_tokens, 256, torch.bfloat16)[1]
+    parts = torch.stack((logits.float() / 2, logits.float() / 4, logits.float() / 4), 1)
+    how = {"normalise": True, "has_shared": True}
+    expected = moe.route(logits, CHOSEN, **how)
+    for output, wanted in zip(
+        moe.route(parts, CHOSEN, **how, dtype=logits.dtype), expected, strict=True
+    ):
+        assert torch.equal(output, wanted)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 64, 5000])
 def test_route(num_tokens: int) -> None:
     logits = make(num_tokens, 256, torch.float32)[1]
@@ -54,7 +67,7 @@ def test_route(num_tokens: int) -> None:
     assert torch.equal(experts.long(), expected[1])
 
 
-@pytest.mark.parametrize("num_tokens", [4, 64, 2048])
+@pytest.mark.parametrize("num_tokens", [4, 8, 16, 64, 2048])
 def test_same_bits_every_time_and_in_a_graph(num_tokens: int) -> None:
     """With choices that differ from those at capture."""
     hidden, logits, gate_up, down = make(num_tokens, 256, torch.bfloat16)
@@ -76,7 +89,7 @@ def test_same_bits_every_time_and_in_a_graph(num_tokens: int) -> None:
         assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 3000])
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 3000])
 def test_skewed_choices(num_tokens: int) -> None:
     """All tokens choose the same experts; the others' weights are not read."""
     hidden, logits, gate_up, down = make(num_tokens, 64, torch.bfloat16)

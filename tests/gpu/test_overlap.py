@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels import linear, moe, norm
+from milepost.kernels import attention, linear, moe, norm
+from milepost.kernels.gated_delta import fused
+from tests.kernels.mixers import REAL, Batch, make_pools, make_weights, send_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,28 +43,140 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             pause()
             active = norm.silu_mul(wide)
             pause()
-            mixed = linear.multiply(active, leave)
+            mixed = linear.parts(active, leave)
             pause()
             hidden, normed = norm.add_norm(hidden, mixed, scale, 1e-6)
             pause()
-            logits = linear.multiply(normed, router)[:, :EXPERTS]
+            logits = linear.parts(normed, router)[..., :EXPERTS]
             pause()
-            shares, experts = moe.route(logits, 8, normalise=True, has_shared=True)
+            how = {"normalise": True, "has_shared": True, "dtype": normed.dtype}
+            shares, experts = moe.route(logits, 8, **how)
             pause()
             delta = moe.parts(normed, shares, experts, gate_up, down)
             pause()
             outputs += [hidden, wide, active, mixed, normed, shares, experts, delta]
         return outputs
 
+    compare(run, lambda: first.copy_(fill(num_tokens, HIDDEN)))
+
+
+def compare(
+    run: Callable[[Callable[[], object]], list[Tensor]], change_input: Callable[[], object]
+) -> None:
+    """What `run` gives in a graph, and where it pauses after every kernel."""
     run(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run(lambda: None)
     for _ in range(REPLAYS):
-        first.copy_(fill(num_tokens, HIDDEN))
+        change_input()
         for output in outputs:
             output.fill_(-1)
         graph.replay()
         torch.cuda.synchronize()
         for output, expected in zip(outputs, run(torch.cuda.synchronize), strict=True):
             assert torch.equal(output, expected)
+
+
+HEADS, KV_HEADS, HEAD_DIM, KV_LENGTH = 16, 2, 256, 200
+
+
+@pytest.mark.parametrize("length", [1, 40], ids=["decode", "prefill"])
+@pytest.mark.parametrize("num_sequences", [1, 8, 64])
+def test_a_chain_of_mixers(num_sequences: int, length: int) -> None:
+    """The same for Gated DeltaNet and attention, whose states and KV are changed in place."""
+    num_tokens = num_sequences * length
+    columns = sum(REAL.sizes), 2 * (HEADS + KV_HEADS) * HEAD_DIM
+    weights = [
+        (fill(columns[0], HIDDEN), fill(HIDDEN, REAL.values), fill(columns[1], HIDDEN),
+         fill(HIDDEN, HEADS * HEAD_DIM))
+        for _ in range(LAYERS)
+    ]  # fmt: skip
+    scale, first = torch.ones(HIDDEN, device="cuda"), fill(num_tokens, HIDDEN)
+    mix, reset, changed = _recurrent(num_sequences, length)
+    attend, pool = _attention(num_sequences, length)
+
+    def run(pause: Callable[[], object]) -> list[Tensor]:
+        reset()
+        hidden, delta, outputs = first, None, []
+        for enter, leave, enter_attention, leave_attention in weights:
+            hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
+            pause()
+            projected = linear.multiply(normed, enter)
+            pause()
+            mixed = mix(projected, pause)
+            delta = linear.multiply(mixed, leave)
+            pause()
+            hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
+            pause()
+            projected = linear.multiply(normed, enter_attention)
+            pause()
+            attended = attend(projected, pause)
+            delta = linear.multiply(attended, leave_attention)
+            pause()
+            outputs += [mixed, attended, delta]
+        return [*outputs, *(tensor.clone() for tensor in (*changed, pool))]
+
+    compare(run, lambda: first.copy_(fill(num_tokens, HIDDEN)))
+
+
+def _recurrent(num_sequences: int, length: int):
+    """Gated DeltaNet of all sequences, what sets their states back, and the states."""
+    kept = make_pools(REAL, num_sequences + 1, torch.bfloat16, "cuda")
+    for pool in (kept.conv, kept.recurrent):
+        pool[1:] = pool[1]
+    pools, mixer = kept.clone(), make_weights(REAL, torch.bfloat16, "cuda")
+    slots = range(1, num_sequences + 1)
+    batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=slots)
+    common = mixer, pools.conv, pools.recurrent, *batch.slots(torch.device("cuda"))
+    laid_out = fused.lay_out([0] * num_sequences, [length] * num_sequences)
+    layout = send_layout(laid_out, "cuda")
+
+    def mix(projected: Tensor, pause: Callable[[], object]) -> Tensor:
+        if length == 1:
+            output = fused.decode(projected, *common)
+        else:
+            output = fused.prefill(projected, *common, layout)
+        pause()
+        return output
+
+    def reset() -> None:
+        pools.conv.copy_(kept.conv)
+        pools.recurrent.copy_(kept.recurrent)
+
+    return mix, reset, (pools.conv, pools.recurrent)
+
+
+def _attention(num_sequences: int, length: int):
+    """Attention of all sequences behind KV of their own, and its pool."""
+    pages = -(-(KV_LENGTH + length) // 64)
+    tables = np.arange(num_sequences * pages, dtype=np.int32).reshape(num_sequences, pages)
+    room = attention.Capacity(num_tokens=num_sequences * length, num_sequences=num_sequences)
+    items = attention.lay_out(
+        [KV_LENGTH] * num_sequences,
+        [length] * num_sequences,
+        range(num_sequences),
+        heads_per_kv=HEADS // KV_HEADS,
+        num_kv_heads=KV_HEADS,
+        page_size=64,
+        capacity=room,
+    )
+    names = ("narrow", "wide", "bases")
+    arrays = {name: torch.from_numpy(getattr(items, name)).cuda() for name in names}
+    items, on_device = replace(items, **arrays), torch.from_numpy(tables).cuda()
+    pool = fill(2, tables.size, 64, KV_HEADS, HEAD_DIM)
+    new = torch.arange(length) + KV_LENGTH
+    first_slots = torch.arange(num_sequences)[:, None] * (64 * pages)
+    kv_slots = (first_slots + new).flatten().int().cuda()
+    norms = torch.ones(HEADS + KV_HEADS, HEAD_DIM, device="cuda")
+    angles = torch.rand(num_sequences * length, 1, 32, device="cuda", dtype=torch.bfloat16)
+
+    def attend(projected: Tensor, pause: Callable[[], object]) -> Tensor:
+        query = attention.prepare(projected, norms, 1e-6, angles, angles, pool, kv_slots)
+        pause()
+        gate = projected[:, -HEADS * HEAD_DIM :]
+        output = attention.attend(query, gate, pool, on_device, items, HEAD_DIM**-0.5)
+        pause()
+        return output
+
+    return attend, pool

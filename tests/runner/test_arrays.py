@@ -123,6 +123,15 @@ def test_ladder_holds_every_small_step():
     assert smallest(capacities, steps(sequence(0, [1] * 50, 1, exports=exports))) is None
 
 
+def test_few_sequences_have_graphs_of_their_own():
+    capacities = ladder(max_num_seqs=20, max_num_batched_tokens=8192)
+    for num, room in ((1, 4), (4, 4), (5, 20), (20, 20)):
+        plan = steps(*(sequence(10, [1, 2], 1 + i) for i in range(num)))
+        found = smallest(capacities, plan)
+        assert found is not None
+        assert (found.num_sequences, found.num_tokens) == (room, 64 if num == 20 else 32)
+
+
 def test_ladder_stays_within_the_token_budget():
     capacities = ladder(max_num_seqs=4, max_num_batched_tokens=100)
     assert max(c.num_tokens for c in capacities) <= 100

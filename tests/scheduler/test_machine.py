@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from milepost.cache import Cache, Chain
 from milepost.cache.check import check
-from milepost.cache.memory import Arena, Split
+from milepost.cache.storage import Arena, Split
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
         memory = Split(num_pages, num_slots)
         if pages_each:
             memory = Arena(-(-num_pages // pages_each) + num_slots, pages_each)
-        self.cache = Cache(memory=memory, page_size=page_size, mode=mode, block_size=128)
+        self.cache = Cache(storage=memory, page_size=page_size, mode=mode, block_size=128)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.add(request)
         except InvalidRequestError:
             longest = len(prompt) + request.max_tokens
-            assert longest > self.cache.memory.max_pages * self.cache.page_size
+            assert longest > self.cache.max_pages * self.cache.page_size
             return
         self.requests.append(request)
         self.known.append(prompt)

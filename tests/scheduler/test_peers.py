@@ -425,14 +425,14 @@ def test_a_page_still_filled_is_not_taken_over():
     the state up for want of a slot copies the page.
     """
     bench = Bench(num_slots=2)
-    first = bench.submit(tokens(10), marks=(8,), max_tokens=20)
+    first = bench.submit(tokens(26), marks=(24,), max_tokens=20)
     bench.step()
     table = first.lease.page_table
-    second = bench.submit([*tokens(8), *tokens(3, seed=1)], max_tokens=20)
+    second = bench.submit([*tokens(24), *tokens(3, seed=1)], max_tokens=20)
     bench.step()
-    assert second.report.reused == 8
+    assert second.report.reused == 24
     assert bench.cache.stats.checkpoints_evicted["taken"] == 1
-    assert second.lease.page_table[0] != table[0]
+    assert second.lease.page_table[1] != table[1]
     bench.run()
     assert bench.is_right(first)
     assert bench.is_right(second)

@@ -107,16 +107,15 @@ def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):
         options = {"base_url": server.url, "timeout": DEADLINE_S, "limits": limits}
         async with httpx.AsyncClient(**options) as http:
             short = {**LONG, "max_tokens": 8}
-            streams = [streamed(http, short, begun) for _ in range(12)]
-            streams += [streamed(http, LONG, begun) for _ in range(28)]
-            waiting = asyncio.gather(
-                *streams, *(http.post("/v1/completions", json=LONG) for _ in range(8))
-            )
+            first = asyncio.gather(*(streamed(http, short, begun) for _ in range(12)))
+            while len(begun) < 12:
+                await asyncio.sleep(0)
+            second = asyncio.gather(*(streamed(http, LONG, begun) for _ in range(28)))
+            whole = asyncio.gather(*(http.post("/v1/completions", json=LONG) for _ in range(8)))
             while len(begun) < 40:
                 await asyncio.sleep(0)
             server.process.send_signal(signal.SIGTERM)
-            ends = await waiting
-        return ends[:40], ends[40:]
+            return [*await first, *await second], await whole
 
     with serving(folder, "--shutdown-timeout-s", "3") as server:
         streams, whole = asyncio.run(all_of_them(server))

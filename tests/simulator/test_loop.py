@@ -65,7 +65,8 @@ def test_the_state_at_an_answers_end_is_used_by_the_next_turn():
 
 def test_a_row_adds_up():
     trace = read_trace(DATA / "agent-excerpt.jsonl.gz")
-    row = run_row(trace, "auto", run(trace, num_pages=3000, num_slots=8), trace.bound())
+    sizes = {"num_pages": 3000, "num_slots": 8}
+    row = run_row(trace, "auto", run(trace, **sizes), trace.bound(), **sizes)
     assert row.hits + sum(row.lost.values()) == row.queries
     assert row.ttft_p50_s <= row.ttft_p90_s <= row.ttft_p99_s
     assert row.prefill_tokens >= row.queries - row.hits

@@ -7,18 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from milepost.cache import Cache
 from milepost.cache.check import check
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES
+from milepost.simulator.policies import POLICIES, Policy
 from milepost.simulator.results import percentile
 from milepost.simulator.slots import replay
 from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, round_robin
 
+COST = read_cost("hybrid-35b-a3b-h200")
+
 
 def conversation(limit=120):
     return read_trace(DATA / "conversation-excerpt.jsonl.gz", limit=limit)
+
+
+def check_memory(cache):
+    if isinstance(cache, Cache):
+        check(cache)
+    else:
+        cache.check()
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -27,26 +37,33 @@ def test_every_policy_adds_up_and_is_deterministic(policy):
     trace.link_answers()
     runs = []
     for _ in range(2):
-        cache = policy.cache(num_pages=600, num_slots=20, page_size=512)
-        cost = read_cost("hybrid-35b-a3b-h200")
-        run = Replay(trace, cache, cost, closed=False, max_num_seqs=8).run()
-        check(cache)
+        cache = policy.memory(COST, num_pages=600, num_slots=20, page_size=512)
+        room = cache.room
+        run = Replay(trace, cache, COST, closed=False, max_num_seqs=8).run()
+        check_memory(cache)
         stats = cache.stats
         assert stats.hits + sum(stats.lost.values()) == stats.queries
         assert stats.queries == sum(
-            r.input_length for r in trace.requests if r.input_length + r.output_length <= 600 * 512
+            r.input_length
+            for r in trace.requests
+            if r.input_length + r.output_length <= cache.capacity
         )
         assert len(run.ttft_s) + run.num_refused == len(trace.requests)
-        assert cache.pages.num_used == cache.slots.pool.num_used == 0
+        assert cache.room == room
         runs.append((stats, run.ttft_s))
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_no_policy_reuses_more_than_the_bound(policy):
+    """With memory for everything, and with slots for everything alone."""
     trace = conversation(300)
-    stats = replay(trace, 10_000, policy=policy).stats
-    assert stats.hits <= trace.bound() * trace.input_tokens + 1
+    most = trace.bound() * trace.input_tokens + 1
+    cache = policy.memory(COST, num_pages=10_000, num_slots=10_000, page_size=512)
+    Replay(trace, cache, COST, closed=False).run()
+    assert cache.stats.hits <= most
+    if isinstance(policy, Policy):
+        assert replay(trace, 10_000, policy=policy).stats.hits <= most
 
 
 def hit_rate(trace, num_slots, policy="auto"):
@@ -76,19 +93,19 @@ def test_a_cycle_longer_than_the_memory_costs_the_excess_alone(num_sessions, lea
     assert (hits - first_hits) / (queries - first_queries) > share
 
 
-def live_sessions(num_sessions, num_turns):
-    """Sessions that go on a second after each answer: 100 pages each, 2 more a turn."""
+def live_sessions(num_sessions, num_turns, num_pages=100, num_more=2):
+    """Sessions that go on a second after each answer: `num_pages` each, `num_more` a turn."""
     maker = Maker()
     for number in range(num_sessions):
-        pages = maker.pages(100)
+        pages = maker.pages(num_pages)
         for _ in range(num_turns):
             maker.ask(pages, session=f"{number}", think_s=1.0, output_length=60, arrival_s=0.0)
-            pages = pages + maker.pages(2)
+            pages = pages + maker.pages(num_more)
     return maker.trace()
 
 
-def in_time(trace, policy, num_pages, **options):
-    cache = POLICIES[policy].cache(num_pages=num_pages, num_slots=200, page_size=64)
+def in_time(trace, policy, num_pages, num_slots=200, **options):
+    cache = POLICIES[policy].cache(num_pages=num_pages, num_slots=num_slots, page_size=64)
     run = Replay(trace, cache, read_cost("hybrid-35b-a3b-h200"), closed=True, **options).run()
     return run, cache.stats.hits / cache.stats.queries
 
@@ -102,6 +119,14 @@ def test_more_live_sessions_than_kv_cost_their_share_alone():
     assert lru_hit < 0.01
     assert hit > 20 / 30 * fitting
     assert run.end_s < 0.7 * lru_run.end_s
+
+
+def test_answers_that_do_not_come_back_cost_the_prompts_no_states():
+    """Shorter than a page, they leave no page that would tell. Each session needs one state, for
+    its prompt's end, and has three slots.
+    """
+    trace = live_sessions(30, 16, num_pages=400, num_more=4)
+    assert in_time(trace, "auto", 30 * 480, num_slots=90)[1] > 0.9
 
 
 def test_traffic_that_shares_nothing_is_not_held_back():

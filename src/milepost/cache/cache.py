@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from milepost.cache.chain import Chain
 from milepost.cache.kinds import HYBRID, LayerKind
 from milepost.cache.matching import Finder
-from milepost.cache.memory import Memory, Split
+from milepost.cache.storage import Split, Storage
 from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement
 from milepost.cache.plans import Export, Lease, Match, PageCopy
 from milepost.cache.publishing import Publisher
@@ -38,7 +38,7 @@ class Cache:
         *,
         num_pages: int | None = None,
         num_slots: int | None = None,
-        memory: Memory | None = None,
+        storage: Storage | None = None,
         page_size: int = 64,
         mode: Mode = "auto",
         block_size: int = 512,
@@ -51,20 +51,20 @@ class Cache:
         self.mode = mode
         self.block_size = block_size
         self.kinds = kinds
-        if memory is None:
-            assert num_pages is not None, "pages and slots are counted, or memory is given"
-            assert num_slots is not None, "pages and slots are counted, or memory is given"
-            memory = Split(num_pages, num_slots)
-        self.memory = memory
-        self.pages = memory.pages
-        self.slots = memory.slots
+        if storage is None:
+            assert num_pages is not None, "pages and slots are counted, or storage is given"
+            assert num_slots is not None, "pages and slots are counted, or storage is given"
+            storage = Split(num_pages, num_slots)
+        self.storage = storage
+        self.pages = storage.pages
+        self.slots = storage.slots
         self.tree = Tree(max_ghosts=self.pages.total)
         self.stats = Stats()
         self.leases: dict[Lease, None] = {}
         self.version = 0
         self.grid = grid
-        self.worth: Worth = worth if worth is not None else Expected(memory.usual_slots)
-        self.reclaimer = Reclaimer(self.tree, memory, self.stats, self.worth, page_size)
+        self.worth: Worth = worth if worth is not None else Expected(storage.usual_slots)
+        self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.worth, page_size)
         states = self.reclaimer.candidates()[2]
         self._reserve = Reserve(states, self.worth, self.pages, page_size)
         self._finder = Finder(
@@ -78,6 +78,16 @@ class Cache:
     @property
     def enabled(self) -> bool:
         return self.mode != "none"
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest request, its answer included, that can run when it is alone."""
+        return self.storage.max_pages * self.page_size
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Pages and slots that can be allocated if everything that is only cached gives way."""
+        return self.pages.room, self.slots.pool.room
 
     def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
         """The tokens of a request in the form that the other verbs take."""
@@ -100,7 +110,7 @@ class Cache:
         in preference to what nobody is known to ask for. The ticket is for `refresh` and `forget`.
         """
         ticket = Ticket(due=self.worth.clock + num_ahead + 1)
-        self.reclaimer.claim(ticket, self._finder.source(chain))
+        self.reclaimer.claim(ticket, self._finder.source(chain, self.version))
         return ticket
 
     def refresh(self, ticket: Ticket, match: Match) -> None:
@@ -136,8 +146,8 @@ class Cache:
         fresh = num_pages - len(match.path.nodes)
         pages, slots = self._reserved(match, fresh, patience)
         self._pin(match)
-        takes_over = not self.memory.has_room(fresh, 1)
-        if not takes_over and not self.memory.has_room(fresh + pages, 1 + slots):
+        takes_over = not self.storage.has_room(fresh, 1)
+        if not takes_over and not self.storage.has_room(fresh + pages, 1 + slots):
             self._unpin(match)
             return None
         if takes_over and not self._can_take_over(checkpoint, fresh):
@@ -154,7 +164,7 @@ class Cache:
 
     def _reserved(self, match: Match, num_pages: int, patience: int) -> tuple[int, int]:
         """Pages and slots that are no room, since others are likely to ask for them soon."""
-        if not patience or self.memory.is_free(num_pages, 1):
+        if not patience or self.storage.is_free(num_pages, 1):
             return 0, 0
         return self._reserve.beside(match.path, patience, self.version)
 
@@ -200,7 +210,7 @@ class Cache:
         owns_tail = (
             tail is not None and self.pages.live_refs(tail) == self.pages.cached_refs(tail) == 1
         )
-        return self.memory.has_room(fresh - int(owns_tail), 0)
+        return self.storage.has_room(fresh - int(owns_tail), 0)
 
     def _lease(self, match: Match, end: End, num_pages: int, takes_over: bool) -> Lease:
         """Build the lease of a pinned match for which there is room."""
@@ -260,7 +270,7 @@ class Cache:
         missing = -(-num_tokens // self.page_size) - len(lease.page_table)
         if missing <= 0:
             return True
-        if not self.memory.has_room(missing, 0):
+        if not self.storage.has_room(missing, 0):
             return False
         self.version += 1
         lease.page_table.extend(self.reclaimer.allocate_pages(missing))
@@ -284,7 +294,7 @@ class Cache:
         if not self._may_export(lease):
             return []
         for position, kind in self._place(lease.facts, lease.position, end).items():
-            if not self.memory.has_room(0, 1):
+            if not self.storage.has_room(0, 1):
                 self.stats.checkpoints_skipped += 1
                 continue
             if kind is Kind.SPARSE and not self._is_worth_a_slot(lease, position):

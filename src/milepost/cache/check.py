@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from milepost.cache.cache import Cache
-from milepost.cache.memory import Arena
+from milepost.cache.storage import Arena
 from milepost.cache.pool import Pool, State
 from milepost.cache.tree import Checkpoint, Node
 
@@ -135,14 +135,14 @@ def _check_pool(pool: Pool, live: Counter[int], cached: Counter[int]) -> None:
 
 def _check_memory(cache: Cache) -> None:
     """U1 to U3, and P1 for what is free."""
-    memory, pages, slots = cache.memory, cache.pages, cache.slots.pool
-    if not isinstance(memory, Arena):
+    storage, pages, slots = cache.storage, cache.pages, cache.slots.pool
+    if not isinstance(storage, Arena):
         for pool in (pages, slots):
             assert pool.total == pool.end - pool.first, "P1: free + used + cached == total"
         return
     num_loose, free = 0, []
-    for unit in range(1, memory.units.num_units + 1):
-        ids = range(unit * memory.pages_a_slot, (unit + 1) * memory.pages_a_slot)
+    for unit in range(1, storage.units.num_units + 1):
+        ids = range(unit * storage.pages_a_slot, (unit + 1) * storage.pages_a_slot)
         num_held = sum(pages.state(page) is not State.FREE for page in ids)
         is_slot = slots.state(unit) is not State.FREE
         assert not (is_slot and num_held), "U1: a unit is a slot or pages"
@@ -150,8 +150,8 @@ def _check_memory(cache: Cache) -> None:
             free.append(unit)
         elif num_held:
             num_loose += len(ids) - num_held
-    assert sorted(memory.units.free) == free, "U2: a unit that holds nothing is free"
-    assert memory.num_loose_pages == num_loose, "U3: free pages of other units are loose"
+    assert sorted(storage.units.free) == free, "U2: a unit that holds nothing is free"
+    assert storage.num_loose_pages == num_loose, "U3: free pages of other units are loose"
 
 
 def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
@@ -170,5 +170,5 @@ def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
         leaf = leaf and not cache.pages.live_refs(checkpoint.node.page)
         tail_page = checkpoint.tail_page
         carries = leaf or (tail_page is not None and tail_page not in cache.tree.at_page)
-        carries = carries or cache.memory.pages_a_slot > 0
+        carries = carries or cache.storage.pages_a_slot > 0
         assert carries == (checkpoint in carriers), "E1: carriers"

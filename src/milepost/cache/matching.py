@@ -7,16 +7,16 @@ from itertools import islice
 from milepost.cache.chain import Chain, common_tokens
 from milepost.cache.kinds import LayerKind, Path, longest_usable
 from milepost.cache.links import MAX_TAILS_COMPARED
-from milepost.cache.placement import MAX_ROUNDED_OFF, floor
+from milepost.cache.placement import floor, gives_up_too_much
 from milepost.cache.plans import Match
 from milepost.cache.report import CacheReport, Lost, Seen, explain
-from milepost.cache.tree import Checkpoint, Tree
+from milepost.cache.tree import Checkpoint, Node, Tree
 
 
 class Finder:
     """Looks prompts up in `tree`. Where it is not `enabled`, nothing is ever found."""
 
-    __slots__ = ("_enabled", "_grid", "_kinds", "_page_size", "_tree")
+    __slots__ = ("_enabled", "_grid", "_kinds", "_last_walk", "_page_size", "_tree")
 
     def __init__(
         self,
@@ -32,13 +32,14 @@ class Finder:
         self._page_size = page_size
         self._grid = grid
         self._enabled = enabled
+        self._last_walk: tuple[object, list[Node]] = (None, [])
 
     def find(self, chain: Chain, limit: int | None, version: int) -> Match:
         """What the cache holds of a prompt, for a cache of this version."""
         last = len(chain) - 1
         limit = last if limit is None else min(limit, last)
-        nodes = self._tree.walk(chain) if self._enabled else []
-        path = Path(chain, self._tree.roots.get(chain.root), nodes)
+        path = self._path(chain, version)
+        nodes = path.nodes
         position = longest_usable(self._kinds, path, limit) if self._enabled else 0
         checkpoint = path.deepest_checkpoint(position) if position else None
         resident = path.kv_length + self._tokens_past_nodes(path) if self._enabled else 0
@@ -58,16 +59,27 @@ class Finder:
         """
         on_grid = floor(shared, self._grid)
         found = (on_grid,) if on_grid > position else ()
-        is_short = shared - max(on_grid, position) > shared * MAX_ROUNDED_OFF
+        is_short = gives_up_too_much(shared, max(on_grid, position))
         return (*found, shared) if is_short else found
 
-    def source(self, chain: Chain) -> Checkpoint | None:
+    def source(self, chain: Chain, version: int) -> Checkpoint | None:
         """The checkpoint that a prompt would resume from."""
         if not self._enabled:
             return None
-        path = Path(chain, self._tree.roots.get(chain.root), self._tree.walk(chain))
+        path = self._path(chain, version)
         position = longest_usable(self._kinds, path, len(chain) - 1)
         return path.deepest_checkpoint(position) if position else None
+
+    def _path(self, chain: Chain, version: int) -> Path:
+        """A prompt that arrives is looked up twice, most often in one state of the cache: its walk
+        over hundreds of pages is kept."""
+        root = self._tree.roots.get(chain.root)
+        if not self._enabled:
+            return Path(chain, root, [])
+        moment = (chain, len(chain), version)
+        if self._last_walk[0] != moment:
+            self._last_walk = (moment, self._tree.walk(chain))
+        return Path(chain, root, self._last_walk[1])
 
     def _report(self, path: Path, reused: int, resident: int, num_seen: int) -> CacheReport:
         num_tokens = len(path.chain)

@@ -23,6 +23,9 @@ MAX_ROUNDED_OFF = 0.1
 """Share of a prefix that rounding its end to the grid may give up: a state off the grid costs a
 short chunk of its own, and is worth it for short prefixes alone."""
 
+MIN_OFF_GRID = 16
+"""Fewer tokens are not worth a slot: nearly all chats share those with which templates begin."""
+
 Mode = Literal["auto", "none", "align", "all"]
 
 
@@ -60,12 +63,17 @@ def floor(position: int, step: int = GRID) -> int:
     return position - position % step
 
 
+def gives_up_too_much(length: int, kept: int) -> bool:
+    """Whether a prefix of `length` deserves a state at its very end, beside that at `kept`."""
+    return length >= MIN_OFF_GRID and length - kept > length * MAX_ROUNDED_OFF
+
+
 def rounded(position: int, step: int = GRID) -> int:
     """The position on the grid that is kept for `position`, or itself where that would give up too
     much of it.
     """
     on_grid = floor(position, step)
-    return position if position - on_grid > position * MAX_ROUNDED_OFF else on_grid
+    return position if gives_up_too_much(position, on_grid) else on_grid
 
 
 def place_none(_facts: Facts, _start: int, _end: int) -> dict[int, Kind]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from milepost.cache.eviction import Order, Shelves
 from milepost.cache.links import follow, link, unlink
-from milepost.cache.memory import Memory
+from milepost.cache.storage import Storage
 from milepost.cache.report import Stats
 from milepost.cache.tree import Checkpoint, End, Node, Ticket, Tree
 from milepost.cache.waiting import hang, pass_on, take
@@ -30,7 +30,7 @@ class Reclaimer:
 
     __slots__ = (
         "_carriers",
-        "_memory",
+        "_storage",
         "_page_size",
         "_pages",
         "_slots",
@@ -43,18 +43,18 @@ class Reclaimer:
     )
 
     def __init__(
-        self, tree: Tree, memory: Memory, stats: Stats, worth: Worth, page_size: int
+        self, tree: Tree, storage: Storage, stats: Stats, worth: Worth, page_size: int
     ) -> None:
         self._tree = tree
-        self._memory = memory
-        self._pages = memory.pages
-        self._slots = memory.slots
+        self._storage = storage
+        self._pages = storage.pages
+        self._slots = storage.slots
         self.stats = stats
         self.worth = worth
         self._page_size = page_size
         self._strays: Order[Node] = Order()
         self._states = Shelves()
-        self._carriers = self._states if memory.pages_a_slot else Shelves()
+        self._carriers = self._states if storage.pages_a_slot else Shelves()
         self._stray_clock = 0
 
     def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
@@ -67,7 +67,7 @@ class Reclaimer:
         The caller has checked that there is room. Strays go before a free unit is broken, which a
         slot may need whole.
         """
-        while (missing := num - self._memory.num_loose_pages) > 0:
+        while (missing := num - self._storage.num_loose_pages) > 0:
             stray = self._strays.pop()
             if stray is None:
                 break
@@ -91,7 +91,7 @@ class Reclaimer:
         least = self._states.least(self._worth_of_slot)
         if least is None:
             return False
-        pages = self._memory.pages_a_slot or 1
+        pages = self._storage.pages_a_slot or 1
         return self.worth.of_sparse(end, position, above) / pages > least[1]
 
     def made(self, checkpoint: Checkpoint) -> None:
@@ -189,7 +189,7 @@ class Reclaimer:
 
     def _free_slot(self) -> None:
         """Make a unit of strays, or evict the checkpoint whose slot is worth least."""
-        if self._memory.pages_a_slot and self._free_unit_of_strays():
+        if self._storage.pages_a_slot and self._free_unit_of_strays():
             return
         least = self._states.least(self._worth_of_slot)
         if least is not None:
@@ -223,7 +223,7 @@ class Reclaimer:
         """How many pages of a stray's path must go, from it upwards, to make a unit free; 0 if no
         number of them does.
         """
-        each = self._memory.pages_a_slot
+        each = self._storage.pages_a_slot
         found: dict[int, int] = {}
         node: Node | None = stray
         for num in range(1, 2 * each):
@@ -231,7 +231,7 @@ class Reclaimer:
             unit = node.page // each
             # A page that is also a checkpoint's tail stays.
             found[unit] = found.get(unit, 0) + (self._pages.cached_refs(node.page) == 1)
-            if found[unit] + self._memory.num_free_in(unit) == each:
+            if found[unit] + self._storage.num_free_in(unit) == each:
                 return num
             node = node.parent
             if node is None or node.num_children > 1 or not self._is_stray(node):
@@ -243,7 +243,7 @@ class Reclaimer:
 
     def _worth_of_slot(self, checkpoint: Checkpoint) -> float:
         """What is lost with a slot; in an arena for each page that its bytes make."""
-        if self._memory.pages_a_slot:
+        if self._storage.pages_a_slot:
             return self._worth_per_page(checkpoint)
         return self.worth.of(checkpoint)
 
@@ -251,7 +251,7 @@ class Reclaimer:
         """What is lost for each page that becomes free, now or as a stray, or that its slot can
         become.
         """
-        pages = self._memory.pages_a_slot or 1
+        pages = self._storage.pages_a_slot or 1
         if not checkpoint.below:
             pages += checkpoint.replay_tokens // self._page_size
         return self.worth.of_page(checkpoint, pages)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from math import log, log2
 from typing import Protocol
 
-from milepost.cache.chain import Chain
+from milepost.cache.chain import TOKEN_BYTES, Chain
 from milepost.cache.laws import MAX_RETURNS, PRIOR_EVENTS, Cuts, Law
 from milepost.cache.placement import SPARSE, Kind, floor
 from milepost.cache.tree import Checkpoint, End, Node
@@ -119,18 +119,23 @@ class Expected:
         if num_seen:
             last = nodes[-1] if num_seen == len(nodes) else None
             if last is None or not last.num_children:
-                end.num_returns = self._continue(chain.full_digests()[num_seen - 1])
+                end.num_returns = self._continue(chain, last, chain.full_digests()[num_seen - 1])
             else:
                 end.num_returns = self._leave(chain, nodes)
         return end
 
-    def _continue(self, digest: bytes) -> int:
-        """A prompt holds a known path to its end; gives how often the path was returned to."""
+    def _continue(self, chain: Chain, last: Node | None, digest: bytes) -> int:
+        """A prompt holds a known path to its last full page; gives how often the path was returned
+        to. Inside the page behind it may part from what was there, and so need an earlier state.
+        """
         before = self._ends.pop(digest, None)
         if before is None:
             return 0
         self._continued += 1
         self._observe_end(before, returned=True)
+        if last is not None and _has_parted(chain, last, before.position):
+            self._forked += 1
+            self._cuts.observe(before.position - last.depth * chain.page_size)
         return before.num_returns + 1
 
     def _leave(self, chain: Chain, nodes: Sequence[Node]) -> int:
@@ -250,6 +255,17 @@ class Expected:
         if deeper is None:
             return 1.0 + forks * self._cuts.share(0, back)
         return forks * self._cuts.share(min(max(end.position - deeper, 0), back), back)
+
+
+def _has_parted(chain: Chain, node: Node, position: int) -> bool:
+    """Whether a path that ended at `position`, behind its last full page, held other tokens there;
+    False where that is not known any more.
+    """
+    start = node.depth * chain.page_size
+    num_bytes = (position - start) * TOKEN_BYTES
+    known = [*node.checkpoints, *([node.evicted_tail] if node.evicted_tail else [])]
+    tails = [tail for tail in known if len(tail) == num_bytes]
+    return bool(num_bytes and tails) and chain.token_bytes(start, position) not in tails
 
 
 def _due(checkpoint: Checkpoint) -> int:

@@ -18,7 +18,7 @@ from milepost.cli.display import Screen, seconds
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES, Policy
+from milepost.simulator.policies import POLICIES, Policy, Pooled
 from milepost.simulator.results import Row, means, run_row, slots_row
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
@@ -74,7 +74,7 @@ class Settings:
 class Cell:
     """One replay."""
 
-    policy: Policy
+    policy: Policy | Pooled
     num_slots: int
     kv_tokens: int | None
     seed: int
@@ -114,7 +114,7 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
 
 
 def _cells(settings: Settings) -> list[Cell]:
-    policies = _policies(settings.policy or COMPARED)
+    policies = _policies(settings.policy or COMPARED, settings.kv_tokens)
     return [
         Cell(policy=policy, num_slots=num_slots, kv_tokens=kv_tokens, seed=seed)
         for kv_tokens in settings.kv_tokens or [None]
@@ -124,12 +124,16 @@ def _cells(settings: Settings) -> list[Cell]:
     ]
 
 
-def _policies(names: Sequence[str]) -> list[Policy]:
+def _policies(names: Sequence[str], kv_tokens: list[int] | None) -> list[Policy | Pooled]:
     if list(names) == ["all"]:
-        return list(POLICIES.values())
+        return [p for p in POLICIES.values() if kv_tokens or isinstance(p, Policy)]
     for name in names:
         if name not in POLICIES:
             raise InvalidRequestError(f"--policy {name}: use {', '.join(POLICIES)}")
+        if not kv_tokens and isinstance(POLICIES[name], Pooled):
+            raise InvalidRequestError(
+                f"--policy {name}: states and KV share its memory; give --kv-tokens too"
+            )
     return [POLICIES[name] for name in names]
 
 
@@ -143,22 +147,27 @@ def _row(
 ) -> Row:
     policy, num_slots = cell.policy, cell.num_slots
     if cell.kv_tokens is None:
+        assert isinstance(policy, Policy), "pooled policies are refused without KV's size"
         cache = replay(trace, num_slots, policy=policy, on_request=advance)
         return slots_row(trace, policy.name, cache, bound, seed=cell.seed)
-    cache = policy.cache(
-        num_pages=-(-cell.kv_tokens // trace.page_size),
-        num_slots=num_slots,
-        page_size=trace.page_size,
-    )
+    num_pages = -(-cell.kv_tokens // trace.page_size)
     run = Replay(
         trace,
-        cache,
+        policy.memory(cost, num_pages=num_pages, num_slots=num_slots, page_size=trace.page_size),
         cost,
         closed=_is_closed(trace, settings),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     ).run(advance)
-    return run_row(trace, policy.name, run, bound, seed=cell.seed)
+    return run_row(
+        trace,
+        policy.name,
+        run,
+        bound,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        seed=cell.seed,
+    )
 
 
 def _is_closed(trace: Trace, settings: Settings) -> bool:

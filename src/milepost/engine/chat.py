@@ -33,6 +33,7 @@ _PROBES = ("A", "B")
 class ChatPrompt:
     """A conversation as the model reads it."""
 
+    text: str
     token_ids: list[int]
     marks: tuple[int, ...]
     """Token positions inside the prompt, ascending."""
@@ -69,7 +70,7 @@ def render(
     ]
     token_ids, positions = _tokenize(tokenizer, text, ends)
     marks = sorted({position for position in positions if 0 < position < len(token_ids)})
-    return ChatPrompt(token_ids=token_ids, marks=tuple(marks))
+    return ChatPrompt(text=text, token_ids=token_ids, marks=tuple(marks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,18 +48,37 @@ WATCHES = 4
 """So many times in `step_timeout_s` the engine is asked for a sign of life."""
 
 
+class Bell:
+    """Wakes the one task that waits for it; a ring that nobody waited for is kept."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_rung = False
+
+    def ring(self) -> None:
+        self._has_rung = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        if not self._has_rung:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._has_rung = False
+
+
 class Stream:
     """The outputs of one request, from `EngineClient.add` to its end.
 
-    Iterate to take them; `close` it, whatever happens. Outputs that come faster than they are taken
-    are joined.
+    Iterate to take them, or `take` them when the bell has rung, which several streams can share.
+    `close` it, whatever happens. Outputs that come faster than they are taken are joined.
     """
 
-    def __init__(self, id_: int, num_answers: int, client: EngineClient) -> None:
+    def __init__(self, id_: int, num_answers: int, client: EngineClient, bell: Bell) -> None:
         self.id = id_
         self.num_answers = num_answers
         self._client = client
-        self._arrived = asyncio.Event()
+        self._bell = bell
         self._pending: Output | None = None
         self._error: MilepostError | None = None
         self._is_over = False
@@ -68,28 +87,36 @@ class Stream:
         return self
 
     async def __anext__(self) -> Output:
-        """The next output. Raises what `fail` was given: InvalidRequestError, EngineDeadError."""
-        while self._pending is None:
-            if self._error is not None:
-                raise self._error
+        """The next output. Raises as `take`."""
+        while (output := self.take()) is None:
             if self._is_over:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            await self._bell.wait()
+        return output
+
+    def take(self) -> Output | None:
+        """What has arrived since the last call.
+
+        Raises what `fail` was given, once all is taken: InvalidRequestError, EngineDeadError.
+        """
         output, self._pending = self._pending, None
+        if self._error is not None:
+            if output is None:
+                raise self._error
+            self._bell.ring()  # its ring may have been the output's too
         return output
 
     def put(self, output: Output) -> None:
         """Take over what the engine sent."""
         self._pending = output if self._pending is None else _joined(self._pending, output)
         self._is_over = output.finished
-        self._arrived.set()
+        self._bell.ring()
 
     def fail(self, error: MilepostError) -> None:
         """End the stream with an error, once what has arrived is taken."""
         if not self._is_over and self._error is None:
             self._error = error
-            self._arrived.set()
+            self._bell.ring()
 
     def close(self) -> None:
         """Give the request up if it is not over; the engine frees it before its next step."""
@@ -200,11 +227,16 @@ class EngineClient:
                 f"exceed the {self.max_in_flight} that this server accepts at once: try again later"
             )
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Stream:
-        """Queue a prompt. Raises EngineDeadError and QueueFullError."""
+    def add(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, bell: Bell | None = None
+    ) -> Stream:
+        """Queue a prompt; `bell` rings when its stream has something.
+
+        Raises EngineDeadError and QueueFullError.
+        """
         self._check_alive()
         self.check_room(params.n)
-        stream = Stream(self._next_id(), params.n, self)
+        stream = Stream(self._next_id(), params.n, self, bell or Bell())
         self._streams[stream.id] = stream
         self.num_in_flight += params.n
         self._send(Add(id=stream.id, prompt=prompt, params=params, priority=priority))

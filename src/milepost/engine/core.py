@@ -133,7 +133,7 @@ class Engine:
         ends = () if params.ignore_eos else self._end_token_ids
         return Request(
             id=id_,
-            chain=self.scheduler.cache.chain(prompt.token_ids, prompt.cache_salt),
+            chain=self.scheduler.cache.chain(prompt.packed[:], prompt.cache_salt),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*own, *ends)),

@@ -1,14 +1,20 @@
-"""Memory that an engine process holds besides weights and pools, and how it is kept small.
+"""Memory that a server's processes hold besides weights and pools: how it is kept small, and out of
+the way.
 
 Two things grow with use. oneDNN keeps a product's plan, a third of a megabyte or more, for each
 number of rows that it has seen, up to a bound. And glibc's heap keeps what steps have freed: under
 load tensors of many sizes come and go between those plans, so much of it is free in pieces that
 never reach the heap's end. Whole pages of them go back to the system when glibc is asked.
+
+One thing only stands in the way: some hundred thousand objects that imports have made and that stay
+to the end. Python's collector goes through all of them, in a tenth of a second, each time that
+requests have made enough new ones; meanwhile every stream waits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from functools import cache
 
@@ -27,6 +33,12 @@ def bound_plans() -> None:
     if setenv is not None:
         for name in _BOUNDS:
             setenv(name, _NUM_PLANS, 0)
+
+
+def settle() -> None:
+    """Take what is there now out of the collector's rounds; call it before the first request."""
+    gc.collect()
+    gc.freeze()
 
 
 def give_back() -> None:

@@ -234,6 +234,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable = Engi
         except MilepostError as error:
             sock.sendall(frame(Failed(kind=type(error).__name__, message=str(error))))
             raise SystemExit(1) from None
+        heap.settle()
         sock.sendall(frame(_ready(engine)))
         loop = Loop(engine, sock)
         try:

@@ -4,7 +4,6 @@ all is checked.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ def check_prompt(
     length = len(prompt.token_ids)
     if not length:
         raise InvalidRequestError("the prompt is empty: use one token or more")
-    if not _are_ids(prompt.token_ids, vocab_size):
+    if not _are_ids(prompt, vocab_size):
         _refuse_first(prompt.token_ids, vocab_size)
     if length >= max_model_len:
         raise InvalidRequestError(
@@ -64,15 +63,17 @@ def check_prompt(
     _check_marks(prompt.cache_marks, length, max_cache_marks)
 
 
-def _are_ids(token_ids: Sequence[Any], vocab_size: int) -> bool:
+def _are_ids(prompt: Prompt, vocab_size: int) -> bool:
     """Whether all are plain integers within the vocabulary; looks at long prompts fast."""
-    if set(map(type, token_ids)) != {int}:
-        return False
     try:
-        packed = array("I", token_ids)
-    except OverflowError:
+        # Nothing but integers adds up to one, and truth values, which are packed as 0 and 1.
+        is_integral = type(sum(prompt.token_ids)) is int
+        ids = np.frombuffer(prompt.packed, dtype=np.uint32)
+    except (OverflowError, TypeError):
         return False
-    return int(np.frombuffer(packed, dtype=np.uint32).max()) < vocab_size
+    low = np.flatnonzero(ids <= 1).tolist()
+    has_truths = any(isinstance(prompt.token_ids[index], bool) for index in low)
+    return is_integral and not has_truths and int(ids.max()) < vocab_size
 
 
 def _refuse_first(token_ids: Sequence[Any], vocab_size: int) -> None:

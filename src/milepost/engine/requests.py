@@ -5,7 +5,9 @@ A prompt with n > 1 becomes n requests of the scheduler, which share the prompt 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,15 +24,21 @@ from milepost.sampling_params import SamplingParams
 from milepost.scheduler.request import FinishReason, Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A checked prompt."""
+    """A prompt, to be checked by `check_prompt`."""
 
     token_ids: list[int]
     text: str | None = None
     """None if it came as token ids."""
     cache_salt: str = ""
     cache_marks: tuple[int, ...] = ()
+
+    @cached_property
+    def packed(self) -> array[int]:
+        """The token ids as the cache keeps them, made once. Raises OverflowError or TypeError for
+        what cannot be one."""
+        return array("I", self.token_ids)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -84,7 +84,7 @@ class GatedDelta(nn.Module):
         self, hidden: Tensor, ctx: BatchContext | DeviceBatch, layout: BatchLayout
     ) -> Tensor:
         if isinstance(ctx, DeviceBatch):
-            return self.out(self._fused(self.projection(hidden), ctx))
+            return self.out.parts(self._fused(self.projection(hidden), ctx))
         mixed, gate, strength, decay = self.projection(hidden).split(self.sizes, -1)
         rate = self.decay_rate
         beta = cast(strength, rate.dtype).sigmoid()

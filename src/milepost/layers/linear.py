@@ -39,6 +39,12 @@ class Linear(nn.Module):
             )
         return linear.multiply(hidden, self.weight, self.bias)
 
+    def parts(self, hidden: Tensor) -> Tensor:
+        """The same, or parts [T, P, O] of it, for whoever reads it to add up."""
+        if self._packed is not None:
+            return self.forward(hidden)
+        return linear.parts(hidden, self.weight, self.bias)
+
     __call__ = forward
     """There are no hooks to run, and a module's own call costs as much as a small operation."""
 

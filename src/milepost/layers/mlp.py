@@ -25,6 +25,10 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(norm.silu_mul(self.gate_up(hidden)))
 
+    def parts(self, hidden: Tensor) -> Tensor:
+        """The same, or parts [T, P, H] of it, for whoever reads it to add up."""
+        return self.down.parts(norm.silu_mul(self.gate_up(hidden)))
+
     def placements(self) -> Placements:
         return {
             **under("gate_proj", self.gate_up.placements(0, self.size)),

@@ -43,7 +43,7 @@ class ExpertShapes:
 
 
 class MoE(nn.Module):
-    """`hidden` [T, H] to an output in parts [T, P, H], for whoever reads it to add up."""
+    """`hidden` [T, H] to an output in parts [T, P, H]."""
 
     def __init__(self, hidden_size: int, shapes: ExpertShapes, kind: ParameterKind) -> None:
         super().__init__()
@@ -60,12 +60,14 @@ class MoE(nn.Module):
             self.shared = MLP(hidden_size, shapes.shared_size, kind)
             self.shared_gate = Linear(hidden_size, 1, kind)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def parts(self, hidden: Tensor) -> Tensor:
+        """The output in parts, for whoever reads it to add up."""
         weights, experts = moe.route(
-            self.router(hidden)[:, : self.num_logits],
+            self.router.parts(hidden)[..., : self.num_logits],
             self.shapes.num_chosen,
             normalise=self.shapes.normalise,
             has_shared=self.is_joint,
+            dtype=hidden.dtype,
         )
         parts = moe.parts(hidden, weights, experts, self.gate_up, self.down)
         if self.shared is not None:

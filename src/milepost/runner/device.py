@@ -7,9 +7,7 @@ themselves. Two steps may be under way at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,24 +15,17 @@ from tqdm import tqdm
 from milepost.layers.context import DeviceBatch, StepArrays
 from milepost.models.hybrid import HybridModel
 from milepost.runner import arrays
-from milepost.runner.arrays import Capacity, HostTables, Shapes
+from milepost.runner.arrays import Capacity, Shapes
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity, ladder
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.sampling import SamplingRow, choose
 from milepost.runner.staging import Staging
+from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
 
 _NOTHING = StepPlan(sequences=())
-
-
-@dataclass(frozen=True, slots=True)
-class _NewPages:
-    """Entries of the page tables that the device doesn't have yet."""
-
-    indices: Any
-    pages: Any
 
 
 class DeviceExecutor:
@@ -46,13 +37,9 @@ class DeviceExecutor:
         self.model = model
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
-        self._tables = HostTables(num_slots, max_pages)
-        self._device_tables = torch.zeros(
-            (num_slots + 1, max_pages), dtype=torch.int32, device=pools.device
-        )
+        self._tables = PageTables(num_slots, max_pages, pools.device)
         self._shapes = _shapes(model, pools.page_size)
         self._staging = Staging(pools.device, _STAGED_BYTES)
-        self._page_staging = Staging(pools.device, 12 * self._tables.rows.size + 64)
         self._graphs = Graphs()
 
     @torch.inference_mode()
@@ -61,11 +48,11 @@ class DeviceExecutor:
     ) -> Flight:
         """Queue one forward pass and sampling."""
         ids, last_tokens = sampling_places(plan)
-        self._send_pages(plan)
+        self._tables.bring(plan.sequences)
         captured = self._graphs.find(plan)
         capacity = captured or exact_capacity(plan)
         sources = before.places(plan) if before is not None else ()
-        step = arrays.build(plan, self._tables, self._shapes, capacity, last_tokens, sources)
+        step = arrays.build(plan, self._tables.host, self._shapes, capacity, last_tokens, sources)
         self._staging.send(step)
         views = None if captured and before is None else self._staging.views(step)
         if before is not None:
@@ -101,27 +88,21 @@ class DeviceExecutor:
         torch.cuda.synchronize()
 
     def _padding(self, capacity: Capacity) -> StepArrays:
-        step = arrays.build(_NOTHING, self._tables, self._shapes, capacity)
+        step = arrays.build(_NOTHING, self._tables.host, self._shapes, capacity)
         self._staging.send(step)
         return self._staging.views(step)
 
     @torch.inference_mode()
     def _run(self, step: StepArrays, *, num_rows: int) -> Outcome:
         batch = DeviceBatch(
-            step=step, tables=self._device_tables, kv=self._pools.kv, states=self._pools.states
+            step=step,
+            tables=self._tables.on_device,
+            kv=self._pools.kv,
+            states=self._pools.states,
         )
         hidden = self.model.forward(step.token_ids, batch)
         logits = self.model.compute_logits(hidden[step.last_tokens[:num_rows]])
         return Outcome(logits=logits, best=logits.argmax(dim=-1))
-
-    def _send_pages(self, plan: StepPlan) -> None:
-        indices, pages = self._tables.update(plan.sequences)
-        if not len(indices):
-            return
-        new = _NewPages(indices, pages)
-        self._page_staging.send(new)
-        views = self._page_staging.views(new)
-        self._device_tables.view(-1).index_copy_(0, views.indices, views.pages)
 
 
 _STAGED_BYTES = 1 << 23

@@ -17,6 +17,9 @@ from milepost.runner.arrays import Capacity
 from milepost.scheduler.plans import StepPlan
 
 _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
+_FEW_SEQUENCES = 4
+"""Most steps behind a hit have one: programs that return from the padding of many take longer to
+start than its kernels to run."""
 _FINE_DECODES = (1, 2, 4, 8)
 _DECODE_STEP = 8
 
@@ -36,12 +39,13 @@ def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
     mixed = [
         Capacity(
             num_tokens=num_tokens,
-            num_sequences=min(max_num_seqs, num_tokens),
-            num_exports=min(max_num_seqs, num_tokens) + num_tokens // 64,
+            num_sequences=num_sequences,
+            num_exports=num_sequences + num_tokens // 64,
             decodes=False,
         )
         for num_tokens in _MIXED_TOKENS
         if num_tokens <= max_num_batched_tokens
+        for num_sequences in _mixed_sequences(min(max_num_seqs, num_tokens))
     ]
     counts = [n for n in _FINE_DECODES if n < max_num_seqs]
     counts += [*range(2 * _DECODE_STEP, max_num_seqs, _DECODE_STEP), max_num_seqs]
@@ -50,6 +54,10 @@ def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
         for count in counts
     ]
     return [*reversed(mixed), *reversed(decodes)]
+
+
+def _mixed_sequences(most: int) -> tuple[int, ...]:
+    return (_FEW_SEQUENCES, most) if most > _FEW_SEQUENCES else (most,)
 
 
 class Graphs:
@@ -66,6 +74,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outcome = run()
+        graph.replay()  # brings it to the device, which the first step need not wait for
         self._pool = graph.pool()
         self._graphs[capacity] = graph, outcome
 
@@ -91,7 +100,7 @@ def smallest(capacities: Sequence[Capacity], plan: StepPlan) -> Capacity | None:
         and c.num_sequences >= exact.num_sequences
         and c.num_exports >= exact.num_exports
     ]
-    return min(fitting, key=lambda c: c.num_tokens, default=None)
+    return min(fitting, key=lambda c: (c.num_tokens, c.num_sequences), default=None)
 
 
 def exact_capacity(plan: StepPlan) -> Capacity:

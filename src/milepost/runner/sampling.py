@@ -14,11 +14,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from milepost.kernels.sampling import can_search, nucleus_floor
 from milepost.sampling_params import SamplingParams
 
 _CANDIDATES = 1024
@@ -68,8 +69,9 @@ class Choice:
     token_ids: Tensor
     """[R] int64."""
     likelihoods: Likelihoods | None
+    """On the host, once `is_copied` has come."""
     copied: Tensor
-    """The same on the host, once `is_copied` has come; on a CPU it is `token_ids` itself."""
+    """`token_ids` on the host, once `is_copied` has come; on a CPU it is `token_ids` itself."""
     is_copied: torch.cuda.Event | None
 
     def read(self) -> list[SampledToken]:
@@ -94,11 +96,18 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow], best: Tensor | None = No
     likelihoods = _measure(token_ids, logits, rows)
     if not token_ids.is_cuda:
         return Choice(token_ids, likelihoods, token_ids, None)
-    copied = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-    copied.copy_(token_ids, non_blocking=True)
+    copied = _to_host(token_ids)
+    if likelihoods is not None:
+        likelihoods = likelihoods.to_host()
     event = torch.cuda.Event()
     event.record()
     return Choice(token_ids, likelihoods, copied, event)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is there once the device has come so far."""
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copied.copy_(tensor, non_blocking=True)
 
 
 def _are_plain(rows: Sequence[SamplingRow]) -> bool:
@@ -178,12 +187,15 @@ def _adjust(logits: Tensor, row: SamplingRow) -> None:
 
 def _penalize(logits: Tensor, row: SamplingRow) -> None:
     params = row.params
-    output, counts = _ids(row.output_token_ids, logits).unique(return_counts=True)
+    output = _ids(row.output_token_ids, logits)
     if params.repetition_penalty != 1:
-        seen = torch.cat([_ids(row.prompt_token_ids, logits), output]).unique()
+        # An id that comes twice is given the same value twice.
+        seen = torch.cat([_ids(row.prompt_token_ids, logits), output])
         values, penalty = logits[seen], params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    logits[output] -= params.frequency_penalty * counts.to(logits.dtype) + params.presence_penalty
+    counts = torch.zeros_like(logits).index_add_(0, output, torch.ones_like(logits[output]))
+    penalties = params.frequency_penalty * counts + params.presence_penalty
+    logits -= torch.where(counts > 0, penalties, 0.0)
 
 
 def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
@@ -240,10 +252,17 @@ def _lowest_kept(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     top_k = _on_device([_top_k(row.params, vocab_size) for row in rows], torch.int64, scaled)
     top_p = _column(scaled, rows, lambda params: params.top_p)
     narrow = min(vocab_size, max(_CANDIDATES, *(max(row.params.top_k, 1) for row in rows)))
-    lowest, is_final = _nucleus(scaled, floor, top_k.unsqueeze(1), top_p, narrow)
-    if not is_final:
-        lowest, _ = _nucleus(scaled, floor, top_k.unsqueeze(1), top_p, vocab_size)
-    return lowest
+    top_k = top_k.unsqueeze(1)
+    nucleus = _nucleus(scaled, floor, top_k, top_p, narrow)
+    if narrow == vocab_size:
+        return nucleus.lowest
+    if can_search(scaled):
+        # Whether that was enough is not asked, for the host would have to wait for the answer.
+        wanted = top_p * nucleus.total
+        return nucleus_floor(scaled, floor, wanted, nucleus.lowest, nucleus.is_final)
+    if not nucleus.is_final.all():
+        nucleus = _nucleus(scaled, floor, top_k, top_p, vocab_size)
+    return nucleus.lowest
 
 
 def _log(share: float) -> float:
@@ -254,12 +273,23 @@ def _top_k(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
 
 
+@dataclass(frozen=True, slots=True)
+class _Nucleus:
+    """What some of the likeliest tokens tell of those to keep; all [R, 1]."""
+
+    lowest: Tensor
+    """The lowest logit kept."""
+    is_final: Tensor
+    """Whether so many tokens are enough to know it."""
+    total: Tensor
+    """Mass of what min_p and top_k leave, float64, in units of the likeliest token's."""
+
+
 def _nucleus(
     scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int
-) -> tuple[Tensor, bool]:
-    """The lowest logit kept [R, 1], and whether `num_candidates` were enough to know it.
-
-    `num_candidates` C covers every top_k below V. top_p is a share of what min_p and top_k leave.
+) -> _Nucleus:
+    """Look at `num_candidates` C, which covers every top_k below V. top_p is a share of what min_p
+    and top_k leave.
     """
     values = scaled.topk(num_candidates, dim=-1).values
     ranks = torch.arange(num_candidates, device=scaled.device)
@@ -274,8 +304,7 @@ def _nucleus(
     lowest = values.gather(1, (num_kept - 1).clamp(min=0))  # a row of NaN keeps none
     is_free = is_unlimited & (top_p == 1)
     is_final = is_free | ~is_unlimited | (num_kept < num_candidates)
-    is_enough = num_candidates == scaled.shape[1] or bool(is_final.all())
-    return torch.where(is_free, floor, lowest), is_enough
+    return _Nucleus(torch.where(is_free, floor, lowest), is_final, total)
 
 
 # --- how likely the chosen token was --------------------------------------------------------------
@@ -283,7 +312,7 @@ def _nucleus(
 
 @dataclass(frozen=True, slots=True)
 class Likelihoods:
-    """How likely the tokens of some rows were, on the device until they are read."""
+    """How likely the tokens of some rows were."""
 
     rows: Sequence[int]
     counts: Sequence[int]
@@ -295,6 +324,11 @@ class Likelihoods:
     best: Tensor
     """[rows, most asked for] log-probabilities of the likeliest tokens, best first."""
     best_ids: Tensor
+
+    def to_host(self) -> Likelihoods:
+        """The same in copies that are there once the device has come so far."""
+        parts = ("own", "ranks", "best", "best_ids")
+        return replace(self, **{part: _to_host(getattr(self, part)) for part in parts})
 
     def add_to(self, tokens: list[SampledToken]) -> None:
         """Replace the tokens of these rows by ones that carry log-probabilities."""

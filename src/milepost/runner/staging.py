@@ -36,6 +36,11 @@ class Staging:
         ]
         self._next = 0
 
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Of the host's buffers together."""
+        return sum(buffer.nbytes for buffer in self._host_buffers)
+
     def send(self, batch: Any) -> None:
         """Copy every array in `batch`, a dataclass that may hold further ones, to the device."""
         turn, self._next = self._next, (self._next + 1) % _NUM_BUFFERS

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import sys
 from array import array
-from bisect import bisect_right
 from dataclasses import dataclass
 
-from milepost.cache.cache import Cache
 from milepost.cache.placement import Kind, floor
 from milepost.cache.plans import Lease, Match
 from milepost.errors import InvalidRequestError
+from milepost.scheduler.memory import Memory
 from milepost.scheduler.plans import Progress, SequencePlan, StepPlan, StepResult
+from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.sharing import InFlight
 
@@ -52,18 +52,17 @@ class SchedulerStats:
 class Scheduler:
     """`max_num_batched_tokens` is at least one grid step, so that every chunk can make progress."""
 
-    def __init__(self, cache: Cache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, cache: Memory, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Request] = []
+        self.waiting = Queue(cache)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
         self._requests: dict[str, Request] = {}
         self._in_flight = InFlight()
         self._ahead: StepPlan | None = None
         self._num_added = 0
-        self._num_admitted = 0
 
     @property
     def has_work(self) -> bool:
@@ -74,7 +73,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError if the pool could never hold it all."""
         longest = request.num_tokens + request.max_tokens
-        capacity = self.cache.memory.max_pages * self.cache.page_size
+        capacity = self.cache.capacity
         if longest > capacity:
             raise InvalidRequestError(
                 f"prompt of {request.num_tokens} tokens plus max_tokens={request.max_tokens} needs "
@@ -85,19 +84,7 @@ class Scheduler:
         request.arrival = self._num_added
         self._num_added += 1
         self._requests[request.id] = request
-        self._wait(request)
-
-    def _wait(self, request: Request) -> None:
-        """Put a request in the queue, and let the cache know."""
-        index = bisect_right(self.waiting, request.rank, key=lambda r: r.rank)
-        self.waiting.insert(index, request)
-        request.ticket = self.cache.expect(request.chain, index)
-
-    def _wait_no_longer(self, request: Request) -> None:
-        assert request.ticket is not None
-        self.waiting.remove(request)
-        self.cache.forget(request.ticket)
-        request.ticket = None
+        self.waiting.add(request)
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request from outside (stop string, abort) between steps; None if it is over
@@ -140,12 +127,12 @@ class Scheduler:
     def _plan_waiting(self, step: _Step) -> None:
         """Admit waiting requests in order while budget, seats and memory last."""
         blocked: list[Request] = []
-        for request in list(self.waiting):
+        for request in self.waiting:
             if not step.budget or len(self.running) >= self.max_num_seqs:
                 return
             if blocked and blocked[0].num_overtaken >= MAX_OVERTAKEN:
                 return
-            if self._is_still_blocked(request):
+            if self.running and self.waiting.is_blocked(request):
                 blocked.append(request)
                 continue
             match = self.cache.match(request.chain)
@@ -156,33 +143,13 @@ class Scheduler:
                 for other in blocked:
                     other.num_overtaken += 1
             else:
-                self._block(request, match)
+                self.waiting.block(request, match)
                 blocked.append(request)
                 if len(blocked) >= self.max_num_seqs:
                     break
         if blocked and not step.has_prefill:
             blocked[0].num_overtaken += 1
             blocked[0].blocked_at = None
-
-    def _block(self, request: Request, match: Match) -> None:
-        """Note that a request found no room, and what it would resume from by now."""
-        assert request.ticket is not None
-        self.cache.refresh(request.ticket, match)
-        request.blocked_at = self._room
-
-    def _is_still_blocked(self, request: Request) -> bool:
-        """Whether a request that found no room need not look again: there is no more of it, and
-        nothing else was admitted that it could share with.
-        """
-        if request.blocked_at is None or not self.running:
-            return False
-        num_admitted, num_pages, num_slots = request.blocked_at
-        now_admitted, now_pages, now_slots = self._room
-        return now_admitted == num_admitted and now_pages <= num_pages and now_slots <= num_slots
-
-    @property
-    def _room(self) -> tuple[int, int, int]:
-        return self._num_admitted, self.cache.pages.room, self.cache.slots.pool.room
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
         """Whether a running prefill computes this prefix; then it keeps its state there."""
@@ -199,9 +166,7 @@ class Scheduler:
         if request.report is None:
             request.report = lease.report
         request.lease = lease
-        self._wait_no_longer(request)
-        self._num_admitted += 1
-        request.blocked_at = None
+        self.waiting.admit(request)
         self.running.append(request)
         if self.cache.mode == "auto":
             self._in_flight.claim(request)
@@ -238,7 +203,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
         self._give_up(request, Kind.PREEMPTED)
-        self._wait(request)
+        self.waiting.add(request)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
 
@@ -322,7 +287,7 @@ class Scheduler:
         for request in [sequence.request for sequence in plan.sequences]:
             self._give_up(request, None)
             if request.finish_reason is None:
-                self._wait(request)
+                self.waiting.add(request)
 
     def _append(self, request: Request, token: int) -> Progress:
         request.chain.append(token)
@@ -335,7 +300,7 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.id]
         if request.lease is None:
-            self._wait_no_longer(request)
+            self.waiting.remove(request)
         elif not self._runs_ahead(request):
             self._leave(request)
 

@@ -22,10 +22,7 @@ from milepost.server.parsing.answer import AnswerParser, ends_in_reasoning
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.stream import DONE, EventStream, event, unless_disconnected
-
-_TAIL = 16
-"""Tokens at the prompt's end that show whether the template has opened the reasoning."""
+from milepost.server.stream import Chunks, EventStream, unless_disconnected
 
 
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
@@ -46,16 +43,14 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     )
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
-    tail = rendered.token_ids[-_TAIL:]
-    is_open = service.format.has_reasoning and ends_in_reasoning(
-        await service.with_tokenizer(lambda tokenizer: tokenizer.decode(tail))
-    )
-    form = await service.with_tokenizer(
-        lambda tokenizer: forms.of_chat(
-            request, tools, service.format.calls, tokenizer, is_open=is_open
+    is_open = service.format.has_reasoning and ends_in_reasoning(rendered.text)
+    if request.response_format or request.tool_choice:
+        form = await service.with_tokenizer(
+            lambda tokenizer: forms.of_chat(
+                request, tools, service.format.calls, tokenizer, is_open=is_open
+            )
         )
-    )
-    params = forms.apply(params, form)
+        params = forms.apply(params, form)
     octets = await service.token_bytes() if request.logprobs else None
     generation = Generation(
         service,
@@ -201,25 +196,22 @@ class _Writer:
     # --- streamed ---------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
-        options = self._request.stream_options
-        with_usage = bool(options and options.include_usage)
-        head = self._head("chat.completion.chunk")
-        empty = {"usage": None} if with_usage else {}
+        chunks = Chunks(self._head("chat.completion.chunk"), self._request.stream_options)
         begun: set[int] = set()
         arrived = self._generation.deltas()
         try:
             async for deltas in arrived:
+                choices = []
                 for index, delta in deltas:
-                    for choice in self._chunks(index, delta, is_first=index not in begun):
-                        yield event({**head, "choices": [choice], **empty})
+                    choices += self._choices(index, delta, is_first=index not in begun)
                     begun.add(index)
-            if with_usage:
-                yield event({**head, "choices": [], "usage": self._generation.usage()})
-            yield DONE
+                if choices:
+                    yield chunks.of(choices)
+            yield chunks.end(self._generation.usage)
         finally:
             await arrived.aclose()
 
-    def _chunks(self, index: int, delta: Delta, *, is_first: bool) -> list[dict[str, Any]]:
+    def _choices(self, index: int, delta: Delta, *, is_first: bool) -> list[dict[str, Any]]:
         """The choices to send for a delta: the first has its logprobs, the last says the end."""
         answer = self._answers[index]
         gains = answer.feed(delta)

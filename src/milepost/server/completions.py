@@ -18,7 +18,7 @@ from milepost.server.errors import json_response
 from milepost.server.generation import Generation
 from milepost.server.protocol import CompletionRequest
 from milepost.server.service import Service
-from milepost.server.stream import DONE, EventStream, event, unless_disconnected
+from milepost.server.stream import Chunks, EventStream, unless_disconnected
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
@@ -96,21 +96,19 @@ class _Writer:
         return {**self._head, "choices": choices, "usage": self._generation.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        options = self._request.stream_options
-        with_usage = bool(options and options.include_usage)
-        empty = {"usage": None} if with_usage else {}
+        chunks = Chunks(self._head, self._request.stream_options)
         arrived = self._generation.deltas()
         try:
             async for deltas in arrived:
+                choices = []
                 for index, delta in deltas:
                     choice = self._choice(index)
                     self._extend(choice, delta)
                     if _says_something(choice):
-                        yield event({**self._head, "choices": [choice], **empty})
-            if with_usage:
-                usage = self._generation.usage()
-                yield event({**self._head, "choices": [], "usage": usage})
-            yield DONE
+                        choices.append(choice)
+                if choices:
+                    yield chunks.of(choices)
+            yield chunks.end(self._generation.usage)
         finally:
             await arrived.aclose()
 

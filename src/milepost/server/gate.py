@@ -51,6 +51,7 @@ class Gate:
         exchange = _Exchange(send, time.monotonic())
         scope["milepost.record"] = exchange.record
         scope["milepost.arrival"] = exchange.arrival
+        scope["milepost.send"] = exchange.send
         scope["milepost.abort"] = _aborter(send)
         try:
             self._check_key(scope)

@@ -49,12 +49,10 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What has arrived, each time something has."""
-        outputs = self._submission.outputs()
         try:
-            async for number, output in outputs:
-                yield self._take(number, output)
+            while arrived := await self._submission.arrived():
+                yield [pair for number, output in arrived for pair in self._take(number, output)]
         finally:
-            await outputs.aclose()
             self.close()
 
     def close(self) -> None:

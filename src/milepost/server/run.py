@@ -21,6 +21,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
+from milepost.engine import heap
 from milepost.engine.client import EngineClient
 from milepost.engine.setup import EMBEDDED_MODEL
 from milepost.engine.tokenizer import load_tokenizer
@@ -80,6 +81,7 @@ async def _serve(
         server = HttpServer(service)
         if client.death is not None:  # it died while the tokenizer was loaded
             return 1
+        heap.settle()
         announce(_address(config, sock))
         await server.serve(sockets=[sock])
         service.close()

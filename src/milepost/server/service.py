@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine import chat
-from milepost.engine.client import EngineClient, Stream
+from milepost.engine.client import Bell, EngineClient, Stream
 from milepost.engine.guidance import check_structured
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Prompt
@@ -40,37 +40,25 @@ T = TypeVar("T")
 class Submission:
     """The streams of one HTTP request; `close` it, whatever happens."""
 
-    def __init__(self, streams: list[Stream], timer: asyncio.TimerHandle) -> None:
+    def __init__(self, streams: list[Stream], bell: Bell, timer: asyncio.TimerHandle) -> None:
         self._streams = streams
+        self._num_open = len(streams)
+        self._bell = bell
         self._timer = timer
 
-    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(Number of the prompt, what its answers gained), as they come."""
-        if len(self._streams) == 1:
-            async for output in self._streams[0]:
-                yield 0, output
-            return
-        async for item in self._merged():
-            yield item
-
-    async def _merged(self) -> AsyncIterator[tuple[int, Output]]:
-        waiting = {self._next(number): number for number in range(len(self._streams))}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda task: waiting[task]):
-                    number = waiting.pop(task)
-                    output = task.result()
-                    if output is not None:
-                        yield number, output
-                        waiting[self._next(number)] = number
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-
-    def _next(self, number: int) -> asyncio.Task[Output | None]:
-        return asyncio.ensure_future(anext(self._streams[number], None))
+    async def arrived(self) -> list[tuple[int, Output]]:
+        """(Number of the prompt, what its answers gained) of all that has come: at least one, or
+        none after the last. Raises as `Stream.take`.
+        """
+        found: list[tuple[int, Output]] = []
+        while self._num_open and not found:
+            await self._bell.wait()
+            for number, stream in enumerate(self._streams):
+                output = stream.take()
+                if output is not None:
+                    found.append((number, output))
+                    self._num_open -= output.finished
+        return found
 
     def close(self) -> None:
         """Give up what is not over."""
@@ -180,11 +168,14 @@ class Service:
         if self.client.death is not None:
             raise EngineDeadError(self.client.death)
         self._check(prompts, params, field)
-        streams = [self.client.add(prompt, params, priority=priority) for prompt in prompts]
+        bell = Bell()
+        streams = [
+            self.client.add(prompt, params, priority=priority, bell=bell) for prompt in prompts
+        ]
         remaining = arrival + self.config.request_timeout_s - time.monotonic()
         loop = asyncio.get_running_loop()
         timer = loop.call_later(max(remaining, 0.0), self._time_out, streams)
-        return Submission(streams, timer)
+        return Submission(streams, bell, timer)
 
     def _check(self, prompts: Sequence[Prompt], params: SamplingParams, field: str) -> None:
         num_answers = len(prompts) * params.n

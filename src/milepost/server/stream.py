@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from milepost.errors import MilepostError
 from milepost.server.errors import body_of, message_of
+from milepost.server.protocol import StreamOptions
 
 T = TypeVar("T")
 Send = Callable[[Any], Awaitable[None]]
@@ -27,6 +29,29 @@ class ClientGoneError(Exception):
 def event(body: Any) -> bytes:
     """A server-sent event with a JSON body."""
     return b"data: " + _ENCODER.encode(body) + b"\n\n"
+
+
+class Chunks:
+    """Writes the events of one stream, which differ in their choice alone: what stands around it is
+    encoded once.
+    """
+
+    def __init__(self, head: Mapping[str, Any], options: StreamOptions | None) -> None:
+        self._head = head
+        self._has_usage = bool(options and options.include_usage)
+        self._before = b"data: " + _ENCODER.encode(head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+
+    def of(self, choices: Iterable[Any]) -> bytes:
+        """An event for each choice."""
+        events = (self._before + _ENCODER.encode(choice) + self._after for choice in choices)
+        return b"".join(events)
+
+    def end(self, usage: Callable[[], Any]) -> bytes:
+        """The last events, with the usage if it was asked for."""
+        if not self._has_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": usage()}) + DONE
 
 
 class EventStream(Response):
@@ -51,16 +76,19 @@ class EventStream(Response):
         self._events = events
         self._close = close
         self._write_timeout_s = write_timeout_s
+        self._writes_since: float | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(scope, send))
         leaving = asyncio.ensure_future(_disconnect(receive))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                scope["milepost.record"]["client_gone"] = True
+            await self._wait_for_any(sending, leaving)
+            if sending.done():
+                await sending
                 return
-            await sending
+            scope["milepost.record"]["client_gone"] = True
+            if not leaving.done():
+                scope["milepost.abort"]()
         finally:
             for task in (sending, leaving):
                 task.cancel()
@@ -68,25 +96,36 @@ class EventStream(Response):
             await self._events.aclose()  # type: ignore[attr-defined]
             self._close()
 
+    async def _wait_for_any(self, *tasks: asyncio.Future[None]) -> None:
+        """Returns when a task is done, or a write has been under way for too long.
+
+        One look at the clock from time to time: a timer for each write would cost as much as the
+        write.
+        """
+        while (left := self._time_left()) > 0 and not any(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    def _time_left(self) -> float:
+        """Seconds until the write that is under way counts as stuck."""
+        spent = 0.0 if self._writes_since is None else time.monotonic() - self._writes_since
+        return self._write_timeout_s - spent
+
     async def _send_all(self, scope: Any, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await self._write(send, start)
+        send = scope["milepost.send"]  # what is between only wants to know that a response began
         try:
-            await self._write(send, start)
-            try:
-                async for chunk in self._events:
-                    await self._write(send, _body(chunk, more=True))
-            except MilepostError as error:
-                scope["milepost.record"]["error"] = message_of(error)
-                await self._write(send, _body(event(body_of(error)), more=True))
-            await self._write(send, _body(b"", more=False))
-        except TimeoutError:
-            scope["milepost.record"]["client_gone"] = True
-            scope["milepost.abort"]()
+            async for chunk in self._events:
+                await self._write(send, _body(chunk, more=True))
+        except MilepostError as error:
+            scope["milepost.record"]["error"] = message_of(error)
+            await self._write(send, _body(event(body_of(error)), more=True))
+        await self._write(send, _body(b"", more=False))
 
     async def _write(self, send: Send, message: Any) -> None:
-        """Raises TimeoutError if the client's side stays full."""
-        async with asyncio.timeout(self._write_timeout_s):
-            await send(message)
+        self._writes_since = time.monotonic()
+        await send(message)
+        self._writes_since = None
 
 
 def _body(chunk: bytes, *, more: bool) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from milepost.cache import Cache
 from milepost.errors import InvalidRequestError
+from milepost.scheduler.memory import Memory
 from milepost.scheduler.plans import StepPlan, StepResult
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ from milepost.simulator.trace import Trace, TraceRequest
 class Run:
     """What came of one replay."""
 
-    cache: Cache
+    cache: Memory
     scheduler: Scheduler
     ttft_s: list[float] = field(default_factory=list)
     """Of each request whose first token came, in order of that."""
@@ -78,12 +78,12 @@ class Arrivals:
 
 
 class Replay:
-    """One trace through one cache."""
+    """One trace through one cache, or through what stands in for it."""
 
     def __init__(
         self,
         trace: Trace,
-        cache: Cache,
+        cache: Memory,
         cost: CostModel,
         *,
         closed: bool,

@@ -1,75 +1,310 @@
-"""What to compare with besides policies: states and KV in one pool of equal blocks.
+"""States and KV in one pool of equal blocks: to compare with, under the same scheduler.
 
-A model of an engine that rounds its block up until a state fits into few of them: KV is reused in
-whole blocks, a state is kept at the last block boundary of a prompt and where a prompt leaves known
-KV, and everything that no request uses stands in one queue by time of release. A request's states
-are released before its KV, and its KV from the end, so a state goes before the KV that it makes
-usable. Requests run one after the other; answers leave nothing.
+A model of engines that round their block up until states fit, and serve both from one pool:
+
+- a block holds the KV of `block_size` tokens; a state takes as many whole blocks as its bytes need;
+- KV is reused in whole blocks, and a request resumes only at the end of one, where a state is kept;
+- a prefill keeps the state at the last such place in each chunk; decoding keeps none;
+- what no request uses stands in one queue by time of release (blocks.py). A kept state is released
+  when the request moves on, its KV, from its end, when it is over. So states go before the KV that
+  they make usable.
+
+A running request has one state for itself. Answers to what the scheduler asks (scheduler/memory.py)
+with the cache's own plans, whose page tables and slots stay empty: there is no runner. What is
+reused and lost is counted as in the cache.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from milepost.cache.chain import Chain
+from milepost.cache.kinds import Path
+from milepost.cache.placement import Facts, Kind, Mode, Placement, floor, place_align
+from milepost.cache.plans import Export, Lease, Match
+from milepost.cache.report import CacheReport, Seen, Stats, explain
+from milepost.cache.slots import ZERO_SLOT
+from milepost.cache.tree import End, Ticket
+from milepost.simulator.blocks import Blocks, Key, Place
 from milepost.simulator.cost import CostModel
-from milepost.simulator.trace import Trace, TraceRequest
-
-Key = tuple[str, int]
-"""What a block holds: "kv" or "state", and the id of the last page in front of its end."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
+class Hold:
+    """What one running request holds, beside the blocks for its own state."""
+
+    used: list[Key]
+    """KV that it shares or has published, from the start of the path."""
+    source: Key | None
+    """The state to resume from, until the first commit."""
+    num_kv: int
+    """Blocks of its path, those it shares among them."""
+    num_full: int
+    """Those of them that are full."""
+    num_seen: int
+    """Pages that are noted as seen."""
+    exports: list[Export] = field(default_factory=list)
+
+
 class OnePool:
-    """`num_blocks` equal blocks of `pages_each` trace pages; a state takes `blocks_a_state`."""
+    """`num_blocks` blocks of `block_size` tokens; a state takes `blocks_a_state`."""
 
-    num_blocks: int
-    pages_each: int
-    blocks_a_state: int
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        blocks_a_state: int,
+        page_size: int,
+        placement: Placement = place_align,
+    ) -> None:
+        self.mode: Mode = "align"
+        self.stats = Stats()
+        self.blocks = Blocks(num_blocks)
+        self.block_size = block_size
+        self.blocks_a_state = blocks_a_state
+        self._page_size = page_size
+        self._place = placement
+        self._holds: dict[Lease, Hold] = {}
+        self._seen: set[bytes] = set()
+        self._had_states: set[Place] = set()
 
-    def hits(self, trace: Trace) -> int:
-        """Prompt tokens of the trace that are reused."""
-        cached: OrderedDict[Key, int] = OrderedDict()
-        num_used = 0
-        hits = 0
-        for request in trace.requests:
-            found, wanted = self._match(request, cached)
-            hits += found * self.pages_each * trace.page_size
-            for key, size in wanted.items():
-                num_used += size - cached.pop(key, 0)
-                cached[key] = size
-            while num_used > self.num_blocks and cached:
-                num_used -= cached.popitem(last=False)[1]
-        return hits
+    @property
+    def capacity(self) -> int:
+        return (self.blocks.total - self.blocks_a_state) * self.block_size
 
-    def _match(
-        self, request: TraceRequest, cached: OrderedDict[Key, int]
-    ) -> tuple[int, dict[Key, int]]:
-        """Blocks that are reused, and what the request leaves in order of release."""
-        ends = request.page_ids[self.pages_each - 1 :: self.pages_each]
+    @property
+    def room(self) -> tuple[int, int]:
+        return self.blocks.room, self.blocks.room
+
+    # --- match and wait ---------------------------------------------------------------------------
+
+    def match(self, chain: Chain, limit: int | None = None) -> Match:
+        last = len(chain) - 1
+        limit = last if limit is None else min(limit, last)
+        num_whole = len(chain) // self._page_size * self._page_size // self.block_size
+        ends = self._ends(chain, 0, num_whole)
         num_kv = 0
-        while num_kv < len(ends) and ("kv", ends[num_kv]) in cached:
+        while num_kv < len(ends) and ("kv", ends[num_kv]) in self.blocks:
             num_kv += 1
-        usable = num_kv if num_kv * self.pages_each < len(request.page_ids) else num_kv - 1
-        found = usable
-        while found > 0 and ("state", ends[found - 1]) not in cached:
+        found = min(num_kv, limit // self.block_size)
+        while found and ("state", ends[found - 1]) not in self.blocks:
             found -= 1
-        places = [found, max(found, num_kv), len(ends)]
-        states = {("state", ends[p - 1]): self.blocks_a_state for p in places if p > 0}
-        return max(found, 0), states | {("kv", end): 1 for end in reversed(ends)}
+        report = self._report(chain, ends[:num_kv], found)
+        return Match(
+            path=Path(chain, None, ()),
+            checkpoint=None,
+            junctions=(num_kv * self.block_size,) if num_kv > found else (),
+            num_seen=0,
+            report=report,
+            version=0,
+        )
+
+    def expect(self, chain: Chain, num_ahead: int) -> Ticket:  # noqa: ARG002
+        return Ticket(due=0)
+
+    def refresh(self, ticket: Ticket, match: Match) -> None:
+        """Nothing is kept for those that wait."""
+
+    def forget(self, ticket: Ticket) -> None:
+        """Nothing was kept for it."""
+
+    def _ends(self, chain: Chain, first: int, end: int) -> list[Place]:
+        """Where each of the chain's blocks [first, end) ends: its number, and the digest of the
+        page that its end lies in. A trace tells pages apart and nothing smaller.
+        """
+        pages = [-(-(k + 1) * self.block_size // self._page_size) - 1 for k in range(first, end)]
+        digests = chain.digests(pages[-1] + 1) if pages else []
+        return [(k, digests[page]) for k, page in enumerate(pages, start=first)]
+
+    def _report(self, chain: Chain, kv_ends: Sequence[Place], found: int) -> CacheReport:
+        size = self.block_size
+        evicted = len(kv_ends)
+        while evicted and kv_ends[evicted - 1] not in self._had_states:
+            evicted -= 1
+        seen_tokens, kv_length = self._num_seen(chain) * self._page_size, len(kv_ends) * size
+        is_partial = floor(seen_tokens, size) <= kv_length
+        seen = Seen(
+            reused=found * size,
+            checkpoint_evicted=evicted * size,
+            kv_grid=kv_length,
+            resident=max(kv_length, seen_tokens) if is_partial else kv_length,
+            ghost=seen_tokens,
+            other_salt=0,
+        )
+        return CacheReport(
+            prompt_tokens=len(chain),
+            kv_length=kv_length,
+            state_length=found * size,
+            reused=found * size,
+            lost=explain(seen, len(chain)),
+        )
+
+    def _num_seen(self, chain: Chain) -> int:
+        """Pages of the prompt that some request has computed before."""
+        num = 0
+        for digest in chain.full_digests():
+            if digest not in self._seen:
+                break
+            num += 1
+        return num
+
+    # --- admit ------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        chain: Chain,
+        match: Match,
+        *,
+        marks: tuple[int, ...] = (),  # noqa: ARG002
+        first_time: bool = True,
+        patience: int = 0,  # noqa: ARG002
+    ) -> Lease | None:
+        position = match.report.state_length
+        ends = self._ends(chain, 0, position // self.block_size)
+        used: list[Key] = [("kv", end) for end in ends]
+        source: Key | None = ("state", ends[-1]) if ends else None
+        shared = used if source is None else [*used, source]
+        num_kv = -(-len(chain) // self.block_size)
+        fresh = num_kv - len(used) + self.blocks_a_state
+        if fresh + self.blocks.queued_among(shared) > self.blocks.room:
+            return None
+        for key in shared:
+            self.blocks.use(key)
+        if source is not None:
+            self.blocks[source].num_uses += 1
+            self.stats.checkpoints_used += 1
+        self._allocate(fresh)
+        self.stats.admitted(match.report, first_time=first_time)
+        lease = _lease(chain, match, self.block_size)
+        self._holds[lease] = Hold(used, source, num_kv, len(used), position // self._page_size)
+        return lease
+
+    def _allocate(self, num: int) -> None:
+        for (what, _), holding in self.blocks.allocate(num):
+            if what == "state":
+                self.stats.evicted("blocks", used=holding.num_uses > 0)
+
+    # --- while it runs ----------------------------------------------------------------------------
+
+    def extend(self, lease: Lease, num_tokens: int) -> bool:
+        hold = self._holds[lease]
+        missing = -(-num_tokens // self.block_size) - hold.num_kv
+        if missing <= 0:
+            return True
+        if missing > self.blocks.room:
+            return False
+        self._allocate(missing)
+        hold.num_kv += missing
+        return True
+
+    def add_junction(self, lease: Lease, position: int) -> None:  # noqa: ARG002
+        """Nobody waits for another one's prefill, so nobody asks."""
+        raise AssertionError("a junction is asked for in mode auto alone")
+
+    def take_exports(self, lease: Lease, end: int) -> list[Export]:
+        hold = self._holds[lease]
+        assert not hold.exports, "A3: exports are committed before new ones are taken"
+        for position, kind in self._place(lease.facts, lease.position, end).items():
+            if self.blocks_a_state > self.blocks.room:
+                self.stats.checkpoints_skipped += 1
+                continue
+            self._allocate(self.blocks_a_state)
+            hold.exports.append(Export(position=position, slot=ZERO_SLOT, kind=kind))
+        return hold.exports
+
+    def commit(self, lease: Lease, position: int, written: Mapping[int, int]) -> None:  # noqa: ARG002
+        hold = self._holds[lease]
+        self._end_reading(hold)
+        lease.position = position
+        self._publish_kv(lease.chain, hold, position)
+        for export in hold.exports:
+            self._publish_state(lease.chain, export.position)
+        hold.exports = []
+
+    def _publish_kv(self, chain: Chain, hold: Hold, position: int) -> None:
+        """Give the blocks that have become full their keys."""
+        num_full, num_pages = position // self.block_size, position // self._page_size
+        for end in self._ends(chain, hold.num_full, num_full):
+            if self.blocks.hold(("kv", end), 1):
+                hold.used.append(("kv", end))
+        self._seen.update(chain.digests(num_pages)[hold.num_seen : num_pages])
+        hold.num_full, hold.num_seen = num_full, num_pages
+
+    def _publish_state(self, chain: Chain, position: int) -> None:
+        """Keep a state in the queue: the request itself has moved on."""
+        num_full = position // self.block_size
+        (end,) = self._ends(chain, num_full - 1, num_full)
+        if not self.blocks.hold(("state", end), self.blocks_a_state):
+            self.blocks.free(self.blocks_a_state)
+            return
+        self.blocks.leave(("state", end))
+        self._had_states.add(end)
+        self.stats.checkpoints_made += 1
+
+    def _end_reading(self, hold: Hold) -> None:
+        """Let go of the state that the first step has read."""
+        if hold.source is not None:
+            self.blocks.leave(hold.source)
+            hold.source = None
+
+    # --- release ----------------------------------------------------------------------------------
+
+    def release(self, lease: Lease, kind: Kind | None = None) -> None:  # noqa: ARG002
+        """The state at the answer's end, or where the request is preempted, is not kept."""
+        hold = self._holds.pop(lease)
+        self._end_reading(hold)
+        num_states = 1 + len(hold.exports)
+        num_own = hold.num_kv - len(hold.used)
+        self.blocks.free(num_states * self.blocks_a_state + num_own)
+        for key in reversed(hold.used):
+            self.blocks.leave(key)
+
+    def check(self) -> None:
+        """The invariants, from scratch; for tests."""
+        self.blocks.check()
+        if not self._holds:
+            assert not self.blocks.num_used, "what no request holds is queued or free"
 
 
-def one_pool(trace: Trace, cost: CostModel, memory_bytes: int, block_size: int) -> OnePool:
-    """Of a size in bytes, with blocks of at least `block_size` tokens, in whole pages; and beside
-    that room for the longest request.
-    """
-    pages_each = -(-block_size // trace.page_size)
-    block_bytes = pages_each * trace.page_size * cost.page_token_bytes
-    longest = max(request.input_length for request in trace.requests)
-    blocks_a_state = -(-cost.state_bytes // block_bytes)
-    running = -(-longest // (pages_each * trace.page_size)) + blocks_a_state
+def _lease(chain: Chain, match: Match, block_size: int) -> Lease:
+    position = match.report.state_length
+    return Lease(
+        chain=chain,
+        report=match.report,
+        page_table=[],
+        path=[],
+        duplicates=[],
+        position=position,
+        write_from=position,
+        slot_in=ZERO_SLOT,
+        slot_out=ZERO_SLOT,
+        source=None,
+        page_copy=None,
+        pinned_tail=(),
+        end=End(position=len(chain), time=0),
+        deepest_state=position,
+        facts=Facts(prompt_length=len(chain), junctions=match.junctions, block_size=block_size),
+    )
+
+
+def one_pool(
+    cost: CostModel,
+    *,
+    num_pages: int,
+    num_slots: int,
+    page_size: int,
+    block_size: int,
+    placement: Placement = place_align,
+) -> OnePool:
+    """A pool of as many bytes as so many pages and slots together."""
+    block_bytes = block_size * cost.page_token_bytes
+    total_bytes = num_pages * page_size * cost.page_token_bytes + num_slots * cost.state_bytes
     return OnePool(
-        num_blocks=memory_bytes // block_bytes + running,
-        pages_each=pages_each,
-        blocks_a_state=blocks_a_state,
+        num_blocks=total_bytes // block_bytes,
+        block_size=block_size,
+        blocks_a_state=-(-cost.state_bytes // block_bytes),
+        page_size=page_size,
+        placement=placement,
     )

@@ -1,7 +1,8 @@
-"""Policies to compare with: where states are kept and what goes first, for the same cache.
+"""Policies to compare with: where states are kept and what goes first.
 
-Each is a placement and a worth; everything else (pages, slots, matching, the scheduler) is ours, so
-a comparison shows the policy alone.
+Most are a placement and a worth for our own cache; everything else (pages, slots, matching, the
+scheduler) is ours, so a comparison shows the policy alone. `Pooled` ones bring a memory of their
+own, under the same scheduler.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from dataclasses import dataclass
 
 from milepost.cache import Cache, Kind, Mode
 from milepost.cache.chain import Chain
-from milepost.cache.placement import Facts, Placement, floor
+from milepost.cache.placement import Facts, Placement, floor, place_align
 from milepost.cache.tree import Checkpoint, End, Node
 from milepost.cache.worth import Worth
+from milepost.scheduler.memory import Memory
+from milepost.simulator.cost import CostModel
+from milepost.simulator.one_pool import one_pool
 
 INTERVAL = 8192
 
@@ -116,6 +120,13 @@ def intervals_too(facts: Facts, start: int, end: int) -> dict[int, Kind]:
     return dict(sorted((found | forks_and_ends(facts, start, end)).items()))
 
 
+def aligned_ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+    """The last block boundary in the prompt, and in the KV that is known of it."""
+    last = floor(facts.prompt_length - 1, facts.block_size)
+    found = {last: Kind.PROMPT_END} | dict.fromkeys(facts.junctions, Kind.JUNCTION)
+    return {p: found[p] for p in sorted(found) if start < p <= end}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How to build a cache that follows it."""
@@ -126,6 +137,10 @@ class Policy:
     block_size: int = 2048
     placement: Placement | None = None
     worth: Callable[[], Worth] | None = None
+
+    def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:  # noqa: ARG002
+        """The cache, as the pooled policies' memory is asked for."""
+        return self.cache(num_pages=num_pages, num_slots=num_slots, page_size=page_size)
 
     def cache(self, *, num_pages: int, num_slots: int, page_size: int) -> Cache:
         return Cache(
@@ -140,16 +155,61 @@ class Policy:
         )
 
 
-POLICIES = {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooled:
+    """States and KV in one pool of equal blocks. Needs time: without it KV is not limited."""
+
+    name: str
+    about: str
+    block_size: int
+    placement: Placement = place_align
+
+    def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:
+        """A pool of as many bytes as the pages and the slots together."""
+        return one_pool(
+            cost,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            page_size=page_size,
+            block_size=self.block_size,
+            placement=self.placement,
+        )
+
+
+AUTO = Policy(name="auto", about="Milepost's default")
+
+POLICIES: dict[str, Policy | Pooled] = {
     policy.name: policy
     for policy in (
-        Policy(name="auto", about="Milepost's default"),
+        AUTO,
         Policy(name="none", about="no reuse", mode="none"),
         Policy(
             name="align",
             about="the last multiple of 2048 in each chunk; LRU",
             mode="align",
             worth=Lru,
+        ),
+        Pooled(
+            name="align-544",
+            about="one pool of blocks of 544 tokens; the last multiple in each chunk; LRU",
+            block_size=544,
+        ),
+        Pooled(
+            name="align-2048",
+            about="the same with blocks of 2048 tokens",
+            block_size=2048,
+        ),
+        Pooled(
+            name="retain-544",
+            about="one pool of blocks of 544 tokens; the prompt's last multiple, forks; LRU",
+            block_size=544,
+            placement=aligned_ends,
+        ),
+        Pooled(
+            name="retain-2048",
+            about="the same with blocks of 2048 tokens",
+            block_size=2048,
+            placement=aligned_ends,
         ),
         Policy(name="all", about="each multiple of 2048; LRU", mode="all", worth=Lru),
         Policy(

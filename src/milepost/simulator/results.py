@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any
 
-from milepost.cache import Cache
+from milepost.cache import Cache, Stats
 from milepost.simulator.loop import Run
 from milepost.simulator.trace import Trace
 
@@ -49,18 +49,27 @@ def slots_row(trace: Trace, policy: str, cache: Cache, bound: float, *, seed: in
         num_slots=cache.slots.pool.total - 1,
         num_pages=None,
         prefill_tokens=cache.stats.queries - cache.stats.hits,
-        **_counts(trace, policy, cache, bound),
+        **_counts(trace, policy, cache.stats, bound),
     )
 
 
-def run_row(trace: Trace, policy: str, run: Run, bound: float, *, seed: int = 0) -> Row:
-    """Of a replay in virtual time."""
-    cache, stats = run.cache, run.scheduler.stats
+def run_row(
+    trace: Trace,
+    policy: str,
+    run: Run,
+    bound: float,
+    *,
+    num_pages: int,
+    num_slots: int,
+    seed: int = 0,
+) -> Row:
+    """Of a replay in virtual time with the memory of so many pages and slots."""
+    stats = run.scheduler.stats
     p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
     return Row(
         seed=seed,
-        num_slots=cache.slots.pool.total,
-        num_pages=cache.pages.total,
+        num_slots=num_slots,
+        num_pages=num_pages,
         ttft_p50_s=p50,
         ttft_p90_s=p90,
         ttft_p99_s=p99,
@@ -68,12 +77,11 @@ def run_row(trace: Trace, policy: str, run: Run, bound: float, *, seed: int = 0)
         preemptions=stats.num_preemptions,
         refused=run.num_refused,
         virtual_s=run.end_s,
-        **_counts(trace, policy, cache, bound),
+        **_counts(trace, policy, run.cache.stats, bound),
     )
 
 
-def _counts(trace: Trace, policy: str, cache: Cache, bound: float) -> dict[str, Any]:
-    stats = cache.stats
+def _counts(trace: Trace, policy: str, stats: Stats, bound: float) -> dict[str, Any]:
     rate = stats.hits / stats.queries if stats.queries else 0.0
     return {
         "trace": trace.name,

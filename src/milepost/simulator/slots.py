@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from milepost.cache import Cache
-from milepost.cache.memory import Memory
+from milepost.cache.storage import Storage
 from milepost.simulator.chain import TraceChain
-from milepost.simulator.policies import POLICIES, Policy
+from milepost.simulator.policies import AUTO, Policy
 from milepost.simulator.trace import Trace
 
 
@@ -20,9 +20,9 @@ def replay(
     trace: Trace,
     num_slots: int,
     *,
-    policy: Policy = POLICIES["auto"],
+    policy: Policy = AUTO,
     num_pages: int | None = None,
-    memory: Memory | None = None,
+    storage: Storage | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> Cache:
     """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache.
@@ -32,8 +32,8 @@ def replay(
     """
     longest = max(request.input_length for request in trace.requests)
     num_kept = trace.num_page_ids if num_pages is None else num_pages
-    if memory is not None:
-        cache = Cache(memory=memory, page_size=trace.page_size, grid=trace.page_size)
+    if storage is not None:
+        cache = Cache(storage=storage, page_size=trace.page_size, grid=trace.page_size)
     else:
         cache = policy.cache(
             num_pages=num_kept + -(-longest // trace.page_size),

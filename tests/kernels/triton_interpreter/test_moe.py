@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import products, reference, tall, triton, vectors
+from milepost.kernels.moe import few, products, reference, tall, triton, vectors
 from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.products import Tiles
 from tests.numbers import relative_error
@@ -38,6 +38,26 @@ def test_route(
     expected_weights, expected_experts = reference.route(logits, num_chosen, **arguments)
     assert experts.tolist() == expected_experts.tolist()
     torch.testing.assert_close(weights, expected_weights)
+
+
+def test_no_expert_is_chosen_twice() -> None:
+    logits = torch.full((2, 6), -torch.inf)
+    logits[0, 5] = logits[1, 3] = 0
+    _, experts = triton.route(logits, 4, normalise=False, has_shared=False)
+    assert experts.tolist() == [[5, 0, 1, 2], [3, 0, 1, 2]]
+
+
+def test_route_of_parts() -> None:
+    """They are added up and rounded, so that nobody can tell."""
+    logits = make(5, 9)[1]
+    parts = torch.stack((logits / 2, logits / 4, logits / 4))[:, :, :7].transpose(0, 1)
+    arguments = {"normalise": False, "has_shared": True}
+    for route in (triton.route, reference.route):
+        weights, experts = route(logits[:, :7].half(), 2, **arguments)
+        routed = route(parts, 2, **arguments, dtype=torch.half)
+        assert routed[0].dtype == torch.half
+        torch.testing.assert_close(routed[0], weights)
+        assert torch.equal(routed[1], experts)
 
 
 @pytest.mark.parametrize("group", [group_few, group_many])
@@ -156,6 +176,24 @@ def test_tall_blocks(num_tokens: int) -> None:
     assert tall.suits(hidden, gate_up)
     tall.expand(hidden, gate_up / 16, active, groups)
     tall.contract(active, weights, down / 16, output, groups)
+    expected = reference.apply(
+        hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
+    )
+    assert relative_error(output.float().sum(1), expected) < 5e-3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 16])
+def test_few_tokens(num_tokens: int) -> None:
+    """One expert that nobody chose, and every output written."""
+    hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 5, 256, 128))
+    logits[:, 2] = -torch.inf
+    gate_up[2] = down[2] = torch.nan
+    weights, experts = triton.route(logits, 2, normalise=True, has_shared=True)
+    assert few.suits(hidden, gate_up)
+    active = torch.full((experts.numel(), 128), torch.nan, dtype=torch.half)
+    output = torch.full((num_tokens, 3, 256), torch.nan, dtype=torch.half)
+    few.expand(hidden, experts, gate_up / 16, active)
+    few.contract(active, weights, experts, down / 16, output)
     expected = reference.apply(
         hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
     )

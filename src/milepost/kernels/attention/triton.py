@@ -19,9 +19,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
+from milepost.kernels.hopper import runs_gluon
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
 _COMBINED_AT_ONCE = 32
+_CROWD = 160
+"""More narrow programs than processors, and then some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,16 @@ class Shape:
     tail_stages: int
 
 
-def choose_shape(rows: int, head_dim: int, dtype: torch.dtype) -> Shape:
+def choose_shape(rows: int, head_dim: int, dtype: torch.dtype, num_programs: int) -> Shape:
     """The shape measured best on an H200 (see bench/kernels/attention.py)."""
     if dtype == torch.float32:
         # For tests: products in float32 are unrolled multiplications, slow to compile.
         return Shape(16, 4, 1, 1)
     large = head_dim > 128
     if rows == NARROW_ROWS:
+        if large and num_programs > _CROWD:
+            # Several share a processor, and each other's waits.
+            return Shape(64, 4, 2, 2)
         # A page is looked up two blocks before its KV is loaded, and that two before it is used.
         return Shape(64, 4, 5, 2) if large else Shape(128, 4, 5, 2)
     if rows < 128:
@@ -74,10 +81,12 @@ def attend(
         if hopper:
             hopper(items.wide, *common)
         else:
-            shape = wide_shape or choose_shape(items.wide_rows, head_dim, query.dtype)
+            shape = wide_shape or choose_shape(items.wide_rows, head_dim, query.dtype, 0)
             _launch(items.wide, items.wide_rows, shape, *common)
     if len(items.narrow):
-        shape = narrow_shape or choose_shape(NARROW_ROWS, head_dim, query.dtype)
+        # Decodes are most of them; how many items are padding is not known here.
+        num_programs = num_tokens * pool.shape[3]
+        shape = narrow_shape or choose_shape(NARROW_ROWS, head_dim, query.dtype, num_programs)
         _launch(items.narrow, NARROW_ROWS, shape, *common)
     if items.num_combined:
         _combine_kernel[(items.num_combined, num_heads)](
@@ -92,14 +101,14 @@ def attend(
             BLOCK_E=triton.next_power_of_2(head_dim),
             STEP=_COMBINED_AT_ONCE,
             num_warps=4,
+            **OVERLAPPED,
         )
     return output
 
 
 def _hopper_kernel(query: Tensor, pool: Tensor, wide_rows: int) -> Callable[..., None] | None:
-    """The kernel of `triton_hopper` where it can do the work. Gluon, in which it is written, may
-    change with every Triton."""
-    if not (query.is_cuda and triton.__version__.startswith("3.6.")):
+    """The kernel of `triton_hopper` where it can do the work."""
+    if not runs_gluon(query):
         return None
     from milepost.kernels.attention import triton_hopper
 
@@ -153,6 +162,7 @@ def _launch(
         TAIL_STAGES=shape.tail_stages,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **OVERLAPPED,
     )
 
 
@@ -184,6 +194,7 @@ def _attend_kernel(
     TAIL_STAGES: tl.constexpr,
 ):
     """One item and KV head: ROWS = tokens * GROUP query rows."""
+    let_next_start()
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
     first = tl.load(item)
@@ -193,6 +204,8 @@ def _attend_kernel(
     begin = tl.load(item + 4)
     end = tl.load(item + 5)
     ordinal = tl.load(item + 6)
+    # Padding waits too: a launch that is nothing else must not end before the one before it.
+    wait_for_inputs()
     if num_tokens == 0:
         return
     table = tables + table_row.to(tl.int64) * table_stride
@@ -345,6 +358,7 @@ def _combine_kernel(
     head = tl.program_id(1)
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base
+    wait_for_inputs()
     if count == 0:
         return
     column = tl.arange(0, BLOCK_E)

@@ -23,6 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+
 ROWS = 128
 _LOG2_E = 1.4426950408889634
 _BLOCK = 64
@@ -31,10 +34,9 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 
 
 def suits(query: Tensor, pool: Tensor, wide_rows: int) -> bool:
-    """Whether the kernel can do this work."""
+    """Whether the kernel can do this work, where `runs_gluon`."""
     return (
-        torch.cuda.get_device_capability(query.device) == (9, 0)
-        and query.dtype in (torch.bfloat16, torch.float16)
+        query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[2] in (128, 256)
         and pool.shape[2] >= _BLOCK
         and wide_rows == ROWS
@@ -84,6 +86,7 @@ def attend(
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
+        **OVERLAPPED,
     )
 
 
@@ -116,6 +119,11 @@ def _attend_kernel(
     """One item and KV head. Padding has no KV and no rows, so nothing is read or written for it."""
     kv_head = gl.program_id(0)
     item = items + gl.program_id(1) * 8
+    let_next_start()
+    num_tokens = gl.load(item + 1)
+    wait_for_inputs()
+    if num_tokens == 0:
+        return
     table = tables + gl.load(item + 2).to(gl.int64) * table_stride
     begin = gl.load(item + 4)
     end = gl.load(item + 5)

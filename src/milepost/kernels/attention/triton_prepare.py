@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 _FEW_TOKENS = 256
 """Up to here, tokens are handed out one by one, so that all of the chip takes part."""
 _TOKENS_AT_ONCE, _NUM_WARPS = 8, 4
@@ -58,6 +60,7 @@ def prepare(
         BLOCK_E=triton.next_power_of_2(head_dim),
         TOKENS=tokens,
         num_warps=1 if tokens == 1 else _NUM_WARPS,
+        **OVERLAPPED,
     )
     return query
 
@@ -85,6 +88,8 @@ def _prepare_kernel(
     TOKENS: tl.constexpr,
 ):
     """One head of TOKENS tokens."""
+    let_next_start()
+    wait_for_inputs()
     head = tl.program_id(1)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK_E)[None, :]

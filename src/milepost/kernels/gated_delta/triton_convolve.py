@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.gated_delta.triton_parts import UNSPECIALISED, head_channels, silu, unit_scale
+from milepost.kernels.overlap import let_next_start, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
@@ -41,8 +42,10 @@ def convolve(
     """ROWS tokens of one head of a tile: convolution, SiLU and L2 norm into `query_key`
     [2 * G, T, K] or `values` [V, T, W]. The first rows also write the convolution states of the
     tile's exports, and in a sequence's first tile the final state: they alone read the old one."""
+    let_next_start()
     head, tile = tl.program_id(0), tl.program_id(1) // PARTS
     sequence = tl.load(tile_sequence + tile)
+    wait_for_inputs()
     if sequence < 0:
         return
     begin, end = tl.load(sequence_begin + sequence), tl.load(sequence_begin + sequence + 1)

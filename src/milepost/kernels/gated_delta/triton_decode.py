@@ -9,6 +9,8 @@ Legend: D sequences, C channels, J taps, G key heads, V value heads, K key_dim, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,7 @@ from milepost.kernels.gated_delta.triton_parts import (
     unit_scale,
 )
 from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.hopper import runs_gluon
 
 _CONVOLVE = {"num_warps": 1}
 _UPDATE = {"num_warps": 4}
@@ -38,6 +41,9 @@ def decode(
     slot_out: Tensor,
 ) -> Tensor:
     """See `fused.decode`."""
+    hopper = _hopper_kernel(recurrent_pool)
+    if hopper:
+        return hopper(projected, weights, conv_pool, recurrent_pool, slot_in, slot_out)
     num_sequences = len(slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, num_taps = weights.conv.shape
@@ -85,6 +91,15 @@ def decode(
         **_UPDATE,
     )
     return output
+
+
+def _hopper_kernel(recurrent_pool: Tensor) -> Callable[..., Tensor] | None:
+    """The kernel of `triton_hopper` where it can do the work."""
+    if not runs_gluon(recurrent_pool):
+        return None
+    from milepost.kernels.gated_delta import triton_hopper
+
+    return triton_hopper.decode if triton_hopper.suits(recurrent_pool) else None
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)

@@ -27,6 +27,7 @@ from milepost.kernels.gated_delta.triton_convolve import convolve
 from milepost.kernels.gated_delta.triton_solve import solve
 from milepost.kernels.gated_delta.triton_states import carry, read
 from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.overlap import OVERLAPPED
 
 _CONVOLVED_ROWS = 32
 """Rows of a tile in one program of `convolve`, no fewer than taps."""
@@ -96,6 +97,7 @@ def prefill(
         ROWS=_CONVOLVED_ROWS,
         PARTS=parts,
         **_CONVOLVE,
+        **OVERLAPPED,
     )
     solve[(value_heads, num_chunks)](
         projected,
@@ -114,6 +116,7 @@ def prefill(
         **blocks,
         SPLIT=projected.is_cuda and projected.dtype != torch.float32,
         **_SOLVE,
+        **OVERLAPPED,
     )
     columns = min(_CARRIED_COLUMNS, blocks["BLOCK_W"])
     carry[(triton.cdiv(value_dim, columns), value_heads, num_sequences)](
@@ -133,6 +136,7 @@ def prefill(
         **sizes,
         **(blocks | {"BLOCK_W": columns}),
         **_CARRY,
+        **OVERLAPPED,
     )
     read[(value_heads, num_chunks)](
         projected,
@@ -151,5 +155,6 @@ def prefill(
         **sizes,
         **blocks,
         **_READ,
+        **OVERLAPPED,
     )
     return output

@@ -14,6 +14,7 @@ from milepost.kernels.gated_delta.triton_parts import (
     pairwise_decay,
     sigmoid,
 )
+from milepost.kernels.overlap import let_next_start, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
@@ -42,7 +43,9 @@ def solve(
     """One value head of a chunk: `values` become new values [V, T, W] as if the state before were
     zero; `erase` [V, T, K] times that state is what they then lose; `decay_sums` [V, T]."""
     head, chunk = tl.program_id(0), tl.program_id(1)
+    let_next_start()
     size = tl.load(chunk_size + chunk)
+    wait_for_inputs()
     if size <= 0:
         return
     begin = tl.load(chunk_begin + chunk).to(tl.int64)

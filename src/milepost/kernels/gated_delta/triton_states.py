@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.gated_delta.triton_parts import UNSPECIALISED, gated_norm, pairwise_decay
+from milepost.kernels.overlap import let_next_start, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
@@ -37,8 +38,10 @@ def carry(
     """BLOCK_W columns of a value head's state over all chunks of a sequence: `states` [N, V, K, W]
     before each chunk, `values` minus what the state erases of them, exports and the final state."""
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    let_next_start()
     first, last = tl.load(sequence_chunk + sequence), tl.load(sequence_chunk + sequence + 1)
     if first == last:
+        wait_for_inputs()
         return
     row, key_column = tl.arange(0, C), tl.arange(0, BLOCK_K)
     value_column = block * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -47,7 +50,9 @@ def carry(
     slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     state_at = (head * KEY_DIM + key_column[:, None]) * VALUE_DIM + value_column[None, :]
     source = tl.load(slot_in + sequence).to(tl.int64) * slot_size
+    # What an earlier step wrote may be read before the kernels of this one have ended.
     state = tl.load(pool + source + state_at, in_state, 0).to(tl.float32)
+    wait_for_inputs()
     tokens = tl.cast(num_tokens, tl.int64)
     key_row = (KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * tokens
     key_at = row[:, None] * KEY_DIM + key_column[None, :]
@@ -114,6 +119,7 @@ def read(
     chunk's own new values, through the gated norm into `output` [T, V * W]."""
     head, chunk = tl.program_id(0), tl.program_id(1)
     size = tl.load(chunk_size + chunk)
+    wait_for_inputs()
     if size == 0:
         return
     begin = tl.load(chunk_begin + chunk).to(tl.int64)

@@ -1,7 +1,8 @@
 """Linear projections of few rows on a GPU: the time is that of reading the weight once.
 
 A weight with few outputs is also cut along its inputs, so that every multiprocessor reads some of
-it; the partial sums are then added up in a fixed order, so results do not vary from run to run.
+it; the partial sums are added up in a fixed order, so results do not vary from run to run, and by
+whoever reads the product next.
 
 Legend: T tokens, I inputs, O outputs, S splits.
 """
@@ -31,14 +32,23 @@ class Tiles:
     """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
 
 
+_FEW_ROWS = Tiles(rows=16, columns=64, depth=128, warps=4, stages=4, is_swapped=True)
+_FEW_LONG_ROWS = Tiles(rows=16, columns=64, depth=128, warps=4, stages=5, is_swapped=True)
+_LONG = 4096
+"""Inputs from which on another stage pays."""
+_MORE_ROWS = Tiles(rows=64, columns=32, depth=128, warps=4, stages=4)
 _PROGRAMS = 128
 """A product is cut along its inputs until it has so many programs."""
+_FEW_PROGRAMS = 64
+"""Up to so many start while the kernel before still runs; more would crowd on the few processors
+that are free by then."""
 _FEW_OUTPUTS = 1024
 """Up to so many outputs torch's product leaves most multiprocessors idle."""
 
 
 def multiply_few(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product if it is faster here than in torch, else None.
+    """The product [T, O], or its parts [T, S, O] in float32, if that is faster here than torch's
+    product, else None.
 
     `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
     """
@@ -48,10 +58,10 @@ def multiply_few(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
     if num_tokens == 1:
         columns, depth = (4, 2048) if num_outputs <= 1 << 15 else (8, 1024)
         return multiply_vectors(hidden, weight, bias, columns=columns, depth=depth, warps=8)
-    if num_tokens <= 16:
-        tiles = Tiles(rows=16, columns=64, depth=128, warps=4, stages=4, is_swapped=True)
+    if num_tokens <= _FEW_ROWS.rows:
+        tiles = _FEW_ROWS if weight.shape[1] < _LONG else _FEW_LONG_ROWS
     elif num_outputs <= _FEW_OUTPUTS:
-        tiles = Tiles(rows=64, columns=32, depth=128, warps=4, stages=4)
+        tiles = _MORE_ROWS
     else:
         return None
     return multiply(hidden, weight, bias, tiles, _choose_splits(weight, tiles))
@@ -68,14 +78,16 @@ def _choose_splits(weight: Tensor, tiles: Tiles) -> int:
 def multiply(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, splits: int
 ) -> Tensor:
-    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O], in `splits` parts of I."""
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O].
+
+    Cut along I in S = `splits` > 1 parts they stay apart: [T, S, O] in float32.
+    """
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
-    output = hidden.new_empty(num_tokens, num_outputs)
-    sums = output
-    if splits > 1:
-        shape = splits, num_tokens, num_outputs
-        sums = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+    if splits == 1:
+        output = hidden.new_empty(num_tokens, num_outputs)
+    else:
+        output = hidden.new_empty(splits, num_tokens, num_outputs, dtype=torch.float32)
     grid = (
         triton.cdiv(num_outputs, tiles.columns),
         splits,
@@ -85,7 +97,7 @@ def multiply(
         hidden,
         weight,
         bias,
-        sums,
+        output,
         num_tokens,
         hidden.stride(0),
         INPUTS=num_inputs,
@@ -95,23 +107,26 @@ def multiply(
         DEPTH=tiles.depth,
         SPLITS=splits,
         SWAPPED=tiles.is_swapped,
-        # Not overlapped: programs that start while others still run crowd on few processors.
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **(OVERLAPPED if grid[0] * grid[1] <= _FEW_PROGRAMS else {}),
     )
-    if splits > 1:
-        blocks = triton.cdiv(num_tokens * num_outputs, 512)
-        _add_up_kernel[(blocks,)](
-            sums,
-            bias,
-            output,
-            num_tokens,
-            OUTPUTS=num_outputs,
-            SPLITS=splits,
-            BLOCK=512,
-            num_warps=4,
-            **OVERLAPPED,
-        )
+    return output if splits == 1 else output.transpose(0, 1)
+
+
+def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the second dimension of `parts` [T, S, O], as `multiply` returns them."""
+    num_tokens, splits, num_outputs = parts.shape
+    output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=parts.device)
+    _add_up_kernel[(triton.cdiv(num_tokens * num_outputs, 512),)](
+        parts,
+        output,
+        num_tokens * num_outputs,
+        SPLITS=splits,
+        BLOCK=512,
+        num_warps=4,
+        **OVERLAPPED,
+    )
     return output
 
 
@@ -143,6 +158,7 @@ def _multiply_kernel(
     # Rows beyond the last read row 0 and columns beyond the last wrap: neither is stored.
     x = hidden + tl.where(is_row, row, 0).to(tl.int64)[:, None] * stride + k[None, :]
     w = weight + (column % OUTPUTS).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    wait_for_inputs()
     if SWAPPED:
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
@@ -159,8 +175,9 @@ def _multiply_kernel(
             total = tl.dot(weights, tl.trans(inputs), total, input_precision="ieee")
         else:
             total = tl.dot(inputs, tl.trans(weights), total, input_precision="ieee")
-    if SPLITS == 1 and bias is not None:
-        offset = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+    if bias is not None:
+        has_bias = is_column & (split == 0)
+        offset = tl.load(bias + column, mask=has_bias, other=0.0).to(tl.float32)
         if SWAPPED:
             total += offset[:, None]
         else:
@@ -175,20 +192,15 @@ def _multiply_kernel(
         tl.store(output + target[:, None] + column[None, :], result, mask=mask)
 
 
-@triton.jit(do_not_specialize=("num_tokens",))
-def _add_up_kernel(
-    sums, bias, output, num_tokens, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=("size",))
+def _add_up_kernel(parts, output, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     let_next_start()
     wait_for_inputs()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    size = num_tokens * OUTPUTS
     is_index = index < size
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
-        total += tl.load(sums + split * size + index, mask=is_index, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + index % OUTPUTS, mask=is_index, other=0.0).to(tl.float32)
+        total += tl.load(parts + split * size + index, mask=is_index, other=0.0)
     tl.store(output + index, total.to(output.dtype.element_ty), mask=is_index)
 
 

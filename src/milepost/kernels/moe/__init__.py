@@ -17,10 +17,16 @@ __all__ = ["apply", "parts", "route"]
 
 
 def route(
-    logits: Tensor, num_chosen: int, *, normalise: bool, has_shared: bool = False
+    logits: Tensor,
+    num_chosen: int,
+    *,
+    normalise: bool,
+    has_shared: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.route`; the experts' integer type is the device's choice."""
-    return _module(logits).route(logits, num_chosen, normalise=normalise, has_shared=has_shared)
+    how = {"normalise": normalise, "has_shared": has_shared, "dtype": dtype}
+    return _module(logits).route(logits, num_chosen, **how)
 
 
 def parts(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.precision import accumulation_dtype
+from milepost.kernels.precision import accumulation_dtype, cast
 
 _DENSE_TOKENS = 32
 _DENSE_WEIGHTS = 1 << 15
@@ -19,15 +19,23 @@ cheaper than visiting those that are hit: the visits cost more than the arithmet
 
 
 def route(
-    logits: Tensor, num_chosen: int, *, normalise: bool, has_shared: bool = False
+    logits: Tensor,
+    num_chosen: int,
+    *,
+    normalise: bool,
+    has_shared: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the experts, then the best of them: weights [T, N] in `logits`' type, experts
-    [T, N] int64.
+    """Softmax over the experts, then the best of them: weights [T, N] in `dtype`, by default that
+    of `logits`, and experts [T, N] int64.
 
-    `logits` [T, X]; with `normalise` the weights of a token's `num_chosen` experts add up to 1.
-    With `has_shared` the last expert is every token's last choice, its weight the sigmoid of its
-    logit, and the others are chosen as if it were not there.
+    `logits` [T, X], or [T, P, X] whose parts are added up; they are rounded to `dtype` first. With
+    `normalise` the weights of a token's `num_chosen` experts add up to 1. With `has_shared` the
+    last expert is every token's last choice, its weight the sigmoid of its logit, and the others
+    are chosen as if it were not there.
     """
+    logits = logits if logits.dim() == 2 else logits.sum(1)
+    logits = logits if dtype is None else cast(logits, dtype)
     precise = accumulation_dtype(logits.dtype)
     routed = logits[:, :-1] if has_shared else logits
     weights, experts = routed.softmax(-1, dtype=precise).topk(num_chosen, dim=-1)

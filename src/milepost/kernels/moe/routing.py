@@ -1,6 +1,6 @@
 """Triton: which experts a token chooses.
 
-Legend: T tokens, X experts, N experts for each token.
+Legend: T tokens, P parts, X experts, N experts for each token.
 """
 
 from __future__ import annotations
@@ -14,18 +14,26 @@ from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
 def route(
-    logits: Tensor, num_chosen: int, *, normalise: bool, has_shared: bool
+    logits: Tensor,
+    num_chosen: int,
+    *,
+    normalise: bool,
+    has_shared: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.route`, with experts in int32; among equal logits the first expert wins."""
-    num_tokens, num_experts = logits.shape[0], logits.shape[1] - has_shared
+    num_tokens, num_experts = logits.shape[0], logits.shape[-1] - has_shared
     width = num_chosen + has_shared
-    weights = logits.new_empty(num_tokens, width)
+    weights = torch.empty(num_tokens, width, dtype=dtype or logits.dtype, device=logits.device)
     experts = torch.empty(num_tokens, width, dtype=torch.int32, device=logits.device)
+    has_parts = logits.dim() == 3
     _route_kernel[(num_tokens,)](
         logits,
         weights,
         experts,
         logits.stride(0),
+        logits.stride(1) if has_parts else 0,
+        PARTS=logits.shape[1] if has_parts else 1,
         EXPERTS=num_experts,
         COLUMNS=triton.next_power_of_2(num_experts),
         CHOSEN=num_chosen,
@@ -38,11 +46,22 @@ def route(
 
 
 @triton.jit
+def _add_up(source, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """Logits as if they had been rounded to `dtype` before they were read."""
+    total = tl.load(source, mask=mask).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(source + part * part_stride, mask=mask)
+    return total.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _route_kernel(
     logits,
     weights,
     experts,
     stride,
+    part_stride,
+    PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -57,15 +76,20 @@ def _route_kernel(
     column = tl.arange(0, COLUMNS)
     is_expert = column < EXPERTS
     row = logits + token.to(tl.int64) * stride
-    left = tl.load(row + column, mask=is_expert, other=float("-inf")).to(tl.float32)
+    dtype: tl.constexpr = weights.dtype.element_ty
+    left = _add_up(row + column, part_stride, is_expert, dtype, PARTS)
+    left = tl.where(is_expert, left, float("-inf"))
     top = tl.max(left)
     total = tl.sum(tl.exp(left - top))
     place = tl.arange(0, triton.next_power_of_2(WIDTH))
     best_logits = tl.zeros_like(place).to(tl.float32)
     best_experts = tl.zeros_like(place)
+    is_left = is_expert
     for n in tl.static_range(CHOSEN):
         best = tl.max(left)
-        expert = tl.min(tl.where((left == best) & is_expert, column, COLUMNS - 1))
+        # Even among logits of minus infinity no expert is chosen twice.
+        expert = tl.min(tl.where((left == best) & is_left, column, COLUMNS - 1))
+        is_left &= column != expert
         left = tl.where(column == expert, float("-inf"), left)
         best_logits = tl.where(place == n, best, best_logits)
         best_experts = tl.where(place == n, expert, best_experts)
@@ -73,9 +97,9 @@ def _route_kernel(
     shares = tl.where(is_chosen, tl.exp(best_logits - top), 0.0)
     shares /= tl.sum(shares) if NORMALISE else total
     if SHARED:
-        gate = tl.load(row + EXPERTS).to(tl.float32)
+        gate = _add_up(row + EXPERTS, part_stride, None, dtype, PARTS)
         shares = tl.where(is_chosen, shares, tl.sigmoid(gate))
         best_experts = tl.where(is_chosen, best_experts, EXPERTS)
     target = token * WIDTH + place
-    tl.store(weights + target, shares.to(weights.dtype.element_ty), mask=place < WIDTH)
+    tl.store(weights + target, shares.to(dtype), mask=place < WIDTH)
     tl.store(experts + target, best_experts, mask=place < WIDTH)

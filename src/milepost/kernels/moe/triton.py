@@ -1,8 +1,9 @@
-"""Routed experts on a GPU: `reference`'s functions, in three regimes by the number of tokens.
+"""Routed experts on a GPU: `reference`'s functions, in four regimes by the number of tokens.
 
-Very few tokens: each choice reads its expert by itself (`vectors`). More: choices are grouped by
-expert, so that every expert's weights are read once (`products`). Many: blocks so tall that the
-arithmetic is what costs (`tall`). Launches depend on shapes alone, never on what was chosen.
+Very few tokens: each choice reads its expert by itself (`vectors`). As many as fit a tile: every
+expert's weights are read once, for all of them (`few`). More: choices are grouped by expert
+(`products`). Many: blocks so tall that the arithmetic is what costs (`tall`). Launches depend on
+shapes alone, never on what was chosen.
 
 Legend: T tokens, X experts, N choices of a token, P = T * N, H hidden size, I an expert's size.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import products, tall, vectors
+from milepost.kernels.moe import few, products, tall, vectors
 from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.products import Tiles
 from milepost.kernels.moe.routing import route
@@ -79,11 +80,15 @@ def parts(
     """
     num_tokens, num_chosen = experts.shape
     num_choices = experts.numel()
-    active = hidden.new_empty(num_choices, down.shape[2])
     output = hidden.new_empty(num_tokens, num_chosen, down.shape[1])
+    active = hidden.new_empty(num_choices, down.shape[2])
     if num_choices <= _VECTOR_CHOICES:
         vectors.expand(hidden, experts, gate_up, active, columns=4, depth=2048, warps=4)
         vectors.contract(active, weights, experts, down, output, columns=8, depth=512, warps=4)
+        return output
+    if few.suits(hidden, gate_up):
+        few.expand(hidden, experts, gate_up, active)
+        few.contract(active, weights, experts, down, output)
         return output
     num_experts = gate_up.shape[0]
     if num_choices > _TALL_CHOICES * num_experts and tall.suits(hidden, gate_up):

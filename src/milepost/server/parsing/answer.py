@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,9 +71,9 @@ def find_format(
     return Format(has_reasoning=has_reasoning, calls=calls)
 
 
-def ends_in_reasoning(prompt_end: str) -> bool:
-    """Whether a prompt that ends so has opened the reasoning."""
-    return re.search(r"<think>\s*$", prompt_end) is not None
+def ends_in_reasoning(prompt: str) -> bool:
+    """Whether a prompt has opened the reasoning at its end."""
+    return prompt.rstrip().endswith("<think>")
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:

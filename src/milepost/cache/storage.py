@@ -16,7 +16,7 @@ USUAL_SHARE = 1 / 8
 """Of an arena's units, those that mostly are slots; only how much is remembered depends on it."""
 
 
-class Memory(Protocol):
+class Storage(Protocol):
     """What the cache asks."""
 
     pages: Pool

@@ -1,0 +1,15 @@
+"""Where kernels in Gluon run."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+
+def runs_gluon(tensor: Tensor) -> bool:
+    """Whether kernels in Gluon for Hopper run where the tensor is. Asked before such a kernel is
+    imported: Gluon may change with every Triton."""
+    if not (tensor.is_cuda and triton.__version__.startswith("3.6.")):
+        return False
+    return torch.cuda.get_device_capability(tensor.device) == (9, 0)

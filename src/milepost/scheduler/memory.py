@@ -1,0 +1,60 @@
+"""What the scheduler asks of the memory that requests run in.
+
+`Cache` answers it. So may another memory, for a comparison under the same scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from milepost.cache.chain import Chain
+from milepost.cache.placement import Kind, Mode
+from milepost.cache.plans import Export, Lease, Match
+from milepost.cache.report import Stats
+from milepost.cache.tree import Ticket
+
+
+class Memory(Protocol):
+    """The verbs are described at `Cache`. One contract test runs for each policy's."""
+
+    mode: Mode
+    stats: Stats
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest request, its answer included, that can run when it is alone."""
+        ...
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """What could be allocated of either kind if everything that is only cached gave way."""
+        ...
+
+    def match(self, chain: Chain, limit: int | None = None) -> Match: ...
+
+    def expect(self, chain: Chain, num_ahead: int) -> Ticket: ...
+
+    def refresh(self, ticket: Ticket, match: Match) -> None: ...
+
+    def forget(self, ticket: Ticket) -> None: ...
+
+    def admit(
+        self,
+        chain: Chain,
+        match: Match,
+        *,
+        marks: tuple[int, ...] = (),
+        first_time: bool = True,
+        patience: int = 0,
+    ) -> Lease | None: ...
+
+    def extend(self, lease: Lease, num_tokens: int) -> bool: ...
+
+    def add_junction(self, lease: Lease, position: int) -> None: ...
+
+    def take_exports(self, lease: Lease, end: int) -> list[Export]: ...
+
+    def commit(self, lease: Lease, position: int, written: Mapping[int, int]) -> None: ...
+
+    def release(self, lease: Lease, kind: Kind | None = None) -> None: ...

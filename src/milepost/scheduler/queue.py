@@ -1,0 +1,65 @@
+"""The requests that wait, most urgent first."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+from milepost.cache.plans import Match
+from milepost.scheduler.memory import Memory
+from milepost.scheduler.request import Request
+
+
+class Queue:
+    """Requests by priority and arrival. The memory knows of each, and what it will resume from.
+
+    A request that found no room is *blocked* until there is more of it, or something else was
+    admitted that it could share with: until then it need not look again.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._requests: list[Request] = []
+        self._num_admitted = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those that wait now, whatever happens to the queue meanwhile."""
+        return iter(tuple(self._requests))
+
+    def add(self, request: Request) -> None:
+        index = bisect_right(self._requests, request.rank, key=lambda r: r.rank)
+        self._requests.insert(index, request)
+        request.ticket = self._memory.expect(request.chain, index)
+
+    def remove(self, request: Request) -> None:
+        assert request.ticket is not None
+        self._requests.remove(request)
+        self._memory.forget(request.ticket)
+        request.ticket = None
+
+    def admit(self, request: Request) -> None:
+        """Remove a request that has found room."""
+        self.remove(request)
+        self._num_admitted += 1
+        request.blocked_at = None
+
+    def block(self, request: Request, match: Match) -> None:
+        """Note that a request found no room, and what it would resume from by now."""
+        assert request.ticket is not None
+        self._memory.refresh(request.ticket, match)
+        request.blocked_at = self._room
+
+    def is_blocked(self, request: Request) -> bool:
+        """Whether a request that found no room would find none now."""
+        if request.blocked_at is None:
+            return False
+        num_admitted, num_pages, num_slots = request.blocked_at
+        now_admitted, now_pages, now_slots = self._room
+        return now_admitted == num_admitted and now_pages <= num_pages and now_slots <= num_slots
+
+    @property
+    def _room(self) -> tuple[int, int, int]:
+        return self._num_admitted, *self._memory.room
