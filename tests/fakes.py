@@ -68,6 +68,8 @@ class FakeRunner:
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self._check_outputs(plan)
+        for move in plan.moves:
+            self.kv[move.target] = list(self.kv[move.source])
         for sequence in plan.sequences:
             self._copy_page(sequence)
         states = [self.slots[sequence.slot_in] for sequence in plan.sequences]

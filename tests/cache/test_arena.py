@@ -84,8 +84,9 @@ def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
         serve(cache, 2 * seed, 80)
     few = cache.slots.pool.num_cached
     assert hit(cache, 206, 80) == 80 * PAGE_SIZE, "the last long prompt is there"
-    for seed in range(200, 280):
-        serve(cache, 2 * seed, 2)
+    for num_pages in (2, 3, 4):
+        for seed in range(200, 230):
+            serve(cache, 2 * seed, num_pages)
     again = cache.slots.pool.num_cached
     assert few < many - 5
     assert again > few + 3, (many, few, again)
@@ -95,8 +96,8 @@ def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
     cache = Cache(storage=Arena(6, 4), page_size=PAGE_SIZE)
     for seed in range(20):
         serve(cache, 2 * seed, 3)
-    serve(cache, 1000, cache.max_pages)
-    chain = cache.chain([1] * ((cache.max_pages + 1) * PAGE_SIZE))
+    serve(cache, 1000, cache.storage.max_pages)
+    chain = cache.chain([1] * ((cache.storage.max_pages + 1) * PAGE_SIZE))
     before = cache.version
     assert cache.admit(chain, cache.match(chain)) is None
     assert cache.version == before

@@ -45,10 +45,10 @@ class Machine(RuleBasedStateMachine):
     def build(self, page_size, num_tokens, num_slots, mode, budget, max_num_seqs, pages_each):
         """With `pages_each` one arena in place of two pools."""
         num_pages = num_tokens // page_size
-        memory = Split(num_pages, num_slots)
+        storage = Split(num_pages, num_slots)
         if pages_each:
-            memory = Arena(-(-num_pages // pages_each) + num_slots, pages_each)
-        self.cache = Cache(storage=memory, page_size=page_size, mode=mode, block_size=128)
+            storage = Arena(-(-num_pages // pages_each) + num_slots, pages_each)
+        self.cache = Cache(storage=storage, page_size=page_size, mode=mode, block_size=128)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.add(request)
         except InvalidRequestError:
             longest = len(prompt) + request.max_tokens
-            assert longest > self.cache.max_pages * self.cache.page_size
+            assert longest > self.cache.capacity
             return
         self.requests.append(request)
         self.known.append(prompt)

@@ -14,7 +14,7 @@ from milepost.cache.kinds import HYBRID, LayerKind
 from milepost.cache.matching import Finder
 from milepost.cache.storage import Split, Storage
 from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement
-from milepost.cache.plans import Export, Lease, Match, PageCopy
+from milepost.cache.plans import Export, Lease, Match, PageCopy, PageMove
 from milepost.cache.publishing import Publisher
 from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import Stats
@@ -343,6 +343,11 @@ class Cache:
             self.reclaimer.rank_checkpoint(lease.source)
             lease.source = None
         lease.slot_in = lease.slot_out
+
+    def take_moves(self) -> tuple[PageMove, ...]:
+        """Copies of pages that all plans from now on suppose: to be made before anything else."""
+        mover = self.reclaimer.mover
+        return mover.take() if mover is not None else ()
 
     # --- release ----------------------------------------------------------------------------------
 

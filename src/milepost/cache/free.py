@@ -113,9 +113,24 @@ class FreePages:
         """Free pages in units that hold others."""
         return self._num_loose
 
-    def num_free_in(self, unit: int) -> int:
-        """Free pages in a unit that holds others."""
-        return len(self._loose.get(unit, ()))
+    def emptiest(self) -> list[int]:
+        """Units that hold pages and have free ones too; first those with most."""
+        return sorted(self._loose, key=lambda unit: -len(self._loose[unit]))
+
+    def held_in(self, unit: int) -> list[int]:
+        """Pages of a unit that are not free."""
+        free = set(self._loose.get(unit, ()))
+        return [id_ for id_ in range(unit * self._each, (unit + 1) * self._each) if id_ not in free]
+
+    def take_outside(self, unit: int, num: int) -> list[int]:
+        """Take so many of other units that hold pages, which there are."""
+        own = self._loose.pop(unit, None)
+        ids: list[int] = []
+        while len(ids) < num:
+            self._take_loose(ids, num)
+        if own is not None:
+            self._loose[unit] = own
+        return ids
 
     def take(self, num: int) -> list[int]:
         ids: list[int] = []

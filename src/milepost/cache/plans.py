@@ -37,6 +37,16 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageMove:
+    """Copy the KV of page `source` to page `target`, in every layer: what is cached there stands in
+    the target from now on, and the source may be overwritten.
+    """
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageCopy:
     """Copy the KV of the first `num_tokens` tokens of page `source` to page `target`, in every
     layer.

@@ -112,6 +112,15 @@ class Pool:
         self.num_cached += num_cached
         self._free.give(freed)
 
+    def move(self, source: int, target: int) -> None:
+        """Hand the references of a cached id to one that was taken from the free ones; the first
+        becomes free.
+        """
+        assert not self._live_refs[source], f"P5: id {source} is used, so it stays where it is"
+        self._cached_refs[target] = self._cached_refs[source]
+        self._cached_refs[source] = 0
+        self._free.give((source,))
+
     def keep(self, ids: Iterable[int]) -> None:
         """Add a cached reference to ids that are used; they stay used."""
         live, cached = self._live_refs, self._cached_refs

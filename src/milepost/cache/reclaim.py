@@ -15,14 +15,12 @@ from collections.abc import Callable
 
 from milepost.cache.eviction import Order, Shelves
 from milepost.cache.links import follow, link, unlink
-from milepost.cache.storage import Storage
+from milepost.cache.moving import Mover
+from milepost.cache.storage import Arena, Storage
 from milepost.cache.report import Stats
 from milepost.cache.tree import Checkpoint, End, Node, Ticket, Tree
 from milepost.cache.waiting import hang, pass_on, take
 from milepost.cache.worth import Worth
-
-MAX_STRAYS_TRIED = 4
-"""Paths of strays looked at to find one that a unit can be made of."""
 
 
 class Reclaimer:
@@ -38,6 +36,7 @@ class Reclaimer:
         "_stray_clock",
         "_strays",
         "_tree",
+        "mover",
         "stats",
         "worth",
     )
@@ -49,6 +48,7 @@ class Reclaimer:
         self._storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
+        self.mover = Mover(tree, storage) if isinstance(storage, Arena) else None
         self.stats = stats
         self.worth = worth
         self._page_size = page_size
@@ -80,8 +80,10 @@ class Reclaimer:
         """A slot with one live reference; evicts if none is free. The caller has checked that there
         is room.
         """
-        if not self._slots.pool.num_free:
-            self._free_slot()
+        if self.mover is not None:
+            self._free_unit(self.mover)
+        elif not self._slots.pool.num_free:
+            self._evict_least(self._states, self.worth.of, "slots")
         return self._slots.allocate()
 
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
@@ -187,59 +189,17 @@ class Reclaimer:
         else:
             self._evict_least(self._carriers, self._worth_per_page, "pages")
 
-    def _free_slot(self) -> None:
-        """Make a unit of strays, or evict the checkpoint whose slot is worth least."""
-        if self._storage.pages_a_slot and self._free_unit_of_strays():
-            return
-        least = self._states.least(self._worth_of_slot)
-        if least is not None:
-            self.evict_checkpoint(least[0], "slots")
-            return
-        # Running requests hold all slots, and no page that they don't hold is reached by a state.
+    def _free_unit(self, mover: Mover) -> None:
+        """Evict what is worth least for its bytes until those of a slot are free, and move what is
+        left between them out of their way.
+        """
         while not self._slots.pool.num_free:
-            stray = self._strays.pop()
-            assert stray is not None, "E1: what is cached can be reached through the orders"
-            self._evict_strays(*stray, 1)
-
-    def _free_unit_of_strays(self) -> bool:
-        """Evict what makes a unit free of pages, if one of the oldest strays stands in such a
-        unit.
-        """
-        looked_at: list[tuple[Node, float]] = []
-        num_pages = 0
-        while not num_pages and len(looked_at) < MAX_STRAYS_TRIED:
-            stray = self._strays.pop()
-            if stray is None:
-                break
-            num_pages = self._pages_to_a_unit(stray[0])
-            looked_at.append(stray)
-        if num_pages:
-            self._evict_strays(*looked_at.pop(), num_pages)
-        for stray in looked_at:
-            self._strays.push(*stray)
-        return num_pages > 0
-
-    def _pages_to_a_unit(self, stray: Node) -> int:
-        """How many pages of a stray's path must go, from it upwards, to make a unit free; 0 if no
-        number of them does.
-        """
-        each = self._storage.pages_a_slot
-        found: dict[int, int] = {}
-        node: Node | None = stray
-        for num in range(1, 2 * each):
-            assert node is not None
-            unit = node.page // each
-            # A page that is also a checkpoint's tail stays.
-            found[unit] = found.get(unit, 0) + (self._pages.cached_refs(node.page) == 1)
-            if found[unit] + self._storage.num_free_in(unit) == each:
-                return num
-            node = node.parent
-            if node is None or node.num_children > 1 or not self._is_stray(node):
-                break
-        return 0
-
-    def _is_stray(self, node: Node) -> bool:
-        return not (node.is_root or node.num_reaching or self._pages.live_refs(node.page))
+            missing = self._storage.pages_a_slot - self._storage.num_loose_pages
+            stray = self._strays.pop() if missing > 0 else None
+            if stray is not None:
+                self._evict_strays(*stray, missing)
+            elif missing > 0 or not mover.clear_unit():
+                self._evict_least(self._states, self._worth_of_slot, "slots")
 
     def _worth_of_slot(self, checkpoint: Checkpoint) -> float:
         """What is lost with a slot; in an arena for each page that its bytes make."""

@@ -6,6 +6,8 @@ so it can be had for either kind once what it caches is evicted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Protocol
 
 from milepost.cache.free import FreeList, FreePages, FreeSlots, Units
@@ -33,10 +35,6 @@ class Storage(Protocol):
         """Free pages that don't make up a free unit."""
         ...
 
-    def num_free_in(self, unit: int) -> int:
-        """Free pages in a unit that holds pages."""
-        ...
-
     def is_free(self, num_pages: int, num_slots: int) -> bool:
         """Whether so much is free at once."""
         ...
@@ -60,9 +58,6 @@ class Split:
     @property
     def num_loose_pages(self) -> int:
         return self.pages.num_free
-
-    def num_free_in(self, unit: int) -> int:  # noqa: ARG002
-        return 0
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
         return num_pages <= self.pages.num_free and num_slots <= self.slots.pool.num_free
@@ -97,20 +92,37 @@ class Arena:
         missing = num_slots - slots.room
         return missing <= 0 or self._has_idle_page_units(missing)
 
-    def num_free_in(self, unit: int) -> int:
-        return self._free_pages.num_free_in(unit)
-
     @property
     def num_loose_pages(self) -> int:
         return self._free_pages.num_loose
 
+    def unit_to_clear(self) -> int | None:
+        """A unit of which only the cache holds pages, as few as can be."""
+        for unit in self._free_pages.emptiest():
+            if self._is_idle(unit):
+                return unit
+        return next(self._idle_page_units(), None)
+
+    def make_way(self, unit: int) -> list[tuple[int, int]]:
+        """Free such a unit: each of its pages and the one that takes its place, whose contents are
+        to be copied. There are as many free pages in other units that hold pages.
+        """
+        sources = self._free_pages.held_in(unit)
+        targets = self._free_pages.take_outside(unit, len(sources))
+        moves = list(zip(sources, targets, strict=True))
+        for source, target in moves:
+            self.pages.move(source, target)
+        return moves
+
     def _has_idle_page_units(self, num: int) -> bool:
-        each = self.pages_a_slot
-        for first in range(self.pages.first, self.pages.end, each):
-            num -= self.pages.is_idle(first, first + each)
-            if not num:
-                return True
-        return False
+        return sum(1 for _ in islice(self._idle_page_units(), num)) == num
+
+    def _idle_page_units(self) -> Iterator[int]:
+        return filter(self._is_idle, range(1, self.units.num_units + 1))
+
+    def _is_idle(self, unit: int) -> bool:
+        """Whether it holds pages, and only the cache holds those."""
+        return self.pages.is_idle(unit * self.pages_a_slot, (unit + 1) * self.pages_a_slot)
 
 
 def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> Arena:

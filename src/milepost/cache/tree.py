@@ -158,11 +158,12 @@ NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 class Tree:
     """Nodes by digest and page, roots by salt, and up to `max_ghosts` evicted digests."""
 
-    __slots__ = ("_ghosts", "_max_ghosts", "_twins", "at_page", "nodes", "roots")
+    __slots__ = ("_ghosts", "_max_ghosts", "_tails", "_twins", "at_page", "nodes", "roots")
 
     def __init__(self, max_ghosts: int) -> None:
         self.nodes: dict[bytes, Node] = {}
         self.at_page: dict[int, Node] = {}
+        self._tails: dict[int, list[Checkpoint]] = {}
         self.roots: dict[bytes, Node] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._twins: dict[bytes, int] = {}
@@ -229,6 +230,8 @@ class Tree:
         if node.checkpoints is NO_CHECKPOINTS:
             node.checkpoints = {}
         node.checkpoints[checkpoint.tail] = checkpoint
+        if checkpoint.tail_page is not None:
+            self._tails.setdefault(checkpoint.tail_page, []).append(checkpoint)
         for ancestor in node.ancestors():
             ancestor.num_reaching += 1
             if ancestor.num_reaching > 1:
@@ -238,6 +241,8 @@ class Tree:
         """Take a checkpoint off its node; gives the nodes that became strays, deepest first."""
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
+        if checkpoint.tail_page is not None:
+            self._let_go_of_tail(checkpoint, checkpoint.tail_page)
         strays = []
         for ancestor in node.ancestors():
             ancestor.num_reaching -= 1
@@ -246,6 +251,18 @@ class Tree:
             strays.append(ancestor)
         self._prune(node)
         return strays
+
+    def move(self, page: int, target: int) -> None:
+        """Note that what is cached in a page stands in another one now."""
+        node = self.at_page.pop(page, None)
+        if node is not None:
+            node.page = target
+            self.at_page[target] = node
+        tails = self._tails.pop(page, None)
+        if tails is not None:
+            self._tails[target] = tails
+            for checkpoint in tails:
+                checkpoint.tail_page = target
 
     def ghost_depth(self, chain: Chain, depth: int) -> int:
         """Pages of the chain's prefix that are known from `depth` on, counting evicted ones."""
@@ -273,6 +290,12 @@ class Tree:
 
     def forget_ghosts(self) -> None:
         self._ghosts.clear()
+
+    def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
+        sharing = self._tails[page]
+        sharing.remove(checkpoint)
+        if not sharing:
+            del self._tails[page]
 
     def _remember(self, digest: bytes) -> None:
         self._ghosts[digest] = None

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from milepost.cache.chain import Chain
 from milepost.cache.placement import Kind, Mode
-from milepost.cache.plans import Export, Lease, Match
+from milepost.cache.plans import Export, Lease, Match, PageMove
 from milepost.cache.report import Stats
 from milepost.cache.tree import Ticket
 
@@ -54,6 +54,10 @@ class Memory(Protocol):
     def add_junction(self, lease: Lease, position: int) -> None: ...
 
     def take_exports(self, lease: Lease, end: int) -> list[Export]: ...
+
+    def take_moves(self) -> tuple[PageMove, ...]: ...
+
+    def reset(self) -> bool: ...
 
     def commit(self, lease: Lease, position: int, written: Mapping[int, int]) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from milepost.cache.plans import Export, PageCopy
+from milepost.cache.plans import Export, PageCopy, PageMove
 from milepost.scheduler.request import FinishReason, Request
 
 
@@ -46,6 +46,8 @@ class StepPlan:
     """Sequences of one step, decodes first."""
 
     sequences: tuple[SequencePlan, ...]
+    moves: tuple[PageMove, ...] = ()
+    """To be done before anything else, in this order."""
 
     @property
     def num_tokens(self) -> int:

@@ -107,7 +107,7 @@ class Scheduler:
             self._plan_waiting(step)
         plans = [self._sequence_plan(request, n) for request, n in step.num_tokens.items()]
         plans.sort(key=_place_in_batch)
-        return StepPlan(sequences=tuple(plans))
+        return StepPlan(sequences=tuple(plans), moves=self.cache.take_moves() if plans else ())
 
     def _plan_running(self, step: _Step, request: Request) -> None:
         """Give a running request its tokens; zero of them keeps nobody behind it from running."""
@@ -247,7 +247,8 @@ class Scheduler:
             assert sequence.request.lease is not None
             if not self.cache.extend(sequence.request.lease, sequence.end + 1):
                 return None
-        self._ahead = StepPlan(sequences=tuple(_decode_ahead(s) for s in going_on))
+        sequences = tuple(_decode_ahead(s) for s in going_on)
+        self._ahead = StepPlan(sequences=sequences, moves=self.cache.take_moves())
         return self._ahead
 
     def _is_decided(self, plan: StepPlan, num_going_on: int) -> bool:
@@ -282,12 +283,20 @@ class Scheduler:
         """Take back a planned step that was cut short: its requests give up their live states,
         which may be half written, and wait to be admitted again. A step that follows it is taken
         back with it.
+
+        If pages were to be moved, nobody knows which have been: then no request goes on, and
+        nothing stays cached.
         """
+        moves = plan.moves or (self._ahead is not None and self._ahead.moves)
         self._ahead = None
-        for request in [sequence.request for sequence in plan.sequences]:
+        cut_short = [sequence.request for sequence in plan.sequences]
+        for request in self.running.copy() if moves else cut_short:
             self._give_up(request, None)
             if request.finish_reason is None:
                 self.waiting.add(request)
+        if moves:
+            is_reset = self.cache.reset()
+            assert is_reset, "no request runs"
 
     def _append(self, request: Request, token: int) -> Progress:
         request.chain.append(token)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from milepost.cache.chain import Chain
 from milepost.cache.kinds import Path
 from milepost.cache.placement import Facts, Kind, Mode, Placement, floor, place_align
-from milepost.cache.plans import Export, Lease, Match
+from milepost.cache.plans import Export, Lease, Match, PageMove
 from milepost.cache.report import CacheReport, Seen, Stats, explain
 from milepost.cache.slots import ZERO_SLOT
 from milepost.cache.tree import End, Ticket
@@ -260,6 +260,19 @@ class OnePool:
         self.blocks.free(num_states * self.blocks_a_state + num_own)
         for key in reversed(hold.used):
             self.blocks.leave(key)
+
+    def take_moves(self) -> tuple[PageMove, ...]:
+        """None: equal blocks serve everything where they are."""
+        return ()
+
+    def reset(self) -> bool:
+        """Forget everything that is kept; False, and nothing happens, while requests run."""
+        if self._holds:
+            return False
+        self.blocks = Blocks(self.blocks.total)
+        self._seen.clear()
+        self._had_states.clear()
+        return True
 
     def check(self) -> None:
         """The invariants, from scratch; for tests."""

@@ -1,0 +1,41 @@
+"""Moves cached pages of an arena together, so that a unit becomes free for a slot.
+
+Without it, memory that is free in pieces is of no use to a slot, and states would have to go though
+there is room for them. Pages that a running request holds stay where they are.
+"""
+
+from __future__ import annotations
+
+from milepost.cache.plans import PageMove
+from milepost.cache.storage import Arena
+from milepost.cache.tree import Tree
+
+
+class Mover:
+    """Changes the tree and the pages of `arena`; `pending` are the copies that are yet to be made,
+    in this order, before anything else is written.
+    """
+
+    __slots__ = ("_arena", "_tree", "pending")
+
+    def __init__(self, tree: Tree, arena: Arena) -> None:
+        self._tree = tree
+        self._arena = arena
+        self.pending: list[PageMove] = []
+
+    def clear_unit(self) -> bool:
+        """Move the pages of the unit that holds fewest of them, of those without any that a request
+        holds; False if there is none. As many pages as make a unit are free in others.
+        """
+        unit = self._arena.unit_to_clear()
+        if unit is None:
+            return False
+        for source, target in self._arena.make_way(unit):
+            self._tree.move(source, target)
+            self.pending.append(PageMove(source=source, target=target))
+        return True
+
+    def take(self) -> tuple[PageMove, ...]:
+        """The copies to be made, which are the caller's to see to from now on."""
+        moves, self.pending = tuple(self.pending), []
+        return moves
