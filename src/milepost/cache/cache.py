@@ -27,8 +27,8 @@ from milepost.cache.worth import Expected, Worth
 class Cache:
     """Pages, slots and the prefix tree of one engine.
 
-    `num_slots` counts usable slots, without the zero slot; `memory` in place of the two numbers may
-    be an arena, whose boundary between pages and slots moves. `mode="none"` reuses nothing and
+    `num_slots` counts usable slots, without the zero slot; `storage` in place of the two numbers
+    may be an arena, whose boundary between pages and slots moves. `mode="none"` reuses nothing and
     keeps nothing. `grid` is where a prefill can export a state; `placement` and `worth` replace the
     mode's own, for comparisons.
     """
@@ -87,7 +87,7 @@ class Cache:
     @property
     def room(self) -> tuple[int, int]:
         """Pages and slots that can be allocated if everything that is only cached gives way."""
-        return self.pages.room, self.slots.pool.room
+        return self.storage.room
 
     def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
         """The tokens of a request in the form that the other verbs take."""

@@ -24,7 +24,7 @@ def check(cache: Cache) -> None:
     _check_pool(cache.pages, live, cached)
     live, cached = _expected_slots(cache, checkpoints)
     _check_pool(cache.slots.pool, live, cached)
-    _check_memory(cache)
+    _check_storage(cache)
     _check_orders(cache, checkpoints)
 
 
@@ -63,6 +63,9 @@ def _check_reachability(cache: Cache) -> None:
 
 
 def _check_checkpoints(cache: Cache, checkpoints: list[Checkpoint]) -> None:
+    at_tail = {page: set(sharing) for page, sharing in cache.tree.at_tail.items()}
+    pages = {c.tail_page for c in checkpoints if c.tail_page is not None}
+    assert at_tail == {p: {c for c in checkpoints if c.tail_page == p} for p in pages}, "T1: tails"
     for checkpoint in checkpoints:
         inside = checkpoint.position - checkpoint.node.depth * cache.page_size
         assert 0 <= inside < cache.page_size, "C1: a checkpoint hangs on its last full page"
@@ -133,7 +136,7 @@ def _check_pool(pool: Pool, live: Counter[int], cached: Counter[int]) -> None:
     assert pool.num_cached == counts[State.CACHED], "P1: free + used + cached == total"
 
 
-def _check_memory(cache: Cache) -> None:
+def _check_storage(cache: Cache) -> None:
     """U1 to U3, and P1 for what is free."""
     storage, pages, slots = cache.storage, cache.pages, cache.slots.pool
     if not isinstance(storage, Arena):

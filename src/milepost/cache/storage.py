@@ -35,6 +35,11 @@ class Storage(Protocol):
         """Free pages that don't make up a free unit."""
         ...
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """Pages, or slots, that can be had if everything that is only cached gives way."""
+        ...
+
     def is_free(self, num_pages: int, num_slots: int) -> bool:
         """Whether so much is free at once."""
         ...
@@ -59,6 +64,10 @@ class Split:
     def num_loose_pages(self) -> int:
         return self.pages.num_free
 
+    @property
+    def room(self) -> tuple[int, int]:
+        return self.pages.room, self.slots.pool.room
+
     def is_free(self, num_pages: int, num_slots: int) -> bool:
         return num_pages <= self.pages.num_free and num_slots <= self.slots.pool.num_free
 
@@ -77,6 +86,12 @@ class Arena:
         self.pages_a_slot = pages_each
         self.max_pages = (num_units - 1) * pages_each
         self.usual_slots = max(int(num_units * USUAL_SHARE), 1)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Slots are counted by their bytes, though not all pages that stay may stand together."""
+        pages = self.pages.room + self.pages_a_slot * self.slots.pool.num_cached
+        return pages, pages // self.pages_a_slot
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
         left = len(self.units.free) - num_slots

@@ -156,14 +156,16 @@ NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 
 
 class Tree:
-    """Nodes by digest and page, roots by salt, and up to `max_ghosts` evicted digests."""
+    """Nodes by digest and page, checkpoints by tail page, roots by salt, and up to `max_ghosts`
+    evicted digests.
+    """
 
-    __slots__ = ("_ghosts", "_max_ghosts", "_tails", "_twins", "at_page", "nodes", "roots")
+    __slots__ = ("_ghosts", "_max_ghosts", "_twins", "at_page", "at_tail", "nodes", "roots")
 
     def __init__(self, max_ghosts: int) -> None:
         self.nodes: dict[bytes, Node] = {}
         self.at_page: dict[int, Node] = {}
-        self._tails: dict[int, list[Checkpoint]] = {}
+        self.at_tail: dict[int, list[Checkpoint]] = {}
         self.roots: dict[bytes, Node] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._twins: dict[bytes, int] = {}
@@ -231,7 +233,7 @@ class Tree:
             node.checkpoints = {}
         node.checkpoints[checkpoint.tail] = checkpoint
         if checkpoint.tail_page is not None:
-            self._tails.setdefault(checkpoint.tail_page, []).append(checkpoint)
+            self.at_tail.setdefault(checkpoint.tail_page, []).append(checkpoint)
         for ancestor in node.ancestors():
             ancestor.num_reaching += 1
             if ancestor.num_reaching > 1:
@@ -258,9 +260,9 @@ class Tree:
         if node is not None:
             node.page = target
             self.at_page[target] = node
-        tails = self._tails.pop(page, None)
+        tails = self.at_tail.pop(page, None)
         if tails is not None:
-            self._tails[target] = tails
+            self.at_tail[target] = tails
             for checkpoint in tails:
                 checkpoint.tail_page = target
 
@@ -292,10 +294,10 @@ class Tree:
         self._ghosts.clear()
 
     def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
-        sharing = self._tails[page]
+        sharing = self.at_tail[page]
         sharing.remove(checkpoint)
         if not sharing:
-            del self._tails[page]
+            del self.at_tail[page]
 
     def _remember(self, digest: bytes) -> None:
         self._ghosts[digest] = None

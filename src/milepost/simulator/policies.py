@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from milepost.cache import Cache, Kind, Mode
 from milepost.cache.chain import Chain
 from milepost.cache.placement import Facts, Placement, floor, place_align
+from milepost.cache.storage import Split, Storage, fit
 from milepost.cache.tree import Checkpoint, End, Node
 from milepost.cache.worth import Worth
 from milepost.scheduler.memory import Memory
@@ -137,15 +138,27 @@ class Policy:
     block_size: int = 2048
     placement: Placement | None = None
     worth: Callable[[], Worth] | None = None
+    shares_memory: bool = False
+    """Whether the boundary between pages and slots moves."""
 
-    def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:  # noqa: ARG002
-        """The cache, as the pooled policies' memory is asked for."""
-        return self.cache(num_pages=num_pages, num_slots=num_slots, page_size=page_size)
+    def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:
+        """The cache, as the pooled policies' memory is asked for: where the boundary moves, the two
+        numbers say the bytes.
+        """
+        if not self.shares_memory:
+            return self.cache(num_pages=num_pages, num_slots=num_slots, page_size=page_size)
+        page_bytes = page_size * cost.page_token_bytes
+        num_bytes = num_pages * page_bytes + num_slots * cost.state_bytes
+        storage = fit(num_bytes, page_bytes=page_bytes, slot_bytes=cost.state_bytes)
+        return self._cache(storage, page_size)
 
     def cache(self, *, num_pages: int, num_slots: int, page_size: int) -> Cache:
+        """With so many of each."""
+        return self._cache(Split(num_pages, num_slots), page_size)
+
+    def _cache(self, storage: Storage, page_size: int) -> Cache:
         return Cache(
-            num_pages=num_pages,
-            num_slots=num_slots,
+            storage=storage,
             page_size=page_size,
             grid=page_size,
             mode=self.mode,
@@ -176,12 +189,13 @@ class Pooled:
         )
 
 
-AUTO = Policy(name="auto", about="Milepost's default")
+AUTO = Policy(name="auto", about="Milepost's default: one memory", shares_memory=True)
 
 POLICIES: dict[str, Policy | Pooled] = {
     policy.name: policy
     for policy in (
         AUTO,
+        Policy(name="auto-split", about="the same with pages and slots apart"),
         Policy(name="none", about="no reuse", mode="none"),
         Policy(
             name="align",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from milepost.cache import Cache
-from milepost.cache.storage import Storage
 from milepost.simulator.chain import TraceChain
 from milepost.simulator.policies import AUTO, Policy
 from milepost.simulator.trace import Trace
@@ -22,24 +21,19 @@ def replay(
     *,
     policy: Policy = AUTO,
     num_pages: int | None = None,
-    storage: Storage | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> Cache:
     """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache.
 
-    With `num_pages` KV is limited too, to so many beside those of the longest request. With
-    `memory` all is limited to that, under `auto`.
+    With `num_pages` KV is limited too, to so many beside those of the longest request.
     """
     longest = max(request.input_length for request in trace.requests)
     num_kept = trace.num_page_ids if num_pages is None else num_pages
-    if storage is not None:
-        cache = Cache(storage=storage, page_size=trace.page_size, grid=trace.page_size)
-    else:
-        cache = policy.cache(
-            num_pages=num_kept + -(-longest // trace.page_size),
-            num_slots=num_slots + 1,
-            page_size=trace.page_size,
-        )
+    cache = policy.cache(
+        num_pages=num_kept + -(-longest // trace.page_size),
+        num_slots=num_slots + 1,
+        page_size=trace.page_size,
+    )
     digests = trace.digests()
     for number, request in enumerate(trace.requests, start=1):
         chain = TraceChain(request, trace.page_size, digests)
