@@ -98,7 +98,7 @@ def test_prepare_matches_layer(num_tokens: int, dtype: torch.dtype) -> None:
         given.cosines,
         given.sines,
         given.pool,
-        given.kv_slots,
+        given.kv_rows,
     )
     assert relative_error(actual, query) < BOUNDS[dtype]
     assert torch.equal(given.pool.isnan(), pool.isnan())

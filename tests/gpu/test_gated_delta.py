@@ -10,6 +10,7 @@ import torch
 from tests.kernels.mixers import (
     ODD,
     REAL,
+    SPACING,
     Batch,
     Shapes,
     captured_prefill,
@@ -47,7 +48,8 @@ BATCHES = {
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
-def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spacing", [0, SPACING])
+def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: int) -> None:
     slot_in, slot_out = [0, 1, 1, *range(10, 39)], [3, 4, 5, *range(10, 39)]
     batch = Batch(starts=[], lengths=[], slot_in=slot_in, slot_out=slot_out)
     padded = Batch(starts=[], lengths=[], slot_in=[*slot_in, 1], slot_out=[*slot_out, -1])
@@ -55,7 +57,7 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype) -> None:
     weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 40, dtype, "cuda")
     for slot in range(10, 39):
         pools.conv[slot], pools.recurrent[slot] = pools.conv[2], pools.recurrent[2]
-    ours = pools.clone()
+    ours = pools.clone(spacing)
     expected = expected_decode(shapes, projected[:32], weights, pools, batch)
     output = fused_decode(projected, weights, ours, padded)
     assert relative_error(output[:32], expected) < TOLERANCES[dtype]
@@ -68,11 +70,14 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_prefill_matches_reference(name: str, shapes: Shapes, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spacing", [0, SPACING])
+def test_prefill_matches_reference(
+    name: str, shapes: Shapes, dtype: torch.dtype, spacing: int
+) -> None:
     batch = BATCHES[name]
     projected = make_projected(shapes, sum(batch.lengths), dtype, "cuda")
     weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 14, dtype, "cuda")
-    ours = pools.clone()
+    ours = pools.clone(spacing)
     expected = expected_prefill(shapes, projected, weights, pools, batch)
     output = fused_prefill(projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCES[dtype]

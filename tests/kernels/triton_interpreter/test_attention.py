@@ -71,7 +71,7 @@ def test_prepare_matches_layer(num_tokens: int, half: int) -> None:
         given.cosines,
         given.sines,
         given.pool,
-        given.kv_slots,
+        given.kv_rows,
     )
     assert relative_error(actual, query) < 1e-6
     assert torch.equal(given.pool.isnan(), pool.isnan())
