@@ -81,8 +81,8 @@ def build_pages(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> Tensor:
-    """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with NaN between pages too: a row
-    more than another layer has."""
+    """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with NaN between the pages: a
+    row more than another layer has."""
     num_rows = 4 * page_size + 1
     rows = torch.full(
         (num_pages, num_rows, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device

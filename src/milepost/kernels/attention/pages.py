@@ -1,13 +1,13 @@
 """Where the KV of a batch's sequences lies in the pages; the same for every attention layer of a
 step.
 
-A layer's pool is [pages, 2, page_size, G, E]: a page's keys, then its values. It is further than that
-from one page to the next where a page holds other layers too, or is padded. So a token's KV has its
-place in *rows* of the memory, each a key or a value of one token: its key is in row
-page * page_rows + offset, its value page_size rows behind that.
+A layer's pool is [pages, 2, page_size, G, E]: a page's keys, then its values. From one page to the
+next it is further where a page holds other layers too, or is padded. So KV has its place in *rows*
+of the memory, each a key or a value of one token: the key of a token is in row
+page * page_rows + offset, its value page_size rows behind.
 
-What lies in a row that no token was written to is unknown, NaN too, so reads never touch one: places
-past the end of a sequence name its first token's row, and are masked.
+What lies in a row that no token was written to is unknown, it may be NaN. So reads never touch one:
+places past the end of a sequence name its first token's row, and are masked.
 
 Legend: D decoding sequences, P pages in the longest page table, L tokens of the longest sequence, G
 KV heads, E head_dim, R rows.
