@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from milepost import LLM
 from milepost.cache.plans import PageCopy
@@ -20,6 +21,7 @@ from milepost.runner.runner import Executor, Runner
 from milepost.runner.sampling import SamplingRow
 from milepost.runner.shared import allocate_shared, unit_of
 from milepost.scheduler.plans import SequencePlan, StepPlan
+from tests.engines import answer, ask, greedy, tokens
 
 POISON = 0xFF
 """A byte of which every float type makes NaN."""
@@ -115,8 +117,27 @@ def shape_of(llm: LLM) -> PoolShape:
 
 def poison(pools: Pools, unit_bytes: int) -> None:
     """Fill all but unit 0 with NaN."""
+    memory_of(pools)[unit_bytes:] = POISON
+    assert all(pool[-1].isnan().all() for pool in pools.kv.values())
+
+
+def memory_of(pools: Pools) -> Tensor:
+    """All of it, [bytes]."""
     assert pools.all_kv is not None
     memory = torch.empty(0, dtype=torch.uint8, device=pools.device)
-    memory.set_(pools.all_kv.untyped_storage())
-    memory[unit_bytes:] = POISON
-    assert all(pool[-1].isnan().all() for pool in pools.kv.values())
+    return memory.set_(pools.all_kv.untyped_storage())
+
+
+def serve(llm: LLM) -> list[list[int]]:
+    """Answers: cold, hits at and behind the end, junctions, marks, and more than there is room
+    for. Nothing is cached before and afterwards."""
+    assert llm.reset_prefix_cache()
+    params = greedy(6)
+    outputs = ask(llm, tokens(300), params=params)
+    outputs += ask(llm, tokens(300), params=params)
+    turn = [*tokens(300), *answer(outputs[0]), *tokens(40, 1)]
+    outputs += ask(llm, turn, tokens(90, 2), [*tokens(300), *tokens(70, 3)], params=params)
+    outputs += ask(llm, [*tokens(300), *tokens(9, 4)], params=params, cache_marks=[100])
+    outputs += ask(llm, *(tokens(150 + 40 * i, 10 + i) for i in range(12)), params=greedy(70))
+    assert llm.reset_prefix_cache()
+    return [answer(output) for output in outputs]

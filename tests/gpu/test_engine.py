@@ -11,9 +11,11 @@ from milepost import LLM, SamplingParams
 from milepost.engine.setup import EMBEDDED_MODEL
 from milepost.models import load_model
 from milepost.runner import device, plain
+from milepost.runner.device import DeviceExecutor
 from milepost.runner.plain import PlainExecutor
 from tests.engines import Tiny, ask, cached, greedy, num_held, save_tiny, tokens
 from tests.numbers import relative_error
+from tests.shared import memory_of, serve, share_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +29,7 @@ SHAPES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 128,
-    "linear_key_head_dim": 64,
+    "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "num_experts": 32,
     "num_experts_per_tok": 4,
@@ -154,6 +156,33 @@ def test_many_sequences_under_pressure(tiny, seen):
         best = expected.max(-1).values
         chosen = expected.gather(1, torch.tensor(answer)[:, None])[:, 0]
         assert ((best - chosen) < 1e-3 * expected.std()).all()
+
+
+@pytest.mark.parametrize("pages_each", [1, 6])
+def test_one_memory_gives_the_logits_of_two_pools(tiny, dtype, pages_each, seen):
+    """Bit for bit, whatever lay in the memory before: NaN at first, then what was of the other
+    kind."""
+    expected = _open(tiny, dtype, num_pages=40, num_slots=9)
+    answers = [serve(expected), serve(expected)]
+    split = list(seen)
+    llm = _open(tiny, dtype, num_pages=40, num_slots=9)
+    model = llm.llm_engine.runner.executor.model
+
+    def make(pools, num_slots):
+        before = memory_of(pools).clone()
+        executor = DeviceExecutor(model, pools, num_slots=num_slots, max_model_len=2048)
+        executor.capture(max_num_seqs=32, max_num_batched_tokens=8192)
+        assert torch.equal(memory_of(pools), before), "a step of padding touches nothing"
+        return executor
+
+    runner = share_memory(llm, pages_each, make)
+    seen.clear()
+    first = serve(llm)
+    runner.swap()
+    assert [first, serve(llm)] == answers
+    assert len(split) == len(seen)
+    assert all(map(torch.equal, split, seen))
+    assert not any(state.recurrent[0].any() for state in runner.pools.states.values())
 
 
 def test_sampled_answers_repeat(tiny):

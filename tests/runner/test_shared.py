@@ -6,10 +6,9 @@ from math import prod
 
 import pytest
 import torch
-from tests.engines import answer, ask, greedy, save_tiny, tokens
-from tests.shared import share_memory
+from tests.engines import save_tiny
+from tests.shared import memory_of, serve, share_memory
 
-from milepost import LLM
 from milepost.layers.context import AttentionSpec, RecurrentSpec
 from milepost.runner import plain
 from milepost.runner.plain import PlainExecutor
@@ -75,7 +74,7 @@ def test_pages_and_slots_stay_apart_where_a_unit_has_no_sense(given: PoolShape) 
 def test_a_page_or_slot_touches_no_other_unit(given: PoolShape, pages_each: int) -> None:
     unit = unit_of(given, pages_each)
     pools = allocate_shared(given, num_units=3, pages_each=pages_each, device=CPU)
-    memory = torch.empty(0, dtype=torch.uint8).set_(pools.all_kv.untyped_storage())
+    memory = memory_of(pools)
     units = memory.view(4, unit.num_bytes)
     assert (units == 0).all()
     for page in range(pages_each, 4 * pages_each):
@@ -129,7 +128,7 @@ def test_logits_are_those_of_two_pools(tiny, page_size, pages_each, monkeypatch)
     monkeypatch.setattr(plain, "choose", note)
     options = {"page_size": page_size, "num_pages": 2560 // page_size, "num_slots": 9}
     llm = tiny.open(**options)
-    expected = [_serve(llm), _serve(llm)]
+    expected = [serve(llm), serve(llm)]
     split = list(seen)
     seen.clear()
 
@@ -142,26 +141,11 @@ def test_logits_are_those_of_two_pools(tiny, page_size, pages_each, monkeypatch)
             model, pools, num_slots=num_slots, max_model_len=llm.llm_engine.max_model_len
         ),
     )
-    first = _serve(llm)
+    first = serve(llm)
     runner.swap()
-    assert [first, _serve(llm)] == expected
+    assert [first, serve(llm)] == expected
     assert len(split) == len(seen)
     assert all(map(torch.equal, split, seen))
     for state in runner.pools.states.values():
         assert not state.conv[0].any()
         assert not state.recurrent[0].any()
-
-
-def _serve(llm: LLM) -> list[list[int]]:
-    """Answers: cold, hits at and behind the end, junctions, marks, and more than there is room
-    for."""
-    assert llm.reset_prefix_cache()
-    params = greedy(6)
-    outputs = ask(llm, tokens(300), params=params)
-    outputs += ask(llm, tokens(300), params=params)
-    turn = [*tokens(300), *answer(outputs[0]), *tokens(40, 1)]
-    outputs += ask(llm, turn, tokens(90, 2), [*tokens(300), *tokens(70, 3)], params=params)
-    outputs += ask(llm, [*tokens(300), *tokens(9, 4)], params=params, cache_marks=[100])
-    outputs += ask(llm, *(tokens(150 + 40 * i, 10 + i) for i in range(12)), params=greedy(70))
-    assert llm.reset_prefix_cache()
-    return [answer(output) for output in outputs]
