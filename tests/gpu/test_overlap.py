@@ -124,7 +124,7 @@ def _recurrent(num_sequences: int, length: int):
     """Gated DeltaNet of all sequences, what sets their states back, and the states."""
     kept = make_pools(REAL, num_sequences + 1, torch.bfloat16, "cuda")
     for pool in (kept.conv, kept.recurrent):
-        pool[1:] = pool[1]
+        pool[1:] = pool[1].clone()
     pools, mixer = kept.clone(), make_weights(REAL, torch.bfloat16, "cuda")
     slots = range(1, num_sequences + 1)
     batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=slots)
