@@ -80,10 +80,11 @@ def build_pages(
     head_dim: int,
     dtype: torch.dtype,
     device: str = "cpu",
+    gap: int | None = None,
 ) -> Tensor:
-    """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with NaN between the pages: a
-    row more than another layer has."""
-    num_rows = 4 * page_size + 1
+    """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with `gap` rows of NaN between
+    pages: if nothing else is said one more than another layer has."""
+    num_rows = 2 * page_size + (2 * page_size + 1 if gap is None else gap)
     rows = torch.full(
         (num_pages, num_rows, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device
     )
