@@ -11,11 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from milepost.kernels.attention import rows_per_page
 from milepost.layers.context import AttentionSpec, LayerSpec, RecurrentSpec, RecurrentState
+
+_ALIGNMENT = 64
+"""Bytes: torch's on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +98,30 @@ class Pools:
 
 def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.device) -> Pools:
     """Zeroed pools of fixed sizes; `num_slots` usable slots come on top of the zero slot."""
+
+    def allocate_zeros(dtype: torch.dtype, *size: int) -> Tensor:
+        return zeros(prod(size) * dtype.itemsize, device).view(dtype).view(size)
+
     kv, conv, recurrent = None, None, None
     if shape.attention:
-        kv = torch.zeros((num_pages, *shape.page_shape), dtype=shape.dtype, device=device)
+        kv = allocate_zeros(shape.dtype, num_pages, *shape.page_shape)
     layers = shape.recurrent
     if layers:
         # A layer's slots lie side by side: on a CPU neighbours are changed where they are.
         spec, size = layers[0], (len(layers), num_slots + 1)
-        conv = torch.zeros((*size, *spec.conv_shape), dtype=shape.dtype, device=device)
-        recurrent = torch.zeros(
-            (*size, *spec.recurrent_shape), dtype=shape.state_dtype, device=device
-        )
+        conv = allocate_zeros(shape.dtype, *size, *spec.conv_shape)
+        recurrent = allocate_zeros(shape.state_dtype, *size, *spec.recurrent_shape)
     return by_layer(shape, kv, conv, recurrent)
+
+
+def zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes] uint8; on a CPU they take no room until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    # torch would write them all at once.
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_bytes])
 
 
 def by_layer(

@@ -19,7 +19,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
-from milepost.runner.pools import Pools, PoolShape, by_layer
+from milepost.runner.pools import Pools, PoolShape, by_layer, zeros
 
 _ALIGNMENT = 1024
 """Bytes: a page and each layer's state begin at multiples of this. Wide loads and the copy engine
@@ -71,7 +71,7 @@ def allocate_shared(
     """
     unit, (recurrent_bytes, conv_bytes) = unit_of(shape, pages_each), _state_bytes(shape)
     spec, num_layers, num_slots = shape.recurrent[0], len(shape.recurrent), num_units + 1
-    memory = torch.zeros(num_slots * unit.num_bytes, dtype=torch.uint8, device=device)
+    memory = zeros(num_slots * unit.num_bytes, device)
     recurrent = _view(
         memory,
         shape.state_dtype,
