@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from milepost.kernels.attention import rows_per_page
 from milepost.layers.context import (
     AttentionSpec,
     BatchContext,
@@ -62,14 +63,32 @@ def build_pools(
     kv, states = {}, {}
     for index, spec in enumerate(specs):
         if isinstance(spec, AttentionSpec):
-            shape = (2, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-            kv[index] = torch.full(shape, torch.nan, dtype=dtype)
+            shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+            kv[index] = build_pages(*shape, dtype)
         else:
             states[index] = RecurrentState(
                 conv=_slots(num_slots, spec.conv_shape, dtype),
                 recurrent=_slots(num_slots, spec.recurrent_shape, state_dtype),
             )
     return Pools(kv, states, page_size)
+
+
+def build_pages(
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    gap: int | None = None,
+) -> Tensor:
+    """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with `gap` rows of NaN between
+    pages: if nothing else is said one more than another layer has."""
+    num_rows = 2 * page_size + (2 * page_size + 1 if gap is None else gap)
+    rows = torch.full(
+        (num_pages, num_rows, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device
+    )
+    return rows[:, -2 * page_size :].unflatten(1, (2, page_size))
 
 
 def build_context(
@@ -88,7 +107,8 @@ def build_context(
     page_table = torch.zeros(len(parts), num_pages, dtype=torch.int64)
     for row, part in zip(page_table, parts, strict=True):
         row[: len(part.pages)] = torch.tensor(part.pages)
-    kv_slots = page_table[owners, positions // page_size] * page_size + positions % page_size
+    page_rows = rows_per_page(next(iter(kv.values()))) if kv else 0
+    kv_rows = page_table[owners, positions // page_size] * page_rows + positions % page_size
     write_from = torch.tensor([part.write_from for part in parts])
     written = (positions >= write_from[owners]).nonzero()[:, 0]
     return BatchContext(
@@ -100,7 +120,7 @@ def build_context(
         page_table=page_table,
         kv_lengths=torch.tensor(starts) + torch.tensor(lengths),
         kv_write_tokens=written,
-        kv_write_slots=kv_slots[written],
+        kv_write_rows=kv_rows[written],
         slot_in=torch.tensor([part.slot_in for part in parts]),
         slot_out=torch.tensor([part.slot_out for part in parts]),
         exports=tuple(

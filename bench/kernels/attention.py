@@ -4,7 +4,8 @@
 
 A floor is the longer of the bytes over the chip's copy bandwidth and the operations over its
 matrix rate, both as measured on an H200. KV that several sequences share counts once. Steps are
-captured in a graph that passes over several layers' pools, so no layer finds its KV in the cache.
+captured in a graph that passes over several layers of the same pages, so none finds its KV in the
+cache. --padding rows stand between two pages, as where pages and slots share one memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import triton
 
 from milepost.kernels.attention.items import AttentionItems, Capacity, lay_out
+from milepost.kernels.attention.pages import rows_per_page
 from milepost.kernels.attention.triton import Shape, attend
 from milepost.kernels.attention.triton_prepare import prepare
 
@@ -93,7 +95,7 @@ def decodes(name: str, starts: list[int], shared: int = 0) -> Case:
 class Step:
     """A case's tensors on the device, with as many layers' pools as overflow the cache."""
 
-    def __init__(self, case: Case, *, share: bool = True, **options: int) -> None:
+    def __init__(self, case: Case, *, padding: int = 0, share: bool = True, **options: int) -> None:
         self.case = case
         ends = [s + n for s, n in zip(case.starts, case.lengths, strict=True)]
         needed = [-(-end // PAGE_SIZE) for end in ends]
@@ -104,18 +106,20 @@ class Step:
         for table, count in zip(tables, needed, strict=True):
             table[:count] = [*prefix, *(next(ids) for _ in range(count - num_shared))]
         num_pages = int(tables.max()) + 1
-        shape = (2, num_pages, PAGE_SIZE, case.num_kv_heads, HEAD_DIM)
         count = int(np.clip(ROTATED_BYTES // case.bytes, 1, 16))
+        num_rows = 2 * PAGE_SIZE * count
+        shape = (num_pages, num_rows + padding, case.num_kv_heads, HEAD_DIM)
         kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        self.pools = [torch.randn(shape, **kind) for _ in range(count)]
+        layers = torch.randn(shape, **kind)[:, :num_rows].unflatten(1, (count, 2, PAGE_SIZE))
+        self.pools = layers.unbind(1)
         columns = (2 * HEADS + 2 * case.num_kv_heads) * HEAD_DIM
         self.projected = torch.randn(case.num_tokens, columns, **kind)
         self.query = self.projected[:, : HEADS * HEAD_DIM].unflatten(1, (HEADS, HEAD_DIM))
         self.gate = self.projected[:, -HEADS * HEAD_DIM :]
         self.scale = torch.rand(HEADS + case.num_kv_heads, HEAD_DIM, device="cuda")
         self.angles = torch.rand(case.num_tokens, 1, 32, **kind)
-        self.kv_slots = torch.randperm(num_pages * PAGE_SIZE, device="cuda").int()
-        self.kv_slots = self.kv_slots[: case.num_tokens].contiguous()
+        places = torch.randperm(num_pages * PAGE_SIZE, device="cuda")[: case.num_tokens]
+        self.kv_rows = places // PAGE_SIZE * rows_per_page(self.pools[0]) + places % PAGE_SIZE
         self.tables = torch.from_numpy(tables).cuda()
         items = lay_out(
             case.starts,
@@ -136,7 +140,7 @@ class Step:
 
     def prepare(self) -> None:
         for pool in self.pools:
-            prepare(self.projected, self.scale, 1e-6, self.angles, self.angles, pool, self.kv_slots)
+            prepare(self.projected, self.scale, 1e-6, self.angles, self.angles, pool, self.kv_rows)
 
     def time_us(self, run: Any) -> float:
         """Median time of one layer."""
@@ -158,12 +162,13 @@ def on_device(items: AttentionItems) -> AttentionItems:
     return replace(items, **arrays)
 
 
-def measure(case: Case) -> dict[str, Any]:
-    step = Step(case)
+def measure(case: Case, padding: int) -> dict[str, Any]:
+    step = Step(case, padding=padding)
     microseconds = step.time_us(step.attend)
     return {
         "case": case.name,
         "kv_heads": case.num_kv_heads,
+        "padding": padding,
         "attend_us": round(microseconds, 1),
         "floor_us": round(case.floor_us, 1),
         "of_floor": round(case.floor_us / microseconds, 3),
@@ -177,9 +182,11 @@ def measure(case: Case) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--padding", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    rows = [measure(case) for heads in arguments.kv_heads for case in cases(heads)]
+    padding = arguments.padding
+    rows = [measure(case, padding) for heads in arguments.kv_heads for case in cases(heads)]
     lines = [json.dumps(row) for row in rows]
     print("\n".join(lines))
     if arguments.out:

@@ -1,10 +1,10 @@
 """Gated DeltaNet's fused token mixer on a GPU, beside the least time that its work can take.
 
-    PYTHONPATH=src:. python bench/kernels/gated_delta.py [--out FILE] [--copy-gbps N] [--tflops N]
+    PYTHONPATH=src:. python bench/kernels/gated_delta.py [--spacing N] [--out FILE]
 
 A row holds the median time of one layer's call, replayed from a CUDA graph over pools larger than
 the L2 cache, and its floor: the larger of bytes moved over the copy rate and operations over the
-matrix rate.
+matrix rate. --spacing elements stand between slots, as where pages and slots share one memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.kernels.mixers import (
     make_projected,
     make_weights,
     send_layout,
+    space,
 )
 
 from milepost.kernels.gated_delta import CHUNK, fused
@@ -40,13 +41,15 @@ TOKEN_BYTES = 2 * (sum(REAL.sizes) + REAL.values)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--spacing", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--copy-gbps", type=float, default=4280)
     parser.add_argument("--tflops", type=float, default=787)
     arguments = parser.parse_args()
-    rows = [decode_row(count) for count in (1, 16, 64)]
-    rows += [prefill_row(1, tokens) for tokens in (64, 512, 2048, 8192)]
-    rows.append(prefill_row(32, 256))
+    spacing = arguments.spacing
+    rows = [decode_row(count, spacing) for count in (1, 16, 64)]
+    rows += [prefill_row(1, tokens, spacing) for tokens in (64, 512, 2048, 8192)]
+    rows.append(prefill_row(32, 256, spacing))
     for row in rows:
         moved_us = row["bytes"] / arguments.copy_gbps / 1e3
         floor_us = max(moved_us, row["flops"] / arguments.tflops / 1e6)
@@ -56,8 +59,8 @@ def main() -> None:
         arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def decode_row(num_sequences: int) -> dict[str, Any]:
-    weights, pools, slots = _prepare(num_sequences)
+def decode_row(num_sequences: int, spacing: int) -> dict[str, Any]:
+    weights, pools, slots = _prepare(num_sequences, spacing)
     projected = make_projected(REAL, num_sequences, torch.bfloat16, "cuda")
 
     def call(turn: int) -> None:
@@ -71,8 +74,8 @@ def decode_row(num_sequences: int) -> dict[str, Any]:
     }
 
 
-def prefill_row(num_sequences: int, length: int) -> dict[str, Any]:
-    weights, pools, slots = _prepare(num_sequences)
+def prefill_row(num_sequences: int, length: int, spacing: int) -> dict[str, Any]:
+    weights, pools, slots = _prepare(num_sequences, spacing)
     tokens = num_sequences * length
     projected = make_projected(REAL, tokens, torch.bfloat16, "cuda")
     layout = send_layout(fused.lay_out([0] * num_sequences, [length] * num_sequences), "cuda")
@@ -107,7 +110,7 @@ def time_us(call: Callable[[int], None], turns: int) -> float:
 
 
 def _prepare(
-    num_sequences: int,
+    num_sequences: int, spacing: int
 ) -> tuple[fused.MixerWeights, Pools, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Weights, pools, and (slot_in, slot_out) for turns that together outgrow the cache."""
     turns = max(2, -(-64 // num_sequences))
@@ -115,8 +118,8 @@ def _prepare(
     weights = make_weights(REAL, torch.bfloat16, "cuda")
     pools = make_pools(REAL, 3, torch.bfloat16, "cuda")
     pools = Pools(
-        conv=pools.conv[1:2].repeat(num_slots, 1, 1),
-        recurrent=pools.recurrent[1:2].repeat(num_slots, 1, 1, 1),
+        conv=space(pools.conv[1:2].expand(num_slots, -1, -1), spacing),
+        recurrent=space(pools.recurrent[1:2].expand(num_slots, -1, -1, -1), spacing),
     )
     slots = []
     for turn in range(turns):

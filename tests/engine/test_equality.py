@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from milepost.engine.requests import Prompt
+from milepost.kernels.attention import rows_per_page
 from tests.engines import (
     NUM_TOKENS,
-    PAGE_SIZE,
     answer,
     ask,
     cached,
@@ -82,7 +82,7 @@ def test_answers_would_show_wrong_contents(tiny, layer, part):
     pools, cache = llm.llm_engine.runner.pools, llm.llm_engine.scheduler.cache
     own, other = (cache.match(cache.chain(tokens(500, seed=seed))) for seed in (0, 1))
     if part == "kv":
-        pool, right, wrong = pools.kv[layer][0], own.path.nodes[3].page, other.path.nodes[3].page
+        pool, right, wrong = pools.kv[layer][:, 0], own.path.nodes[3].page, other.path.nodes[3].page
     else:
         pool = getattr(pools.states[layer], part)
         right, wrong = own.checkpoint.slot, other.checkpoint.slot
@@ -131,7 +131,8 @@ def test_shared_pages_are_not_written_again(tiny, monkeypatch):
     forward = model.forward
 
     def watched(token_ids, ctx):
-        written.update((ctx.kv_write_slots // PAGE_SIZE).tolist())
+        page_rows = rows_per_page(next(iter(ctx.kv.values())))
+        written.update((ctx.kv_write_rows // page_rows).tolist())
         return forward(token_ids, ctx)
 
     monkeypatch.setattr(model, "forward", watched)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from milepost.kernels.attention.items import Capacity
+from milepost.kernels.attention.pages import MAX_ROWS, as_rows
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
 
@@ -55,6 +56,22 @@ def test_attend_matches_reference(case: Case) -> None:
     assert relative_error(attend(step), step.expected()) < BOUNDS[case.dtype]
 
 
+def test_pages_may_lie_far_apart() -> None:
+    """More rows than the copy engine counts: 32 bytes each, as a tiny model's are."""
+    case = Case(
+        starts=(100, 40),
+        lengths=(1, 60),
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        page_gap=2**28,
+    )
+    step = Step(case, "cuda")
+    assert len(as_rows(step.pool)) > MAX_ROWS
+    assert relative_error(attend(step), step.expected()) < BOUNDS[case.dtype]
+
+
 @pytest.mark.parametrize("name", ["decodes", "suffix", "shared"])
 def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
     """Captured with one step's items, replayed with another's in their place."""
@@ -98,7 +115,7 @@ def test_prepare_matches_layer(num_tokens: int, dtype: torch.dtype) -> None:
         given.cosines,
         given.sines,
         given.pool,
-        given.kv_slots,
+        given.kv_rows,
     )
     assert relative_error(actual, query) < BOUNDS[dtype]
     assert torch.equal(given.pool.isnan(), pool.isnan())

@@ -11,9 +11,11 @@ from milepost import LLM, SamplingParams
 from milepost.engine.setup import EMBEDDED_MODEL
 from milepost.models import load_model
 from milepost.runner import device, plain
+from milepost.runner.device import DeviceExecutor
 from milepost.runner.plain import PlainExecutor
 from tests.engines import Tiny, ask, cached, greedy, num_held, save_tiny, tokens
 from tests.numbers import relative_error
+from tests.shared import memory_of, serve, share_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +49,13 @@ def tiny(request, tmp_path_factory) -> Tiny:
     shapes = SHAPES if request.param == "qwen3_next" else _without_experts(SHAPES)
     folder = tmp_path_factory.mktemp(request.param)
     return save_tiny(folder, request.param, torch.float32, **shapes)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Tiny:
+    """Of shapes for which all kernels for Hopper run."""
+    shapes = SHAPES | {"linear_key_head_dim": 128}
+    return save_tiny(tmp_path_factory.mktemp("wide"), "qwen3_next", torch.float32, **shapes)
 
 
 @pytest.fixture(params=BOUNDS)
@@ -154,6 +163,33 @@ def test_many_sequences_under_pressure(tiny, seen):
         best = expected.max(-1).values
         chosen = expected.gather(1, torch.tensor(answer)[:, None])[:, 0]
         assert ((best - chosen) < 1e-3 * expected.std()).all()
+
+
+@pytest.mark.parametrize("pages_each", [1, 6])
+def test_one_memory_gives_the_logits_of_two_pools(wide, dtype, pages_each, seen):
+    """Bit for bit, whatever lay in the memory before: NaN at first, then what was of the other
+    kind."""
+    expected = _open(wide, dtype, num_pages=40, num_slots=9)
+    answers = [serve(expected), serve(expected)]
+    split = list(seen)
+    llm = _open(wide, dtype, num_pages=40, num_slots=9)
+    model = llm.llm_engine.runner.executor.model
+
+    def make(pools, num_slots):
+        before = memory_of(pools).clone()
+        executor = DeviceExecutor(model, pools, num_slots=num_slots, max_model_len=2048)
+        executor.capture(max_num_seqs=32, max_num_batched_tokens=8192)
+        assert torch.equal(memory_of(pools), before), "a step of padding touches nothing"
+        return executor
+
+    runner = share_memory(llm, pages_each, make)
+    seen.clear()
+    first = serve(llm)
+    runner.swap()
+    assert [first, serve(llm)] == answers
+    assert len(split) == len(seen)
+    assert all(map(torch.equal, split, seen))
+    assert not any(state.recurrent[0].any() for state in runner.pools.states.values())
 
 
 def test_sampled_answers_repeat(tiny):

@@ -10,6 +10,7 @@ import torch
 from tests.kernels.mixers import (
     ODD,
     REAL,
+    SPACING,
     Batch,
     Shapes,
     captured_prefill,
@@ -47,7 +48,8 @@ BATCHES = {
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
-def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spacing", [0, SPACING])
+def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: int) -> None:
     slot_in, slot_out = [0, 1, 1, *range(10, 39)], [3, 4, 5, *range(10, 39)]
     batch = Batch(starts=[], lengths=[], slot_in=slot_in, slot_out=slot_out)
     padded = Batch(starts=[], lengths=[], slot_in=[*slot_in, 1], slot_out=[*slot_out, -1])
@@ -55,7 +57,7 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype) -> None:
     weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 40, dtype, "cuda")
     for slot in range(10, 39):
         pools.conv[slot], pools.recurrent[slot] = pools.conv[2], pools.recurrent[2]
-    ours = pools.clone()
+    ours = pools.clone(spacing)
     expected = expected_decode(shapes, projected[:32], weights, pools, batch)
     output = fused_decode(projected, weights, ours, padded)
     assert relative_error(output[:32], expected) < TOLERANCES[dtype]
@@ -68,17 +70,37 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_prefill_matches_reference(name: str, shapes: Shapes, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spacing", [0, SPACING])
+def test_prefill_matches_reference(
+    name: str, shapes: Shapes, dtype: torch.dtype, spacing: int
+) -> None:
     batch = BATCHES[name]
     projected = make_projected(shapes, sum(batch.lengths), dtype, "cuda")
     weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 14, dtype, "cuda")
-    ours = pools.clone()
+    ours = pools.clone(spacing)
     expected = expected_prefill(shapes, projected, weights, pools, batch)
     output = fused_prefill(projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
     states = ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9)
     assert relative_error(*states) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
+def test_slots_may_lie_far_apart(shapes: Shapes) -> None:
+    """Elements of a pool are more than 32 bits count."""
+    dtype, weights = torch.bfloat16, make_weights(shapes, torch.bfloat16, "cuda")
+    pools = make_pools(shapes, 6, dtype, "cuda")
+    ours = pools.clone(spacing=2**30)
+    batch = Batch(starts=[100], lengths=[97], slot_in=[1], slot_out=[3], exports=[(0, 128, 4)])
+    projected = make_projected(shapes, 97, dtype, "cuda")
+    expected = fused_prefill(projected, weights, pools, batch)
+    assert torch.equal(fused_prefill(projected, weights, ours, batch), expected)
+    decodes = Batch(starts=[], lengths=[], slot_in=[3, 4], slot_out=[5, 4])
+    expected = fused_decode(projected[:2], weights, pools, decodes)
+    assert torch.equal(fused_decode(projected[:2], weights, ours, decodes), expected)
+    assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
+    assert torch.equal(ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9))
 
 
 def test_export_equals_prefill_that_ends_there() -> None:

@@ -124,7 +124,7 @@ def _recurrent(num_sequences: int, length: int):
     """Gated DeltaNet of all sequences, what sets their states back, and the states."""
     kept = make_pools(REAL, num_sequences + 1, torch.bfloat16, "cuda")
     for pool in (kept.conv, kept.recurrent):
-        pool[1:] = pool[1]
+        pool[1:] = pool[1].clone()
     pools, mixer = kept.clone(), make_weights(REAL, torch.bfloat16, "cuda")
     slots = range(1, num_sequences + 1)
     batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=slots)
@@ -164,15 +164,15 @@ def _attention(num_sequences: int, length: int):
     names = ("narrow", "wide", "bases")
     arrays = {name: torch.from_numpy(getattr(items, name)).cuda() for name in names}
     items, on_device = replace(items, **arrays), torch.from_numpy(tables).cuda()
-    pool = fill(2, tables.size, 64, KV_HEADS, HEAD_DIM)
+    pool = fill(tables.size, 2, 64, KV_HEADS, HEAD_DIM)
     new = torch.arange(length) + KV_LENGTH
-    first_slots = torch.arange(num_sequences)[:, None] * (64 * pages)
-    kv_slots = (first_slots + new).flatten().int().cuda()
+    page_ids = torch.arange(num_sequences)[:, None] * pages + new // 64
+    kv_rows = (page_ids * (2 * 64) + new % 64).flatten().cuda()
     norms = torch.ones(HEADS + KV_HEADS, HEAD_DIM, device="cuda")
     angles = torch.rand(num_sequences * length, 1, 32, device="cuda", dtype=torch.bfloat16)
 
     def attend(projected: Tensor, pause: Callable[[], object]) -> Tensor:
-        query = attention.prepare(projected, norms, 1e-6, angles, angles, pool, kv_slots)
+        query = attention.prepare(projected, norms, 1e-6, angles, angles, pool, kv_rows)
         pause()
         gate = projected[:, -HEADS * HEAD_DIM :]
         output = attention.attend(query, gate, pool, on_device, items, HEAD_DIM**-0.5)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import items as work
 from milepost.kernels.attention import pages, reference
+from tests.batches import build_pages
 
 POISON = float("nan")
 
@@ -32,11 +33,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     wide_rows: int = 128
     num_programs: int = 16
+    page_gap: int | None = None
+    """Rows between pages."""
     capacity: work.Capacity | None = None
 
 
 class Step:
-    """One step's tensors. Slots past the ends of sequences, and pages of none, hold NaN."""
+    """One step's tensors. Rows past the ends of sequences, between pages and of no page of theirs
+    hold NaN."""
 
     def __init__(self, case: Case, device: str = "cpu", seed: int = 0) -> None:
         self.case = case
@@ -54,14 +58,15 @@ class Step:
         self.tables = self._take_pages(seed)
         self.rows = np.arange(len(case.starts))[::-1] + 1
         num_pages = int(self.tables.max()) + 3
-        shape = (2, num_pages, case.page_size, case.num_kv_heads, case.head_dim)
-        self.pool = torch.full(shape, POISON, dtype=case.dtype, device=device)
+        shape = (case.num_kv_heads, case.head_dim)
+        sizes = num_pages, case.page_size, *shape
+        self.pool = build_pages(*sizes, case.dtype, device, case.page_gap)
         for row, start, length in zip(self.rows, case.starts, case.lengths, strict=True):
             places = np.arange(start + length)
-            slots = self.tables[row, places // case.page_size] * case.page_size
-            slots = torch.from_numpy(slots + places % case.page_size).to(device)
-            new = torch.randn(2, len(slots), *shape[3:], **options).to(case.dtype)
-            self.pool.flatten(1, 2)[:, slots] = new
+            page_ids = torch.from_numpy(self.tables[row, places // case.page_size]).long()
+            offsets = torch.from_numpy(places % case.page_size)
+            new = torch.randn(len(places), 2, *shape, **options).to(case.dtype)
+            self.pool[page_ids.to(device), :, offsets.to(device)] = new
         self.device = device
 
     def _take_pages(self, seed: int) -> np.ndarray:
@@ -109,10 +114,11 @@ class Step:
         """[T, H * E] by the reference, in float32 at least."""
         case = self.case
         tables = torch.from_numpy(self.tables[self.rows]).to(self.device).long()
-        laid_out = pages.lay_out_prefills(tables, case.starts, case.lengths, case.page_size)
         wide = torch.promote_types(case.dtype, torch.float32)
+        pool = self.pool.to(wide)
+        laid_out = pages.lay_out_prefills(tables, case.starts, case.lengths, pool)
         query, gate = (part[: self.num_tokens].to(wide) for part in (self.query, self.gate))
-        attended = reference.prefill(query, self.pool.to(wide), laid_out, case.head_dim**-0.5)
+        attended = reference.prefill(query, pool, laid_out, case.head_dim**-0.5)
         return attended.flatten(1) * gate.sigmoid()
 
 
@@ -125,7 +131,7 @@ class Projection:
     cosines: Tensor
     sines: Tensor
     pool: Tensor
-    kv_slots: Tensor
+    kv_rows: Tensor
     eps: float = 1e-6
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -141,10 +147,17 @@ class Projection:
         turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
         query, key = torch.cat(turned, -1).split((num_heads, num_kv_heads), 1)
         value = heads[:, len(self.norm_scale) :][:, :num_kv_heads]
-        pool = self.pool.float()
-        tokens = (self.kv_slots >= 0).nonzero()[:, 0]
-        reference.store(pool, key, value, tokens, self.kv_slots[tokens].long())
+        pool = _copy(self.pool)
+        tokens = (self.kv_rows >= 0).nonzero()[:, 0]
+        reference.store(pool, key, value, tokens, self.kv_rows[tokens])
         return query, pool
+
+
+def _copy(pool: Tensor) -> Tensor:
+    """In float32, with as much between the pages."""
+    num_pages, _, *page = pool.shape
+    copy = build_pages(num_pages, *page, torch.float32, str(pool.device))
+    return copy.copy_(pool)
 
 
 def build_projection(
@@ -161,15 +174,16 @@ def build_projection(
     options = {"generator": random, "device": device}
     columns = (2 * num_heads + 2 * num_kv_heads) * head_dim
     angles = 100 * torch.rand(num_tokens, 1, half, **options)
-    num_slots = 64 * (num_tokens // 64 + 2)
-    kv_slots = torch.randperm(num_slots, **options)[:num_tokens].to(torch.int32)
-    kv_slots[::5] = -1
-    pool = torch.full((2, num_slots // 64, 64, num_kv_heads, head_dim), POISON, dtype=dtype)
+    num_pages = num_tokens // 64 + 2
+    pool = build_pages(num_pages, 64, num_kv_heads, head_dim, dtype, device)
+    places = torch.randperm(64 * num_pages, **options)[:num_tokens]
+    kv_rows = places // 64 * pages.rows_per_page(pool) + places % 64
+    kv_rows[::5] = -1
     return Projection(
         projected=3 * torch.randn(num_tokens, columns, **options).to(dtype),
         norm_scale=1 + 0.1 * torch.randn(num_heads + num_kv_heads, head_dim, **options),
         cosines=angles.cos().to(dtype),
         sines=angles.sin().to(dtype),
-        pool=pool.to(device),
-        kv_slots=kv_slots,
+        pool=pool,
+        kv_rows=kv_rows,
     )

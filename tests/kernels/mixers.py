@@ -42,17 +42,26 @@ class Shapes:
 ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5)
 SMALL = Shapes(key_heads=1, value_heads=2, key_dim=32, value_dim=16, taps=3)
 REAL = Shapes(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+SPACING = 1024
+"""Elements between slots: as where they lie between pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
-    """Slot 0 zeros, slots 1 and 2 states, all others NaN."""
+    """Slot 0 zeros, slots 1 and 2 states, all others NaN, as is what lies between slots."""
 
     conv: Tensor
     recurrent: Tensor
 
-    def clone(self) -> Pools:
-        return Pools(conv=self.conv.clone(), recurrent=self.recurrent.clone())
+    def clone(self, spacing: int = SPACING) -> Pools:
+        return Pools(conv=space(self.conv, spacing), recurrent=space(self.recurrent, spacing))
+
+
+def space(pool: Tensor, spacing: int) -> Tensor:
+    """A copy with so many elements between slots."""
+    size = pool[0].numel()
+    memory = pool.new_full((len(pool), size + spacing), torch.nan)
+    return memory[:, :size].unflatten(1, pool.shape[1:]).copy_(pool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +115,7 @@ def make_pools(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     state_dtype: torch.dtype = torch.float32,
+    spacing: int = SPACING,
 ) -> Pools:
     random = torch.Generator().manual_seed(3)
     conv_pool = torch.full((num_slots, shapes.channels, shapes.taps - 1), torch.nan)
@@ -114,7 +124,10 @@ def make_pools(
     for pool in (conv_pool, recurrent_pool):
         pool[0] = 0
         pool[1:3] = torch.randn(pool[1:3].shape, generator=random)
-    return Pools(conv=conv_pool.to(device, dtype), recurrent=recurrent_pool.to(device, state_dtype))
+    return Pools(
+        conv=space(conv_pool.to(device, dtype), spacing),
+        recurrent=space(recurrent_pool.to(device, state_dtype), spacing),
+    )
 
 
 def widen(weights: fused.MixerWeights) -> fused.MixerWeights:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import attention
-from tests.batches import Part, build_context
+from milepost.kernels.attention.pages import as_rows
+from tests.batches import Part, build_context, build_pages
 from tests.numbers import relative_error
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 6, 3, 16, 16, 100
@@ -26,8 +27,7 @@ class Sequences:
         )
         order = iter((torch.randperm(NUM_PAGES - 1, generator=random) + 1).tolist())
         self.pages = [[next(order) for _ in range(0, n, PAGE_SIZE)] for n in lengths]
-        shape = (2, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-        self.pool = torch.full(shape, torch.nan, dtype=dtype)
+        self.pool = build_pages(NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype)
 
     def attend(self, starts: list[int], num_decodes: int = 0, write_from: int = 0) -> Tensor:
         """One step in which every sequence is computed from `starts` on."""
@@ -42,17 +42,17 @@ class Sequences:
             )
             for pages, start, query in zip(self.pages, starts, self.query, strict=True)
         ]
-        ctx = build_context(parts, PAGE_SIZE, num_decodes)
+        ctx = build_context(parts, PAGE_SIZE, num_decodes, kv={0: self.pool})
         query, key, value = (
             torch.cat([tensor[start:] for tensor, start in zip(tensors, starts, strict=True)])
             for tensors in (self.query, self.key, self.value)
         )
-        attention.store(self.pool, key, value, ctx.kv_write_tokens, ctx.kv_write_slots)
+        attention.store(self.pool, key, value, ctx.kv_write_tokens, ctx.kv_write_rows)
         if num_decodes:
             longest = int(ctx.kv_lengths.max())
-            pages = attention.lay_out_decodes(ctx.page_table, ctx.kv_lengths, longest, PAGE_SIZE)
+            pages = attention.lay_out_decodes(ctx.page_table, ctx.kv_lengths, longest, self.pool)
             return attention.decode(query, self.pool, pages, SCALE)
-        laid_out = attention.lay_out_prefills(ctx.page_table, ctx.starts, ctx.lengths, PAGE_SIZE)
+        laid_out = attention.lay_out_prefills(ctx.page_table, ctx.starts, ctx.lengths, self.pool)
         return attention.prefill(query, self.pool, laid_out, SCALE)
 
     def expected(self, starts: list[int]) -> Tensor:
@@ -97,7 +97,7 @@ def test_decode_matches_softmax(dtype: torch.dtype) -> None:
     assert relative_error(output, sequences.expected(starts)) < TOLERANCES[dtype]
 
 
-def test_slots_that_hold_no_token_are_never_read() -> None:
+def test_rows_that_hold_no_token_are_never_read() -> None:
     sequences = Sequences([5, 40], torch.float32)
     assert sequences.attend([0, 0]).isfinite().all()
     assert sequences.attend([4, 39], num_decodes=2).isfinite().all()
@@ -116,12 +116,13 @@ def test_kv_before_write_from_is_read_but_not_written() -> None:
     assert relative_error(output, sequences.expected([32])) < 2e-6
 
 
-def test_store_writes_only_its_slots() -> None:
+def test_store_writes_only_its_rows() -> None:
     sequences = Sequences([30], torch.float32)
     sequences.attend([0], write_from=10)
-    pages = sequences.pool[:, sequences.pages[0]].flatten(1, 2)
+    pages = sequences.pool[sequences.pages[0]].transpose(0, 1).flatten(1, 2)
     assert pages[:, :10].isnan().all()
     assert pages[:, 10:30].isfinite().all()
     assert pages[:, 30:].isnan().all()
     others = [page for page in range(NUM_PAGES) if page not in sequences.pages[0]]
-    assert sequences.pool[:, others].isnan().all()
+    assert sequences.pool[others].isnan().all()
+    assert as_rows(sequences.pool).isnan().sum() > sequences.pool.isnan().sum()

@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import conv
+from tests.kernels.mixers import space
 from tests.numbers import relative_error
 
 CHANNELS = 7
 
 
 def make_pool(num_taps: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Slot 0 zeros, slot 1 a state, all others NaN."""
+    """Slot 0 zeros, slot 1 a state, all others NaN, as is what lies between slots."""
     pool = torch.full((8, CHANNELS, num_taps - 1), torch.nan, dtype=dtype)
     pool[0] = 0
     pool[1] = torch.randn(CHANNELS, num_taps - 1, generator=torch.Generator().manual_seed(3))
-    return pool
+    return space(pool, 16)
 
 
 def make_inputs(count: int, num_taps: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import gated_delta
+from tests.kernels.mixers import space
 from tests.numbers import relative_error
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 3, 6, 8, 5
@@ -41,11 +42,11 @@ def make_tokens(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 
 def make_pool(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Slot 0 zeros, slot 1 a state, all others NaN."""
+    """Slot 0 zeros, slot 1 a state, all others NaN, as is what lies between slots."""
     pool = torch.full((NUM_SLOTS, VALUE_HEADS, KEY_DIM, VALUE_DIM), torch.nan, dtype=dtype)
     pool[0] = 0
     pool[1] = torch.randn(pool.shape[1:], generator=torch.Generator().manual_seed(7))
-    return pool
+    return space(pool, 16)
 
 
 def recur(tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from milepost.kernels import slots
+from tests.kernels.mixers import space
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4, 8), (3,), (2, 3, 5)])
-def test_write_is_exact_and_leaves_the_others(dtype, shape):
+@pytest.mark.parametrize("spacing", [0, 16])
+def test_write_is_exact_and_leaves_the_others(dtype, shape, spacing):
     torch.manual_seed(0)
-    pool = torch.randn(6, *shape).to(dtype)
+    pool = space(torch.randn(6, *shape).to(dtype), spacing)
     pool[0] = float("nan")
     states = torch.randn(3, *shape)
     states.view(-1)[0] = float("inf")
@@ -29,6 +31,19 @@ def test_states_side_by_side_are_changed_in_place(places, is_own):
     expected, where = pool.clone(), torch.tensor(places)
     expected[where] += 1
     states = slots.read(pool, where, where, torch.float32)
+    assert (states.data_ptr() == pool[places[0]].data_ptr()) == is_own
+    slots.write(pool, where, states.add_(1))
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize(("places", "is_own"), [([2, 3, 4], False), ([5], True)])
+def test_states_with_something_between_them_are_copies(places, is_own):
+    """But a state alone has no neighbour."""
+    pool = space(torch.randn(6, 4, 8), 16)
+    expected, where = pool.clone(), torch.tensor(places)
+    expected[where] += 1
+    states = slots.read(pool, where, where, torch.float32)
+    assert states.is_contiguous()
     assert (states.data_ptr() == pool[places[0]].data_ptr()) == is_own
     slots.write(pool, where, states.add_(1))
     assert torch.equal(pool, expected)

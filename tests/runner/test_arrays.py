@@ -13,7 +13,7 @@ from milepost.runner.arrays import Capacity, HostTables, Shapes, build
 from milepost.runner.graphs import exact_capacity, ladder, smallest
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
-SHAPES = Shapes(num_kv_heads=2, heads_per_kv=4, page_size=64, has_recurrent=True)
+SHAPES = Shapes(num_kv_heads=2, heads_per_kv=4, page_size=64, page_rows=1000, has_recurrent=True)
 
 
 def sequence(start: int, tokens: list[int], slot: int, **changes) -> SequencePlan:
@@ -42,7 +42,7 @@ def tables() -> HostTables:
     return HostTables(num_slots=8, max_pages=16)
 
 
-def test_tokens_positions_and_kv_slots(tables):
+def test_tokens_positions_and_kv_rows(tables):
     plan = steps(
         sequence(70, [5], 3),
         sequence(62, [7, 8, 9, 6], 2, write_from=64, slot_in=5, samples=False),
@@ -52,7 +52,7 @@ def test_tokens_positions_and_kv_slots(tables):
     assert step.token_ids.tolist() == [5, 7, 8, 9, 6]
     assert step.positions.tolist() == [70, 62, 63, 64, 65]
     # Page 1 of slot 3 is page 31, and of slot 2 page 21; shared pages are not written.
-    assert step.kv_slots.tolist() == [31 * 64 + 6, -1, -1, 21 * 64, 21 * 64 + 1]
+    assert step.kv_rows.tolist() == [31 * 1000 + 6, -1, -1, 21 * 1000, 21 * 1000 + 1]
     assert step.slot_in.tolist() == [3, 5]
     assert step.slot_out.tolist() == [3, 2]
     assert step.last_tokens.tolist() == [0, 0]
@@ -64,7 +64,7 @@ def test_padding_names_nothing(tables):
     tables.update(plan.sequences)
     step = build(plan, tables, SHAPES, capacity, last_tokens=[0], sources=[2])
     assert step.token_ids.tolist() == [5, 0, 0, 0]
-    assert step.kv_slots.tolist() == [10 * 64 + 10, -1, -1, -1]
+    assert step.kv_rows.tolist() == [10 * 1000 + 10, -1, -1, -1]
     assert step.slot_out.tolist() == [1, -1, -1]
     assert step.sources.tolist() == [2, 0, 0]
     assert step.recurrent is None

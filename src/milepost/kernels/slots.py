@@ -13,13 +13,16 @@ fast as 4."""
 def read(pool: Tensor, slot_in: Tensor, slot_out: Tensor, dtype: torch.dtype) -> Tensor:
     """The states at `slot_in` [S], as `dtype`, to be changed and then written to `slot_out` [S].
 
-    On a CPU they are the pool's own memory where nothing speaks against it: each state is written
-    where it was read, and they lie side by side, as those of requests that came together do.
+    They are contiguous. On a CPU they are the pool's own memory where nothing speaks against it:
+    each state is written where it was read, and they lie side by side, as those of requests that
+    came together do, with nothing between them.
     """
     if pool.device.type == "cpu" and pool.dtype == dtype:
         places = slot_out.tolist()
         if places == list(range(places[0], places[0] + len(places))) == slot_in.tolist():
-            return pool[places[0] : places[0] + len(places)]
+            states = pool[places[0] : places[0] + len(places)]
+            if states.is_contiguous():
+                return states
     return pool.index_select(0, slot_in).to(dtype)
 
 

@@ -66,7 +66,7 @@ class GatedAttention(nn.Module):
         query_key = turn(query_key, layout.cosines, layout.sines)
         query, key = query_key.split((shapes.num_heads, shapes.num_kv_heads), 1)
         value = value.unflatten(-1, (-1, shapes.head_dim))
-        attention.store(pool, key, value, ctx.kv_write_tokens, ctx.kv_write_slots)
+        attention.store(pool, key, value, ctx.kv_write_tokens, ctx.kv_write_rows)
         attended = self._attend(query, pool, ctx.num_decodes, layout)
         return self.out(attended.flatten(1).mul_(gate.sigmoid()))
 
@@ -80,7 +80,7 @@ class GatedAttention(nn.Module):
             layout.cosines,
             layout.sines,
             pool,
-            batch.step.kv_slots,
+            batch.step.kv_rows,
         )
         gate = projected[:, -self.sizes[2] :]
         return attention.attend(query, gate, pool, batch.tables, batch.step.attention, scale)

@@ -22,8 +22,8 @@ from milepost.kernels.gated_delta.fused import FusedLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Shape of an attention layer's cache: one tensor [2, pages, page_size, num_kv_heads,
-    head_dim].
+    """Shape of an attention layer's cache: one tensor [pages, 2, page_size, num_kv_heads,
+    head_dim], contiguous but from page to page.
     """
 
     num_kv_heads: int
@@ -49,7 +49,7 @@ LayerSpec = AttentionSpec | RecurrentSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
     """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots,
-    *recurrent_shape].
+    *recurrent_shape], contiguous but from slot to slot.
     """
 
     conv: Tensor
@@ -91,8 +91,8 @@ class BatchContext:
     """
     kv_write_tokens: Tensor
     """[W] int64, indices into the batch's tokens whose KV is written."""
-    kv_write_slots: Tensor
-    """[W] int64, page * page_size + offset to which each of them is written."""
+    kv_write_rows: Tensor
+    """[W] int64, row to which each of their keys is written (see `kernels.attention.pages`)."""
     slot_in: Tensor
     """[S] int64, slot that each sequence's state is read from (0: zeros)."""
     slot_out: Tensor
@@ -120,8 +120,9 @@ class StepArrays:
     """[T] int64"""
     positions: Any
     """[T] int32"""
-    kv_slots: Any
-    """[T] int32, page * page_size + offset to which each token's KV is written, -1 for nowhere."""
+    kv_rows: Any
+    """[T] int64, row to which each token's key is written (see `kernels.attention.pages`), -1 for
+    nowhere."""
     slot_in: Any
     """[S] int32"""
     slot_out: Any

@@ -39,19 +39,17 @@ def lay_out(
     decodes = ctx.num_decodes
     starts, lengths = ctx.starts[decodes:], ctx.lengths[decodes:]
     exports = [(each.sequence - decodes, each.position, each.slot) for each in ctx.exports]
-    page_size = next((pool.shape[2] for pool in ctx.kv.values()), 0)
+    pool = next(iter(ctx.kv.values()), None)
     decode_pages, prefill_pages = None, ()
-    if page_size and decodes:
+    if pool is not None and decodes:
         decode_pages = attention.lay_out_decodes(
             ctx.page_table[:decodes],
             ctx.kv_lengths[:decodes],
             max(ctx.starts[:decodes]) + 1,
-            page_size,
+            pool,
         )
-    if page_size and starts:
-        prefill_pages = attention.lay_out_prefills(
-            ctx.page_table[decodes:], starts, lengths, page_size
-        )
+    if pool is not None and starts:
+        prefill_pages = attention.lay_out_prefills(ctx.page_table[decodes:], starts, lengths, pool)
     chunks = windows = None
     if ctx.states and starts:
         chunks = gated_delta.lay_out_chunks(starts, lengths, exports, ctx.device)

@@ -39,6 +39,8 @@ class Shapes:
     num_kv_heads: int
     heads_per_kv: int
     page_size: int
+    page_rows: int
+    """Rows of KV from one page to the next."""
     has_recurrent: bool
 
 
@@ -98,8 +100,11 @@ def build(
     return StepArrays(
         token_ids=_padded(_token_ids(sequences), num_tokens, 0, np.int64),
         positions=_padded(positions, num_tokens, 0),
-        kv_slots=_padded(
-            _kv_slots(sequences, positions, owners, tables.rows[rows], shapes), num_tokens, -1
+        kv_rows=_padded(
+            _kv_rows(sequences, positions, owners, tables.rows[rows], shapes),
+            num_tokens,
+            -1,
+            np.int64,
         ),
         slot_in=_padded([s.slot_in for s in sequences], num_sequences, 0),
         slot_out=_padded(rows, num_sequences, -1),
@@ -115,7 +120,7 @@ def _token_ids(sequences: Sequence[SequencePlan]) -> np.ndarray:
     return np.concatenate(tokens) if tokens else np.empty(0, np.int64)
 
 
-def _kv_slots(
+def _kv_rows(
     sequences: Sequence[SequencePlan],
     positions: np.ndarray,
     owners: np.ndarray,
@@ -123,10 +128,10 @@ def _kv_slots(
     shapes: Shapes,
 ) -> np.ndarray:
     """Where each token's KV goes; -1 for those that are in shared pages already."""
-    size = shapes.page_size
-    slots = pages[owners, positions // size] * size + positions % size
+    pages = pages[owners, positions // shapes.page_size].astype(np.int64)
+    kv_rows = pages * shapes.page_rows + positions % shapes.page_size
     write_from = np.array([s.write_from for s in sequences], np.int64)
-    return np.where(positions >= write_from[owners], slots, -1)
+    return np.where(positions >= write_from[owners], kv_rows, -1)
 
 
 def _attention(

@@ -58,7 +58,7 @@ def build(plan: StepPlan, pools: Pools, tables: PageTables) -> tuple[Tensor, Bat
     slot_out = torch.tensor([s.slot_out for s in sequences], device=device)
     num_pages = max(-(-end // pools.page_size) for end in ends)
     page_table = tables.rows(sequences, slot_out, num_pages)
-    written, kv_slots = _written(sequences, page_table, positions, pools.page_size)
+    written, kv_rows = _written(sequences, page_table, positions, pools)
     context = BatchContext(
         num_decodes=plan.num_decodes,
         starts=starts,
@@ -68,7 +68,7 @@ def build(plan: StepPlan, pools: Pools, tables: PageTables) -> tuple[Tensor, Bat
         page_table=page_table,
         kv_lengths=torch.tensor(ends, device=device),
         kv_write_tokens=written,
-        kv_write_slots=kv_slots,
+        kv_write_rows=kv_rows,
         slot_in=torch.tensor([s.slot_in for s in sequences], device=device),
         slot_out=slot_out,
         exports=tuple(
@@ -84,7 +84,7 @@ def build(plan: StepPlan, pools: Pools, tables: PageTables) -> tuple[Tensor, Bat
 
 
 def _written(
-    sequences: Sequence[SequencePlan], page_table: Tensor, positions: Tensor, page_size: int
+    sequences: Sequence[SequencePlan], page_table: Tensor, positions: Tensor, pools: Pools
 ) -> tuple[Tensor, Tensor]:
     """Indices of the batch's tokens whose KV is written, and where to."""
     owners = np.repeat(np.arange(len(sequences)), [len(s.tokens) for s in sequences])
@@ -92,7 +92,8 @@ def _written(
     written = torch.from_numpy(np.flatnonzero(kept)).to(positions.device)
     rows = torch.from_numpy(owners[kept]).to(positions.device)
     where = positions[written]
-    return written, page_table[rows, where // page_size] * page_size + where % page_size
+    pages, offsets = page_table[rows, where // pools.page_size], where % pools.page_size
+    return written, pages * pools.page_rows + offsets
 
 
 def _concat(arrays: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:

@@ -38,7 +38,7 @@ class DeviceExecutor:
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = PageTables(num_slots, max_pages, pools.device)
-        self._shapes = _shapes(model, pools.page_size)
+        self._shapes = _shapes(model, pools)
         self._staging = Staging(pools.device, _STAGED_BYTES)
         self._graphs = Graphs()
 
@@ -125,12 +125,13 @@ def measure_activations(model: HybridModel, shape: PoolShape, num_tokens: int) -
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _shapes(model: HybridModel, page_size: int) -> Shapes:
+def _shapes(model: HybridModel, pools: Pools) -> Shapes:
     config = model.config
     has_attention = "full_attention" in config.layer_types
     return Shapes(
         num_kv_heads=config.num_key_value_heads if has_attention else 0,
         heads_per_kv=config.num_attention_heads // config.num_key_value_heads,
-        page_size=page_size,
+        page_size=pools.page_size,
+        page_rows=pools.page_rows,
         has_recurrent="linear_attention" in config.layer_types,
     )

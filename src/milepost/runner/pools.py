@@ -1,23 +1,31 @@
 """The memory that pages and slots stand for: KV and states of every layer as tensors.
 
+A page holds the KV of all attention layers, page after page. Slots have tensors of their own, layer
+after layer, or share one memory with the pages (see `shared`).
+
 Legend: pages and slots as in the cache; slot 0 is all zeros and nothing writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from milepost.kernels.attention import rows_per_page
 from milepost.layers.context import AttentionSpec, LayerSpec, RecurrentSpec, RecurrentState
+
+_ALIGNMENT = 64
+"""Bytes: torch's on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
-    """What one page and one slot hold, over all layers."""
+    """What one page and one slot hold, over all layers; layers of a kind have one shape in every
+    model that there is."""
 
     specs: tuple[LayerSpec, ...]
     page_size: int
@@ -25,10 +33,30 @@ class PoolShape:
     state_dtype: torch.dtype
 
     @property
+    def attention(self) -> list[AttentionSpec]:
+        """Of every attention layer."""
+        specs = [spec for spec in self.specs if isinstance(spec, AttentionSpec)]
+        assert len(set(specs)) <= 1, "attention layers have one shape"
+        return specs
+
+    @property
+    def recurrent(self) -> list[RecurrentSpec]:
+        """Of every recurrent layer."""
+        specs = [spec for spec in self.specs if isinstance(spec, RecurrentSpec)]
+        assert len(set(specs)) <= 1, "recurrent layers have one shape"
+        return specs
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """[attention layers, 2, page_size, num_kv_heads, head_dim]: keys, then values."""
+        layers = self.attention
+        assert layers, "pages are for attention"
+        return (len(layers), 2, self.page_size, layers[0].num_kv_heads, layers[0].head_dim)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in all attention layers."""
-        per_token = sum(2 * s.num_kv_heads * s.head_dim for s in _attention(self.specs))
-        return per_token * self.page_size * self.dtype.itemsize
+        return prod(self.page_shape) * self.dtype.itemsize if self.attention else 0
 
     @property
     def slot_bytes(self) -> int:
@@ -36,7 +64,7 @@ class PoolShape:
         return sum(
             prod(spec.conv_shape) * self.dtype.itemsize
             + prod(spec.recurrent_shape) * self.state_dtype.itemsize
-            for spec in _recurrent(self.specs)
+            for spec in self.recurrent
         )
 
 
@@ -45,11 +73,11 @@ class Pools:
     """Tensors by layer index; those of a kind are views of one tensor over all layers."""
 
     kv: dict[int, Tensor]
-    """[2, pages, page_size, num_kv_heads, head_dim]"""
+    """[pages, 2, page_size, num_kv_heads, head_dim], contiguous but from page to page."""
     states: dict[int, RecurrentState]
     page_size: int
     all_kv: Tensor | None
-    """[attention layers, 2, pages, page_size, num_kv_heads, head_dim]"""
+    """[pages, attention layers, 2, page_size, num_kv_heads, head_dim], likewise."""
 
     @property
     def device(self) -> torch.device:
@@ -57,47 +85,62 @@ class Pools:
             return self.all_kv.device
         return next(iter(self.states.values())).conv.device
 
+    @property
+    def page_rows(self) -> int:
+        """Rows of KV from one page to the next (see `kernels.attention.pages`)."""
+        return rows_per_page(self.all_kv[:, 0]) if self.all_kv is not None else 0
+
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the KV of a page's first tokens to another page, in every layer."""
         if self.all_kv is not None:
-            self.all_kv[:, :, target, :num_tokens] = self.all_kv[:, :, source, :num_tokens]
+            self.all_kv[target, :, :, :num_tokens] = self.all_kv[source, :, :, :num_tokens]
 
 
 def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.device) -> Pools:
-    """Zeroed pools; `num_slots` usable slots come on top of the zero slot.
+    """Zeroed pools of fixed sizes; `num_slots` usable slots come on top of the zero slot."""
 
-    Layers of one kind have one shape in every model that there is.
-    """
-    attention, recurrent = _attention(shape.specs), _recurrent(shape.specs)
-    assert len(set(attention)) <= 1, "attention layers have one shape"
-    assert len(set(recurrent)) <= 1, "recurrent layers have one shape"
-    all_kv, conv, states = None, (), ()
-    if attention:
-        spec = attention[0]
-        size = (2, num_pages, shape.page_size, spec.num_kv_heads, spec.head_dim)
-        all_kv = torch.zeros((len(attention), *size), dtype=shape.dtype, device=device)
-    if recurrent:
-        spec, size = recurrent[0], (len(recurrent), num_slots + 1)
-        conv = torch.zeros((*size, *spec.conv_shape), dtype=shape.dtype, device=device)
-        states = torch.zeros((*size, *spec.recurrent_shape), dtype=shape.state_dtype, device=device)
-    kv_views = iter(all_kv if all_kv is not None else ())
-    state_views = map(_as_state, conv, states)
-    kv, by_layer = {}, {}
+    def allocate_zeros(dtype: torch.dtype, *size: int) -> Tensor:
+        return zeros(prod(size) * dtype.itemsize, device).view(dtype).view(size)
+
+    kv, conv, recurrent = None, None, None
+    if shape.attention:
+        kv = allocate_zeros(shape.dtype, num_pages, *shape.page_shape)
+    layers = shape.recurrent
+    if layers:
+        # A layer's slots lie side by side: on a CPU neighbours are changed where they are.
+        spec, size = layers[0], (len(layers), num_slots + 1)
+        conv = allocate_zeros(shape.dtype, *size, *spec.conv_shape)
+        recurrent = allocate_zeros(shape.state_dtype, *size, *spec.recurrent_shape)
+    return by_layer(shape, kv, conv, recurrent)
+
+
+def zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes] uint8; on a CPU they take no room until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    # torch would write them all at once.
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_bytes])
+
+
+def by_layer(
+    shape: PoolShape, kv: Tensor | None, conv: Tensor | None, recurrent: Tensor | None
+) -> Pools:
+    """Pools of the tensors of all layers: `kv` [pages, attention layers, ...], `conv` and
+    `recurrent` [recurrent layers, slots, ...], each None where there is no such layer."""
+    kv_views = iter(kv.unbind(1) if kv is not None else ())
+    state_views = iter(())
+    if conv is not None and recurrent is not None:
+        state_views = map(_as_state, conv, recurrent)
+    kv_by_layer, states = {}, {}
     for index, spec in enumerate(shape.specs):
         if isinstance(spec, AttentionSpec):
-            kv[index] = next(kv_views)
+            kv_by_layer[index] = next(kv_views)
         else:
-            by_layer[index] = next(state_views)
-    return Pools(kv=kv, states=by_layer, page_size=shape.page_size, all_kv=all_kv)
+            states[index] = next(state_views)
+    return Pools(kv=kv_by_layer, states=states, page_size=shape.page_size, all_kv=kv)
 
 
 def _as_state(conv: Tensor, recurrent: Tensor) -> RecurrentState:
     return RecurrentState(conv=conv, recurrent=recurrent)
-
-
-def _attention(specs: Sequence[LayerSpec]) -> list[AttentionSpec]:
-    return [spec for spec in specs if isinstance(spec, AttentionSpec)]
-
-
-def _recurrent(specs: Sequence[LayerSpec]) -> list[RecurrentSpec]:
-    return [spec for spec in specs if isinstance(spec, RecurrentSpec)]

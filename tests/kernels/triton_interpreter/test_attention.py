@@ -50,6 +50,12 @@ def test_attend_in_half_precision_matches_reference() -> None:
     assert error(replace(CASES["mixed"], dtype=torch.float16)) < 2e-3
 
 
+def test_attend_without_boxes_matches_reference(monkeypatch) -> None:
+    """As where there are more rows than the copy engine counts."""
+    monkeypatch.setattr(attention, "MAX_ROWS", 1)
+    assert error(CASES["mixed"]) < 1e-5
+
+
 def error(case: Case) -> float:
     step = Step(case)
     items = step.on_device(step.items())
@@ -71,7 +77,7 @@ def test_prepare_matches_layer(num_tokens: int, half: int) -> None:
         given.cosines,
         given.sines,
         given.pool,
-        given.kv_slots,
+        given.kv_rows,
     )
     assert relative_error(actual, query) < 1e-6
     assert torch.equal(given.pool.isnan(), pool.isnan())

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from milepost.runner.device import DeviceExecutor
+from milepost.runner.pools import Pools
 from tests.engines import ask, cached, greedy, num_held, save_tiny, tokens
+from tests.shared import share_memory
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +23,20 @@ def tiny(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("fused"), "qwen3_next", torch.float32, **shapes)
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+@pytest.fixture(params=["plain", "ahead", "shared"])
 def llm(request, tiny):
-    llm = tiny.open(async_scheduling=request.param, num_pages=64, num_slots=16, page_size=64)
+    is_ahead = request.param == "ahead"
+    llm = tiny.open(async_scheduling=is_ahead, num_pages=64, num_slots=16, page_size=64)
     runner = llm.llm_engine.runner
-    runner.executor = DeviceExecutor(
-        runner.executor.model, runner.pools, num_slots=16, max_model_len=1024
-    )
+    model = runner.executor.model
+
+    def make(pools: Pools, num_slots: int) -> DeviceExecutor:
+        return DeviceExecutor(model, pools, num_slots=num_slots, max_model_len=1024)
+
+    if request.param == "shared":
+        share_memory(llm, 3, make)
+    else:
+        runner.executor = make(runner.pools, 16)
     return llm
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.kernels.mixers import (
     ODD,
     SMALL,
+    SPACING,
     Batch,
     Pools,
     Shapes,
@@ -35,15 +36,16 @@ def assert_pools_match(actual: Pools, expected: Pools, tolerance: float = TOLERA
         assert relative_error(ours[written], theirs[written]) < tolerance
 
 
+@pytest.mark.parametrize("spacing", [0, SPACING])
 @pytest.mark.parametrize("shapes", [ODD, SMALL], ids=["odd", "small"])
-def test_decode_matches_reference(shapes: Shapes) -> None:
+def test_decode_matches_reference(shapes: Shapes, spacing: int) -> None:
     # Slot 0 and slot 1 are read by several, slot 2 is moved on in place; two rows are padding.
     batch = Batch(starts=(), lengths=(), slot_in=(0, 1, 2, 1, 0), slot_out=(4, 5, 2, 6, 7))
     padded = Batch(
         starts=(), lengths=(), slot_in=(*batch.slot_in, 1, -1), slot_out=(*batch.slot_out, -1, -1)
     )
     projected, weights = make_projected(shapes, 7), make_weights(shapes)
-    pools, ours = make_pools(shapes, 10), make_pools(shapes, 10)
+    pools, ours = make_pools(shapes, 10), make_pools(shapes, 10, spacing=spacing)
     expected = expected_decode(shapes, projected[:5], weights, pools, batch)
     output = fused_decode(projected, weights, ours, padded)
     assert relative_error(output[:5], expected) < TOLERANCE
@@ -78,12 +80,13 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("spacing", [0, SPACING])
 @pytest.mark.parametrize("shapes", [ODD, SMALL], ids=["odd", "small"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_prefill_matches_reference(name: str, shapes: Shapes) -> None:
+def test_prefill_matches_reference(name: str, shapes: Shapes, spacing: int) -> None:
     batch = BATCHES[name]
     projected, weights = make_projected(shapes, sum(batch.lengths)), make_weights(shapes)
-    pools, ours = make_pools(shapes, 14), make_pools(shapes, 14)
+    pools, ours = make_pools(shapes, 14), make_pools(shapes, 14, spacing=spacing)
     expected = expected_prefill(shapes, projected, weights, pools, batch)
     output = fused_prefill(projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCE

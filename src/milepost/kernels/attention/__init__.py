@@ -16,6 +16,7 @@ from milepost.kernels.attention.pages import (
     PrefillPages,
     lay_out_decodes,
     lay_out_prefills,
+    rows_per_page,
 )
 from milepost.kernels.attention.reference import decode, prefill, store
 
@@ -31,6 +32,7 @@ __all__ = [
     "lay_out_prefills",
     "prefill",
     "prepare",
+    "rows_per_page",
     "store",
 ]
 
@@ -42,12 +44,12 @@ def prepare(
     cosines: Tensor,
     sines: Tensor,
     pool: Tensor,
-    kv_slots: Tensor,
+    kv_rows: Tensor,
 ) -> Tensor:
     """Norm, turn and store: see `triton_prepare.prepare`. On a GPU only."""
     from milepost.kernels.attention import triton_prepare
 
-    return triton_prepare.prepare(projected, norm_scale, eps, cosines, sines, pool, kv_slots)
+    return triton_prepare.prepare(projected, norm_scale, eps, cosines, sines, pool, kv_rows)
 
 
 def attend(

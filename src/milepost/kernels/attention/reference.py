@@ -4,8 +4,8 @@ Keys and values are written to the pages first and always read back from there, 
 finds its KV in a shared page reads the very bits that another sequence wrote.
 
 Legend: T tokens, W tokens whose KV is written, D decoding sequences, L tokens of the longest of
-them, H query heads, G KV heads, R = H / G query heads for each KV head, E head_dim. A pool is [2,
-pages, page_size, G, E]: keys, then values.
+them, H query heads, G KV heads, R = H / G query heads for each KV head, E head_dim. A pool is
+[pages, 2, page_size, G, E] (see `pages`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.attention.pages import DecodePages, PrefillPages
+from milepost.kernels.attention.pages import DecodePages, PrefillPages, as_rows
 
 _QUERY_TILE = 512
 """Queries at a time where earlier tokens are attended to: bounds the mask to a tile of rows."""
 
 
-def store(pool: Tensor, key: Tensor, value: Tensor, tokens: Tensor, kv_slots: Tensor) -> None:
-    """Write KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_slots` [W] of `pool`; no other
+def store(pool: Tensor, key: Tensor, value: Tensor, tokens: Tensor, kv_rows: Tensor) -> None:
+    """Write KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_rows` [W] of `pool`; no other
     is touched."""
-    keys, values = pool.flatten(1, 2).unbind(0)
-    keys.index_copy_(0, kv_slots, key.index_select(0, tokens))
-    values.index_copy_(0, kv_slots, value.index_select(0, tokens))
+    keys, values = _keys_and_values(pool)
+    keys.index_copy_(0, kv_rows, key.index_select(0, tokens))
+    values.index_copy_(0, kv_rows, value.index_select(0, tokens))
+
+
+def _keys_and_values(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows, counted so that a token's key and value have one number."""
+    rows = as_rows(pool)
+    return rows, rows[pool.shape[2] :]
 
 
 def decode(query: Tensor, pool: Tensor, pages: DecodePages, scale: float) -> Tensor:
@@ -36,10 +42,10 @@ def decode(query: Tensor, pool: Tensor, pages: DecodePages, scale: float) -> Ten
     num_sequences, num_heads, head_dim = query.shape
     num_kv_heads = pool.shape[3]
     keys, values = (
-        part.index_select(0, pages.kv_slots)
+        part.index_select(0, pages.kv_rows)
         .view(num_sequences, -1, num_kv_heads, head_dim)
         .transpose(1, 2)
-        for part in pool.flatten(1, 2).unbind(0)
+        for part in _keys_and_values(pool)
     )
     # Query heads of one KV head stand where more queries would: no KV is repeated.
     grouped = query.reshape(num_sequences, num_kv_heads, -1, head_dim)
@@ -58,8 +64,8 @@ def prefill(query: Tensor, pool: Tensor, pages: tuple[PrefillPages, ...], scale:
     for sequence in pages:
         rows = slice(sequence.first, sequence.first + sequence.length)
         keys, values = (
-            part.index_select(0, sequence.kv_slots).transpose(0, 1)[None]
-            for part in pool.flatten(1, 2).unbind(0)
+            part.index_select(0, sequence.kv_rows).transpose(0, 1)[None]
+            for part in _keys_and_values(pool)
         )
         queries = query[rows].transpose(0, 1)[None]
         attended = output[rows].transpose(0, 1)[None]

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
+from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
 from milepost.kernels.hopper import runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -66,7 +67,7 @@ def attend(
     narrow_shape: Shape | None = None,
     wide_shape: Shape | None = None,
 ) -> Tensor:
-    """Attend from `query` [T, H, E] to the pages of `pool` [2, pages, page_size, G, E] that the
+    """Attend from `query` [T, H, E] to the pages of `pool` [pages, 2, page_size, G, E] that the
     `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E].
 
     Returns [T, H * E]; rows of tokens that are in no item hold anything.
@@ -130,11 +131,11 @@ def _launch(
     scale: float,
 ) -> None:
     _, num_heads, head_dim = query.shape
-    _, num_pages, page_size, num_kv_heads, _ = pool.shape
+    _, _, page_size, num_kv_heads, _ = pool.shape
     block_e = max(16, triton.next_power_of_2(head_dim))
+    kv = as_rows(pool).flatten(1)
     # The copy engine moves boxes: a block must lie in one page, and no wider than the head.
-    boxed = page_size >= shape.block and block_e == head_dim
-    kv = pool.view(-1, num_kv_heads * head_dim)
+    boxed = page_size >= shape.block and block_e == head_dim and len(kv) < MAX_ROWS
     _attend_kernel[(num_kv_heads, len(work))](
         query,
         gate,
@@ -146,7 +147,7 @@ def _launch(
         partials,
         sums,
         scale * _LOG2_E,
-        num_pages * page_size,
+        rows_per_page(pool),
         query.stride(0),
         query.stride(1),
         gate.stride(0),
@@ -166,7 +167,8 @@ def _launch(
     )
 
 
-@triton.jit
+# The rows of a page follow from how much memory there is: nothing is compiled anew for them.
+@triton.jit(do_not_specialize=["page_rows"])
 def _attend_kernel(
     query,
     gate,
@@ -178,7 +180,7 @@ def _attend_kernel(
     partials,
     sums,
     scale,
-    first_value,
+    page_rows,
     query_stride,
     head_stride,
     gate_stride,
@@ -226,7 +228,19 @@ def _attend_kernel(
     masked = begin + tl.maximum(tl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
     for place in tl.range(begin, masked, BLOCK):
         keys = _load(
-            kv, table, place, end, 0, kv_head, BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK
+            kv,
+            table,
+            place,
+            end,
+            page_rows,
+            kv_head,
+            0,
+            BOXED,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_E,
+            PAGE_SIZE,
+            BLOCK,
         )
         scores = _dot(queries, tl.trans(keys))
         values = _load(
@@ -234,8 +248,9 @@ def _attend_kernel(
             table,
             place,
             end,
-            first_value,
+            page_rows,
             kv_head,
+            PAGE_SIZE,
             BOXED,
             KV_HEADS,
             HEAD_DIM,
@@ -247,7 +262,19 @@ def _attend_kernel(
     for place in tl.range(masked, end, BLOCK, num_stages=TAIL_STAGES):
         places = place + tl.arange(0, BLOCK)
         keys = _load(
-            kv, table, place, end, 0, kv_head, BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK
+            kv,
+            table,
+            place,
+            end,
+            page_rows,
+            kv_head,
+            0,
+            BOXED,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_E,
+            PAGE_SIZE,
+            BLOCK,
         )
         scores = _dot(queries, tl.trans(keys))
         seen = (places[None, :] <= position + ahead[:, None]) & (places < end)[None, :]
@@ -257,8 +284,9 @@ def _attend_kernel(
             table,
             place,
             end,
-            first_value,
+            page_rows,
             kv_head,
+            PAGE_SIZE,
             BOXED,
             KV_HEADS,
             HEAD_DIM,
@@ -293,8 +321,9 @@ def _load(
     table,
     place,
     end,
-    offset,
+    page_rows,
     kv_head,
+    FIRST: tl.constexpr,
     BOXED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -302,19 +331,20 @@ def _load(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys or values [BLOCK, BLOCK_E] of one head from `place` on, a multiple of BLOCK."""
+    """Keys or values [BLOCK, BLOCK_E] of one head from `place` on, a multiple of BLOCK; they begin
+    FIRST rows behind the beginning of a page."""
     if BOXED:
         page = tl.load(table + place // PAGE_SIZE)
-        slot = offset + page * PAGE_SIZE + place % PAGE_SIZE
-        block = kv.load([slot, kv_head * HEAD_DIM])
+        row = page * page_rows + FIRST + place % PAGE_SIZE
+        block = kv.load([row, kv_head * HEAD_DIM])
     else:
         column = tl.arange(0, BLOCK_E)
         places = place + tl.arange(0, BLOCK)
         # Past the end the table names pages that are not the sequence's, or none.
         inside = places < end
         pages = tl.load(table + places // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        slots = offset + pages * PAGE_SIZE + places % PAGE_SIZE
-        at = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        rows = pages * page_rows + FIRST + places % PAGE_SIZE
+        at = (rows * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
         block = tl.load(kv + at, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
     return block
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
@@ -39,6 +40,7 @@ def suits(query: Tensor, pool: Tensor, wide_rows: int) -> bool:
         query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[2] in (128, 256)
         and pool.shape[2] >= _BLOCK
+        and len(as_rows(pool)) < MAX_ROWS
         and wide_rows == ROWS
     )
 
@@ -58,9 +60,9 @@ def attend(
     """Write the results of `work`, which are wide items, to `output` [T, H * E], or to `partials`
     [P, H, E] and `sums` [P, H]."""
     _, num_heads, head_dim = query.shape
-    _, num_pages, page_size, num_kv_heads, _ = pool.shape
+    _, _, page_size, num_kv_heads, _ = pool.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    kv = pool.view(-1, num_kv_heads * head_dim)
+    kv = as_rows(pool).flatten(1)
     _attend_kernel[(num_kv_heads, len(work))](
         query,
         gate,
@@ -72,7 +74,7 @@ def attend(
         partials,
         sums,
         scale * _LOG2_E,
-        num_pages * page_size,
+        rows_per_page(pool),
         query.stride(0),
         query.stride(1),
         gate.stride(0),
@@ -90,7 +92,7 @@ def attend(
     )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["page_rows"])
 def _attend_kernel(
     query,
     gate,
@@ -102,7 +104,7 @@ def _attend_kernel(
     partials,
     sums,
     scale,
-    first_value,
+    page_rows,
     query_stride,
     head_stride,
     gate_stride,
@@ -140,7 +142,7 @@ def _attend_kernel(
         mbarrier.init(bars.index(3 * STAGES + stage), count=2)
     consumed = (query, gate, output, item, bases, partials, sums, scale, kv_head)
     consumed += (query_stride, head_stride, gate_stride, queries, keys, values, bars)
-    produced = (kv, table, begin, end, first_value, kv_head, keys, values, bars)
+    produced = (kv, table, begin, end, page_rows, kv_head, keys, values, bars)
     gl.warp_specialize(
         [
             (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES)),
@@ -161,7 +163,7 @@ def _produce(
     STAGES: gl.constexpr,
 ):
     """Load every block of the range, as soon as its place is free."""
-    kv, table, begin, end, first_value, kv_head, keys, values, bars = produced
+    kv, table, begin, end, page_rows, kv_head, keys, values, bars = produced
     size: gl.constexpr = BLOCK * HEAD_DIM * 2
     column = kv_head * HEAD_DIM
     block = 0
@@ -169,17 +171,15 @@ def _produce(
         stage = block % STAGES
         # A barrier's phase before its first is over.
         phase = (block // STAGES & 1) ^ 1
-        slot = gl.load(table + place // PAGE_SIZE) * PAGE_SIZE + place % PAGE_SIZE
+        row = gl.load(table + place // PAGE_SIZE) * page_rows + place % PAGE_SIZE
         mbarrier.wait(bars.index(STAGES + stage), phase)
         loaded = bars.index(stage)
         mbarrier.expect(loaded, size)
-        tma.async_copy_global_to_shared(kv, [slot, column], loaded, keys.index(stage))
+        tma.async_copy_global_to_shared(kv, [row, column], loaded, keys.index(stage))
         mbarrier.wait(bars.index(3 * STAGES + stage), phase)
         loaded = bars.index(2 * STAGES + stage)
         mbarrier.expect(loaded, size)
-        tma.async_copy_global_to_shared(
-            kv, [first_value + slot, column], loaded, values.index(stage)
-        )
+        tma.async_copy_global_to_shared(kv, [row + PAGE_SIZE, column], loaded, values.index(stage))
         block += 1  # noqa: SIM113
 
 

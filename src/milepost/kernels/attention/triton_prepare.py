@@ -1,5 +1,5 @@
 """What comes before attention, in one launch: norms of query and key heads, rotary positions, and
-KV to its slots.
+KV to its rows.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim, O turned dimensions of E.
 """
@@ -24,17 +24,17 @@ def prepare(
     cosines: Tensor,
     sines: Tensor,
     pool: Tensor,
-    kv_slots: Tensor,
+    kv_rows: Tensor,
 ) -> Tensor:
     """Queries [T, H, E] from `projected` [T, N], whose columns begin with queries, keys and values,
     heads side by side.
 
     Query and key heads are normed with `norm_scale` [H + G, E] float32 and turned by `cosines` and
-    `sines` [T, 1, O / 2]. Keys and values go to `kv_slots` [T] int32 of `pool` [2, pages,
-    page_size, G, E]; those of tokens whose slot is -1 go nowhere.
+    `sines` [T, 1, O / 2]. Keys and values go to `kv_rows` [T] int64 of `pool` [pages, 2,
+    page_size, G, E]; those of tokens whose row is -1 go nowhere.
     """
     num_tokens = len(projected)
-    _, num_pages, page_size, num_kv_heads, head_dim = pool.shape
+    _, _, page_size, num_kv_heads, head_dim = pool.shape
     num_heads = len(norm_scale) - num_kv_heads
     query = projected.new_empty(num_tokens, num_heads, head_dim)
     tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
@@ -44,17 +44,17 @@ def prepare(
         norm_scale,
         cosines,
         sines,
-        kv_slots,
+        kv_rows,
         pool,
         query,
         eps,
         num_tokens,
-        num_pages * page_size,
         projected.stride(0),
         cosines.stride(0),
         sines.stride(0),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
+        PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         HALF=cosines.shape[-1],
         BLOCK_E=triton.next_power_of_2(head_dim),
@@ -71,17 +71,17 @@ def _prepare_kernel(
     norm_scale,
     cosines,
     sines,
-    kv_slots,
+    kv_rows,
     pool,
     query,
     eps,
     num_tokens,
-    first_value,
     projected_stride,
     cosine_stride,
     sine_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -114,9 +114,9 @@ def _prepare_kernel(
     if head < HEADS:
         tl.store(query + (token * HEADS + head) * HEAD_DIM + column, x, mask=inside)
     else:
-        slot = tl.load(kv_slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
-        kept = inside & (slot >= 0)
+        row = tl.load(kv_rows + token, mask=token < num_tokens, other=-1)
+        kept = inside & (row >= 0)
         kv_head = (head - HEADS) % KV_HEADS
         if head >= HEADS + KV_HEADS:
-            slot += first_value
-        tl.store(pool + (slot * KV_HEADS + kv_head) * HEAD_DIM + column, x, mask=kept)
+            row += PAGE_SIZE
+        tl.store(pool + (row * KV_HEADS + kv_head) * HEAD_DIM + column, x, mask=kept)

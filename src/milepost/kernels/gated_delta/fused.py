@@ -6,7 +6,8 @@ This is a door that can be imported without triton, which the calls need. `conv.
 operands of matrix products have the projection's type.
 
 A projection's columns are, heads side by side: queries, keys, values (the C channels), output gates
-[V * W], write strengths [V], decay inputs [V]. Its rows may be strided, as may nothing else.
+[V * W], write strengths [V], decay inputs [V]. Its rows may be strided, as may
+a pool's slots be, and nothing else.
 
 A slot that is written is read by no other sequence of the batch; several sequences may read one
 slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence.

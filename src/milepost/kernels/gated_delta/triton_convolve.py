@@ -19,6 +19,7 @@ def convolve(
     num_tokens,
     weight,
     pool,
+    slot_stride,
     slot_in,
     slot_out,
     sequence_begin,
@@ -29,7 +30,6 @@ def convolve(
     export_slot,
     query_key,
     values,
-    channels,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -56,7 +56,7 @@ def convolve(
     first, size = head_channels(head, KEY_HEADS, KEY_DIM, VALUE_DIM)
     column = tl.arange(0, BLOCK)
     channel, is_channel = first + column, column < size
-    state = pool + tl.load(slot_in + sequence).to(tl.int64) * channels * (TAPS - 1)
+    state = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
 
     row = tl.arange(0, ROWS)
     in_part = (row < end - part_from)[:, None] & is_channel[None, :]
@@ -90,7 +90,7 @@ def convolve(
 
     if part > 0:
         return
-    args = projected, projected_stride, state, pool, channels, channel, is_channel, begin
+    args = projected, projected_stride, state, pool, slot_stride, channel, is_channel, begin
     for export in range(tl.load(tile_export + tile), tl.load(tile_export + tile + 1)):
         slot, stop = tl.load(export_slot + export), tl.load(export_end + export)
         _keep_inputs(*args, stop, slot, TAPS, BLOCK_TAPS)
@@ -104,7 +104,7 @@ def _keep_inputs(
     projected_stride,
     state,
     pool,
-    channels,
+    slot_stride,
     channel,
     is_channel,
     begin,
@@ -124,5 +124,5 @@ def _keep_inputs(
     before = of_channel + source - begin + (TAPS - 1)
     inputs += tl.load(state + before, is_kept & (source < begin), 0).to(inputs.dtype)
     tl.debug_barrier()
-    written = pool + slot.to(tl.int64) * channels * (TAPS - 1)
+    written = pool + slot.to(tl.int64) * slot_stride
     tl.store(written + of_channel + tap, inputs.to(pool.dtype.element_ty), is_kept)

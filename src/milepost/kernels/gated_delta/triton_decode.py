@@ -58,6 +58,7 @@ def decode(
         projected.stride(0),
         weights.conv,
         conv_pool,
+        conv_pool.stride(0),
         slot_in,
         slot_out,
         mixed,
@@ -78,6 +79,7 @@ def decode(
         weights.norm,
         weights.norm_eps,
         recurrent_pool,
+        recurrent_pool.stride(0),
         slot_in,
         slot_out,
         output,
@@ -108,6 +110,7 @@ def _convolve(
     projected_stride,
     weight,
     pool,
+    slot_stride,
     slot_in,
     slot_out,
     mixed,
@@ -137,7 +140,7 @@ def _convolve(
 
     state_at = at * (TAPS - 1) + tap
     was_kept = is_channel[:, None] & (tap < TAPS - 1)
-    window = tl.load(pool + read * channels * (TAPS - 1) + state_at, was_kept, 0)
+    window = tl.load(pool + read * slot_stride + state_at, was_kept, 0)
     newest = tl.load(projected + sequence * projected_stride + channel, is_channel, 0)
     window = tl.where(tap == TAPS - 1, newest[:, None], window.to(newest.dtype))
     taps = tl.load(weight + at * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
@@ -148,7 +151,7 @@ def _convolve(
     tl.debug_barrier()
     is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
     kept = window.to(pool.dtype.element_ty)
-    tl.store(pool + written * channels * (TAPS - 1) + state_at - 1, kept, is_kept)
+    tl.store(pool + written * slot_stride + state_at - 1, kept, is_kept)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
@@ -161,6 +164,7 @@ def _update(
     norm_weight,
     norm_eps,
     pool,
+    slot_stride,
     slot_in,
     slot_out,
     output,
@@ -183,10 +187,9 @@ def _update(
     if written < 0:
         tl.store(output_at, tl.zeros([BLOCK_W], output.dtype.element_ty), is_column)
         return
-    slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
     in_state = is_row[:, None] & is_column[None, :]
-    read = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_size
+    read = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
     state = tl.load(read + state_at, in_state, 0)
 
     token = projected + sequence * projected_stride + channels
@@ -210,7 +213,7 @@ def _update(
     change = (value - tl.sum(state * key[:, None], 0)) * beta
     state += key[:, None] * change[None, :]
     tl.debug_barrier()
-    written_at = pool + written * slot_size + state_at
+    written_at = pool + written * slot_stride + state_at
     tl.store(written_at, state.to(pool.dtype.element_ty), in_state)
     x = tl.sum(state * query[:, None], 0)
     x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 0)

@@ -28,18 +28,27 @@ from milepost.kernels.overlap_gluon import wait_for_inputs
 
 _SIZE = 128
 """Of a key and a value: a thread for each of their channels."""
+_ALIGNMENT = 16
+"""Bytes: the copy engine's."""
 _MAX_ROWS = 2**31
-"""The copy engine counts the rows of all states."""
+"""The copy engine counts rows from the first state to the last."""
 
 
 def suits(recurrent_pool: Tensor) -> bool:
     """Whether the kernel can do this work, where `runs_gluon`."""
-    num_slots, value_heads, key_dim, value_dim = recurrent_pool.shape
     return (
         recurrent_pool.dtype == torch.float32
-        and key_dim == value_dim == _SIZE
-        and num_slots * value_heads * key_dim < _MAX_ROWS
+        and recurrent_pool.shape[2:] == (_SIZE, _SIZE)
+        and recurrent_pool.stride(0) % _SIZE == 0
+        and recurrent_pool.data_ptr() % _ALIGNMENT == 0
+        and _num_rows(recurrent_pool) < _MAX_ROWS
     )
+
+
+def _num_rows(recurrent_pool: Tensor) -> int:
+    """Rows from the first state to the last, with what lies between."""
+    num_slots, value_heads = recurrent_pool.shape[:2]
+    return (num_slots - 1) * (recurrent_pool.stride(0) // _SIZE) + value_heads * _SIZE
 
 
 def decode(
@@ -57,7 +66,8 @@ def decode(
     key_heads = (channels - value_heads * _SIZE) // (2 * _SIZE)
     output = projected.new_empty(num_sequences, value_heads * _SIZE)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    states = TensorDescriptor.from_tensor(recurrent_pool.view(-1, _SIZE), [_SIZE, _SIZE], layout)
+    rows = recurrent_pool.as_strided((_num_rows(recurrent_pool), _SIZE), (_SIZE, 1))
+    states = TensorDescriptor.from_tensor(rows, [_SIZE, _SIZE], layout)
     num_units = num_sequences * key_heads
     num_processors = torch.cuda.get_device_properties(projected.device).multi_processor_count
     stages = 2 if num_units <= num_processors else 1
@@ -66,12 +76,14 @@ def decode(
         projected.stride(0),
         weights.conv,
         conv_pool,
+        conv_pool.stride(0),
         weights.decay_rate,
         weights.decay_bias,
         weights.norm,
         weights.norm_eps,
         states,
         recurrent_pool,
+        recurrent_pool.stride(0),
         slot_in,
         slot_out,
         output,
@@ -94,12 +106,14 @@ def _decode_kernel(
     projected_stride,
     conv_weight,
     conv_pool,
+    conv_stride,
     decay_rate,
     decay_bias,
     norm_weight,
     norm_eps,
     states,
     pool,
+    slot_stride,
     slot_in,
     slot_out,
     output,
@@ -118,14 +132,14 @@ def _decode_kernel(
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
-    KEPT: gl.constexpr = CHANNELS * (TAPS - 1)
     places = gl.allocate_shared_memory(gl.float32, [STAGES, SIZE, SIZE], states.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(loaded.index(stage), count=1)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = GROUP * ((num_units - first + stride - 1) // stride)
-    work = states, slot_in, slot_out, first, stride, num_states, places, loaded
+    slot_rows = slot_stride // SIZE
+    work = states, slot_rows, slot_in, slot_out, first, stride, num_states, places, loaded
     for ahead in gl.static_range(STAGES):
         _fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
 
@@ -140,7 +154,7 @@ def _decode_kernel(
         sequence, key_head = (unit // KEY_HEADS).to(gl.int64), unit % KEY_HEADS
         token = projected + sequence * projected_stride
         # Everything is asked for before anything is used.
-        inputs = token, conv_weight, conv_pool + source.to(gl.int64) * KEPT
+        inputs = token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
         query_window = _load_window(inputs, key_head, SIZE, TAPS, WINDOW)
         key_window = _load_window(inputs, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
         members = ()
@@ -153,8 +167,8 @@ def _decode_kernel(
             decays = gl.load(decay_rate + head), gl.load(decay_bias + head)
             members += ((window, gate, strengths, decays),)
         is_real = target >= 0
-        kept = conv_pool + target.to(gl.int64) * KEPT
-        written = pool + target.to(gl.int64) * (VALUE_HEADS * SIZE * SIZE)
+        kept = conv_pool + target.to(gl.int64) * conv_stride
+        written = pool + target.to(gl.int64) * slot_stride
         following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
@@ -203,17 +217,17 @@ def _fetch(
 ):
     """Have this program's state of this number brought to shared memory, if there is one. Of
     padding nothing is read, and its turn is over at once."""
-    states, slot_in, slot_out, first, stride, num_states, places, loaded = work
+    states, slot_rows, slot_in, slot_out, first, stride, num_states, places, loaded = work
     if number < num_states:
         unit = first + number // GROUP * stride
         sequence, head = unit // KEY_HEADS, unit % KEY_HEADS * GROUP + number % GROUP
         is_real = gl.load(slot_out + sequence) >= 0
-        state = gl.load(slot_in + sequence) * (KEY_HEADS * GROUP) + head
+        row = gl.load(slot_in + sequence) * slot_rows + head * SIZE
         bar = loaded.index(number % STAGES)
         place = places.index(number % STAGES)
         mbarrier.expect(bar, SIZE * SIZE * 4, pred=is_real)
         mbarrier.arrive(bar, count=1, pred=is_real == 0)
-        tma.async_copy_global_to_shared(states, [state * SIZE, 0], bar, place, pred=is_real)
+        tma.async_copy_global_to_shared(states, [row, 0], bar, place, pred=is_real)
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ def carry(
     slot_in,
     slot_out,
     pool,
+    slot_stride,
     query_key,
     values,
     erase,
@@ -47,9 +48,9 @@ def carry(
     value_column = block * BLOCK_W + tl.arange(0, BLOCK_W)
     is_key, is_value = key_column < KEY_DIM, value_column < VALUE_DIM
     in_state = is_key[:, None] & is_value[None, :]
-    slot_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
+    state_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     state_at = (head * KEY_DIM + key_column[:, None]) * VALUE_DIM + value_column[None, :]
-    source = tl.load(slot_in + sequence).to(tl.int64) * slot_size
+    source = tl.load(slot_in + sequence).to(tl.int64) * slot_stride
     # What an earlier step wrote may be read before the kernels of this one have ended.
     state = tl.load(pool + source + state_at, in_state, 0).to(tl.float32)
     wait_for_inputs()
@@ -74,7 +75,7 @@ def carry(
         total = tl.load(decay_sums + head_begin + size - 1)
 
         before = state.to(erased.dtype)
-        tl.store(states + tl.cast(chunk, tl.int64) * slot_size + state_at, before, in_state)
+        tl.store(states + tl.cast(chunk, tl.int64) * state_size + state_at, before, in_state)
         lost = tl.dot(erased, before, input_precision="ieee")
         new_values = value.to(tl.float32) - lost
         tl.store(values_at, new_values.to(value.dtype), in_values)
@@ -83,12 +84,12 @@ def carry(
         slot = tl.load(chunk_slot + chunk).to(tl.int64)
         if slot >= 0:
             exported = state.to(pool.dtype.element_ty)
-            tl.store(pool + slot * slot_size + state_at, exported, in_state)
+            tl.store(pool + slot * slot_stride + state_at, exported, in_state)
         following = tl.minimum(chunk + 1, last - 1)
         begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
 
     tl.debug_barrier()
-    target = tl.load(slot_out + sequence).to(tl.int64) * slot_size
+    target = tl.load(slot_out + sequence).to(tl.int64) * slot_stride
     tl.store(pool + target + state_at, state.to(pool.dtype.element_ty), in_state)
 
 

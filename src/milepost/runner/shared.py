@@ -1,0 +1,111 @@
+"""One memory for pages and slots, without a fixed boundary between them.
+
+It is cut into equal *units*. A unit is one slot, of the same number, or `pages_each` pages: unit u
+is the pages u * pages_each ... (u + 1) * pages_each - 1. Which of them it is only the cache knows,
+and it may be the other later: what wasn't written yet holds anything, also NaN.
+
+    unit           0           1              2
+    as pages       (zeros)     [ 2  ][ 3  ]   [ 4  ][ 5  ]      pages_each = 2
+    as a slot      (zeros)     [ 1        ]   [ 2        ]
+
+Unit 0 is the zero slot. Pages are padded so that they fill a unit evenly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm, prod
+
+import torch
+from torch import Tensor
+
+from milepost.runner.pools import Pools, PoolShape, by_layer, zeros
+
+_ALIGNMENT = 1024
+"""Bytes: a page and each layer's state begin at multiples of this. Wide loads and the copy engine
+want 16, and its rows of 128 float32 want 512 from slot to slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What a memory is cut into."""
+
+    pages_each: int
+    page_stride: int
+    """Bytes from one page to the next."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pages_each * self.page_stride
+
+
+def best_unit(shape: PoolShape) -> Unit | None:
+    """The unit that leaves the least unused; None where pages and slots had better be apart: one
+    kind of layer is missing, or a slot is smaller than a page."""
+    if not shape.attention or not shape.recurrent or shape.slot_bytes < shape.page_bytes:
+        return None
+    few = shape.slot_bytes // shape.page_bytes
+
+    def unused(unit: Unit) -> int:
+        """As pages and as a slot."""
+        return 2 * unit.num_bytes - unit.pages_each * shape.page_bytes - shape.slot_bytes
+
+    return min((unit_of(shape, few), unit_of(shape, few + 1)), key=unused)
+
+
+def unit_of(shape: PoolShape, pages_each: int) -> Unit:
+    """The smallest unit of so many pages that holds a slot too."""
+    num_layers = len(shape.recurrent)
+    slot_bytes = num_layers * sum(_state_bytes(shape))
+    row_bytes = prod(shape.page_shape[-2:]) * shape.dtype.itemsize
+    least = max(shape.page_bytes, -(-slot_bytes // pages_each))
+    return Unit(pages_each=pages_each, page_stride=_round_up(least, lcm(row_bytes, _ALIGNMENT)))
+
+
+def allocate_shared(
+    shape: PoolShape, *, num_units: int, pages_each: int, device: torch.device
+) -> Pools:
+    """Zeroed pools in one memory, of `num_units` units besides unit 0.
+
+    A slot holds the recurrent states of all layers, then the inputs of their convolutions.
+    """
+    unit, (recurrent_bytes, conv_bytes) = unit_of(shape, pages_each), _state_bytes(shape)
+    spec, num_layers, num_slots = shape.recurrent[0], len(shape.recurrent), num_units + 1
+    memory = zeros(num_slots * unit.num_bytes, device)
+    recurrent = _view(
+        memory,
+        shape.state_dtype,
+        (num_layers, num_slots, *spec.recurrent_shape),
+        (recurrent_bytes, unit.num_bytes),
+    )
+    conv = _view(
+        memory[num_layers * recurrent_bytes :],
+        shape.dtype,
+        (num_layers, num_slots, *spec.conv_shape),
+        (conv_bytes, unit.num_bytes),
+    )
+    pages = num_slots * pages_each, *shape.page_shape
+    kv = _view(memory, shape.dtype, pages, (unit.page_stride,))
+    return by_layer(shape, kv, conv, recurrent)
+
+
+def _state_bytes(shape: PoolShape) -> tuple[int, int]:
+    """Of one layer: what its recurrent state takes, and its convolution's inputs."""
+    spec = shape.recurrent[0]
+    recurrent_bytes = prod(spec.recurrent_shape) * shape.state_dtype.itemsize
+    conv_bytes = prod(spec.conv_shape) * shape.dtype.itemsize
+    return _round_up(recurrent_bytes, _ALIGNMENT), _round_up(conv_bytes, _ALIGNMENT)
+
+
+def _view(
+    memory: Tensor, dtype: torch.dtype, size: tuple[int, ...], steps: tuple[int, ...]
+) -> Tensor:
+    """`memory` [bytes] as a tensor whose first dimensions go by so many bytes; the others are
+    contiguous."""
+    inner = [prod(size[index + 1 :]) for index in range(len(steps), len(size))]
+    strides = [step // dtype.itemsize for step in steps] + inner
+    return memory.view(dtype).as_strided(size, strides)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,151 @@
+"""Pages and slots in one memory: what it is cut into, and that nobody notices."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from tests.engines import save_tiny
+from tests.shared import memory_of, serve, share_memory
+
+from milepost.layers.context import AttentionSpec, RecurrentSpec
+from milepost.runner import plain
+from milepost.runner.plain import PlainExecutor
+from milepost.runner.pools import PoolShape, allocate
+from milepost.runner.shared import allocate_shared, best_unit, unit_of
+
+ATTENTION = AttentionSpec(num_kv_heads=2, head_dim=256)
+WIDE_ATTENTION = AttentionSpec(num_kv_heads=4, head_dim=256)
+RECURRENT = RecurrentSpec(conv_shape=(8192, 3), recurrent_shape=(32, 128, 128))
+CPU = torch.device("cpu")
+
+
+def shape(num_attention: int, num_recurrent: int, **changes) -> PoolShape:
+    defaults = {
+        "specs": (*[RECURRENT] * num_recurrent, *[ATTENTION] * num_attention),
+        "page_size": 64,
+        "dtype": torch.bfloat16,
+        "state_dtype": torch.float32,
+    }
+    return PoolShape(**(defaults | changes))
+
+
+ODD = shape(
+    0,
+    0,
+    specs=(
+        RecurrentSpec(conv_shape=(31, 3), recurrent_shape=(3, 5, 7)),
+        AttentionSpec(num_kv_heads=3, head_dim=24),
+        RecurrentSpec(conv_shape=(31, 3), recurrent_shape=(3, 5, 7)),
+        AttentionSpec(num_kv_heads=3, head_dim=24),
+        RecurrentSpec(conv_shape=(31, 3), recurrent_shape=(3, 5, 7)),
+    ),
+    page_size=16,
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "pages_each"),
+    [
+        (shape(10, 30), 49),  # pages are padded by 0.3 %
+        (shape(0, 0, specs=(*[RECURRENT] * 24, *[WIDE_ATTENTION] * 8)), 25),
+        (shape(1, 1), 16),
+    ],
+)
+def test_the_best_unit_leaves_little_unused(given: PoolShape, pages_each: int) -> None:
+    unit = best_unit(given)
+    assert unit is not None
+    assert unit.pages_each == pages_each
+    assert unit.page_stride >= given.page_bytes
+    assert unit.num_bytes >= given.slot_bytes
+    rows = prod(given.page_shape[-2:]) * given.dtype.itemsize
+    assert unit.page_stride % rows == unit.page_stride % 1024 == 0
+    assert max(given.slot_bytes, pages_each * given.page_bytes) > 0.98 * unit.num_bytes
+
+
+@pytest.mark.parametrize("given", [shape(3, 0), shape(0, 3), shape(50, 1)])
+def test_pages_and_slots_stay_apart_where_a_unit_has_no_sense(given: PoolShape) -> None:
+    assert best_unit(given) is None
+
+
+@pytest.mark.parametrize("pages_each", [1, 2, 7])
+@pytest.mark.parametrize("given", [ODD, shape(2, 3)], ids=["odd", "real"])
+def test_a_page_or_slot_touches_no_other_unit(given: PoolShape, pages_each: int) -> None:
+    unit = unit_of(given, pages_each)
+    pools = allocate_shared(given, num_units=3, pages_each=pages_each, device=CPU)
+    memory = memory_of(pools)
+    units = memory.view(4, unit.num_bytes)
+    assert (units == 0).all()
+    for page in range(pages_each, 4 * pages_each):
+        for pool in pools.kv.values():
+            pool[page] = torch.nan
+        assert (units != 0).any(1).tolist() == [page // pages_each == u for u in range(4)]
+        assert (memory != 0).sum() == given.page_bytes
+        units.zero_()
+    for slot in range(1, 4):
+        for state in pools.states.values():
+            for pool in (state.conv, state.recurrent):
+                assert pool[slot].is_contiguous()
+                assert (pool[slot] == 0).all()  # no layer's lies in another's
+                pool[slot] = torch.nan
+        assert (units != 0).any(1).tolist() == [slot == u for u in range(4)]
+        units.zero_()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_copy_page_copies_the_first_tokens_of_every_layer(is_shared: bool) -> None:
+    if is_shared:
+        pools = allocate_shared(ODD, num_units=4, pages_each=3, device=CPU)
+    else:
+        pools = allocate(ODD, num_pages=15, num_slots=4, device=CPU)
+    for pool in pools.kv.values():
+        pool.copy_(torch.randn(pool.shape))
+    before = {index: pool.clone() for index, pool in pools.kv.items()}
+    pools.copy_page(4, 11, 5)
+    for index, pool in pools.kv.items():
+        expected = before[index]
+        expected[11, :, :5] = expected[4, :, :5]
+        assert torch.equal(pool, expected)
+
+
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=lambda d: str(d)[6:])
+def tiny(request, tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", request.param)
+
+
+@pytest.mark.parametrize(("page_size", "pages_each"), [(64, 2), (16, 5)])
+def test_logits_are_those_of_two_pools(tiny, page_size, pages_each, monkeypatch):
+    """Bit for bit, whatever lay in the memory before: NaN at first, then what was of the other
+    kind."""
+    seen: list[torch.Tensor] = []
+    choose = plain.choose
+
+    def note(logits, rows):
+        seen.append(logits.clone())
+        return choose(logits, rows)
+
+    monkeypatch.setattr(plain, "choose", note)
+    options = {"page_size": page_size, "num_pages": 2560 // page_size, "num_slots": 9}
+    llm = tiny.open(**options)
+    expected = [serve(llm), serve(llm)]
+    split = list(seen)
+    seen.clear()
+
+    llm = tiny.open(**options)
+    model = llm.llm_engine.runner.executor.model
+    runner = share_memory(
+        llm,
+        pages_each,
+        lambda pools, num_slots: PlainExecutor(
+            model, pools, num_slots=num_slots, max_model_len=llm.llm_engine.max_model_len
+        ),
+    )
+    first = serve(llm)
+    runner.swap()
+    assert [first, serve(llm)] == expected
+    assert len(split) == len(seen)
+    assert all(map(torch.equal, split, seen))
+    for state in runner.pools.states.values():
+        assert not state.conv[0].any()
+        assert not state.recurrent[0].any()

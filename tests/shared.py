@@ -1,0 +1,143 @@
+"""Engines whose pages and slots share one memory, in place of pools of their own.
+
+The cache goes on counting pages and slots apart; what the runner gets to see are ids in the shared
+memory, pages in every other unit and slots between them. All but unit 0 holds NaN at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from milepost import LLM
+from milepost.cache.plans import PageCopy
+from milepost.runner.flight import Flight
+from milepost.runner.pools import Pools, PoolShape
+from milepost.runner.runner import Executor, Runner
+from milepost.runner.sampling import SamplingRow
+from milepost.runner.shared import allocate_shared, unit_of
+from milepost.scheduler.plans import SequencePlan, StepPlan
+from tests.engines import answer, ask, greedy, tokens
+
+POISON = 0xFF
+"""A byte of which every float type makes NaN."""
+
+
+class SharedRunner(Runner):
+    """Runs plans whose ids are those of two pools."""
+
+    def __init__(
+        self, executor: Executor, pools: Pools, *, num_units: int, pages_each: int
+    ) -> None:
+        super().__init__(executor, pools, num_slots=num_units)
+        self._pages_each = pages_each
+        self._tables: dict[int, _Table] = {}
+        self._swapped = 0
+
+    def swap(self) -> None:
+        """Have what was a page's become a slot's; nothing is held or cached."""
+        self._swapped ^= 1
+        self._tables.clear()
+
+    def launch(
+        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None = None
+    ) -> Flight:
+        moved = StepPlan(sequences=tuple(map(self._move, plan.sequences)))
+        return replace(super().launch(moved, rows, before), plan=plan)
+
+    def _move(self, sequence: SequencePlan) -> SequencePlan:
+        table = sequence.page_table
+        known = self._tables.get(id(table))
+        if known is None or known.pages is not table:
+            known = self._tables[id(table)] = _Table(table, self._page)
+        copy = sequence.page_copy
+        if copy is not None:
+            source, target = self._page(copy.source), self._page(copy.target)
+            copy = PageCopy(source=source, target=target, num_tokens=copy.num_tokens)
+        return replace(
+            sequence,
+            page_table=known,
+            slot_in=self._slot(sequence.slot_in),
+            slot_out=self._slot(sequence.slot_out),
+            exports=[replace(each, slot=self._slot(each.slot)) for each in sequence.exports],
+            page_copy=copy,
+        )
+
+    def _page(self, page: int) -> int:
+        unit, inside = divmod(page, self._pages_each)
+        return (2 * unit + 1 + self._swapped) * self._pages_each + inside
+
+    def _slot(self, slot: int) -> int:
+        return 2 * slot - self._swapped if slot else 0
+
+
+class _Table(Sequence[int]):
+    """A page table that grows with the one it is made of."""
+
+    def __init__(self, pages: Sequence[int], page: Callable[[int], int]) -> None:
+        self.pages = pages
+        self._page = page
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.pages[index]
+        return list(map(self._page, found)) if isinstance(index, slice) else self._page(found)
+
+
+def share_memory(llm: LLM, pages_each: int, make: Callable[[Pools, int], Executor]) -> SharedRunner:
+    """Have the engine run on one memory from now on; `make` gives an executor for so many slots."""
+    cache, runner = llm.llm_engine.scheduler.cache, llm.llm_engine.runner
+    shape = shape_of(llm)
+    num_units = 2 * max(-(-cache.pages.total // pages_each), cache.slots.pool.total)
+    pools = allocate_shared(
+        shape, num_units=num_units, pages_each=pages_each, device=runner.pools.device
+    )
+    poison(pools, unit_of(shape, pages_each).num_bytes)
+    shared = SharedRunner(make(pools, num_units), pools, num_units=num_units, pages_each=pages_each)
+    llm.llm_engine.runner = shared
+    return shared
+
+
+def shape_of(llm: LLM) -> PoolShape:
+    runner = llm.llm_engine.runner
+    model, pools = runner.executor.model, runner.pools
+    return PoolShape(
+        specs=model.layer_specs,
+        page_size=pools.page_size,
+        dtype=model.dtype,
+        state_dtype=next(iter(pools.states.values())).recurrent.dtype,
+    )
+
+
+def poison(pools: Pools, unit_bytes: int) -> None:
+    """Fill all but unit 0 with NaN."""
+    memory_of(pools)[unit_bytes:] = POISON
+    assert all(pool[-1].isnan().all() for pool in pools.kv.values())
+
+
+def memory_of(pools: Pools) -> Tensor:
+    """All of it, [bytes]."""
+    assert pools.all_kv is not None
+    memory = torch.empty(0, dtype=torch.uint8, device=pools.device)
+    return memory.set_(pools.all_kv.untyped_storage())
+
+
+def serve(llm: LLM) -> list[list[int]]:
+    """Answers: cold, hits at and behind the end, junctions, marks, and more than there is room
+    for. Nothing is cached before and afterwards."""
+    assert llm.reset_prefix_cache()
+    params = greedy(6)
+    outputs = ask(llm, tokens(300), params=params)
+    outputs += ask(llm, tokens(300), params=params)
+    turn = [*tokens(300), *answer(outputs[0]), *tokens(40, 1)]
+    outputs += ask(llm, turn, tokens(90, 2), [*tokens(300), *tokens(70, 3)], params=params)
+    outputs += ask(llm, [*tokens(300), *tokens(9, 4)], params=params, cache_marks=[100])
+    outputs += ask(llm, *(tokens(150 + 40 * i, 10 + i) for i in range(12)), params=greedy(70))
+    assert llm.reset_prefix_cache()
+    return [answer(output) for output in outputs]
