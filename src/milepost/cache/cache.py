@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from milepost.cache.chain import Chain
 from milepost.cache.kinds import HYBRID, LayerKind
 from milepost.cache.matching import Finder
-from milepost.cache.storage import Split, Storage
 from milepost.cache.placement import GRID, POLICIES, Facts, Kind, Mode, Placement
 from milepost.cache.plans import Export, Lease, Match, PageCopy, PageMove
 from milepost.cache.publishing import Publisher
@@ -20,6 +19,7 @@ from milepost.cache.reclaim import Reclaimer
 from milepost.cache.report import Stats
 from milepost.cache.reserve import Reserve
 from milepost.cache.slots import ZERO_SLOT
+from milepost.cache.storage import Split, Storage
 from milepost.cache.tree import Checkpoint, End, Ticket, Tree
 from milepost.cache.worth import Expected, Worth
 
@@ -58,7 +58,7 @@ class Cache:
         self.storage = storage
         self.pages = storage.pages
         self.slots = storage.slots
-        self.tree = Tree(max_ghosts=self.pages.total)
+        self.tree = Tree(max_ghosts=self.pages.capacity)
         self.stats = Stats()
         self.leases: dict[Lease, None] = {}
         self.version = 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 
 from milepost.cache.cache import Cache
-from milepost.cache.storage import Arena
 from milepost.cache.pool import Pool, State
+from milepost.cache.storage import Arena
 from milepost.cache.tree import Checkpoint, Node
 
 

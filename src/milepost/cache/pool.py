@@ -47,6 +47,11 @@ class Pool:
         return len(self._free) + self.num_used + self.num_cached
 
     @property
+    def capacity(self) -> int:
+        """The most ids that there may be."""
+        return self.end - self.first
+
+    @property
     def end(self) -> int:
         """Above the highest id that there may ever be."""
         return len(self._live_refs)

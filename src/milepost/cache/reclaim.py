@@ -16,8 +16,8 @@ from collections.abc import Callable
 from milepost.cache.eviction import Order, Shelves
 from milepost.cache.links import follow, link, unlink
 from milepost.cache.moving import Mover
-from milepost.cache.storage import Arena, Storage
 from milepost.cache.report import Stats
+from milepost.cache.storage import Arena, Storage
 from milepost.cache.tree import Checkpoint, End, Node, Ticket, Tree
 from milepost.cache.waiting import hang, pass_on, take
 from milepost.cache.worth import Worth
@@ -28,11 +28,11 @@ class Reclaimer:
 
     __slots__ = (
         "_carriers",
-        "_storage",
         "_page_size",
         "_pages",
         "_slots",
         "_states",
+        "_storage",
         "_stray_clock",
         "_strays",
         "_tree",

@@ -46,8 +46,8 @@ def collect(scheduler: Scheduler) -> list[Metric]:
         "num_requests_waiting": len(scheduler.waiting),
     }
     for name, pool in pools.items():
-        gauges[f"{name}_usage_perc"] = pool.num_used / pool.total
-        gauges[f"{name}_cached_perc"] = pool.num_cached / pool.total
+        gauges[f"{name}_usage_perc"] = pool.num_used / pool.capacity
+        gauges[f"{name}_cached_perc"] = pool.num_cached / pool.capacity
     return [
         *(_counter(name, value) for name, value in counters.items()),
         *(

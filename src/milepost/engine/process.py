@@ -252,7 +252,7 @@ def _ready(engine: Engine) -> Ready:
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         page_size=cache.page_size,
-        num_pages=cache.pages.total,
-        num_slots=cache.slots.pool.total,
+        num_pages=cache.pages.capacity,
+        num_slots=cache.slots.pool.capacity,
         sampling_defaults=dict(engine.sampling_defaults),
     )

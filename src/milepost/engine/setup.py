@@ -22,9 +22,9 @@ from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
 from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
-from milepost.runner.memory import PoolSizes, free_bytes, split
+from milepost.runner.memory import Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.plain import PlainExecutor
-from milepost.runner.pools import PoolShape, allocate
+from milepost.runner.pools import PoolShape
 from milepost.runner.runner import Runner
 from milepost.scheduler.scheduler import Scheduler
 
@@ -71,17 +71,16 @@ def build(config: EngineConfig) -> Parts:
     activations = 0
     if is_fast:
         activations = measure_activations(model, shape, config.max_num_batched_tokens)
-    sizes = _pool_sizes(config, shape, device, activations)
-    max_model_len = _max_model_len(config, model, sizes)
+    sizes = _sizes(config, shape, device, activations)
     cache = Cache(
-        num_pages=sizes.num_pages,
-        num_slots=sizes.num_slots,
+        storage=sizes.storage(),
         page_size=config.page_size,
         mode=config.mamba_cache_mode if config.enable_prefix_caching else "none",
         block_size=config.mamba_block_size,
     )
-    pools = allocate(shape, num_pages=sizes.num_pages, num_slots=sizes.num_slots, device=device)
-    _log_memory(shape, sizes, config.page_size)
+    max_model_len = _max_model_len(config, model, cache.capacity)
+    pools = sizes.allocate(shape, device)
+    logger.info("cache: %s", sizes.describe(shape))
     kind = DeviceExecutor if is_fast else PlainExecutor
     executor = kind(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len)
     if is_fast and not config.enforce_eager:
@@ -142,27 +141,28 @@ def _pool_shape(config: EngineConfig, model: HybridModel) -> PoolShape:
     )
 
 
-def _pool_sizes(
-    config: EngineConfig, shape: PoolShape, device: torch.device, activations: int
-) -> PoolSizes:
-    """What was asked for, and for the rest what the memory gives."""
+def _sizes(config: EngineConfig, shape: PoolShape, device: torch.device, activations: int) -> Sizes:
+    """What was asked for, and else what the memory gives."""
     num_pages, num_slots = config.num_pages, config.num_slots
-    if num_pages is None or num_slots is None:
-        budget = free_bytes(
-            device,
-            utilization=config.gpu_memory_utilization,
-            activations=activations,
-            cpu_cache_gib=config.cpu_cache_gib,
-        )
-        sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
-        num_pages = num_pages or sizes.num_pages
-        num_slots = num_slots or sizes.num_slots
-    return PoolSizes(num_pages=num_pages, num_slots=num_slots)
+    if num_pages is not None and num_slots is not None:
+        return TwoPools(num_pages=num_pages, num_slots=num_slots)
+    budget = free_bytes(
+        device,
+        utilization=config.gpu_memory_utilization,
+        activations=activations,
+        cpu_cache_gib=config.cpu_cache_gib,
+    )
+    shared = share(budget, shape)
+    if shared is not None and num_pages is None and num_slots is None:
+        return shared
+    sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
+    return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots or sizes.num_slots)
 
 
-def _max_model_len(config: EngineConfig, model: HybridModel, sizes: PoolSizes) -> int:
-    """The longest prompt plus answer: as asked, or what the model and the pool both hold."""
-    capacity = sizes.num_pages * config.page_size
+def _max_model_len(config: EngineConfig, model: HybridModel, capacity: int) -> int:
+    """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
+    `capacity` tokens.
+    """
     limit = model.max_position_embeddings
     asked = config.max_model_len
     if asked is None:
@@ -171,18 +171,7 @@ def _max_model_len(config: EngineConfig, model: HybridModel, sizes: PoolSizes) -
         raise ConfigError(f"max_model_len={asked}: the model's own limit is {limit} positions")
     if asked > capacity:
         raise ConfigError(
-            f"max_model_len={asked}: the pool of {sizes.num_pages} pages holds {capacity} tokens; "
+            f"max_model_len={asked}: the cache holds {capacity} tokens; "
             "lower it, or raise num_pages, gpu_memory_utilization or cpu_cache_gib"
         )
     return asked
-
-
-def _log_memory(shape: PoolShape, sizes: PoolSizes, page_size: int) -> None:
-    logger.info(
-        "cache: %d pages of %d tokens (%.1f MiB), %d state slots (%.1f MiB)",
-        sizes.num_pages,
-        page_size,
-        sizes.num_pages * shape.page_bytes / 2**20,
-        sizes.num_slots,
-        (sizes.num_slots + 1) * shape.slot_bytes / 2**20,
-    )

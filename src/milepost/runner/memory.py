@@ -1,8 +1,9 @@
-"""How much memory the pools get, and how it is split between pages and slots.
+"""How much memory pages and slots get, and how it is laid out.
 
-The rule: every request that may run gets a slot, and of the rest a sixth goes to slots for
-checkpoints and the remainder to pages. There are never more slots than pages, nor fewer pages than
-one request of full length needs.
+They share one memory whose boundary moves, unless their numbers are given, or the model's layers
+are of one kind, or the memory is too small to be cut into units. Then it is split once: every
+request that may run gets a slot, and of the rest a sixth goes to slots for checkpoints and the
+remainder to pages.
 """
 
 from __future__ import annotations
@@ -11,24 +12,89 @@ from dataclasses import dataclass
 
 import torch
 
+from milepost.cache.storage import Arena, Split
 from milepost.errors import ConfigError
-from milepost.runner.pools import PoolShape
+from milepost.runner.pools import Pools, PoolShape, allocate
+from milepost.runner.shared import allocate_shared, best_unit
 
 CHECKPOINT_SHARE = 1 / 6
 """Of recorded traffic, agents do best with a tenth and questions about documents with a fifth
 (docs/simulator.md, one byte budget).
 """
-GIB = 2**30
+MIN_UNITS = 16
+"""Fewer would leave too little choice: a unit is a slot, or pages that a slot's place takes."""
+GIB, MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSizes:
+class TwoPools:
+    """So many pages and so many slots, besides the zero slot."""
+
     num_pages: int
     num_slots: int
 
+    def storage(self) -> Split:
+        """What the cache counts."""
+        return Split(self.num_pages, self.num_slots)
 
-def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> PoolSizes:
-    """Pages and slots that fit `budget` bytes. Raises ConfigError if not even the least does."""
+    def allocate(self, shape: PoolShape, device: torch.device) -> Pools:
+        """The tensors."""
+        return allocate(shape, num_pages=self.num_pages, num_slots=self.num_slots, device=device)
+
+    def describe(self, shape: PoolShape) -> str:
+        """For the log."""
+        pages = f"{self.num_pages} pages of {shape.page_size} tokens"
+        page_mib = self.num_pages * shape.page_bytes / MIB
+        slot_mib = (self.num_slots + 1) * shape.slot_bytes / MIB
+        return f"{pages} ({page_mib:.1f} MiB), {self.num_slots} state slots ({slot_mib:.1f} MiB)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneMemory:
+    """So many units besides the zero slot's, each one slot or `pages_each` pages."""
+
+    num_units: int
+    pages_each: int
+    unit_bytes: int
+
+    @property
+    def num_slots(self) -> int:
+        """The most slots that there may be."""
+        return self.num_units
+
+    def storage(self) -> Arena:
+        """What the cache counts."""
+        return Arena(self.num_units, self.pages_each)
+
+    def allocate(self, shape: PoolShape, device: torch.device) -> Pools:
+        """The tensors."""
+        return allocate_shared(
+            shape, num_units=self.num_units, pages_each=self.pages_each, device=device
+        )
+
+    def describe(self, shape: PoolShape) -> str:
+        """For the log."""
+        pages = f"{self.pages_each} pages of {shape.page_size} tokens"
+        total = (self.num_units + 1) * self.unit_bytes / MIB
+        return f"{self.num_units} units, each a state slot or {pages} ({total:.1f} MiB)"
+
+
+Sizes = TwoPools | OneMemory
+
+
+def share(budget: int, shape: PoolShape) -> OneMemory | None:
+    """Units that fit `budget` bytes; None where two pools serve better."""
+    unit = best_unit(shape)
+    num_units = budget // unit.num_bytes - 1 if unit is not None else 0
+    if unit is None or num_units < MIN_UNITS:
+        return None
+    return OneMemory(num_units=num_units, pages_each=unit.pages_each, unit_bytes=unit.num_bytes)
+
+
+def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
+    """Pages and slots that fit `budget` bytes. There are never more slots than pages, but for
+    those of running requests. Raises ConfigError if not even the least fits.
+    """
     page, slot = max(shape.page_bytes, 1), max(shape.slot_bytes, 1)
     least = page + 2 * slot
     if budget < least:
@@ -39,11 +105,9 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> PoolSizes:
     running = min(max_num_seqs * slot, budget // 2)
     rest = budget - running
     num_slots = int(running + rest * CHECKPOINT_SHARE) // slot
-    num_pages = int(rest * (1 - CHECKPOINT_SHARE)) // page
-    num_pages = max(num_pages, 1)
-    return PoolSizes(
-        num_pages=num_pages, num_slots=max(2, min(num_slots, num_pages + max_num_seqs))
-    )
+    num_pages = max(int(rest * (1 - CHECKPOINT_SHARE)) // page, 1)
+    num_slots = max(2, min(num_slots, num_pages + max_num_seqs))
+    return TwoPools(num_pages=num_pages, num_slots=num_slots)
 
 
 def free_bytes(

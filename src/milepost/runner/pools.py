@@ -8,6 +8,7 @@ Legend: pages and slots as in the cache; slot 0 is all zeros and nothing writes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from milepost.cache.plans import PageMove
 from milepost.kernels.attention import rows_per_page
 from milepost.layers.context import AttentionSpec, LayerSpec, RecurrentSpec, RecurrentState
 
@@ -89,6 +91,14 @@ class Pools:
     def page_rows(self) -> int:
         """Rows of KV from one page to the next (see `kernels.attention.pages`)."""
         return rows_per_page(self.all_kv[:, 0]) if self.all_kv is not None else 0
+
+    def move_pages(self, moves: Sequence[PageMove]) -> None:
+        """Copy whole pages, in every layer, one after the other: a page may be the target of one
+        move and the source of a later one.
+        """
+        for move in moves:
+            assert self.all_kv is not None, "what moves are pages of KV"
+            self.all_kv[move.target].copy_(self.all_kv[move.source])
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the KV of a page's first tokens to another page, in every layer."""

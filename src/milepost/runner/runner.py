@@ -48,11 +48,13 @@ class Runner:
     def launch(
         self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None = None
     ) -> Flight:
-        """Queue a step: page copies, one forward pass, sampling. `rows` by id of sampling requests.
+        """Queue a step: page moves and copies, one forward pass, sampling. `rows` by id of sampling
+        requests.
 
         A plan made ahead takes its tokens from the step `before`, which may still be running.
         """
         self._note_writes(plan)
+        self.pools.move_pages(plan.moves)
         for sequence in plan.sequences:
             copy = sequence.page_copy
             if copy is not None:
