@@ -44,7 +44,9 @@ def open_llm(folder: Path, **options: Any) -> LLM:
     """An engine for token ids with little memory: one for pages and slots, unless their numbers are
     among the options.
     """
-    sizes = {"num_pages": 256, "num_slots": 32} if options.keys() & {"num_pages", "num_slots"} else {}
+    sizes = (
+        {"num_pages": 256, "num_slots": 32} if options.keys() & {"num_pages", "num_slots"} else {}
+    )
     return LLM(
         str(folder), **{"skip_tokenizer_init": True, "cpu_cache_gib": 0.02, **sizes, **options}
     )

@@ -219,7 +219,7 @@ def test_prompt_longer_than_the_pool(tiny):
 
 
 def test_max_model_len_beyond_the_pool(tiny):
-    with pytest.raises(ConfigError, match=r"max_model_len=300: the pool of 4 pages holds 256"):
+    with pytest.raises(ConfigError, match=r"max_model_len=300: the cache holds 256"):
         tiny.open(num_pages=4, max_model_len=300)
 
 

@@ -1,0 +1,116 @@
+"""Pages and slots in one memory: what is chosen, and that no answer changes where what is cached is
+moved, evicted and computed again.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from milepost.cache.check import check
+from milepost.cache.storage import Arena, Split
+from milepost.runner.pools import Pools
+from tests.engines import answer, ask, cached, greedy, num_held, save_tiny, steps_until_done, tokens
+
+FEW_UNITS = 0.0008
+"""GiB: room for some 25 slots of the tiny model, or five pages of 16 tokens each in their place."""
+
+
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=lambda d: str(d)[6:])
+def tiny(request, tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", request.param)
+
+
+def cache_of(llm):
+    return llm.llm_engine.scheduler.cache
+
+
+@pytest.fixture
+def moved(monkeypatch) -> list[int]:
+    """How many pages each step moved, of steps that moved any."""
+
+    found: list[int] = []
+    move_pages = Pools.move_pages
+
+    def note(pools, moves):
+        if moves:
+            found.append(len(moves))
+        move_pages(pools, moves)
+
+    monkeypatch.setattr(Pools, "move_pages", note)
+    return found
+
+
+def test_numbers_that_are_given_split_the_memory(tiny):
+    assert isinstance(cache_of(tiny.open()).storage, Arena)
+    for given in ({"num_pages": 64}, {"num_slots": 8}, {"num_pages": 64, "num_slots": 8}):
+        cache = cache_of(tiny.open(**given))
+        assert isinstance(cache.storage, Split)
+        sizes = {"num_pages": cache.pages.total, "num_slots": cache.slots.pool.total}
+        assert given.items() <= sizes.items()
+
+
+def test_answers_under_pressure(tiny, moved):
+    """Prompts of all lengths and their next turns, in several waves through little memory."""
+    llm = tiny.open(page_size=16, cpu_cache_gib=FEW_UNITS * tiny.dtype.itemsize / 4)
+    assert isinstance(cache_of(llm).storage, Arena)
+    shares, hits = set(), 0
+    turns = [tokens(num, seed) for seed, num in enumerate((20, 150, 33, 260, 90, 47, 210, 64))]
+    for wave in range(4):
+        for first in range(0, len(turns), 4):
+            part = turns[first : first + 4]
+            outputs = ask(llm, *part, params=greedy(6))
+            tiny.check(outputs, greedy(6))
+            hits += sum(cached(outputs))
+            turns[first : first + 4] = [
+                [*prompt, *answer(output), *tokens(9, 50 + wave)]
+                for prompt, output in zip(part, outputs, strict=True)
+            ]
+            shares.add(cache_of(llm).slots.pool.num_cached)
+    assert moved, "pages moved"
+    assert hits, "something came back"
+    assert len(shares) > 2, "the boundary moved"
+    assert num_held(llm) == (0, 0)
+
+
+def test_answers_after_preemption(tiny):
+    """Answers that outgrow the memory: states and pages are given up and come back."""
+    llm = tiny.open(page_size=16, cpu_cache_gib=FEW_UNITS * tiny.dtype.itemsize / 4)
+    outputs = ask(llm, *(tokens(60 + 7 * i, i) for i in range(8)), params=greedy(150))
+    tiny.check(outputs, greedy(150))
+    assert num_held(llm) == (0, 0)
+
+
+def test_a_step_that_was_cut_short_while_pages_move_leaves_nothing_behind(tiny, monkeypatch):
+    """Nobody knows which pages have been moved, so nothing stays cached and no request goes on."""
+
+    llm = tiny.open(page_size=16, cpu_cache_gib=FEW_UNITS * tiny.dtype.itemsize / 4)
+    prompts = [tokens(num, seed) for seed, num in enumerate((20, 150, 33, 260, 90, 47, 210, 64))]
+    for prompt in (*prompts, *prompts):
+        ask(llm, prompt, params=greedy(6))
+    move_pages, cut = Pools.move_pages, []
+
+    def interrupt(pools, moves):
+        move_pages(pools, moves[: len(moves) // 2])
+        if moves and not cut:
+            cut.append(moves)
+            raise KeyboardInterrupt
+        move_pages(pools, moves[len(moves) // 2 :])
+
+    monkeypatch.setattr(Pools, "move_pages", interrupt)
+    outputs = []
+    for seed in range(40):
+        try:
+            outputs += ask(llm, tokens(40 + 13 * seed % 200, seed), params=greedy(6))
+        except KeyboardInterrupt:
+            cache = cache_of(llm)
+            check(cache)
+            assert not cache.tree.nodes
+            break
+    assert cut, "a step that moves pages was cut short"
+    for _ in steps_until_done(llm):
+        check(cache_of(llm))
+    for seed, prompt in enumerate(prompts):
+        outputs += ask(llm, prompt, params=greedy(6))
+        outputs += ask(llm, tokens(30, 100 + seed), params=greedy(6))
+    tiny.check(outputs, greedy(6))
