@@ -1,0 +1,187 @@
+"""The newer kernels at the smallest shapes that take each of their ways, for compute-sanitizer.
+
+    export PYTHONPATH=src:. PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --error-exitcode 9 python bench/kernels/sanitize.py experts
+    compute-sanitizer --tool racecheck --error-exitcode 9 python bench/kernels/sanitize.py decode
+
+Inputs are made on the CPU and results compared there, so that nearly all that runs on the GPU is
+what is to be checked. Without PyTorch's cache of memory each tensor is an allocation of its own,
+and memcheck sees what leaves it. `planted` stores a row past a tensor's end: memcheck must object.
+
+racecheck sees shared memory alone, and tools run kernels one by one: what overlaps is checked by
+`tests/gpu/test_overlap.py`. Version 2025.3.1 reports races between the words by which Triton tells
+divided warps what to do and the warps that read them, in attention's wide tiles. A barrier of all
+warps lies between, but the tool loses it behind a barrier of some of them: it reports the same of
+`divided`, which touches no shared memory itself, and nothing once `gl.thread_barrier` is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kernels.attention_cases import Case, Step, build_projection
+from tests.kernels.mixers import (
+    Batch,
+    Shapes,
+    expected_decode,
+    fused_decode,
+    make_pools,
+    make_projected,
+    make_weights,
+)
+from tests.kernels.nuclei import kept_by_sorting, random_logits
+from tests.numbers import relative_error
+
+from milepost.kernels import attention, moe, sampling
+from milepost.kernels.moe import few, reference
+
+DTYPE, BOUND = torch.bfloat16, 1e-2
+HIDDEN, SIZE, EXPERTS, CHOSEN = 256, 128, 8, 4
+MIXER = Shapes(key_heads=2, value_heads=4, key_dim=128, value_dim=128)
+CASE = Case(
+    starts=(130, 10, 0), lengths=(1, 70, 1), head_dim=128, dtype=DTYPE, num_heads=8, num_programs=4
+)
+CASES = {
+    "two kinds of tiles": CASE,
+    "wide heads": replace(CASE, head_dim=256),
+    "narrow heads": replace(CASE, head_dim=64),
+    "few rows": replace(CASE, wide_rows=64),
+    "shared pages": replace(CASE, starts=(200, 150, 160), lengths=(1,) * 3, num_sharing=128),
+    "small pages": replace(CASE, page_size=16),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("op", choices=OPS, nargs="+")
+    for op in parser.parse_args().op:
+        OPS[op]()
+        torch.cuda.synchronize()
+        print(f"{op}: done")
+
+
+def check_experts() -> None:
+    """Alone, few (a part of a tile and a whole one), grouped, tall."""
+    for num_tokens in (1, 9, 16, 33, 100):
+        hidden, weights, experts, gate_up, down = make_experts(num_tokens)
+        output = moe.apply(*(each.cuda() for each in (hidden, weights, experts, gate_up, down)))
+        wide = hidden.float(), weights.float(), experts.long(), gate_up.float(), down.float()
+        compare(f"experts of {num_tokens}", output, reference.apply(*wide))
+
+
+def make_experts(num_tokens: int) -> tuple[Tensor, ...]:
+    """Tokens, their choices by the kernel that routes, and weights, the shared expert last."""
+    random = torch.Generator().manual_seed(num_tokens)
+
+    def fill(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).mul_(shape[-1] ** -0.5).to(DTYPE)
+
+    logits = fill(num_tokens, EXPERTS + 1).cuda()
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    gate_up, down = fill(EXPERTS + 1, 2 * SIZE, HIDDEN), fill(EXPERTS + 1, HIDDEN, SIZE)
+    return fill(num_tokens, HIDDEN), weights.cpu(), experts.cpu(), gate_up, down
+
+
+def check_decode() -> None:
+    """Of Gated DeltaNet: fewer units than processors, and more, each with padding."""
+    for num_sequences in (2, 150):
+        slots = range(3, 3 + num_sequences)
+        batch = Batch(starts=[], lengths=[], slot_in=[1] * num_sequences, slot_out=slots)
+        projected = make_projected(MIXER, num_sequences + 1, DTYPE)
+        weights, pools = make_weights(MIXER, DTYPE), make_pools(MIXER, slots.stop, DTYPE)
+        ours = make_pools(MIXER, slots.stop, DTYPE, "cuda")
+        padded = replace(batch, slot_in=[*batch.slot_in, 1], slot_out=[*slots, -1])
+        moved = make_projected(MIXER, num_sequences + 1, DTYPE, "cuda")
+        output = fused_decode(moved, make_weights(MIXER, DTYPE, "cuda"), ours, padded)
+        expected = expected_decode(MIXER, projected[:-1], weights, pools, batch)
+        compare(f"decode of {num_sequences}", output[:-1], expected)
+        compare(f"states of {num_sequences}", ours.recurrent[3:], pools.recurrent[3:])
+
+
+def check_attention() -> None:
+    """Each kernel of it: wide tiles of both kinds, narrow ones, sums of parts, `prepare`."""
+    for name, case in CASES.items():
+        step = Step(case)
+        expected = step.expected()
+        step.device = "cuda"
+        given = [each.cuda() for each in (step.query, step.gate, step.pool)]
+        work = step.device_tables(), step.on_device(step.items())
+        output = attention.attend(*given, *work, case.head_dim**-0.5)
+        compare(name, output, expected)
+    cpu = build_projection(70, head_dim=128, half=16, dtype=DTYPE)
+    query, pool = cpu.expected()
+    kept = cpu.pool.cuda()
+    moved = (cpu.projected, cpu.norm_scale, cpu.eps, cpu.cosines, cpu.sines)
+    moved = [each.cuda() if isinstance(each, Tensor) else each for each in moved]
+    compare("queries", attention.prepare(*moved, kept, cpu.kv_slots.cuda()), query)
+    compare("pool", kept.nan_to_num(), pool.nan_to_num())
+
+
+def check_sampling() -> None:
+    """The search of a nucleus, over two blocks of logits, and a row that is known."""
+    scaled, floor = random_logits(3, 9000), torch.full((3, 1), -torch.inf)
+    kept, wanted = kept_by_sorting(scaled, floor, 0.5)
+    is_known = torch.tensor([[False], [True], [False]])
+    given = (scaled, floor, wanted, torch.zeros_like(floor), is_known)
+    found = sampling.nucleus_floor(*(each.cuda() for each in given)).cpu()
+    assert found[1] == 0
+    assert (((scaled >= found) != kept).sum(-1)[[0, 2]] <= 1).all()
+
+
+def check_divided() -> None:
+    output = torch.zeros(384, dtype=torch.int32).cuda()
+    _divided_kernel[(4,)](output, num_warps=4)
+    assert torch.equal(output.cpu(), torch.arange(128).repeat(3).int())
+
+
+@gluon.jit
+def _divided_kernel(output):
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [(_count, (output, 0, 4)), (_count, (output, 128, 4)), (_count, (output, 256, 1))],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _count(output, first: gl.constexpr, num_warps: gl.constexpr):
+    number = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+    gl.store(output + first + number, number)
+
+
+def check_planted() -> None:
+    hidden, weights, experts, _, down = (each.cuda() for each in make_experts(16))
+    active = hidden.new_zeros(experts.numel(), SIZE)
+    few.contract(active, weights, experts, down, hidden.new_empty(15, CHOSEN + 1, HIDDEN))
+
+
+def compare(name: str, actual: Tensor, expected: Tensor) -> None:
+    error = relative_error(actual.cpu(), expected)
+    print(f"{name}: {error:.1e}", flush=True)
+    assert error < BOUND, name
+
+
+OPS: dict[str, Callable[[], None]] = {
+    "experts": check_experts,
+    "decode": check_decode,
+    "attention": check_attention,
+    "sampling": check_sampling,
+    "divided": check_divided,
+    "planted": check_planted,
+}
+
+
+if __name__ == "__main__":
+    main()
