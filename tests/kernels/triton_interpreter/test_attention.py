@@ -61,7 +61,7 @@ def test_attend_without_boxes_matches_reference(monkeypatch) -> None:
 def test_pages_may_lie_far_apart(head_dim: int) -> None:
     """The last ones where 32 bits do not count the elements."""
     step = Step(replace(CASES["mixed"], head_dim=head_dim, dtype=torch.float16))
-    step.pool = spread(step.pool)
+    step.pool = spread(step.pool[: step.tables.max() + 1])
     assert error_of(step) < 2e-3
 
 

@@ -98,8 +98,10 @@ def test_slots_may_lie_far_apart() -> None:
     """The last ones where 32 bits do not count the elements."""
     weights, projected = make_weights(SMALL), make_projected(SMALL, 97)
     pools = make_pools(SMALL, 6)
+    for pool in (pools.conv, pools.recurrent):
+        pool[5] = pool[1]
     far = Pools(conv=spread(pools.conv), recurrent=spread(pools.recurrent))
-    batch = Batch(starts=[100], lengths=[97], slot_in=[1], slot_out=[5], exports=[(0, 128, 4)])
+    batch = Batch(starts=[100], lengths=[97], slot_in=[5], slot_out=[5], exports=[(0, 128, 4)])
     expected = fused_prefill(projected, weights, pools, batch)
     assert torch.equal(fused_prefill(projected, weights, far, batch), expected)
     decodes = Batch(starts=[], lengths=[], slot_in=[4, 5], slot_out=[3, 5])
