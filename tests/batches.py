@@ -18,6 +18,7 @@ from milepost.layers.context import (
     RecurrentState,
     StateExport,
 )
+from milepost.runner.pools import zeros
 
 
 @dataclass(kw_only=True)
@@ -80,11 +81,10 @@ def build_pages(
     head_dim: int,
     dtype: torch.dtype,
     device: str = "cpu",
-    gap: int | None = None,
 ) -> Tensor:
-    """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with `gap` rows of NaN between
-    pages: if nothing else is said one more than another layer has."""
-    num_rows = 2 * page_size + (2 * page_size + 1 if gap is None else gap)
+    """A pool [pages, 2, page_size, num_kv_heads, head_dim] of NaN, with NaN between the pages: a
+    row more than another layer has."""
+    num_rows = 4 * page_size + 1
     rows = torch.full(
         (num_pages, num_rows, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device
     )
@@ -131,6 +131,15 @@ def build_context(
         kv=kv or {},
         states=states or {},
     )
+
+
+def spread(pool: Tensor) -> Tensor:
+    """A copy whose pages, or slots, are so far apart that 32 bits do not count the elements of all.
+    Between them no memory is touched."""
+    row = pool.stride(-2) * pool.shape[-2]
+    step = (2**31 // (len(pool) - 1) // row + 1) * row
+    memory = zeros(len(pool) * step * pool.itemsize, torch.device("cpu")).view(pool.dtype)
+    return memory.as_strided(pool.shape, (step, *pool.stride()[1:])).copy_(pool)
 
 
 def _slots(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

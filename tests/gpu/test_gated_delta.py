@@ -86,23 +86,6 @@ def test_prefill_matches_reference(
     assert relative_error(*states) < TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
-def test_slots_may_lie_far_apart(shapes: Shapes) -> None:
-    """Elements of a pool are more than 32 bits count."""
-    dtype, weights = torch.bfloat16, make_weights(shapes, torch.bfloat16, "cuda")
-    pools = make_pools(shapes, 6, dtype, "cuda")
-    ours = pools.clone(spacing=2**30)
-    batch = Batch(starts=[100], lengths=[97], slot_in=[1], slot_out=[3], exports=[(0, 128, 4)])
-    projected = make_projected(shapes, 97, dtype, "cuda")
-    expected = fused_prefill(projected, weights, pools, batch)
-    assert torch.equal(fused_prefill(projected, weights, ours, batch), expected)
-    decodes = Batch(starts=[], lengths=[], slot_in=[3, 4], slot_out=[5, 4])
-    expected = fused_decode(projected[:2], weights, pools, decodes)
-    assert torch.equal(fused_decode(projected[:2], weights, ours, decodes), expected)
-    assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
-    assert torch.equal(ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9))
-
-
 def test_export_equals_prefill_that_ends_there() -> None:
     start, end, dtype = 100, 1500, torch.bfloat16
     projected = make_projected(REAL, end - start, dtype, "cuda")

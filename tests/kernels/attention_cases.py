@@ -33,8 +33,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     wide_rows: int = 128
     num_programs: int = 16
-    page_gap: int | None = None
-    """Rows between pages."""
     capacity: work.Capacity | None = None
 
 
@@ -59,8 +57,7 @@ class Step:
         self.rows = np.arange(len(case.starts))[::-1] + 1
         num_pages = int(self.tables.max()) + 3
         shape = (case.num_kv_heads, case.head_dim)
-        sizes = num_pages, case.page_size, *shape
-        self.pool = build_pages(*sizes, case.dtype, device, case.page_gap)
+        self.pool = build_pages(num_pages, case.page_size, *shape, case.dtype, device)
         for row, start, length in zip(self.rows, case.starts, case.lengths, strict=True):
             places = np.arange(start + length)
             page_ids = torch.from_numpy(self.tables[row, places // case.page_size]).long()

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.batches import spread
 from tests.kernels.mixers import (
     ODD,
     SMALL,
@@ -91,6 +92,23 @@ def test_prefill_matches_reference(name: str, shapes: Shapes, spacing: int) -> N
     output = fused_prefill(projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCE
     assert_pools_match(ours, pools)
+
+
+def test_slots_may_lie_far_apart() -> None:
+    """The last ones where 32 bits do not count the elements."""
+    weights, projected = make_weights(SMALL), make_projected(SMALL, 97)
+    pools = make_pools(SMALL, 6)
+    for pool in (pools.conv, pools.recurrent):
+        pool[5] = pool[1]
+    far = Pools(conv=spread(pools.conv), recurrent=spread(pools.recurrent))
+    batch = Batch(starts=[100], lengths=[97], slot_in=[5], slot_out=[5], exports=[(0, 128, 4)])
+    expected = fused_prefill(projected, weights, pools, batch)
+    assert torch.equal(fused_prefill(projected, weights, far, batch), expected)
+    decodes = Batch(starts=[], lengths=[], slot_in=[4, 5], slot_out=[3, 5])
+    expected = fused_decode(projected[:2], weights, pools, decodes)
+    assert torch.equal(fused_decode(projected[:2], weights, far, decodes), expected)
+    assert torch.equal(far.conv.nan_to_num(9), pools.conv.nan_to_num(9))
+    assert torch.equal(far.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9))
 
 
 def test_prefill_padding_changes_nothing() -> None:
