@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from milepost import LLM, SamplingParams
+from milepost.engine import setup
 from milepost.engine.setup import EMBEDDED_MODEL
 from milepost.kernels import moe
 from milepost.models import load_model
@@ -184,10 +185,14 @@ def test_graphs_and_steps_ahead_change_nothing(tiny, changes, seen):
         assert relative_error(ours, theirs) < BOUNDS["float32"]
 
 
-def test_many_sequences_under_pressure(tiny, seen):
-    """Preemption, eviction and return."""
-    llm = _open(tiny, "float32", num_pages=60, num_slots=20)
+@pytest.mark.parametrize(
+    "little", [{"num_pages": 60, "num_slots": 20}, {"memory_mib": 24}], ids=["pools", "one memory"]
+)
+def test_many_sequences_under_pressure(tiny, seen, little):
+    """Preemption, eviction and return; in one memory pages move too."""
+    llm = _open(tiny, "float32", **little)
     prompts = [tokens(150 + 10 * i, i) for i in range(24)]
+    ask(llm, *prompts, params=greedy(60))
     outputs = ask(llm, *prompts, params=greedy(60))
     assert num_held(llm) == (0, 0)
     for prompt, output in list(zip(prompts, outputs, strict=True))[::5]:
@@ -244,20 +249,25 @@ def test_embedded_model_answers_as_on_a_cpu():
         assert mine.outputs[0].text == reference.outputs[0].text
 
 
-def _open(tiny: Tiny, dtype: str, *, is_plain: bool = False, **options) -> LLM:
+def _open(
+    tiny: Tiny, dtype: str, *, is_plain: bool = False, memory_mib: int = 256, **options
+) -> LLM:
     """With `is_plain` on the reference kernels."""
-    llm = tiny.open(
-        device="cuda",
-        dtype=dtype,
-        max_num_seqs=32,
-        max_model_len=2048,
-        **({"enforce_eager": True} if is_plain else {}),
-        **options,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "free_bytes", lambda *_, **__: memory_mib << 20)
+        llm = tiny.open(
+            device="cuda",
+            dtype=dtype,
+            max_num_seqs=32,
+            max_model_len=2048,
+            **({"enforce_eager": True} if is_plain else {}),
+            **options,
+        )
     runner = llm.llm_engine.runner
     if is_plain:
+        num_slots = llm.llm_engine.scheduler.cache.slots.pool.capacity
         runner.executor = PlainExecutor(
-            runner.executor.model, runner.pools, num_slots=32, max_model_len=2048
+            runner.executor.model, runner.pools, num_slots=num_slots, max_model_len=2048
         )
     return llm
 
