@@ -148,3 +148,9 @@ class DeviceBatch:
     @property
     def positions(self) -> Tensor:
         return self.step.positions
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence decodes. What follows a projection then starts before it ends;
+        kernels of a prefill would crowd where there is room."""
+        return self.step.recurrent is None
