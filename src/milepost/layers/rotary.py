@@ -40,7 +40,7 @@ class Rotary:
         if self._table is None:
             every = torch.arange(self._num_positions, device=positions.device)
             self._table = torch.cat(self._compute(every, dtype), 1)
-        both = self._table[positions]  # index_select takes few rows one after the other
+        both = self._table.index_select(0, positions)
         return both[:, :1], both[:, 1:]
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

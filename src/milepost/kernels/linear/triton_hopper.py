@@ -68,6 +68,11 @@ _REGIMES = (
         long=Tiles(rows=16, columns=64, stages=10, programs=2, splits=4),
     ),
     Regime(
+        wide=Tiles(rows=32, columns=64, stages=8, programs=2),
+        gated=Tiles(rows=32, columns=64, stages=5, programs=2),
+        long=Tiles(rows=32, columns=64, stages=8, programs=2, splits=4),
+    ),
+    Regime(
         wide=Tiles(rows=64, columns=64, stages=6, programs=2),
         gated=Tiles(rows=64, columns=64, stages=8, programs=1),
         long=Tiles(rows=64, columns=128, stages=8, programs=1, splits=4),
