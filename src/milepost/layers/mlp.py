@@ -24,8 +24,9 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(self.gate_up.gated(hidden))
 
-    def parts(self, hidden: Tensor) -> Tensor:
-        """The same, or parts [T, P, H] of it, for whoever reads it to add up."""
+    def parts(self, hidden: Tensor, num_real: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """The same, or parts [T, P, H] of it, for whoever reads it to add up. Padding costs nothing
+        here, so it does not matter which tokens are real."""
         return self.down.parts(self.gate_up.gated(hidden))
 
     def placements(self) -> Placements:

@@ -22,8 +22,12 @@ def route(
     normalise: bool,
     has_shared: bool,
     dtype: torch.dtype | None = None,
+    num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.route`, with experts in int32; among equal logits the first expert wins."""
+    """As `reference.route`, with experts in int32; among equal logits the first expert wins.
+
+    `num_real` is int32, and known before the kernel that is under way when this one starts.
+    """
     num_tokens, num_experts = logits.shape[0], logits.shape[-1] - has_shared
     width = num_chosen + has_shared
     weights = torch.empty(num_tokens, width, dtype=dtype or logits.dtype, device=logits.device)
@@ -31,6 +35,7 @@ def route(
     has_parts = logits.dim() == 3
     _route_kernel[(num_tokens,)](
         logits,
+        num_real,
         weights,
         experts,
         logits.stride(0),
@@ -74,6 +79,7 @@ def _logits_of(keys, dtype: tl.constexpr):
 @triton.jit
 def _route_kernel(
     logits,
+    num_real,
     weights,
     experts,
     stride,
@@ -87,12 +93,15 @@ def _route_kernel(
 ):
     """One token: a softmax, and CHOSEN times the largest that is left."""
     let_next_start()
-    wait_for_inputs()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     token = tl.program_id(0)
+    source = token
+    if num_real is not None:
+        source = tl.maximum(tl.minimum(token, tl.load(num_real) - 1), 0)
+    wait_for_inputs()
     column = tl.arange(0, COLUMNS)
     is_expert = column < EXPERTS
-    row = logits + token.to(tl.int64) * stride
+    row = logits + source.to(tl.int64) * stride
     dtype: tl.constexpr = weights.dtype.element_ty
     left = _add_up(row + column, part_stride, is_expert, dtype, PARTS)
     left = tl.where(is_expert, left, float("-inf"))
