@@ -26,7 +26,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.route`, with experts in int32; among equal logits the first expert wins.
 
-    `num_real` is int32, and known before the kernel that is under way when this one starts.
+    `num_real` is int32 and read before the kernel ahead has ended, which must not write it.
     """
     num_tokens, num_experts = logits.shape[0], logits.shape[-1] - has_shared
     width = num_chosen + has_shared
