@@ -18,9 +18,11 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 64, 300, 600])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 300, 600])
 @pytest.mark.parametrize(
-    "sizes", [(2048, 12352), (4096, 2048), (4096, 10240), (2048, 264), (300, 70)], ids=str
+    "sizes",
+    [(2048, 12352), (4096, 2048), (4096, 10240), (12288, 4096), (2048, 264), (300, 70)],
+    ids=str,
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_multiply(
@@ -41,3 +43,19 @@ def test_multiply(
     parts = linear.parts(hidden, weight, bias)
     summed = parts if parts.dim() == 2 else parts.sum(1)
     assert relative_error(summed, expected) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("sizes", [(4096, 12288), (2048, 8200), (300, 70)], ids=str)
+def test_multiply_gated(sizes: tuple[int, int], num_tokens: int, dtype: torch.dtype) -> None:
+    random = torch.Generator("cuda").manual_seed(num_tokens)
+    num_inputs, num_outputs = sizes
+    hidden = torch.randn(num_tokens, num_inputs, generator=random, device="cuda", dtype=dtype)
+    weight = torch.randn(2 * num_outputs, num_inputs, generator=random, device="cuda", dtype=dtype)
+    weight *= num_inputs**-0.5
+    gate, up = F.linear(hidden.double(), weight.double()).chunk(2, -1)
+    output = linear.multiply_gated(hidden, weight)
+    assert output.dtype == dtype
+    assert relative_error(output, F.silu(gate) * up) < TOLERANCES[dtype]
+    assert torch.equal(output, linear.multiply_gated(hidden, weight))

@@ -67,6 +67,21 @@ def test_route(num_tokens: int) -> None:
     assert torch.equal(experts.long(), expected[1])
 
 
+@pytest.mark.parametrize("num_tokens", [8, 32, 64])
+def test_no_expert_is_read_for_padding(num_tokens: int) -> None:
+    """Padding holds anything; the real tokens' outputs are what they are without it."""
+    hidden, logits, gate_up, down = make(num_tokens, 256, torch.bfloat16)
+    num_real = torch.tensor([num_tokens - 3], dtype=torch.int32, device="cuda")
+    how = {"normalise": True, "has_shared": True, "num_real": num_real}
+    weights, experts = moe.route(logits, CHOSEN, **how)
+    assert torch.equal(experts[-3:], experts[-4].expand(3, -1))
+    expected = moe.parts(hidden, weights, experts, gate_up, down)[:-3]
+    hidden[-3:], logits[-3:] = torch.nan, torch.nan
+    routed = moe.route(logits, CHOSEN, **how)
+    assert torch.equal(routed[1], experts)
+    assert torch.equal(moe.parts(hidden, *routed, gate_up, down)[:-3], expected)
+
+
 @pytest.mark.parametrize("num_tokens", [4, 8, 16, 64, 2048])
 def test_same_bits_every_time_and_in_a_graph(num_tokens: int) -> None:
     """With choices that differ from those at capture."""

@@ -31,12 +31,13 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
     """A graph of layers, each kernel short, gives the bits of kernels that run one by one."""
     weights = [(fill(8192, HIDDEN), fill(HIDDEN, 4096), fill(40, HIDDEN)) for _ in range(LAYERS)]
     gate_up, down = fill(EXPERTS, 2 * SIZE, HIDDEN), fill(EXPERTS, HIDDEN, SIZE)
+    dense = [(fill(2 * 8192, HIDDEN), fill(HIDDEN, 8192)) for _ in range(LAYERS)]
     scale = torch.ones(HIDDEN, device="cuda")
     first = fill(num_tokens, HIDDEN)
 
     def run(pause: Callable[[], object]) -> list[Tensor]:
         hidden, delta, outputs = first, None, []
-        for enter, leave, router in weights:
+        for (enter, leave, router), (widen, narrow) in zip(weights, dense, strict=True):
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
             pause()
             wide = linear.multiply(normed, enter)
@@ -55,6 +56,13 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             delta = moe.parts(normed, shares, experts, gate_up, down)
             pause()
             outputs += [hidden, wide, active, mixed, normed, shares, experts, delta]
+            hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
+            pause()
+            active = linear.multiply_gated(normed, widen)
+            pause()
+            delta = linear.parts(active, narrow)
+            pause()
+            outputs += [hidden, normed, active, delta]
         return outputs
 
     compare(run, lambda: first.copy_(fill(num_tokens, HIDDEN)))

@@ -28,6 +28,14 @@ def test_nucleus_floor(share: float) -> None:
     assert (differing <= 1).all()  # a token whose mass above is the share, but for rounding
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+def test_likeliest(num_rows: int, dtype: torch.dtype) -> None:
+    """In bfloat16 many logits are equal: the first counts."""
+    logits = random_logits(num_rows, 151_936, "cuda").to(dtype)
+    assert torch.equal(kernels.likeliest(logits), logits.argmax(-1))
+
+
 PARAMS = {
     "top_p": {"top_p": 0.9},
     "top_k": {"top_k": 50, "top_p": 0.8},

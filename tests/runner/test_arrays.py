@@ -56,6 +56,7 @@ def test_tokens_positions_and_kv_rows(tables):
     assert step.slot_in.tolist() == [3, 5]
     assert step.slot_out.tolist() == [3, 2]
     assert step.last_tokens.tolist() == [0, 0]
+    assert step.num_real.tolist() == [plan.num_tokens]
 
 
 def test_padding_names_nothing(tables):

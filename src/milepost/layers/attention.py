@@ -59,7 +59,8 @@ class GatedAttention(nn.Module):
         self, hidden: Tensor, ctx: BatchContext | DeviceBatch, layout: BatchLayout
     ) -> Tensor:
         if isinstance(ctx, DeviceBatch):
-            return self.out.parts(self._fused(self.qkv_gate(hidden), ctx, layout))
+            projected = self.qkv_gate(hidden, lets_next_start=ctx.decodes)
+            return self.out.parts(self._fused(projected, ctx, layout))
         shapes, pool = self.shapes, ctx.kv[self.index]
         query_key, value, gate = self.qkv_gate(hidden).split(self.sizes, -1)
         query_key = self.norm(query_key.unflatten(-1, (-1, shapes.head_dim)))

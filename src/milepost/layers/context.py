@@ -107,6 +107,11 @@ class BatchContext:
     def device(self) -> torch.device:
         return self.positions.device
 
+    @property
+    def num_real(self) -> None:
+        """No token is padding."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArrays:
@@ -127,6 +132,8 @@ class StepArrays:
     """[S] int32"""
     slot_out: Any
     """[S] int32, -1 for padding."""
+    num_real: Any
+    """[1] int32, tokens that are not padding."""
     last_tokens: Any
     """[S] int64, the tokens behind which is sampled come first."""
     sources: Any
@@ -149,3 +156,13 @@ class DeviceBatch:
     @property
     def positions(self) -> Tensor:
         return self.step.positions
+
+    @property
+    def num_real(self) -> Tensor:
+        return self.step.num_real
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence decodes. What follows a projection then starts before it ends;
+        kernels of a prefill would crowd where there is room."""
+        return self.step.recurrent is None

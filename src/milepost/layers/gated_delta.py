@@ -84,7 +84,8 @@ class GatedDelta(nn.Module):
         self, hidden: Tensor, ctx: BatchContext | DeviceBatch, layout: BatchLayout
     ) -> Tensor:
         if isinstance(ctx, DeviceBatch):
-            return self.out.parts(self._fused(self.projection(hidden), ctx))
+            projected = self.projection(hidden, lets_next_start=ctx.decodes)
+            return self.out.parts(self._fused(projected, ctx))
         mixed, gate, strength, decay = self.projection(hidden).split(self.sizes, -1)
         rate = self.decay_rate
         beta = cast(strength, rate.dtype).sigmoid()

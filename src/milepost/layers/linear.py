@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import linear
+from milepost.kernels import linear, norm
 from milepost.layers.parameters import ParameterKind, Placements, place_rows
 
 _PACKED_ROWS = 16
@@ -32,18 +32,25 @@ class Linear(nn.Module):
         self.bias = kind.empty(num_outputs) if bias else None
         self._packed: Tensor | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *, lets_next_start: bool = True) -> Tensor:
+        """See `linear.multiply`."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(
                 hidden, self._packed, self.bias, "none", [], ""
             )
-        return linear.multiply(hidden, self.weight, self.bias)
+        return linear.multiply(hidden, self.weight, self.bias, lets_next_start=lets_next_start)
 
     def parts(self, hidden: Tensor) -> Tensor:
         """The same, or parts [T, P, O] of it, for whoever reads it to add up."""
         if self._packed is not None:
             return self.forward(hidden)
         return linear.parts(hidden, self.weight, self.bias)
+
+    def gated(self, hidden: Tensor) -> Tensor:
+        """SiLU of the first half of the outputs times the other half: [T, O / 2]."""
+        if self._packed is not None or self.bias is not None:
+            return norm.silu_mul(self.forward(hidden))
+        return linear.multiply_gated(hidden, self.weight)
 
     __call__ = forward
     """There are no hooks to run, and a module's own call costs as much as a small operation."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import norm
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind, Placements, fill_matrix, under
 
@@ -23,11 +22,12 @@ class MLP(nn.Module):
         self.down = Linear(size, hidden_size, kind)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(norm.silu_mul(self.gate_up(hidden)))
+        return self.down(self.gate_up.gated(hidden))
 
-    def parts(self, hidden: Tensor) -> Tensor:
-        """The same, or parts [T, P, H] of it, for whoever reads it to add up."""
-        return self.down.parts(norm.silu_mul(self.gate_up(hidden)))
+    def parts(self, hidden: Tensor, num_real: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """The same, or parts [T, P, H] of it, for whoever reads it to add up. Padding costs nothing
+        here, so it does not matter which tokens are real."""
+        return self.down.parts(self.gate_up.gated(hidden))
 
     def placements(self) -> Placements:
         return {

@@ -60,14 +60,16 @@ class MoE(nn.Module):
             self.shared = MLP(hidden_size, shapes.shared_size, kind)
             self.shared_gate = Linear(hidden_size, 1, kind)
 
-    def parts(self, hidden: Tensor) -> Tensor:
-        """The output in parts, for whoever reads it to add up."""
+    def parts(self, hidden: Tensor, num_real: Tensor | None = None) -> Tensor:
+        """The output in parts, for whoever reads it to add up. Tokens from `num_real` [1] on are
+        padding."""
         weights, experts = moe.route(
             self.router.parts(hidden)[..., : self.num_logits],
             self.shapes.num_chosen,
             normalise=self.shapes.normalise,
             has_shared=self.is_joint,
             dtype=hidden.dtype,
+            num_real=num_real,
         )
         parts = moe.parts(hidden, weights, experts, self.gate_up, self.down)
         if self.shared is not None:

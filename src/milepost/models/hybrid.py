@@ -136,7 +136,7 @@ class HybridModel(nn.Module):
         for layer in self.layers:
             hidden, normed = layer.mixer_norm.add(hidden, delta)
             hidden, normed = layer.mlp_norm.add(hidden, layer.mixer(normed, ctx, layout))
-            delta = layer.mlp.parts(normed)
+            delta = layer.mlp.parts(normed, ctx.num_real)
         return self.norm.add(hidden, delta)[1]
 
     @torch.inference_mode()

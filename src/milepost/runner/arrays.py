@@ -108,6 +108,7 @@ def build(
         ),
         slot_in=_padded([s.slot_in for s in sequences], num_sequences, 0),
         slot_out=_padded(rows, num_sequences, -1),
+        num_real=np.array([len(owners)], np.int32),
         last_tokens=_padded(last_tokens, num_sequences, 0, np.int64),
         sources=_padded(sources, num_sequences, 0, np.int64),
         attention=_attention(starts, lengths, rows, tables, shapes, capacity),

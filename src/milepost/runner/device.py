@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from tqdm import tqdm
 
+from milepost.kernels.sampling import likeliest
 from milepost.layers.context import DeviceBatch, StepArrays
 from milepost.models.hybrid import HybridModel
 from milepost.runner import arrays
@@ -102,7 +103,7 @@ class DeviceExecutor:
         )
         hidden = self.model.forward(step.token_ids, batch)
         logits = self.model.compute_logits(hidden[step.last_tokens[:num_rows]])
-        return Outcome(logits=logits, best=logits.argmax(dim=-1))
+        return Outcome(logits=logits, best=likeliest(logits))
 
 
 _STAGED_BYTES = 1 << 23

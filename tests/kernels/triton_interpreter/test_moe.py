@@ -40,11 +40,43 @@ def test_route(
     torch.testing.assert_close(weights, expected_weights)
 
 
-def test_no_expert_is_chosen_twice() -> None:
-    logits = torch.full((2, 6), -torch.inf)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)
+def test_no_expert_is_chosen_twice(dtype: torch.dtype) -> None:
+    logits = torch.full((2, 6), -torch.inf, dtype=dtype)
     logits[0, 5] = logits[1, 3] = 0
     _, experts = triton.route(logits, 4, normalise=False, has_shared=False)
     assert experts.tolist() == [[5, 0, 1, 2], [3, 0, 1, 2]]
+
+
+def test_route_of_half_precision() -> None:
+    """Negative and positive ones, both zeros, equal ones, the lowest."""
+    values = [-3.5, -0.0, 0.0, 2e-7, 6e4, 6e4, -6e4, 6.5e4, -torch.inf, -1e-7]
+    random = torch.Generator().manual_seed(0)
+    logits = torch.stack(
+        [torch.tensor(values)[torch.randperm(10, generator=random)] for _ in "abcd"]
+    )
+    logits = logits.half()
+    arguments = {"normalise": False, "has_shared": False}
+    weights, experts = triton.route(logits, 9, **arguments)
+    assert (
+        experts.tolist()
+        == logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :9].tolist()
+    )
+    weights, experts = triton.route(logits.clamp(-9, 9), 4, **arguments)
+    torch.testing.assert_close(weights, reference.route(logits.clamp(-9, 9), 4, **arguments)[0])
+
+
+def test_padding_chooses_what_the_last_token_does() -> None:
+    logits = make(6, 9)[1]
+    logits[4:] = torch.nan
+    arguments = {"normalise": True, "has_shared": True}
+    expected = triton.route(logits[[0, 1, 2, 3, 3, 3]], 2, **arguments)
+    for route in (triton.route, reference.route):
+        found = route(logits, 2, **arguments, num_real=torch.tensor([4], dtype=torch.int32))
+        torch.testing.assert_close(found[0], expected[0])
+        assert found[1].tolist() == expected[1].tolist()
+    nothing_real = torch.zeros(1, dtype=torch.int32)
+    assert (triton.route(logits, 2, **arguments, num_real=nothing_real)[1][:, 2] == 8).all()
 
 
 def test_route_of_parts() -> None:

@@ -10,13 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels import norm
+
 _MAX_TOKENS = 128
 """Up to this many `triton` is asked whether it is faster."""
 
 
-def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O]."""
-    product = parts(hidden, weight, bias)
+def multiply(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, lets_next_start: bool = True
+) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O].
+
+    On a GPU the kernel behind it may start early; not if it had better wait for this one's end.
+    """
+    product = parts(hidden, weight, bias, lets_next_start=lets_next_start)
     if product.dim() == hidden.dim():
         return product
     from milepost.kernels.linear import triton
@@ -24,18 +31,37 @@ def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return triton.add_up(product, hidden.dtype)
 
 
-def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def parts(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, lets_next_start: bool = True
+) -> Tensor:
     """What `multiply` returns; or float32 parts [T, P, O] that add up to it, as many as suit the
     device.
 
     Whoever reads the product next adds them up for less than a pass of its own would cost.
     """
-    is_fast = hidden.is_cuda and hidden.dim() == 2 and hidden.shape[0] <= _MAX_TOKENS
-    if is_fast and hidden.dtype in (torch.bfloat16, torch.float16):
+    if _are_few(hidden):
         # Imported where it is used: machines without a GPU need not have it.
         from milepost.kernels.linear import triton
 
-        product = triton.multiply_few(hidden, weight, bias)
+        product = triton.multiply_few(hidden, weight, bias, lets_next_start=lets_next_start)
         if product is not None:
             return product
     return F.linear(hidden, weight, bias)
+
+
+def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor:
+    """SiLU(gate) * up [T, O]: gates and up are the halves of `multiply(hidden, weight)`, in this
+    order; `weight` [2 * O, I]."""
+    if _are_few(hidden):
+        from milepost.kernels.linear import triton
+
+        product = triton.multiply_gated(hidden, weight)
+        if product is not None:
+            return product
+    return norm.silu_mul(multiply(hidden, weight))
+
+
+def _are_few(hidden: Tensor) -> bool:
+    if not hidden.is_cuda or hidden.dim() != 2 or hidden.shape[0] > _MAX_TOKENS:
+        return False
+    return hidden.dtype in (torch.bfloat16, torch.float16)

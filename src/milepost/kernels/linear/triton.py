@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.hopper import runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
@@ -46,12 +47,22 @@ _FEW_OUTPUTS = 1024
 """Up to so many outputs torch's product leaves most multiprocessors idle."""
 
 
-def multiply_few(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def multiply_few(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, lets_next_start: bool = True
+) -> Tensor | None:
     """The product [T, O], or its parts [T, S, O] in float32, if that is faster here than torch's
     product, else None.
 
     `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
     """
+    if bias is None and runs_gluon(hidden):
+        from milepost.kernels.linear import triton_hopper
+
+        hopper_tiles = triton_hopper.find_tiles(hidden, weight)
+        if hopper_tiles is not None:
+            return triton_hopper.multiply(
+                hidden, weight, hopper_tiles, lets_next_start=lets_next_start
+            )
     num_tokens, num_outputs = hidden.shape[0], weight.shape[0]
     if num_tokens == 0 or hidden.stride(1) != 1:
         return None
@@ -65,6 +76,17 @@ def multiply_few(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
     else:
         return None
     return multiply(hidden, weight, bias, tiles, _choose_splits(weight, tiles))
+
+
+def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
+    """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
+    gates, if that is faster here than two launches, else None."""
+    if not runs_gluon(hidden):
+        return None
+    from milepost.kernels.linear import triton_hopper
+
+    tiles = triton_hopper.find_tiles(hidden, weight, is_gated=True)
+    return None if tiles is None else triton_hopper.multiply(hidden, weight, tiles, is_gated=True)
 
 
 def _choose_splits(weight: Tensor, tiles: Tiles) -> int:

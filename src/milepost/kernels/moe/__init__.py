@@ -23,9 +23,10 @@ def route(
     normalise: bool,
     has_shared: bool = False,
     dtype: torch.dtype | None = None,
+    num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.route`; the experts' integer type is the device's choice."""
-    how = {"normalise": normalise, "has_shared": has_shared, "dtype": dtype}
+    how = {"normalise": normalise, "has_shared": has_shared, "dtype": dtype, "num_real": num_real}
     return _module(logits).route(logits, num_chosen, **how)
 
 

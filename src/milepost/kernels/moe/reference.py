@@ -25,6 +25,7 @@ def route(
     normalise: bool,
     has_shared: bool = False,
     dtype: torch.dtype | None = None,
+    num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax over the experts, then the best of them: weights [T, N] in `dtype`, by default that
     of `logits`, and experts [T, N] int64.
@@ -33,7 +34,13 @@ def route(
     `normalise` the weights of a token's `num_chosen` experts add up to 1. With `has_shared` the
     last expert is every token's last choice, its weight the sigmoid of its logit, and the others
     are chosen as if it were not there.
+
+    Tokens from `num_real` [1] on are padding, whose logits mean nothing: they choose what the last
+    one before them does, so that no expert is needed for them alone.
     """
+    if num_real is not None:
+        token = torch.arange(len(logits), device=logits.device)
+        logits = logits[token.minimum(num_real - 1).clamp(min=0)]
     logits = logits if logits.dim() == 2 else logits.sum(1)
     logits = logits if dtype is None else cast(logits, dtype)
     precise = accumulation_dtype(logits.dtype)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
+_LOWEST = tl.constexpr(-(2**31))
+
 
 def route(
     logits: Tensor,
@@ -20,8 +22,12 @@ def route(
     normalise: bool,
     has_shared: bool,
     dtype: torch.dtype | None = None,
+    num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.route`, with experts in int32; among equal logits the first expert wins."""
+    """As `reference.route`, with experts in int32; among equal logits the first expert wins.
+
+    `num_real` is int32 and read before the kernel ahead has ended, which must not write it.
+    """
     num_tokens, num_experts = logits.shape[0], logits.shape[-1] - has_shared
     width = num_chosen + has_shared
     weights = torch.empty(num_tokens, width, dtype=dtype or logits.dtype, device=logits.device)
@@ -29,6 +35,7 @@ def route(
     has_parts = logits.dim() == 3
     _route_kernel[(num_tokens,)](
         logits,
+        num_real,
         weights,
         experts,
         logits.stride(0),
@@ -55,8 +62,24 @@ def _add_up(source, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexpr)
 
 
 @triton.jit
+def _as_keys(logits, column, dtype: tl.constexpr):
+    """Integers in the order of logits of 16 bits, among equal ones the first column the greatest:
+    a warp finds the greatest integer in one instruction."""
+    bits = (logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
+    return ((bits ^ (bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - column)
+
+
+@triton.jit
+def _logits_of(keys, dtype: tl.constexpr):
+    bits = keys >> 16
+    bits = bits ^ (bits >> 15 & 0x7FFF)
+    return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _route_kernel(
     logits,
+    num_real,
     weights,
     experts,
     stride,
@@ -70,12 +93,15 @@ def _route_kernel(
 ):
     """One token: a softmax, and CHOSEN times the largest that is left."""
     let_next_start()
-    wait_for_inputs()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     token = tl.program_id(0)
+    source = token
+    if num_real is not None:
+        source = tl.maximum(tl.minimum(token, tl.load(num_real) - 1), 0)
+    wait_for_inputs()
     column = tl.arange(0, COLUMNS)
     is_expert = column < EXPERTS
-    row = logits + token.to(tl.int64) * stride
+    row = logits + source.to(tl.int64) * stride
     dtype: tl.constexpr = weights.dtype.element_ty
     left = _add_up(row + column, part_stride, is_expert, dtype, PARTS)
     left = tl.where(is_expert, left, float("-inf"))
@@ -84,15 +110,25 @@ def _route_kernel(
     place = tl.arange(0, triton.next_power_of_2(WIDTH))
     best_logits = tl.zeros_like(place).to(tl.float32)
     best_experts = tl.zeros_like(place)
-    is_left = is_expert
-    for n in tl.static_range(CHOSEN):
-        best = tl.max(left)
-        # Even among logits of minus infinity no expert is chosen twice.
-        expert = tl.min(tl.where((left == best) & is_left, column, COLUMNS - 1))
-        is_left &= column != expert
-        left = tl.where(column == expert, float("-inf"), left)
-        best_logits = tl.where(place == n, best, best_logits)
-        best_experts = tl.where(place == n, expert, best_experts)
+    if dtype.primitive_bitwidth == 16:
+        keys = tl.where(is_expert, _as_keys(left, column, dtype), _LOWEST)
+        best_keys = tl.zeros_like(place)
+        for n in tl.static_range(CHOSEN):
+            best_key = tl.max(keys)
+            keys = tl.where(keys == best_key, _LOWEST, keys)
+            best_keys = tl.where(place == n, best_key, best_keys)
+        best_experts = 0xFFFF - (best_keys & 0xFFFF)
+        best_logits = _logits_of(best_keys, dtype)
+    else:
+        is_left = is_expert
+        for n in tl.static_range(CHOSEN):
+            best = tl.max(left)
+            # Even among logits of minus infinity no expert is chosen twice.
+            expert = tl.min(tl.where((left == best) & is_left, column, COLUMNS - 1))
+            is_left &= column != expert
+            left = tl.where(column == expert, float("-inf"), left)
+            best_logits = tl.where(place == n, best, best_logits)
+            best_experts = tl.where(place == n, expert, best_experts)
     is_chosen = place < CHOSEN
     shares = tl.where(is_chosen, tl.exp(best_logits - top), 0.0)
     shares /= tl.sum(shares) if NORMALISE else total

@@ -1,6 +1,7 @@
-"""Sampling's step that needs a kernel of its own: `nucleus_floor`.
+"""Sampling's steps that need kernels of their own: `likeliest` and `nucleus_floor`.
 
-This is the door to the op. Sorting, as `runner.sampling` does on a CPU, is the definition; on a GPU
+This is the door to the ops. Torch's argmax is the definition of the first, and takes several times
+as long on a GPU. Sorting, as `runner.sampling` does on a CPU, is that of the second; on a GPU
 `triton` finds the same without sorting, and the host needn't know which rows need it.
 """
 
@@ -10,6 +11,15 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The greatest of each row of `logits` [R, V], of equal ones the first: [R] int64."""
+    if not logits.is_cuda or logits.dtype == torch.float64 or find_spec("triton") is None:
+        return logits.argmax(dim=-1)
+    from milepost.kernels.sampling import triton
+
+    return triton.likeliest(logits)
 
 
 def can_search(scaled: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Triton: the lowest logit of a nucleus, by bisection over the bits of a float.
+"""Triton: the likeliest token; and the lowest logit of a nucleus, by bisection over the bits of a
+float.
 
 The mass above a logit grows as the logit falls, and floats of one sign are ordered as their bits
 are: 31 halvings find the lowest logit whose mass above is still less than is wanted.
@@ -13,7 +14,69 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
 _BLOCK = 8192
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of the greatest of each row of `logits` [R, V]: [R] int64; V is below 2^31.
+
+    In two launches that go through blocks side by side: a few rows are long.
+    """
+    num_rows, vocab_size = logits.shape
+    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
+    num_blocks = triton.cdiv(vocab_size, block)
+    best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    places = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _best_of_block_kernel[(num_blocks, num_rows)](
+        logits,
+        best,
+        places,
+        logits.stride(0),
+        vocab_size,
+        BLOCK=block,
+        num_warps=8,
+        **OVERLAPPED,
+    )
+    _best_of_row_kernel[(num_rows,)](
+        best,
+        places,
+        token_ids,
+        num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=1,
+        **OVERLAPPED,
+    )
+    return token_ids
+
+
+@triton.jit
+def _best_of_block_kernel(logits, best, places, stride, vocab_size, BLOCK: tl.constexpr):
+    let_next_start()
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    source = logits + row * stride + column
+    wait_for_inputs()
+    x = tl.load(source, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+    top, place = tl.max(x, 0, return_indices=True)
+    target = row * tl.num_programs(0) + block
+    tl.store(best + target, top)
+    # Among NaN the greatest may be found where there is no token.
+    tl.store(places + target, tl.minimum(block * BLOCK + place, vocab_size - 1))
+
+
+@triton.jit
+def _best_of_row_kernel(best, places, token_ids, num_blocks, BLOCKS: tl.constexpr):
+    let_next_start()
+    wait_for_inputs()
+    row, block = tl.program_id(0), tl.arange(0, BLOCKS)
+    is_block = block < num_blocks
+    tops = tl.load(best + row * num_blocks + block, mask=is_block, other=float("-inf"))
+    _, winner = tl.max(tops, 0, return_indices=True)
+    winner = tl.minimum(winner, num_blocks - 1)
+    tl.store(token_ids + row, tl.load(places + row * num_blocks + winner).to(tl.int64))
 
 
 def nucleus_floor(

@@ -1,0 +1,302 @@
+"""Products of few rows on Hopper, in Gluon: Triton's language for programs that place data
+themselves.
+
+The weights do not depend on what runs before. So the copy engine begins to fetch them while the
+kernel is under way whose output is multiplied, which is when memory would be idle. One warp has
+steps brought to shared memory, four multiply; they do not pause between one tile and the next.
+
+Legend: T tokens, I inputs, O outputs, S splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+
+_DEPTH = 64
+"""Inputs of a step: 128 bytes, the widest rows that the copy engine swizzles."""
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_PRODUCER_REGISTERS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How a product is cut up."""
+
+    rows: int
+    """Tokens; the products of others in a tile are dropped."""
+    columns: int
+    """Outputs of a tile, and as many gates."""
+    stages: int
+    """Steps that are under way at a time."""
+    programs: int
+    """That share a multiprocessor."""
+    splits: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Tiles for up to so many rows."""
+
+    wide: Tiles
+    """Many outputs."""
+    gated: Tiles
+    """Many outputs with gates."""
+    long: Tiles
+    """Many inputs, few outputs."""
+
+
+_REGIMES = (
+    Regime(
+        wide=Tiles(rows=16, columns=64, stages=10, programs=2),
+        gated=Tiles(rows=16, columns=64, stages=5, programs=2),
+        long=Tiles(rows=16, columns=64, stages=10, programs=2, splits=4),
+    ),
+    Regime(
+        wide=Tiles(rows=32, columns=64, stages=8, programs=2),
+        gated=Tiles(rows=32, columns=64, stages=5, programs=2),
+        long=Tiles(rows=32, columns=64, stages=8, programs=2, splits=4),
+    ),
+    Regime(
+        wide=Tiles(rows=64, columns=64, stages=6, programs=2),
+        gated=Tiles(rows=64, columns=64, stages=8, programs=1),
+        long=Tiles(rows=64, columns=128, stages=8, programs=1, splits=4),
+    ),
+)
+_FEW, _MANY = range(1 << 11, 1 << 13), range(1 << 13, 1 << 15)
+"""Outputs, or inputs, of products that gain. With more outputs it does not matter when they begin;
+with fewer of both, `triton`'s tiles are as fast."""
+
+
+def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> Tiles | None:
+    """Tiles of the product if this kernel can do it and is the faster one."""
+    num_tokens, num_inputs = hidden.shape
+    num_outputs = len(weight) // (2 if is_gated else 1)
+    regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.rows), None)
+    if regime is None or not (_can_copy(hidden) and _can_copy(weight)):
+        return None
+    if num_outputs in _MANY:
+        tiles = regime.gated if is_gated else regime.wide
+    elif num_outputs in _FEW and num_inputs in _MANY and not is_gated:
+        tiles = regime.long
+    else:
+        return None
+    return tiles if num_inputs % (_DEPTH * tiles.splits) == 0 else None
+
+
+def _can_copy(matrix: Tensor) -> bool:
+    """Whether the copy engine can read it: rows of whole lines of 16 bytes."""
+    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
+    return matrix.stride(1) == 1 and is_aligned
+
+
+def multiply(
+    hidden: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    *,
+    is_gated: bool = False,
+    lets_next_start: bool = True,
+) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed: [T, O].
+
+    Cut along I in S > 1 parts they stay apart: [T, S, O] in float32. Where `is_gated`, the weight
+    is [2 * O, I] and the outputs are SiLU(first half) * second half.
+    """
+    num_tokens, num_inputs = hidden.shape
+    num_outputs = len(weight) // (2 if is_gated else 1)
+    if tiles.splits == 1:
+        output = hidden.new_empty(num_tokens, num_outputs)
+    else:
+        output = hidden.new_empty(tiles.splits, num_tokens, num_outputs, dtype=torch.float32)
+    num_units = triton.cdiv(num_outputs, tiles.columns) * tiles.splits
+    num_processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    _multiply_kernel[(min(num_units, tiles.programs * num_processors),)](
+        TensorDescriptor.from_tensor(hidden, [tiles.rows, _DEPTH], _LAYOUT),
+        TensorDescriptor.from_tensor(weight, [tiles.columns, _DEPTH], _LAYOUT),
+        output,
+        num_tokens,
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=_DEPTH,
+        SPLITS=tiles.splits,
+        STAGES=tiles.stages,
+        GATED=is_gated,
+        LETS_NEXT_START=lets_next_start,
+        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+        num_warps=4,
+        maxnreg=_registers(tiles, is_gated),
+        **OVERLAPPED,
+    )
+    return output if tiles.splits == 1 else output.transpose(0, 1)
+
+
+def _registers(tiles: Tiles, is_gated: bool) -> int:
+    """Of a thread on average: few, so that what runs before and behind finds room beside it."""
+    held = tiles.rows * tiles.columns * (1 + is_gated) // 128
+    return 48 if held <= 16 else 64 if held <= 32 else 96
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def _multiply_kernel(
+    hidden,
+    weight,
+    output,
+    num_tokens,
+    INPUTS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    LETS_NEXT_START: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Every so many units, each a tile of outputs and a share of the inputs."""
+    TILES: gl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
+    STEPS: gl.constexpr = INPUTS // (SPLITS * DEPTH)
+    PARTS: gl.constexpr = 2 if GATED else 1
+    dtype: gl.constexpr = weight.dtype
+    inputs = gl.allocate_shared_memory(dtype, [STAGES, ROWS, DEPTH], hidden.layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, COLUMNS, DEPTH], weight.layout)
+    # Stages that are loaded, stages that are used up.
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(2 * STAGES):
+        mbarrier.init(bars.index(bar), count=1)
+    num_units = TILES * SPLITS
+    if LETS_NEXT_START:
+        let_next_start()
+    consumed = (output, num_tokens, num_units, inputs, weights, bars)
+    produced = (hidden, weight, num_units, inputs, weights, bars)
+    gl.warp_specialize(
+        [
+            (_consume, (consumed, OUTPUTS, TILES, STEPS, SPLITS, STAGES, PARTS)),
+            (_produce, (produced, OUTPUTS, TILES, STEPS, STAGES, PARTS)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(
+    produced,
+    OUTPUTS: gl.constexpr,
+    TILES: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Load every step as soon as there is room: of the first ones the weights, then, once there
+    are any, the inputs."""
+    num_units, bars = produced[2], produced[5]
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    num_steps = STEPS * ((num_units - first + stride - 1) // stride)
+    num_ahead = gl.minimum(num_steps, STAGES)
+    for number in range(num_ahead):
+        tile, step = _locate(number, first, stride, TILES, STEPS)
+        _fetch_weights(produced, tile, step, number, OUTPUTS, PARTS)
+    wait_for_inputs()
+    for number in range(num_ahead):
+        _, step = _locate(number, first, stride, TILES, STEPS)
+        _fetch_inputs(produced, step, number)
+    for number in range(STAGES, num_steps):
+        tile, step = _locate(number, first, stride, TILES, STEPS)
+        stage = number % STAGES
+        mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+        _fetch_weights(produced, tile, step, stage, OUTPUTS, PARTS)
+        _fetch_inputs(produced, step, stage)
+
+
+@gluon.jit
+def _locate(number, first, stride, TILES: gl.constexpr, STEPS: gl.constexpr):
+    """The tile of outputs and the step along the inputs of a program's load of this number."""
+    unit = first + number // STEPS * stride
+    return unit % TILES, unit // TILES * STEPS + number % STEPS
+
+
+@gluon.jit
+def _fetch_weights(produced, tile, step, stage, OUTPUTS: gl.constexpr, PARTS: gl.constexpr):
+    """Have a step's weights loaded; its barrier waits for the inputs too."""
+    _, weight, _, inputs, weights, bars = produced
+    ROWS: gl.constexpr = inputs.type.shape[1]
+    COLUMNS: gl.constexpr = weights.type.shape[1]
+    DEPTH: gl.constexpr = weights.type.shape[2]
+    bar = bars.index(stage)
+    mbarrier.expect(bar, (PARTS * COLUMNS + ROWS) * DEPTH * 2)
+    for part in gl.static_range(PARTS):
+        at = [part * OUTPUTS + tile * COLUMNS, step * DEPTH]
+        tma.async_copy_global_to_shared(weight, at, bar, weights.index(stage * PARTS + part))
+
+
+@gluon.jit
+def _fetch_inputs(produced, step, stage):
+    hidden, _, _, inputs, _, bars = produced
+    DEPTH: gl.constexpr = inputs.type.shape[2]
+    at = [0, step * DEPTH]
+    tma.async_copy_global_to_shared(hidden, at, bars.index(stage), inputs.index(stage))
+
+
+@gluon.jit
+def _consume(
+    consumed,
+    OUTPUTS: gl.constexpr,
+    TILES: gl.constexpr,
+    STEPS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Multiply what is loaded. The weights are the left operand: they fill the tensor cores' tall
+    side."""
+    output, num_tokens, num_units, inputs, weights, bars = consumed
+    ROWS: gl.constexpr = inputs.type.shape[1]
+    COLUMNS: gl.constexpr = weights.type.shape[1]
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    WIDTH: gl.constexpr = 8 if SPLITS == 1 else 4
+    LANES: gl.constexpr = min(COLUMNS // WIDTH, 32)
+    STORED: gl.constexpr = gl.BlockedLayout([WIDTH, 1], [LANES, 32 // LANES], [1, 4], [0, 1])
+    number = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        result = gl.zeros([COLUMNS, ROWS], gl.float32, layout=RESULT)
+        gated = result
+        for _ in range(STEPS):
+            stage = number % STAGES
+            mbarrier.wait(bars.index(stage), number // STAGES & 1)
+            right = inputs.index(stage).permute((1, 0))
+            result = warpgroup_mma(weights.index(stage * PARTS), right, result, is_async=True)
+            if PARTS == 2:
+                left = weights.index(stage * PARTS + 1)
+                gated = warpgroup_mma(left, right, gated, is_async=True)
+                result, gated = warpgroup_mma_wait(0, [result, gated])
+            else:
+                result = warpgroup_mma_wait(0, [result])
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            number += 1
+        if PARTS == 2:
+            result = result / (1 + gl.exp(-result)) * gated
+        values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
+        column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, STORED))[:, None]
+        column += unit % TILES * COLUMNS
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))[None, :]
+        target = output + (unit // TILES * num_tokens + row) * OUTPUTS + column
+        gl.store(target, values, mask=(column < OUTPUTS) & (row < num_tokens))
