@@ -212,7 +212,9 @@ class Reclaimer:
         become.
         """
         pages = self._storage.pages_a_slot or 1
-        if not checkpoint.below:
+        node = checkpoint.node
+        is_used = not node.is_root and self._pages.live_refs(node.page)
+        if not checkpoint.below and not is_used:
             pages += checkpoint.replay_tokens // self._page_size
         return self.worth.of_page(checkpoint, pages)
 
