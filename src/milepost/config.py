@@ -17,6 +17,7 @@ from milepost.errors import ConfigError
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 GenerationConfig = Literal["auto", "none", "vllm"]
+CacheMemory = Literal["auto", "shared", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,10 @@ class EngineConfig:
     """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
+    cache_memory: CacheMemory = "auto"
+    """`shared`: pages and slots in one memory, whose boundary moves with the traffic. `split`: each
+    in its own, as `num_pages` and `num_slots` imply. `auto` shares on a CPU and splits on a GPU.
+    """
 
     max_model_len: int | None = None
     """Longest prompt plus answer, in tokens; by default the model's own."""
@@ -104,6 +109,11 @@ class EngineConfig:
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
+        _require(
+            self.cache_memory != "shared" or (self.num_pages is None and self.num_slots is None),
+            f"cache_memory='shared' with num_pages={self.num_pages}, num_slots={self.num_slots}: "
+            "numbers split the memory; leave them out",
+        )
         _require(
             self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
         )

@@ -7,8 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from milepost import LLM
 from milepost.cache.check import check
 from milepost.cache.storage import Arena, Split
+from milepost.errors import ConfigError
 from milepost.runner.pools import Pools
 from tests.engines import answer, ask, cached, greedy, num_held, save_tiny, steps_until_done, tokens
 
@@ -48,6 +50,22 @@ def test_numbers_that_are_given_split_the_memory(tiny):
         assert isinstance(cache.storage, Split)
         sizes = {"num_pages": cache.pages.total, "num_slots": cache.slots.pool.total}
         assert given.items() <= sizes.items()
+    assert isinstance(cache_of(tiny.open(cache_memory="split")).storage, Split)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_memory": "shared", "num_slots": 8}, r"'shared' with num_pages=None, num_slots=8"),
+        ({"cache_memory": "shared", "page_size": 1024}, r"a state no smaller than a page of 1024"),
+        ({"cache_memory": "shared", "cpu_cache_gib": 1e-4}, r"room for 16 of the larger"),
+        ({"cache_memory": "arena"}, r"cache_memory='arena'"),
+    ],
+)
+def test_memory_that_cannot_be_shared(tiny, options, message):
+    given = {"skip_tokenizer_init": True} | options
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(tiny.folder), **given)
 
 
 def test_answers_under_pressure(tiny, moved):

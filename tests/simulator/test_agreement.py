@@ -9,7 +9,10 @@ from __future__ import annotations
 import random
 from array import array
 
+import pytest
+
 from milepost.cache import Cache
+from milepost.cache.storage import Arena, Split
 from milepost.config import EngineConfig
 from milepost.engine.core import Engine
 from milepost.engine.requests import Prompt
@@ -19,7 +22,9 @@ from milepost.simulator.loop import Replay
 from milepost.simulator.trace import Trace, TraceRequest
 from tests.checkpoints import save
 
-POOLS = {"num_pages": 40, "num_slots": 5, "page_size": 64}
+POOLS = {"num_pages": 40, "num_slots": 5}
+ONE_MEMORY = {"cpu_cache_gib": 0.001}
+"""Room for 18 states, or two pages in the place of each: states and pages go, and pages move."""
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 192}
 
 
@@ -38,6 +43,7 @@ def recorded(scheduler, plans):
 
     def noting():
         plan = schedule()
+        plans.append(plan.moves)
         plans.append(
             [
                 (
@@ -52,10 +58,10 @@ def recorded(scheduler, plans):
     scheduler.schedule = noting
 
 
-def run_engine(folder):
+def run_engine(folder, memory):
     """Two waves of prompts: the second continues what the first got for answers."""
     config = EngineConfig(
-        model=str(folder), skip_tokenizer_init=True, device="cpu", **POOLS, **LIMITS
+        model=str(folder), skip_tokenizer_init=True, device="cpu", **memory, **LIMITS
     )
     engine, plans, asked = Engine(config), [], []
     recorded(engine.scheduler, plans)
@@ -69,7 +75,7 @@ def run_engine(folder):
         prompts = [
             [*r.chain.tokens, *tokens(70, 50 + i)] for i, r in enumerate(asked[: len(prompts)])
         ]
-    return plans, asked, engine.scheduler.cache.stats
+    return plans, asked, engine.scheduler.cache
 
 
 def trace_of(asked, wave):
@@ -97,10 +103,14 @@ def trace_of(asked, wave):
     return trace
 
 
-def test_the_simulator_plans_what_the_engine_plans(tmp_path):
-    save("qwen3_next", tmp_path)
-    plans, asked, stats = run_engine(tmp_path)
-    cache = Cache(**POOLS)
+@pytest.mark.parametrize("memory", [POOLS, ONE_MEMORY], ids=["two pools", "one memory"])
+def test_the_simulator_plans_what_the_engine_plans(tmp_path, memory):
+    save("qwen3_next", tmp_path, linear_value_head_dim=64)
+    plans, asked, engines = run_engine(tmp_path, memory)
+    stats, storage = engines.stats, Split(**POOLS)
+    if memory is ONE_MEMORY:
+        storage = Arena(engines.slots.pool.capacity, engines.storage.pages_a_slot)
+    cache = Cache(storage=storage)
     replay = Replay(
         trace_of(asked, 6), cache, read_cost("hybrid-35b-a3b-h200"), closed=False, **LIMITS
     )

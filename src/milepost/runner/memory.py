@@ -1,9 +1,8 @@
 """How much memory pages and slots get, and how it is laid out.
 
-They share one memory whose boundary moves, unless their numbers are given, or the model's layers
-are of one kind, or the memory is too small to be cut into units. Then it is split once: every
-request that may run gets a slot, and of the rest a sixth goes to slots for checkpoints and the
-remainder to pages.
+They may share one memory whose boundary moves, if the model has layers of both kinds and there is
+room for enough units. Else it is split once: every request that may run gets a slot, and of what is
+left a sixth goes to slots for checkpoints and the remainder to pages.
 """
 
 from __future__ import annotations
