@@ -1,10 +1,11 @@
-"""One byte budget, spent two ways: on pages and slots apart, and on one pool of equal blocks.
+"""One byte budget, spent three ways: on pages and slots in one memory, on both apart, and on one
+pool of equal blocks.
 
     python bench/one_pool.py TRACE [--limit 2000] [--gib 32 64 128] [--cost hybrid-35b-a3b-h200]
 
-In virtual time under the one scheduler. Pages and slots are split by the engine's rule, a sixth for
-slots, and by other shares, which shows what a boundary that moves could gain. The bytes of running
-requests are part of the budget on both sides.
+In virtual time under the one scheduler. `auto` has one memory, whose boundary moves; `auto-split`
+gives slots a sixth, the engine's rule, and other shares. The bytes of running requests are part of
+the budget on every side.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ SHARES = (0.1, 1 / 6, 0.2, 1 / 3, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A policy, and the slots' share of the bytes; of no consequence for a pooled one."""
+class Row:
+    """A policy, and the slots' share of the bytes where it splits them."""
 
     policy: str
-    slots_share: float = 1 / 6
+    slots_share: float | None = None
 
     def __str__(self) -> str:
-        is_pooled = isinstance(POLICIES[self.policy], Pooled)
-        return self.policy if is_pooled else f"{self.policy}, {self.slots_share:.0%}"
+        return self.policy if self.slots_share is None else f"{self.policy}, {self.slots_share:.0%}"
 
 
-COLUMNS = (
-    *(Column(name) for name, policy in POLICIES.items() if isinstance(policy, Pooled)),
-    *(Column("auto", share) for share in SHARES),
+ROWS = (
+    Row("auto"),
+    *(Row("auto-split", share) for share in SHARES),
+    *(Row(name) for name, policy in POLICIES.items() if isinstance(policy, Pooled)),
 )
 
 
@@ -60,23 +61,23 @@ def main() -> int:
     for name in ("", *(f"{gib:g} GiB" for gib in arguments.gib)):
         table.add_column(name, justify="right")
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        whole = progress.add_task(trace.name, total=len(COLUMNS) * len(arguments.gib))
-        for column in COLUMNS:
+        whole = progress.add_task(trace.name, total=len(ROWS) * len(arguments.gib))
+        for row in ROWS:
             cells = []
             for gib in arguments.gib:
-                progress.update(whole, description=f"{column}, {gib:g} GiB")
-                cells.append(_figures(trace, cost, int(gib * 2**30), column))
+                progress.update(whole, description=f"{row}, {gib:g} GiB")
+                cells.append(_figures(trace, cost, int(gib * 2**30), row))
                 progress.advance(whole)
-            table.add_row(str(column), *cells)
+            table.add_row(str(row), *cells)
     Console(width=120).print(table)
     return 0
 
 
-def _figures(trace: Trace, cost: CostModel, memory_bytes: int, column: Column) -> str:
-    num_slots = int(memory_bytes * column.slots_share / cost.state_bytes)
+def _figures(trace: Trace, cost: CostModel, memory_bytes: int, row: Row) -> str:
+    num_slots = int(memory_bytes * (row.slots_share or 1 / 6) / cost.state_bytes)
     kv_bytes = memory_bytes - num_slots * cost.state_bytes
     num_pages = int(kv_bytes / cost.page_token_bytes) // trace.page_size
-    cache = POLICIES[column.policy].memory(
+    cache = POLICIES[row.policy].memory(
         cost, num_pages=num_pages, num_slots=num_slots, page_size=trace.page_size
     )
     closed = trace.requests[0].session is not None
