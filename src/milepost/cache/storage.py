@@ -140,13 +140,15 @@ class Arena:
         return self.pages.is_idle(unit * self.pages_a_slot, (unit + 1) * self.pages_a_slot)
 
 
-def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> Arena:
-    """An arena of so many bytes, whose units are as large as a slot, or as the pages that it takes
-    to hold one if that leaves less unused.
+def pages_in_place(page_bytes: int, slot_bytes: int) -> int:
+    """The pages to set in the place of a slot: those that fit, or one more if that leaves less
+    unused.
     """
-    few = slot_bytes // page_bytes
-    many = few + 1
-    is_few_better = few and slot_bytes - few * page_bytes <= many * page_bytes - slot_bytes
-    pages_each = few if is_few_better else many
-    unit_bytes = max(slot_bytes, pages_each * page_bytes)
-    return Arena(num_bytes // unit_bytes, pages_each)
+    few, rest = divmod(slot_bytes, page_bytes)
+    return few if few and rest <= page_bytes - rest else few + 1
+
+
+def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> Arena:
+    """An arena of so many bytes."""
+    pages_each = pages_in_place(page_bytes, slot_bytes)
+    return Arena(num_bytes // max(slot_bytes, pages_each * page_bytes), pages_each)

@@ -19,6 +19,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
+from milepost.cache.storage import pages_in_place
 from milepost.runner.pools import Pools, PoolShape, by_layer, zeros
 
 _ALIGNMENT = 1024
@@ -44,13 +45,7 @@ def best_unit(shape: PoolShape) -> Unit | None:
     kind of layer is missing, or a slot is smaller than a page."""
     if not shape.attention or not shape.recurrent or shape.slot_bytes < shape.page_bytes:
         return None
-    few = shape.slot_bytes // shape.page_bytes
-
-    def unused(unit: Unit) -> int:
-        """As pages and as a slot."""
-        return 2 * unit.num_bytes - unit.pages_each * shape.page_bytes - shape.slot_bytes
-
-    return min((unit_of(shape, few), unit_of(shape, few + 1)), key=unused)
+    return unit_of(shape, pages_in_place(shape.page_bytes, shape.slot_bytes))
 
 
 def unit_of(shape: PoolShape, pages_each: int) -> Unit:
