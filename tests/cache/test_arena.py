@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from milepost.cache import Cache, Kind
@@ -112,3 +114,44 @@ def test_units_leave_little_unused(page_bytes, slot_bytes, pages_each):
     arena = fit(5000, page_bytes=page_bytes, slot_bytes=slot_bytes)
     assert arena.pages_a_slot == pages_each
     assert arena.units.num_units == 5000 // max(slot_bytes, pages_each * page_bytes)
+
+
+def test_the_emptiest_unit_that_no_request_holds_is_cleared():
+    arena = Arena(3, 4)
+    pages = arena.pages.allocate(12)
+    kept = {
+        unit: [p for p in pages if p // 4 == unit][:num] for unit, num in ((1, 2), (2, 1), (3, 3))
+    }
+    for ids in kept.values():
+        arena.pages.keep(ids)
+    arena.pages.unpin([page for page in pages if page not in kept[2]])
+    assert arena.slots.pool.num_free == 0
+    assert arena.unit_to_clear() == 1, "unit 2 holds fewer pages, but a request holds one"
+    sources, targets = zip(*arena.make_way(1), strict=True)
+    assert list(sources) == kept[1]
+    assert {target // 4 for target in targets} <= {2, 3}
+    assert all(arena.pages.cached_refs(target) == 1 for target in targets)
+    assert arena.slots.pool.num_free == 1
+
+
+def test_what_moved_is_found_where_it_has_gone():
+    """The plan's copies, in order, account for every page that stands elsewhere than before."""
+    cache = Cache(storage=Arena(12, 5), page_size=PAGE_SIZE)
+    rng, moved = random.Random(0), 0
+    for seed in range(120):
+        before = dict(cache.tree.at_page)
+        chain = cache.chain([seed] * rng.randrange(20, 9 * PAGE_SIZE))
+        lease = cache.admit(chain, cache.match(chain))
+        assert lease is not None
+        for move in cache.take_moves():
+            before[move.target] = before.pop(move.source, None)
+            moved += 1
+        assert cache.take_moves() == ()
+        at_page = cache.tree.at_page
+        stay = {page for page, node in before.items() if node and at_page.get(page) is node}
+        assert stay == at_page.keys(), "no page stands where no copy put it"
+        cache.commit(lease, len(chain), {lease.slot_out: len(chain)})
+        check(cache)
+        cache.release(lease, Kind.ANSWER_END)
+        check(cache)
+    assert moved > 10

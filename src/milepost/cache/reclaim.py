@@ -174,6 +174,8 @@ class Reclaimer:
             self.evict_checkpoint(checkpoint, "reset")
         while (stray := self._strays.pop()) is not None:
             self._evict_strays(*stray, len(self._tree.nodes))
+        if self.mover is not None:
+            self.mover.take()  # nothing is left that stands elsewhere
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
         node, tail_page = checkpoint.node, checkpoint.tail_page
