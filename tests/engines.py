@@ -42,14 +42,14 @@ def sampled(max_tokens: int | None = NUM_TOKENS, **options: Any) -> SamplingPara
 
 def open_llm(folder: Path, **options: Any) -> LLM:
     """An engine for token ids with little memory: one for pages and slots, unless their numbers are
-    among the options.
+    among the options, or pages are larger than the states.
     """
-    sizes = (
-        {"num_pages": 256, "num_slots": 32} if options.keys() & {"num_pages", "num_slots"} else {}
-    )
-    return LLM(
-        str(folder), **{"skip_tokenizer_init": True, "cpu_cache_gib": 0.02, **sizes, **options}
-    )
+    defaults: dict[str, Any] = {"skip_tokenizer_init": True, "cpu_cache_gib": 0.02}
+    if options.keys() & {"num_pages", "num_slots"}:
+        defaults |= {"num_pages": 256, "num_slots": 32}
+    elif options.get("page_size", PAGE_SIZE) <= PAGE_SIZE:
+        defaults["cache_memory"] = "shared"
+    return LLM(str(folder), **(defaults | options))
 
 
 def prompt(token_ids: Sequence[int], **options: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from milepost.errors import ConfigError
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 GenerationConfig = Literal["auto", "none", "vllm"]
-CacheMemory = Literal["auto", "shared", "split"]
+CacheMemory = Literal["split", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class EngineConfig:
     """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
-    cache_memory: CacheMemory = "auto"
-    """`shared`: pages and slots in one memory, whose boundary moves with the traffic. `split`: each
-    in its own, as `num_pages` and `num_slots` imply. `auto` shares on a CPU and splits on a GPU.
+    cache_memory: CacheMemory = "split"
+    """`split`: pages and slots have a memory each. `shared`: they have one, whose boundary moves
+    with the traffic; then `num_pages` and `num_slots` are left out.
     """
 
     max_model_len: int | None = None

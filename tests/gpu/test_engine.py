@@ -260,7 +260,6 @@ def _open(
             dtype=dtype,
             max_num_seqs=32,
             max_model_len=2048,
-            cache_memory="auto" if options.keys() & {"num_pages", "num_slots"} else "shared",
             **({"enforce_eager": True} if is_plain else {}),
             **options,
         )

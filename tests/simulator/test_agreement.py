@@ -23,7 +23,7 @@ from milepost.simulator.trace import Trace, TraceRequest
 from tests.checkpoints import save
 
 POOLS = {"num_pages": 40, "num_slots": 5}
-ONE_MEMORY = {"cpu_cache_gib": 0.001}
+ONE_MEMORY = {"cpu_cache_gib": 0.001, "cache_memory": "shared"}
 """Room for 18 states, or two pages in the place of each: states and pages go, and pages move."""
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 192}
 

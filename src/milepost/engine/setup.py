@@ -22,7 +22,7 @@ from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
 from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
-from milepost.runner.memory import MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
+from milepost.runner.memory import Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape
 from milepost.runner.runner import Runner
@@ -152,27 +152,10 @@ def _sizes(config: EngineConfig, shape: PoolShape, device: torch.device, activat
         activations=activations,
         cpu_cache_gib=config.cpu_cache_gib,
     )
-    if _shares_memory(config, device):
-        shared = share(budget, shape)
-        if shared is not None:
-            return shared
-        if config.cache_memory == "shared":
-            raise ConfigError(
-                "cache_memory='shared': the model needs both kinds of layers, a state no smaller "
-                f"than a page of {config.page_size} tokens ({shape.slot_bytes} and "
-                f"{shape.page_bytes} bytes) and room for {MIN_UNITS} of the larger; use 'split'"
-            )
+    if config.cache_memory == "shared":
+        return share(budget, shape)
     sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
     return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots or sizes.num_slots)
-
-
-def _shares_memory(config: EngineConfig, device: torch.device) -> bool:
-    """By default on a CPU: a whole engine on one memory is yet to be measured on a GPU."""
-    if config.num_pages is not None or config.num_slots is not None:
-        return False
-    if config.cache_memory == "auto":
-        return device.type == "cpu"
-    return config.cache_memory == "shared"
 
 
 def _max_model_len(config: EngineConfig, model: HybridModel, capacity: int) -> int:

@@ -1,8 +1,8 @@
 """How much memory pages and slots get, and how it is laid out.
 
-They may share one memory whose boundary moves, if the model has layers of both kinds and there is
-room for enough units. Else it is split once: every request that may run gets a slot, and of what is
-left a sixth goes to slots for checkpoints and the remainder to pages.
+It is split once: every request that may run gets a slot, and of what is left a sixth goes to slots
+for checkpoints and the remainder to pages. Or they share one memory whose boundary moves, if the
+model has layers of both kinds and there is room for enough units.
 """
 
 from __future__ import annotations
@@ -81,12 +81,16 @@ class OneMemory:
 Sizes = TwoPools | OneMemory
 
 
-def share(budget: int, shape: PoolShape) -> OneMemory | None:
-    """Units that fit `budget` bytes; None where two pools serve better."""
+def share(budget: int, shape: PoolShape) -> OneMemory:
+    """Units that fit `budget` bytes. Raises ConfigError where two pools serve better."""
     unit = best_unit(shape)
     num_units = budget // unit.num_bytes - 1 if unit is not None else 0
     if unit is None or num_units < MIN_UNITS:
-        return None
+        raise ConfigError(
+            "cache_memory='shared': the model needs both kinds of layers, a state no smaller than "
+            f"a page of {shape.page_size} tokens ({shape.slot_bytes} and {shape.page_bytes} bytes) "
+            f"and room for {MIN_UNITS} of the larger; use 'split'"
+        )
     return OneMemory(num_units=num_units, pages_each=unit.pages_each, unit_bytes=unit.num_bytes)
 
 

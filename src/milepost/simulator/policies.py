@@ -189,13 +189,15 @@ class Pooled:
         )
 
 
-AUTO = Policy(name="auto", about="Milepost's default: one memory", shares_memory=True)
+AUTO = Policy(
+    name="auto", about="Milepost's, in one memory for pages and slots", shares_memory=True
+)
 
 POLICIES: dict[str, Policy | Pooled] = {
     policy.name: policy
     for policy in (
         AUTO,
-        Policy(name="auto-split", about="the same with pages and slots apart"),
+        Policy(name="auto-split", about="the same with pages and slots apart, as by default"),
         Policy(name="none", about="no reuse", mode="none"),
         Policy(
             name="align",
