@@ -133,11 +133,12 @@ class Tiny:
     def _cold(
         self, token_ids: Sequence[int], params: SamplingParams, index: int
     ) -> CompletionOutput:
-        """By an engine that keeps nothing, to this prompt alone, once the bare model agrees."""
+        """By an engine that keeps nothing, on two pools, to this prompt alone, once the bare model
+        agrees."""
         key = (tuple(token_ids), repr(params), index)
         if key not in self._known:
             if self._engine is None:
-                self._engine = self.open(enable_prefix_caching=False)
+                self._engine = self.open(enable_prefix_caching=False, cache_memory="split")
             (output,) = ask(self._engine, token_ids, params=params)
             assert output.num_cached_tokens == 0
             completion = output.outputs[index]
