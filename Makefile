@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A process for each core; a file's tests share what they have prepared, so they stay together.
+PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile
 
 .PHONY: demo test test-gpu lint format bench clean
 
@@ -10,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PROCESSES) $(PYTEST_ARGS)
 
 # On a machine with a CUDA GPU: the kernels and the engine beside the references on the CPU.
 test-gpu: $(STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def tables(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, ...]]]:
     """Title -> rows, the first of them the heads of the columns; shown when all tests are over."""
     return request.config.stash[TABLES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process that ran some of the tests is done: its tables are shown by this one."""
+    node.config.stash[TABLES].update(node.workeroutput.get("tables", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["tables"] = session.config.stash[TABLES]
 
 
 def pytest_terminal_summary(
