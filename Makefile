@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
-PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile
+PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-gpu lint format bench clean
 

@@ -10,7 +10,7 @@ before it, two salts never meet, and the digest can serve as a key outside this 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -50,6 +50,12 @@ class Chain:
         if len(known) < num_pages:
             self._extend(num_pages)
         return known
+
+    def learn(self, first: int, digests: Sequence[bytes]) -> None:
+        """Note the digests of the pages from `first` on, known from who holds the same tokens;
+        those of the pages before are known.
+        """
+        self._digests.extend(digests[len(self._digests) - first :])
 
     def full_digests(self) -> list[bytes]:
         """Digests of all full pages."""

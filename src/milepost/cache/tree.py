@@ -172,14 +172,28 @@ class Tree:
         self._max_ghosts = max_ghosts
 
     def walk(self, chain: Chain) -> list[Node]:
-        """Nodes of the longest known prefix, shallowest first."""
-        path = []
-        get = self.nodes.get
-        for digest in chain.full_digests():
-            node = get(digest)
-            if node is None:
+        """Nodes of the longest known prefix, shallowest first.
+
+        A page that holds the same tokens as the newest one there has its digest too, which need not
+        be computed: most prompts go on where the last one did.
+        """
+        path: list[Node] = []
+        node = self.roots.get(chain.root)
+        tokens = chain.page_bytes(0, len(chain) // chain.page_size) if node is not None else []
+        while node is not None:
+            first = len(path)
+            for held in islice(tokens, first, None):
+                newest = node.last_child
+                if newest is None or newest.tokens != held:
+                    break
+                path.append(newest)
+                node = newest
+            chain.learn(first, [newest.digest for newest in path[first:]])
+            if len(path) == len(tokens):
                 break
-            path.append(node)
+            node = self.nodes.get(chain.digests(len(path) + 1)[len(path)])
+            if node is not None:
+                path.append(node)
         return path
 
     def root(self, digest: bytes) -> Node:

@@ -1,0 +1,55 @@
+"""The walk along a prompt finds what hashing each of its pages finds, and learns the same digests."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from milepost.cache.chain import Chain
+from milepost.cache.tree import Node, Tree
+
+PAGE = 2
+
+prompts = st.lists(st.integers(0, 1), max_size=12)
+"""Of two tokens, so that they part and meet at many places."""
+salts = st.sampled_from(["", "a"])
+
+
+class Planted:
+    """A tree that grows and loses leaves; pages are numbered as they come."""
+
+    def __init__(self) -> None:
+        self.tree = Tree(max_ghosts=8)
+        self.num_pages = 0
+
+    def plant(self, chain: Chain) -> None:
+        path = self.tree.walk(chain)
+        num_new = len(chain) // PAGE - len(path)
+        if not num_new:
+            return
+        parent = path[-1] if path else self.tree.root(chain.root)
+        self.tree.insert(chain, parent, range(self.num_pages, self.num_pages + num_new))
+        self.num_pages += num_new
+
+    def cut(self, chain: Chain) -> None:
+        """Take out the deepest node of a path, if nothing hangs on it."""
+        path = self.tree.walk(chain)
+        if path and not path[-1].num_children:
+            self.tree.remove(path[-1])
+
+
+def by_digest(tree: Tree, chain: Chain) -> list[Node]:
+    found = [tree.nodes.get(digest) for digest in chain.full_digests()]
+    return found[: found.index(None)] if None in found else found
+
+
+@given(st.lists(st.tuples(st.booleans(), prompts, salts), max_size=20))
+def test_walk(events):
+    planted = Planted()
+    for is_cut, prompt, salt in events:
+        fresh, walked, again = (Chain(prompt, PAGE, salt) for _ in range(3))
+        expected = by_digest(planted.tree, fresh)
+        again.full_digests()
+        assert planted.tree.walk(walked) == expected == planted.tree.walk(again)
+        assert walked.full_digests() == fresh.full_digests() == again.full_digests()
+        (planted.cut if is_cut else planted.plant)(Chain(prompt, PAGE, salt))
