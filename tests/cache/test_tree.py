@@ -1,4 +1,4 @@
-"""The walk along a prompt finds what hashing each of its pages finds, and learns the same digests."""
+"""The walk along a prompt finds what hashing all its pages finds, and learns the same digests."""
 
 from __future__ import annotations
 

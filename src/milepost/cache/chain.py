@@ -51,11 +51,16 @@ class Chain:
             self._extend(num_pages)
         return known
 
+    def known_digests(self) -> Sequence[bytes]:
+        """Digests of the first pages, as many as need not be computed any more."""
+        return self._digests
+
     def learn(self, first: int, digests: Sequence[bytes]) -> None:
-        """Note the digests of the pages from `first` on, known from who holds the same tokens;
-        those of the pages before are known.
+        """Note the digests of the pages from `first` on, where what is known ends; whoever tells
+        them holds the same tokens.
         """
-        self._digests.extend(digests[len(self._digests) - first :])
+        assert first == len(self._digests), "C1: digests are known one after the other"
+        self._digests.extend(digests)
 
     def full_digests(self) -> list[bytes]:
         """Digests of all full pages."""

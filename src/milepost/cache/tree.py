@@ -178,22 +178,24 @@ class Tree:
         be computed: most prompts go on where the last one did.
         """
         path: list[Node] = []
-        node = self.roots.get(chain.root)
-        tokens = chain.page_bytes(0, len(chain) // chain.page_size) if node is not None else []
-        while node is not None:
-            first = len(path)
-            for held in islice(tokens, first, None):
-                newest = node.last_child
-                if newest is None or newest.tokens != held:
-                    break
-                path.append(newest)
-                node = newest
-            chain.learn(first, [newest.digest for newest in path[first:]])
-            if len(path) == len(tokens):
-                break
-            node = self.nodes.get(chain.digests(len(path) + 1)[len(path)])
-            if node is not None:
-                path.append(node)
+        for digest in chain.known_digests():
+            node = self.nodes.get(digest)
+            if node is None:
+                return path
+            path.append(node)
+        node = path[-1] if path else self.roots.get(chain.root)
+        first = len(path)
+        pages = chain.page_bytes(first, len(chain) // chain.page_size) if node is not None else []
+        while node is not None and len(path) < first + len(pages):
+            run = _newest_run(node, pages, len(path) - first)
+            if run:
+                chain.learn(len(path), [newest.digest for newest in run])
+                path.extend(run)
+                node = run[-1]
+            else:
+                node = self.nodes.get(chain.digests(len(path) + 1)[len(path)])
+                if node is not None:
+                    path.append(node)
         return path
 
     def root(self, digest: bytes) -> Node:
@@ -333,3 +335,17 @@ class Tree:
     def _prune(self, node: Node) -> None:
         if node.is_root and not node.num_children and not node.checkpoints:
             self.roots.pop(node.digest, None)
+
+
+def _newest_run(node: Node, pages: Sequence[bytes], first: int) -> list[Node]:
+    """The newest pages one behind the other below a node, as long as they hold the tokens of
+    `pages` from `first` on.
+    """
+    run: list[Node] = []
+    for index in range(first, len(pages)):
+        newest = node.last_child
+        if newest is None or newest.tokens != pages[index]:
+            break
+        run.append(newest)
+        node = newest
+    return run

@@ -50,6 +50,9 @@ class TraceChain(Chain):
     def page_bytes(self, first: int, end: int) -> list[bytes]:
         return [self._page_bytes(index) for index in range(first, end)]
 
+    def known_digests(self) -> list[bytes]:
+        return self.full_digests()
+
     def _page_bytes(self, index: int) -> bytes:
         return self.page_id(index).to_bytes(TOKEN_BYTES, "little") * self.page_size
 
