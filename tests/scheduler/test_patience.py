@@ -32,7 +32,7 @@ def test_a_newcomer_lets_known_chats_go_first_but_not_forever():
     bench, chats = full_of_chats()
     bench.submit(chats[0], max_tokens=300)
     bench.step()
-    newcomer = bench.submit(tokens(500, 9), max_tokens=2)
+    newcomer = bench.submit(tokens(300, 9), max_tokens=2)
     bench.step()
     assert newcomer.lease is None, "the other chats are likely to go on"
     follow_up = bench.submit(chats[1], max_tokens=2)

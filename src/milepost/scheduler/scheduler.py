@@ -29,9 +29,11 @@ from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.sharing import InFlight
 
-MAX_OVERTAKEN = 64
+MAX_OVERTAKEN = 256
 """Later requests that may be admitted past one that finds no room, before it holds the queue. A
 step without any prefill counts like one: the machine could have computed the request's prompt.
+With fewer, conversations that don't fit together take turns too fast to reuse much; none waits
+longer for it at the worst (docs/simulator.md, patience).
 """
 
 _UNKNOWN = array("I", (0,))
