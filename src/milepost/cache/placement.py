@@ -15,7 +15,7 @@ from typing import Literal
 GRID = 64
 """The recurrent kernels' chunk: a prefill can export a state at its multiples."""
 
-SPARSE = 8192
+SPARSE = 4096
 """Distance of the states that are kept inside a long prompt, where there is nothing better to keep.
 """
 
