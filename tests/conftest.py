@@ -32,8 +32,9 @@ def tables(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, ...]]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A process that ran some of the tests is done: its tables are shown by this one."""
-    node.config.stash[TABLES].update(node.workeroutput.get("tables", {}))
+    """A process that ran some of the tests is done, or broke down: its tables are shown by this."""
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[TABLES].update(output.get("tables", {}))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -59,7 +59,7 @@ class Chain:
         """Note the digests of the pages from `first` on, where what is known ends; whoever tells
         them holds the same tokens.
         """
-        assert first == len(self._digests), "C1: digests are known one after the other"
+        assert first == len(self._digests), "digests are known one after the other"
         self._digests.extend(digests)
 
     def full_digests(self) -> list[bytes]:
