@@ -24,7 +24,7 @@ from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES
 from milepost.simulator.results import Row, run_row
 from milepost.simulator.seeds import reseeded
-from milepost.simulator.trace import read_trace
+from milepost.simulator.trace import Trace, read_trace
 
 
 def main() -> int:
@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=700, help="requests of the trace")
     parser.add_argument("--cost", default="hybrid-35b-a3b-h200")
     arguments = parser.parse_args()
+    trace = read_trace(arguments.trace, limit=arguments.limit)
+    trace.link_answers()
     sha = rows.provenance()["git_sha"]
     table = Table(title=f"{arguments.trace.name}, commit {sha}", box=None)
     for column in ("overtaken", "policy", "hit %", "p50 s", "p90 s", "p99 s", "all done, s"):
@@ -46,17 +48,15 @@ def main() -> int:
     for overtaken in arguments.overtaken:
         for policy in arguments.policies:
             with console.status(f"{policy}, {overtaken}"):
-                found = _replay(arguments, overtaken, policy)
+                found = _replay(arguments, trace, overtaken, policy)
             table.add_row(str(overtaken), policy, *_means(found))
     Console(width=160).print(table)
     return 0
 
 
-def _replay(arguments: argparse.Namespace, overtaken: int, policy: str) -> list[Row]:
+def _replay(arguments: argparse.Namespace, trace: Trace, overtaken: int, policy: str) -> list[Row]:
     """One row a seed."""
     scheduler.MAX_OVERTAKEN = overtaken  # no option: users need none
-    trace = read_trace(arguments.trace, limit=arguments.limit)
-    trace.link_answers()
     cost, closed = read_cost(arguments.cost), trace.requests[0].session is not None
     sizes = {
         "num_pages": arguments.kv_tokens // trace.page_size,
