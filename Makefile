@@ -16,7 +16,7 @@ test: $(STAMP)
 
 # On a machine with a CUDA GPU: the kernels and the engine beside the references on the CPU.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/gpu $(PROCESSES) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

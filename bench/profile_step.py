@@ -2,8 +2,9 @@
 
     python bench/profile_step.py [--model bench/models/hybrid-35b-a3b] [--sequences 1] [--out FILE]
 
-Prints, for each, the kernels by their share of the device's time, the time between them, and every
-call in which the host waited for the device.
+Prints, for each, the kernels by their share of the device's time, the time in which none ran, and
+every call in which the host waited for the device. Kernels overlap: the time of one counts from the
+end of those before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from milepost import LLM, SamplingParams
 
 _WAITS = ("Synchronize", "cudaMemcpy", "aten::item", "aten::_local_scalar_dense")
 _NOT_WAITING = ("cudaMemcpyAsync",)
+_IDLE = "nothing, before "
 
 
 def main() -> int:
@@ -98,20 +100,26 @@ def _measure(title: str, top: int, run: Any) -> dict[str, Any]:
     kernels: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     waits: Counter[str] = Counter()
-    begin, end = float("inf"), 0.0
+    launched = []
     for event in profiled.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             name = event.name.split("(")[0].split("<")[0][-60:]
-            kernels[name] += event.device_time
-            counts[name] += 1
-            begin = min(begin, event.time_range.start)
-            end = max(end, event.time_range.end)
+            launched.append((event.time_range.end, event.time_range.start, name))
         elif _is_wait(event.name):
             waits[event.name] += 1
-    busy, whole = kernels.total() / num_steps, (end - begin) / num_steps
+    launched.sort()
+    before = first = min(start for _, start, _ in launched)
+    for end, start, name in launched:
+        for what, time_us in ((name, end - max(start, before)), (_IDLE + name, start - before)):
+            if time_us > 0:
+                kernels[what] += time_us
+                counts[what] += 1
+        before = end
+    whole = (before - first) / num_steps
+    busy = whole - sum(kernels[name] for name in kernels if name.startswith(_IDLE)) / num_steps
     console = Console(width=110)
-    table = Table(title=f"{title}: {whole:.0f} us a step, kernels {busy:.0f} us")
-    for column in ("kernel", "us a step", "%", "launches a step"):
+    table = Table(title=f"{title}: {whole:.0f} us a step, in {busy:.0f} of them a kernel runs")
+    for column in ("kernel", "us a step", "%", "times a step"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
     for name, time_us in kernels.most_common(top):
         share, per_step = 100 * time_us / kernels.total(), counts[name] / num_steps

@@ -17,7 +17,7 @@ from milepost.errors import ConfigError
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 GenerationConfig = Literal["auto", "none", "vllm"]
-CacheMemory = Literal["split", "shared"]
+CacheMemory = Literal["auto", "shared", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ class EngineConfig:
     """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
-    cache_memory: CacheMemory = "split"
-    """`split`: pages and slots have a memory each. `shared`: they have one, whose boundary moves
-    with the traffic; then `num_pages` and `num_slots` are left out.
-    """
+    cache_memory: CacheMemory = "auto"
+    """`shared`: pages and slots have one memory, whose boundary moves with the traffic; then
+    `num_pages` and `num_slots` are left out. `split`: they have a memory each. `auto` shares on a
+    GPU where the model and the options allow it."""
 
     max_model_len: int | None = None
     """Longest prompt plus answer, in tokens; by default the model's own."""

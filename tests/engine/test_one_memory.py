@@ -10,8 +10,11 @@ import torch
 from milepost import LLM
 from milepost.cache.check import check
 from milepost.cache.storage import Arena, Split
+from milepost.config import EngineConfig
+from milepost.engine import setup
 from milepost.errors import ConfigError
-from milepost.runner.pools import Pools
+from milepost.runner.memory import OneMemory, TwoPools
+from milepost.runner.pools import Pools, PoolShape
 from tests.engines import answer, ask, cached, greedy, num_held, save_tiny, steps_until_done, tokens
 
 FEW_UNITS = 0.0008
@@ -51,6 +54,27 @@ def test_numbers_that_are_given_split_the_memory(tiny):
         sizes = {"num_pages": cache.pages.total, "num_slots": cache.slots.pool.total}
         assert given.items() <= sizes.items()
     assert isinstance(cache_of(tiny.open(cache_memory="split")).storage, Split)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "kind"),
+    [
+        ("cuda", {}, OneMemory),
+        ("cuda", {"page_size": 1024}, TwoPools),
+        ("cuda", {"num_slots": 8}, TwoPools),
+        ("cuda", {"cache_memory": "split"}, TwoPools),
+        ("cpu", {}, TwoPools),
+        ("cpu", {"cache_memory": "shared"}, OneMemory),
+    ],
+)
+def test_auto_shares_on_a_gpu_where_it_can(tiny, monkeypatch, device, options, kind):
+    monkeypatch.setattr(setup, "free_bytes", lambda *_, **__: 1 << 24)
+    config = EngineConfig(**options)
+    specs = tiny.open().llm_engine.runner.executor.model.layer_specs
+    shape = PoolShape(
+        specs=specs, page_size=config.page_size, dtype=torch.float32, state_dtype=torch.float32
+    )
+    assert isinstance(setup._sizes(config, shape, torch.device(device), 0), kind)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,20 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 300, 600])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33, 64, 300, 600])
 @pytest.mark.parametrize(
     "sizes",
-    [(2048, 12352), (4096, 2048), (4096, 10240), (12288, 4096), (2048, 264), (300, 70)],
+    [
+        (2048, 12352),
+        (2048, 9216),
+        (4096, 2048),
+        (4096, 4096),
+        (4096, 10240),
+        (4096, 20000),
+        (12288, 4096),
+        (2048, 264),
+        (300, 70),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -47,7 +57,7 @@ def test_multiply(
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 7, 16, 17, 64, 65, 300])
-@pytest.mark.parametrize("sizes", [(4096, 12288), (2048, 8200), (300, 70)], ids=str)
+@pytest.mark.parametrize("sizes", [(4096, 12288), (4096, 17408), (2048, 8200), (300, 70)], ids=str)
 def test_multiply_gated(sizes: tuple[int, int], num_tokens: int, dtype: torch.dtype) -> None:
     random = torch.Generator("cuda").manual_seed(num_tokens)
     num_inputs, num_outputs = sizes

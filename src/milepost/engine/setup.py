@@ -22,7 +22,7 @@ from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
 from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
-from milepost.runner.memory import Sizes, TwoPools, free_bytes, share, split
+from milepost.runner.memory import MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape
 from milepost.runner.runner import Runner
@@ -152,8 +152,17 @@ def _sizes(config: EngineConfig, shape: PoolShape, device: torch.device, activat
         activations=activations,
         cpu_cache_gib=config.cpu_cache_gib,
     )
+    may_share = num_pages is None and num_slots is None and config.cache_memory != "split"
+    if may_share and (config.cache_memory == "shared" or device.type == "cuda"):
+        one = share(budget, shape)
+        if one is not None:
+            return one
     if config.cache_memory == "shared":
-        return share(budget, shape)
+        raise ConfigError(
+            "cache_memory='shared': the model needs both kinds of layers, a state no smaller than "
+            f"a page of {shape.page_size} tokens ({shape.slot_bytes} and {shape.page_bytes} bytes) "
+            f"and room for {MIN_UNITS} of the larger; use 'auto' or 'split'"
+        )
     sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
     return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots or sizes.num_slots)
 

@@ -81,16 +81,12 @@ class OneMemory:
 Sizes = TwoPools | OneMemory
 
 
-def share(budget: int, shape: PoolShape) -> OneMemory:
-    """Units that fit `budget` bytes. Raises ConfigError where two pools serve better."""
+def share(budget: int, shape: PoolShape) -> OneMemory | None:
+    """Units that fit `budget` bytes; None where two pools serve better."""
     unit = best_unit(shape)
     num_units = budget // unit.num_bytes - 1 if unit is not None else 0
     if unit is None or num_units < MIN_UNITS:
-        raise ConfigError(
-            "cache_memory='shared': the model needs both kinds of layers, a state no smaller than "
-            f"a page of {shape.page_size} tokens ({shape.slot_bytes} and {shape.page_bytes} bytes) "
-            f"and room for {MIN_UNITS} of the larger; use 'split'"
-        )
+        return None
     return OneMemory(num_units=num_units, pages_each=unit.pages_each, unit_bytes=unit.num_bytes)
 
 

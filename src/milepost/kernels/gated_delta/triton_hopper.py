@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.gated_delta.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import wait_for_inputs
+from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
 _SIZE = 128
 """Of a key and a value: a thread for each of their channels."""
@@ -149,6 +149,7 @@ def _decode_kernel(
     following = first // KEY_HEADS
     source, target = gl.load(slot_in + following), gl.load(slot_out + following)
     wait_for_inputs()
+    let_next_start()  # the output projection, which begins with its weights
     number = 0
     for unit in range(first, num_units, stride):
         sequence, key_head = (unit // KEY_HEADS).to(gl.int64), unit % KEY_HEADS

@@ -3,14 +3,17 @@ themselves.
 
 The weights do not depend on what runs before. So the copy engine begins to fetch them while the
 kernel is under way whose output is multiplied, which is when memory would be idle. One warp has
-steps brought to shared memory, four multiply; they do not pause between one tile and the next.
+steps brought to shared memory, others multiply; they do not pause between one tile and the next.
+
+The weight is spread evenly: tiles are as wide as gives each multiprocessor one. Tensor cores take
+64 or 128 rows of a weight, so what they make of the rows behind a tile's last is dropped.
 
 Legend: T tokens, I inputs, O outputs, S splits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -31,6 +34,8 @@ from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 _DEPTH = 64
 """Inputs of a step: 128 bytes, the widest rows that the copy engine swizzles."""
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_NARROWEST = 8
+"""Columns that a tile can be made wider by: rows of the copy engine's swizzle."""
 _PRODUCER_REGISTERS = 24
 
 
@@ -41,12 +46,24 @@ class Tiles:
     rows: int
     """Tokens; the products of others in a tile are dropped."""
     columns: int
-    """Outputs of a tile, and as many gates."""
+    """Outputs of a tile, and as many gates: a multiple of 8."""
     stages: int
     """Steps that are under way at a time."""
-    programs: int
+    max_warps: int
+    """That multiply."""
+    programs: int = 1
     """That share a multiprocessor."""
     splits: int = 1
+
+    @property
+    def height(self) -> int:
+        """Rows of weight that are multiplied at a time, the tile's first."""
+        return 64 if self.columns <= 64 else 128
+
+    @property
+    def warps(self) -> int:
+        """Each has 16 rows of weight or more."""
+        return min(self.max_warps, self.height // 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,31 +71,41 @@ class Regime:
     """Tiles for up to so many rows."""
 
     wide: Tiles
-    """Many outputs."""
+    """Many outputs. A tile is at most so wide."""
     gated: Tiles
-    """Many outputs with gates."""
+    """Many outputs with gates. A tile is at most so wide."""
     long: Tiles
     """Many inputs, few outputs."""
+    square: Tiles | None
+    """Some outputs, and as many inputs; None where torch's product is as fast."""
+    small: Tiles | None
+    """Few outputs, some inputs; None where `triton`'s tiles or torch's product are as fast."""
 
 
 _REGIMES = (
     Regime(
-        wide=Tiles(rows=16, columns=64, stages=10, programs=2),
-        gated=Tiles(rows=16, columns=64, stages=5, programs=2),
-        long=Tiles(rows=16, columns=64, stages=10, programs=2, splits=4),
+        wide=Tiles(rows=16, columns=128, stages=12, max_warps=4),
+        gated=Tiles(rows=16, columns=128, stages=6, max_warps=8),
+        long=Tiles(rows=16, columns=64, stages=10, max_warps=4, programs=2, splits=4),
+        square=Tiles(rows=16, columns=64, stages=8, max_warps=4, splits=2),
+        small=None,
     ),
     Regime(
-        wide=Tiles(rows=32, columns=64, stages=8, programs=2),
-        gated=Tiles(rows=32, columns=64, stages=5, programs=2),
-        long=Tiles(rows=32, columns=64, stages=8, programs=2, splits=4),
+        wide=Tiles(rows=32, columns=128, stages=11, max_warps=8),
+        gated=Tiles(rows=32, columns=128, stages=6, max_warps=8),
+        long=Tiles(rows=32, columns=64, stages=8, max_warps=4, programs=2, splits=4),
+        square=Tiles(rows=32, columns=64, stages=6, max_warps=4, splits=2),
+        small=Tiles(rows=32, columns=64, stages=10, max_warps=4, splits=4),
     ),
     Regime(
-        wide=Tiles(rows=64, columns=64, stages=6, programs=2),
-        gated=Tiles(rows=64, columns=64, stages=8, programs=1),
-        long=Tiles(rows=64, columns=128, stages=8, programs=1, splits=4),
+        wide=Tiles(rows=64, columns=128, stages=9, max_warps=8),
+        gated=Tiles(rows=64, columns=128, stages=5, max_warps=8),
+        long=Tiles(rows=64, columns=128, stages=8, max_warps=8, splits=4),
+        square=None,
+        small=Tiles(rows=64, columns=64, stages=10, max_warps=4, splits=4),
     ),
 )
-_FEW, _MANY = range(1 << 11, 1 << 13), range(1 << 13, 1 << 15)
+_FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
 """Outputs, or inputs, of products that gain. With more outputs it does not matter when they begin;
 with fewer of both, `triton`'s tiles are as fast."""
 
@@ -90,13 +117,32 @@ def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> Til
     regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.rows), None)
     if regime is None or not (_can_copy(hidden) and _can_copy(weight)):
         return None
+    tiles: Tiles | None = None
     if num_outputs in _MANY:
-        tiles = regime.gated if is_gated else regime.wide
-    elif num_outputs in _FEW and num_inputs in _MANY and not is_gated:
-        tiles = regime.long
-    else:
+        tiles = _spread(regime.gated if is_gated else regime.wide, num_outputs, hidden.device)
+    elif is_gated:
         return None
-    return tiles if num_inputs % (_DEPTH * tiles.splits) == 0 else None
+    elif num_inputs in _MANY and (num_outputs in _FEW or num_outputs in _SOME):
+        tiles = regime.long
+    elif num_inputs in _SOME and num_outputs in _SOME:
+        tiles = regime.square
+    elif num_inputs in _SOME and num_outputs in _FEW:
+        tiles = regime.small
+    if tiles is None or num_inputs % (_DEPTH * tiles.splits) != 0:
+        return None
+    return tiles
+
+
+def _spread(widest: Tiles, num_outputs: int, device: torch.device) -> Tiles:
+    """The same with tiles just so wide that all multiprocessors get as many."""
+    num_processors = _num_processors(device)
+    rounds = triton.cdiv(num_outputs, num_processors * widest.columns)
+    columns = triton.cdiv(num_outputs, num_processors * rounds)
+    return replace(widest, columns=triton.cdiv(columns, _NARROWEST) * _NARROWEST)
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _can_copy(matrix: Tensor) -> bool:
@@ -125,23 +171,25 @@ def multiply(
     else:
         output = hidden.new_empty(tiles.splits, num_tokens, num_outputs, dtype=torch.float32)
     num_units = triton.cdiv(num_outputs, tiles.columns) * tiles.splits
-    num_processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    _multiply_kernel[(min(num_units, tiles.programs * num_processors),)](
+    # What is copied at a time has a power of two of rows.
+    box = tiles.columns & -tiles.columns
+    _multiply_kernel[(min(num_units, tiles.programs * _num_processors(hidden.device)),)](
         TensorDescriptor.from_tensor(hidden, [tiles.rows, _DEPTH], _LAYOUT),
-        TensorDescriptor.from_tensor(weight, [tiles.columns, _DEPTH], _LAYOUT),
+        TensorDescriptor.from_tensor(weight, [box, _DEPTH], _LAYOUT),
         output,
         num_tokens,
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
+        HEIGHT=tiles.height,
         DEPTH=_DEPTH,
         SPLITS=tiles.splits,
         STAGES=tiles.stages,
         GATED=is_gated,
         LETS_NEXT_START=lets_next_start,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
-        num_warps=4,
+        num_warps=tiles.warps,
         maxnreg=_registers(tiles, is_gated),
         **OVERLAPPED,
     )
@@ -150,7 +198,7 @@ def multiply(
 
 def _registers(tiles: Tiles, is_gated: bool) -> int:
     """Of a thread on average: few, so that what runs before and behind finds room beside it."""
-    held = tiles.rows * tiles.columns * (1 + is_gated) // 128
+    held = tiles.rows * tiles.height * (1 + is_gated) // (32 * tiles.warps)
     return 48 if held <= 16 else 64 if held <= 32 else 96
 
 
@@ -164,6 +212,7 @@ def _multiply_kernel(
     OUTPUTS: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    HEIGHT: gl.constexpr,
     DEPTH: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -177,7 +226,7 @@ def _multiply_kernel(
     PARTS: gl.constexpr = 2 if GATED else 1
     dtype: gl.constexpr = weight.dtype
     inputs = gl.allocate_shared_memory(dtype, [STAGES, ROWS, DEPTH], hidden.layout)
-    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, COLUMNS, DEPTH], weight.layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, HEIGHT, DEPTH], weight.layout)
     # Stages that are loaded, stages that are used up.
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(2 * STAGES):
@@ -189,8 +238,8 @@ def _multiply_kernel(
     produced = (hidden, weight, num_units, inputs, weights, bars)
     gl.warp_specialize(
         [
-            (_consume, (consumed, OUTPUTS, TILES, STEPS, SPLITS, STAGES, PARTS)),
-            (_produce, (produced, OUTPUTS, TILES, STEPS, STAGES, PARTS)),
+            (_consume, (consumed, OUTPUTS, COLUMNS, TILES, STEPS, SPLITS, STAGES, PARTS)),
+            (_produce, (produced, OUTPUTS, COLUMNS, TILES, STEPS, STAGES, PARTS)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -201,6 +250,7 @@ def _multiply_kernel(
 def _produce(
     produced,
     OUTPUTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
     TILES: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -214,7 +264,7 @@ def _produce(
     num_ahead = gl.minimum(num_steps, STAGES)
     for number in range(num_ahead):
         tile, step = _locate(number, first, stride, TILES, STEPS)
-        _fetch_weights(produced, tile, step, number, OUTPUTS, PARTS)
+        _fetch_weights(produced, tile, step, number, OUTPUTS, COLUMNS, PARTS)
     wait_for_inputs()
     for number in range(num_ahead):
         _, step = _locate(number, first, stride, TILES, STEPS)
@@ -223,7 +273,7 @@ def _produce(
         tile, step = _locate(number, first, stride, TILES, STEPS)
         stage = number % STAGES
         mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
-        _fetch_weights(produced, tile, step, stage, OUTPUTS, PARTS)
+        _fetch_weights(produced, tile, step, stage, OUTPUTS, COLUMNS, PARTS)
         _fetch_inputs(produced, step, stage)
 
 
@@ -235,17 +285,27 @@ def _locate(number, first, stride, TILES: gl.constexpr, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_weights(produced, tile, step, stage, OUTPUTS: gl.constexpr, PARTS: gl.constexpr):
+def _fetch_weights(
+    produced,
+    tile,
+    step,
+    stage,
+    OUTPUTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PARTS: gl.constexpr,
+):
     """Have a step's weights loaded; its barrier waits for the inputs too."""
     _, weight, _, inputs, weights, bars = produced
     ROWS: gl.constexpr = inputs.type.shape[1]
-    COLUMNS: gl.constexpr = weights.type.shape[1]
     DEPTH: gl.constexpr = weights.type.shape[2]
+    BOX: gl.constexpr = weight.block_type.shape[0]
     bar = bars.index(stage)
     mbarrier.expect(bar, (PARTS * COLUMNS + ROWS) * DEPTH * 2)
     for part in gl.static_range(PARTS):
-        at = [part * OUTPUTS + tile * COLUMNS, step * DEPTH]
-        tma.async_copy_global_to_shared(weight, at, bar, weights.index(stage * PARTS + part))
+        place = weights.index(stage * PARTS + part)
+        for first in gl.static_range(0, COLUMNS, BOX):
+            at = [part * OUTPUTS + tile * COLUMNS + first, step * DEPTH]
+            tma.async_copy_global_to_shared(weight, at, bar, place.slice(first, BOX))
 
 
 @gluon.jit
@@ -260,6 +320,7 @@ def _fetch_inputs(produced, step, stage):
 def _consume(
     consumed,
     OUTPUTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
     TILES: gl.constexpr,
     STEPS: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -267,19 +328,20 @@ def _consume(
     PARTS: gl.constexpr,
 ):
     """Multiply what is loaded. The weights are the left operand: they fill the tensor cores' tall
-    side."""
+    side. A step is used up once the products of the next are under way."""
     output, num_tokens, num_units, inputs, weights, bars = consumed
     ROWS: gl.constexpr = inputs.type.shape[1]
-    COLUMNS: gl.constexpr = weights.type.shape[1]
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    HEIGHT: gl.constexpr = weights.type.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     WIDTH: gl.constexpr = 8 if SPLITS == 1 else 4
-    LANES: gl.constexpr = min(COLUMNS // WIDTH, 32)
-    STORED: gl.constexpr = gl.BlockedLayout([WIDTH, 1], [LANES, 32 // LANES], [1, 4], [0, 1])
+    LANES: gl.constexpr = min(HEIGHT // WIDTH, 32)
+    STORED: gl.constexpr = gl.BlockedLayout([WIDTH, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
     number = 0
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
-        result = gl.zeros([COLUMNS, ROWS], gl.float32, layout=RESULT)
+        result = gl.zeros([HEIGHT, ROWS], gl.float32, layout=RESULT)
         gated = result
-        for _ in range(STEPS):
+        for step in range(STEPS):
             stage = number % STAGES
             mbarrier.wait(bars.index(stage), number // STAGES & 1)
             right = inputs.index(stage).permute((1, 0))
@@ -287,16 +349,34 @@ def _consume(
             if PARTS == 2:
                 left = weights.index(stage * PARTS + 1)
                 gated = warpgroup_mma(left, right, gated, is_async=True)
-                result, gated = warpgroup_mma_wait(0, [result, gated])
-            else:
-                result = warpgroup_mma_wait(0, [result])
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            result, gated = _finish(result, gated, PARTS, PARTS)
+            if step > 0:
+                _give_back(bars, number - 1, STAGES)
             number += 1
+        result, gated = _finish(result, gated, 0, PARTS)
+        _give_back(bars, number - 1, STAGES)
         if PARTS == 2:
             result = result / (1 + gl.exp(-result)) * gated
         values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
-        column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, STORED))[:, None]
-        column += unit % TILES * COLUMNS
+        inside = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, STORED))[:, None]
+        column = unit % TILES * COLUMNS + inside
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))[None, :]
         target = output + (unit // TILES * num_tokens + row) * OUTPUTS + column
-        gl.store(target, values, mask=(column < OUTPUTS) & (row < num_tokens))
+        is_column = (inside < COLUMNS) & (column < OUTPUTS)
+        gl.store(target, values, mask=is_column & (row < num_tokens))
+
+
+@gluon.jit
+def _finish(result, gated, pending: gl.constexpr, PARTS: gl.constexpr):
+    """Wait until no more than so many products are under way."""
+    if PARTS == 2:
+        result, gated = warpgroup_mma_wait(pending, [result, gated])
+    else:
+        result = warpgroup_mma_wait(pending, [result])
+    return result, gated
+
+
+@gluon.jit
+def _give_back(bars, number, STAGES: gl.constexpr):
+    """The stage of this step may be loaded again."""
+    mbarrier.arrive(bars.index(STAGES + number % STAGES), count=1)
