@@ -17,6 +17,7 @@ from milepost.kernels import moe
 from milepost.models import load_model
 from milepost.runner import device, plain
 from milepost.runner.device import DeviceExecutor
+from milepost.runner.graphs import ladder
 from milepost.runner.plain import PlainExecutor
 from tests.engines import Tiny, ask, cached, greedy, num_held, save_tiny, tokens
 from tests.numbers import relative_error
@@ -216,7 +217,7 @@ def test_one_memory_gives_the_logits_of_two_pools(wide, dtype, pages_each, seen)
     def make(pools, num_slots):
         before = memory_of(pools).clone()
         executor = DeviceExecutor(model, pools, num_slots=num_slots, max_model_len=2048)
-        executor.capture(max_num_seqs=32, max_num_batched_tokens=8192)
+        executor.capture(ladder(max_num_seqs=32, max_num_batched_tokens=8192))
         assert torch.equal(memory_of(pools), before), "a step of padding touches nothing"
         return executor
 

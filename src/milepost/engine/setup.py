@@ -21,7 +21,9 @@ from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
+from milepost.runner.arrays import Capacity
 from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
+from milepost.runner.graphs import ladder
 from milepost.runner.memory import MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape
@@ -68,9 +70,9 @@ def build(config: EngineConfig) -> Parts:
     model.pack()
     shape = _pool_shape(config, model)
     is_fast = device.type == "cuda" and has_fast_kernels(model)
-    activations = 0
+    activations, captured = 0, _captured(config) if is_fast else []
     if is_fast:
-        activations = measure_activations(model, shape, config.max_num_batched_tokens)
+        activations = measure_activations(model, shape, config.max_num_batched_tokens, captured)
     sizes = _sizes(config, shape, device, activations)
     cache = Cache(
         storage=sizes.storage(),
@@ -83,11 +85,8 @@ def build(config: EngineConfig) -> Parts:
     logger.info("cache: %s", sizes.describe(shape))
     kind = DeviceExecutor if is_fast else PlainExecutor
     executor = kind(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len)
-    if is_fast and not config.enforce_eager:
-        executor.capture(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+    if captured:
+        executor.capture(captured)
     return Parts(
         scheduler=Scheduler(
             cache,
@@ -101,6 +100,15 @@ def build(config: EngineConfig) -> Parts:
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         runs_ahead=_runs_ahead(config, device),
+    )
+
+
+def _captured(config: EngineConfig) -> list[Capacity]:
+    """The steps that are worth a graph."""
+    if config.enforce_eager:
+        return []
+    return ladder(
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
 
 

@@ -8,7 +8,7 @@ Legend: T tokens, C hidden size, R rows of which logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -127,13 +127,26 @@ class HybridModel(nn.Module):
         """Each layer's cache, by layer index."""
         return tuple(layer.mixer.spec for layer in self.layers)
 
+    def one_of_each_kind(self) -> list[HybridLayer]:
+        """Layers that together launch all kernels that the model does."""
+        kinds = {(type(layer.mixer), type(layer.mlp)): layer for layer in self.layers}
+        return list(kinds.values())
+
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, ctx: BatchContext | DeviceBatch) -> Tensor:
-        """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        ctx: BatchContext | DeviceBatch,
+        layers: Iterable[HybridLayer] | None = None,
+    ) -> Tensor:
+        """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names.
+
+        With `layers`, of a model that has no others.
+        """
         angles = self.rotary.angles(ctx.positions, self.dtype)
         layout = lay_out(ctx, angles, self.config.linear_conv_kernel_dim)
         hidden, delta = _embed(token_ids, self.embedding), None
-        for layer in self.layers:
+        for layer in self.layers if layers is None else layers:
             hidden, normed = layer.mixer_norm.add(hidden, delta)
             hidden, normed = layer.mlp_norm.add(hidden, layer.mixer(normed, ctx, layout))
             delta = layer.mlp.parts(normed, ctx.num_real)

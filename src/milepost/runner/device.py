@@ -6,7 +6,7 @@ themselves. Two steps may be under way at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from milepost.kernels.sampling import likeliest
 from milepost.layers.context import DeviceBatch, StepArrays
-from milepost.models.hybrid import HybridModel
+from milepost.models.hybrid import HybridLayer, HybridModel
 from milepost.runner import arrays
 from milepost.runner.arrays import Capacity, Shapes
 from milepost.runner.flight import Flight
-from milepost.runner.graphs import Graphs, Outcome, exact_capacity, ladder
+from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.sampling import SamplingRow, choose
@@ -71,21 +71,27 @@ class DeviceExecutor:
         choice = choose(outcome.logits[:num], [rows[id_] for id_ in ids], best=outcome.best[:num])
         return Flight(plan=plan, ids=ids, choice=choice)
 
-    def capture(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """Record graphs of the steps that are worth one; shows progress."""
-        capacities = ladder(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+    def compile(self, capacities: Sequence[Capacity]) -> None:
+        """Compile the kernels of such steps; shows progress."""
+        # Imported where it is used: machines without a GPU need not have triton.
+        from milepost.runner.compiling import compiling_only
+
+        layers = self.model.one_of_each_kind()
+        with compiling_only():
+            for capacity in capacities:
+                self._run(self._padding(capacity), num_rows=capacity.num_sequences, layers=layers)
+
+    def capture(self, capacities: Sequence[Capacity]) -> None:
+        """Record graphs of such steps; shows progress."""
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
             views = self._padding(capacity)
             self._graphs.capture(
                 capacity, lambda v=views, c=capacity: self._run(v, num_rows=c.num_sequences)
             )
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Run a step of padding, as large as any: compiles kernels and takes their memory."""
-        capacity = Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
-        self._run(self._padding(capacity), num_rows=1)
+    def warm_up(self, capacity: Capacity) -> None:
+        """Run a step of padding; takes as much memory as any that fits."""
+        self._run(self._padding(capacity), num_rows=capacity.num_sequences)
         torch.cuda.synchronize()
 
     def _padding(self, capacity: Capacity) -> StepArrays:
@@ -94,14 +100,16 @@ class DeviceExecutor:
         return self._staging.views(step)
 
     @torch.inference_mode()
-    def _run(self, step: StepArrays, *, num_rows: int) -> Outcome:
+    def _run(
+        self, step: StepArrays, *, num_rows: int, layers: Sequence[HybridLayer] | None = None
+    ) -> Outcome:
         batch = DeviceBatch(
             step=step,
             tables=self._tables.on_device,
             kv=self._pools.kv,
             states=self._pools.states,
         )
-        hidden = self.model.forward(step.token_ids, batch)
+        hidden = self.model.forward(step.token_ids, batch, layers)
         logits = self.model.compute_logits(hidden[step.last_tokens[:num_rows]])
         return Outcome(logits=logits, best=likeliest(logits))
 
@@ -115,14 +123,19 @@ def has_fast_kernels(model: HybridModel) -> bool:
     return model.dtype != torch.float64 and find_spec("triton") is not None
 
 
-def measure_activations(model: HybridModel, shape: PoolShape, num_tokens: int) -> int:
-    """Bytes that the largest step takes besides weights and pools; compiles kernels on the way."""
+def measure_activations(
+    model: HybridModel, shape: PoolShape, num_tokens: int, captured: Sequence[Capacity]
+) -> int:
+    """Bytes that a step of `num_tokens`, the most, takes besides weights and pools. Compiles its
+    kernels, and those of the steps that are `captured` later."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, device=device)
     executor = DeviceExecutor(model, pools, num_slots=1, max_model_len=shape.page_size)
+    largest = Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
+    executor.compile([largest, *captured])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    executor.warm_up(num_tokens)
+    executor.warm_up(largest)
     return torch.cuda.max_memory_allocated(device) - before
 
 

@@ -167,8 +167,9 @@ def _launch(
     )
 
 
-# The rows of a page follow from how much memory there is: nothing is compiled anew for them.
-@triton.jit(do_not_specialize=["page_rows"])
+# The rows of a page and the length of a table follow from how much memory there is: nothing is
+# compiled anew for them.
+@triton.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
     query,
     gate,

@@ -92,7 +92,7 @@ def attend(
     )
 
 
-@gluon.jit(do_not_specialize=["page_rows"])
+@gluon.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
     query,
     gate,
