@@ -40,11 +40,11 @@ class Queue:
         self._memory.forget(request.ticket)
         request.ticket = None
 
-    def resumes_at(self, request: Request) -> int:
-        """Tokens that need not be computed, as far as is known: more may be cached since."""
+    def num_left(self, request: Request) -> int:
+        """Tokens to compute once it is admitted, as far as is known: more may be cached since."""
         assert request.ticket is not None
         source = request.ticket.checkpoint
-        return source.position if source is not None else 0
+        return request.num_tokens - (source.position if source is not None else 0)
 
     def admit(self, request: Request) -> None:
         """Remove a request that has found room."""

@@ -20,7 +20,7 @@ import sys
 from array import array
 from dataclasses import dataclass
 
-from milepost.cache.placement import Kind, floor
+from milepost.cache.placement import GRID, Kind, floor
 from milepost.cache.plans import Lease, Match
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.memory import Memory
@@ -115,7 +115,7 @@ class Scheduler:
         """Give a running request its tokens; zero of them keeps nobody behind it from running."""
         if request.lease is None:
             return  # preempted earlier in this step
-        num_tokens = _chunk(request, request.num_computed_tokens, step.budget)
+        num_tokens = _chunk(request, step.budget)
         if not num_tokens:
             return
         while not self.cache.extend(request.lease, len(request.chain)):
@@ -134,8 +134,8 @@ class Scheduler:
                 return
             if blocked and blocked[0].num_overtaken >= MAX_OVERTAKEN:
                 return
-            if not _chunk(request, self.waiting.resumes_at(request), step.budget):
-                continue  # admitted, it would hold memory and compute nothing
+            if step.budget < min(GRID, self.waiting.num_left(request)):
+                continue  # admitted, it would hold memory and compute next to nothing
             if self.running and self.waiting.is_blocked(request):
                 blocked.append(request)
                 continue
@@ -143,7 +143,7 @@ class Scheduler:
             if self._waits_for_prefix(request, match):
                 self.stats.num_waits += 1
             elif self._admit(request, match):
-                step.give(request, _chunk(request, request.num_computed_tokens, step.budget))
+                step.give(request, _chunk(request, step.budget))
                 for other in blocked:
                     other.num_overtaken += 1
             else:
@@ -387,7 +387,10 @@ def _decode_ahead(before: SequencePlan) -> SequencePlan:
     )
 
 
-def _chunk(request: Request, start: int, budget: int) -> int:
-    """Tokens of the request's next chunk from `start` on: all, or up to a grid position."""
-    left = request.num_tokens - start
-    return left if left <= budget else max(floor(start + budget) - start, 0)
+def _chunk(request: Request, budget: int) -> int:
+    """Tokens of the request's next chunk: all that is left, or up to a grid position."""
+    left = _num_left(request)
+    if left <= budget:
+        return left
+    start = len(request.chain) - left
+    return max(floor(start + budget) - start, 0)
