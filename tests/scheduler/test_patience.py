@@ -53,3 +53,23 @@ def test_an_urgent_request_does_not_wait():
     urgent = bench.submit(tokens(500, 9), max_tokens=2, priority=-1)
     bench.step()
     assert urgent.lease is not None
+
+
+def test_none_is_admitted_for_whom_the_step_has_no_tokens():
+    """A long prompt's chunk ends on the grid; what is left of the budget behind it is too little
+    for another long one, which would hold pages and compute next to nothing."""
+    bench = Bench(budget=512, num_pages=200, num_slots=20)
+    bench.submit(tokens(20, 1), max_tokens=300)
+    bench.step()
+    first, second = (bench.submit(tokens(1000, seed), max_tokens=2) for seed in (2, 3))
+    plan = bench.step()
+    assert sorted(len(s.tokens) for s in plan.sequences) == [1, 448], "63 tokens are left"
+    assert first.lease is not None
+    assert second.lease is None
+    short = bench.submit(tokens(60, 4), max_tokens=2)
+    plan = bench.step()
+    assert sorted(len(s.tokens) for s in plan.sequences) == [1, 60, 448], "all that it needs"
+    assert short.report is not None
+    assert second.lease is None
+    bench.run()
+    assert all(map(bench.is_right, (first, second, short)))
