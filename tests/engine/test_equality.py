@@ -271,9 +271,10 @@ def test_preempted_and_resumed(tiny, page_size, num_pages):
 
 
 def test_preempted_in_the_middle_of_its_prompt(tiny):
-    llm = tiny.open(num_pages=10, max_num_batched_tokens=64)
+    """Two decodes leave 64 tokens a step to the third, and want its pages before it is through."""
+    llm = tiny.open(num_pages=10, max_num_batched_tokens=66)
     params = greedy(100)
-    prompts = [tokens(120, 1), tokens(120, 2), tokens(300, 3)]
+    prompts = [tokens(125, 1), tokens(125, 2), tokens(300, 3)]
     outputs = ask(llm, *prompts, params=params)
     assert metric(llm, "num_preemptions") > 0
     tiny.check(outputs, params)

@@ -46,6 +46,13 @@ class Queue:
         source = request.ticket.checkpoint
         return request.num_tokens - (source.position if source is not None else 0)
 
+    def looks(self, request: Request) -> bool:
+        """Whether anything was admitted since the request last looked at what others compute. It
+        looks now.
+        """
+        looked_at, request.looked_at = request.looked_at, self._num_admitted
+        return looked_at != self._num_admitted
+
     def admit(self, request: Request) -> None:
         """Remove a request that has found room."""
         self.remove(request)

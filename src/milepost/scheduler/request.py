@@ -49,6 +49,8 @@ class Request:
     num_preemptions: int = 0
     blocked_at: tuple[int, int, int] | None = None
     """What room there was when it last found too little."""
+    looked_at: int = 0
+    """How many requests had been admitted when it last looked at what others compute."""
     num_overtaken: int = 0
     """Times that a later request was admitted while this one found no room."""
     finish_reason: FinishReason | None = None

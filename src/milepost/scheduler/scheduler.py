@@ -130,19 +130,22 @@ class Scheduler:
         """Admit waiting requests in order while budget, seats and memory last."""
         blocked: list[Request] = []
         for request in self.waiting:
-            if not step.budget or len(self.running) >= self.max_num_seqs:
+            if len(self.running) >= self.max_num_seqs:
                 return
             if blocked and blocked[0].num_overtaken >= MAX_OVERTAKEN:
                 return
             if step.budget < min(GRID, self.waiting.num_left(request)):
-                continue  # admitted, it would hold memory and compute next to nothing
+                # Admitted, it would hold memory and compute next to nothing.
+                if self.waiting.looks(request):
+                    self._waits_for_prefix(request, self.cache.match(request.chain))
+                continue
             if self.running and self.waiting.is_blocked(request):
                 blocked.append(request)
                 continue
             match = self.cache.match(request.chain)
             if self._waits_for_prefix(request, match):
-                self.stats.num_waits += 1
-            elif self._admit(request, match):
+                continue
+            if self._admit(request, match):
                 step.give(request, _chunk(request, step.budget))
                 for other in blocked:
                     other.num_overtaken += 1
@@ -161,6 +164,7 @@ class Scheduler:
         if shared is None:
             return False
         self.cache.add_junction(shared.lease, shared.position)
+        self.stats.num_waits += 1
         return True
 
     def _admit(self, request: Request, match: Match) -> bool:
