@@ -239,7 +239,7 @@ def test_neighbours(tiny):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("budget", [130, 8192])
+@pytest.mark.parametrize("budget", [128, 130, 8192])
 def test_prefix_shared_within_a_batch(tiny, budget):
     """Those behind wait for the first one's state."""
     llm = tiny.open(max_num_batched_tokens=budget)
