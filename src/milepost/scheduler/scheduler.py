@@ -129,6 +129,7 @@ class Scheduler:
     def _plan_waiting(self, step: _Step) -> None:
         """Admit waiting requests in order while budget, seats and memory last."""
         blocked: list[Request] = []
+        num_passed_over = 0
         for request in self.waiting:
             if len(self.running) >= self.max_num_seqs:
                 return
@@ -138,6 +139,9 @@ class Scheduler:
                 # Admitted, it would hold memory and compute next to nothing.
                 if self.waiting.looks(request):
                     self._waits_for_prefix(request, self.cache.match(request.chain))
+                num_passed_over += 1
+                if num_passed_over >= self.max_num_seqs:
+                    break
                 continue
             if self.running and self.waiting.is_blocked(request):
                 blocked.append(request)
