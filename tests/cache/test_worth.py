@@ -6,6 +6,7 @@ from itertools import pairwise
 from milepost.cache.eviction import Shelves
 from milepost.cache.laws import AGE_OFFSET, Cuts, Law
 from milepost.cache.tree import NO_PAGE, Checkpoint, End, Node
+from milepost.cache.worth import Expected
 
 
 def test_without_evidence_a_return_gets_less_likely_with_age():
@@ -75,13 +76,62 @@ def checkpoint(position):
     )
 
 
+class Listed(Expected):
+    """Worth by position from a table, relied on for `rest` requests; notes what is looked at."""
+
+    def __init__(self, values, rest=0):
+        super().__init__(num_slots=1)
+        self.values, self.rest, self.looks = values, rest, []
+
+    def of(self, checkpoint):
+        self.looks.append(checkpoint.position)
+        return self.values[checkpoint.position]
+
+    def steady(self, _):
+        return self.rest
+
+
 def test_shelves_give_the_least_of_either_end_of_a_shelf():
-    shelves, items = Shelves(), [checkpoint(i) for i in range(6)]
+    worth = Listed({i: i for i in range(6)})
+    shelves, items = Shelves(worth, worth.of), [checkpoint(i) for i in range(6)]
+    assert shelves.least() is None
     for time, item in enumerate(items):
         shelves.push(item, "even" if time % 2 == 0 else "odd", time)
-    assert shelves.least(lambda c: c.position) == (items[0], 0)
-    assert shelves.least(lambda c: -c.position) == (items[5], -5)
+    assert shelves.least() == (items[0], 0)
+    worth.values = {i: -i for i in range(6)}
+    assert shelves.least() == (items[5], -5)
+    worth.values = {i: i for i in range(6)}
     shelves.discard(items[0])
     shelves.push(items[5], "even", 9)
-    assert shelves.least(lambda c: c.position) == (items[1], 1)
+    assert shelves.least() == (items[1], 1)
     assert sorted(c.position for c in shelves) == [1, 2, 3, 4, 5]
+
+
+def test_shelves_rest_until_they_change_or_their_worth_may():
+    worth = Listed({i: i for i in range(4)}, rest=10)
+    shelves, items = Shelves(worth, worth.of), [checkpoint(i) for i in range(4)]
+    for item in items[:3]:
+        shelves.push(item, item.position, 0)
+    shelves.least()
+    worth.looks.clear()
+    assert shelves.least() == (items[0], 0)
+    assert worth.looks == [0], "only the least is looked at again"
+    worth.looks.clear()
+    shelves.push(items[3], 2, 1)
+    shelves.least()
+    assert sorted(worth.looks) == [0, 2, 3], "and a shelf that has changed"
+    worth.clock += 10
+    worth.looks.clear()
+    shelves.least()
+    assert sorted(set(worth.looks)) == [0, 1, 2, 3]
+
+
+def test_what_shelves_give_is_worth_that_now():
+    """Also where the one that was worth least has become dearer than others."""
+    worth = Listed({i: i for i in range(4)}, rest=10)
+    shelves, items = Shelves(worth, worth.of), [checkpoint(i) for i in range(4)]
+    for item in items:
+        shelves.push(item, item.position, 0)
+    shelves.least()
+    worth.values |= {0: 9, 1: 8, 2: 2.5}
+    assert shelves.least() == (items[2], 2.5)

@@ -2,7 +2,8 @@
 
 What a checkpoint is worth falls as it ages, each at its own rate, so no fixed key orders them all.
 But of checkpoints that are alike (on one *shelf*) the one used longest ago is always worth least.
-So only the oldest of each shelf are compared.
+So only the ends of each shelf are compared, and each is looked at again only when its shelf has
+changed or its worth may have: hundreds of shelves cost little where most of them rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from milepost.cache.tree import Checkpoint
+from milepost.cache.worth import Worth
 
 T = TypeVar("T")
 
@@ -77,11 +79,13 @@ class Order(Generic[T]):
 class Shelf:
     """Checkpoints by time of last use, found from both ends."""
 
-    __slots__ = ("_newest", "_oldest")
+    __slots__ = ("_least", "_newest", "_oldest", "_until")
 
     def __init__(self) -> None:
         self._oldest: Order[Checkpoint] = Order()
         self._newest: Order[Checkpoint] = Order()
+        self._least: tuple[Checkpoint, float] | None = None
+        self._until = 0
 
     def __len__(self) -> int:
         return len(self._oldest)
@@ -89,25 +93,46 @@ class Shelf:
     def push(self, checkpoint: Checkpoint, time: float) -> None:
         self._oldest.push(checkpoint, time)
         self._newest.push(checkpoint, -time)
+        self._least = None
 
     def discard(self, checkpoint: Checkpoint) -> None:
         self._oldest.discard(checkpoint)
         self._newest.discard(checkpoint)
+        self._least = None
 
-    def ends(self) -> tuple[Checkpoint, ...]:
-        """The oldest and the newest."""
+    def least(self, value: Callable[[Checkpoint], float], worth: Worth) -> float:
+        """What the oldest or the newest is worth, whichever is less; as it was when last looked at,
+        if that is about the same.
+        """
+        if self._least is None or worth.clock >= self._until:
+            return self.look(value, worth)[1]
+        return self._least[1]
+
+    def look(self, value: Callable[[Checkpoint], float], worth: Worth) -> tuple[Checkpoint, float]:
+        """The oldest or the newest, whichever is worth less, and what it is worth now."""
         oldest, newest = self._oldest.first(), self._newest.first()
         assert oldest is not None, "E2: an empty shelf is taken down"
         assert newest is not None, "E2: an empty shelf is taken down"
-        return (oldest,) if oldest is newest else (oldest, newest)
+        least, steady = (oldest, value(oldest)), worth.steady(oldest)
+        if newest is not oldest:
+            steady = min(steady, worth.steady(newest))
+            at_other_end = value(newest)
+            if at_other_end < least[1]:
+                least = newest, at_other_end
+        self._least, self._until = least, worth.clock + steady
+        return least
 
 
 class Shelves:
-    """Checkpoints on their shelves, each shelf in order of last use."""
+    """Checkpoints on their shelves, each shelf in order of last use. `value` is what is lost with a
+    checkpoint, which `worth` says how long to rely on.
+    """
 
-    __slots__ = ("_shelf_of", "_shelves")
+    __slots__ = ("_shelf_of", "_shelves", "_value", "_worth")
 
-    def __init__(self) -> None:
+    def __init__(self, worth: Worth, value: Callable[[Checkpoint], float]) -> None:
+        self._worth = worth
+        self._value = value
         self._shelves: dict[Hashable, Shelf] = {}
         self._shelf_of: dict[Checkpoint, Hashable] = {}
 
@@ -136,12 +161,17 @@ class Shelves:
         if not len(shelf):
             del self._shelves[name]
 
-    def least(self, worth: Callable[[Checkpoint], float]) -> tuple[Checkpoint, float] | None:
+    def least(self) -> tuple[Checkpoint, float] | None:
         """The checkpoint that is worth least, and what it is worth."""
-        best, lowest = None, float("inf")
-        for shelf in self._shelves.values():
-            for checkpoint in shelf.ends():
-                value = worth(checkpoint)
-                if value < lowest or best is None:
-                    best, lowest = checkpoint, value
-        return (best, lowest) if best is not None else None
+        value, worth = self._value, self._worth
+        while self._shelves:
+            shelf, lowest = None, float("inf")
+            for other in self._shelves.values():
+                about = other.least(value, worth)
+                if shelf is None or about < lowest:
+                    shelf, lowest = other, about
+            assert shelf is not None
+            found = shelf.look(value, worth)
+            if found[1] <= lowest:
+                return found
+        return None

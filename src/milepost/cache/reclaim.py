@@ -11,8 +11,6 @@ states, and what is worth least for its bytes goes first, whichever kind is want
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from milepost.cache.eviction import Order, Shelves
 from milepost.cache.links import follow, link, unlink
 from milepost.cache.moving import Mover
@@ -53,8 +51,10 @@ class Reclaimer:
         self.worth = worth
         self._page_size = page_size
         self._strays: Order[Node] = Order()
-        self._states = Shelves()
-        self._carriers = self._states if storage.pages_a_slot else Shelves()
+        self._states = Shelves(worth, self._worth_of_slot)
+        self._carriers = (
+            self._states if storage.pages_a_slot else Shelves(worth, self._worth_per_page)
+        )
         self._stray_clock = 0
 
     def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
@@ -83,14 +83,14 @@ class Reclaimer:
         if self.mover is not None:
             self._free_unit(self.mover)
         elif not self._slots.pool.num_free:
-            self._evict_least(self._states, self.worth.of, "slots")
+            self._evict_least(self._states, "slots")
         return self._slots.allocate()
 
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
         """Whether a state that nobody has asked for is worth more than what it would displace."""
         if self._slots.pool.num_free:
             return True
-        least = self._states.least(self._worth_of_slot)
+        least = self._states.least()
         if least is None:
             return False
         pages = self._storage.pages_a_slot or 1
@@ -189,7 +189,7 @@ class Reclaimer:
         if stray is not None:
             self._evict_strays(*stray, num)
         else:
-            self._evict_least(self._carriers, self._worth_per_page, "pages")
+            self._evict_least(self._carriers, "pages")
 
     def _free_unit(self, mover: Mover) -> None:
         """Evict what is worth least for its bytes until those of a slot are free, and move what is
@@ -201,7 +201,7 @@ class Reclaimer:
             if stray is not None:
                 self._evict_strays(*stray, missing)
             elif missing > 0 or not mover.clear_unit():
-                self._evict_least(self._states, self._worth_of_slot, "slots")
+                self._evict_least(self._states, "slots")
 
     def _worth_of_slot(self, checkpoint: Checkpoint) -> float:
         """What is lost with a slot; in an arena for each page that its bytes make."""
@@ -220,10 +220,8 @@ class Reclaimer:
             pages += checkpoint.replay_tokens // self._page_size
         return self.worth.of_page(checkpoint, pages)
 
-    def _evict_least(
-        self, shelves: Shelves, worth: Callable[[Checkpoint], float], cause: str
-    ) -> None:
-        found = shelves.least(worth)
+    def _evict_least(self, shelves: Shelves, cause: str) -> None:
+        found = shelves.least()
         assert found is not None, "E1: what is cached can be reached through the shelves"
         self.evict_checkpoint(found[0], cause)
 

@@ -177,12 +177,11 @@ class Tree:
         A page that holds the same tokens as the newest one there has its digest too, which need not
         be computed: most prompts go on where the last one did.
         """
-        path: list[Node] = []
-        for digest in chain.known_digests():
-            node = self.nodes.get(digest)
-            if node is None:
-                return path
-            path.append(node)
+        known = chain.known_digests()
+        # Only leaves are evicted, so behind a page that is not here none is.
+        path = list(filter(None, map(self.nodes.get, known)))
+        if len(path) < len(known):
+            return path
         node = path[-1] if path else self.roots.get(chain.root)
         first = len(path)
         pages = chain.page_bytes(first, len(chain) // chain.page_size) if node is not None else []

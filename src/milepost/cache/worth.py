@@ -40,6 +40,8 @@ EVEN_ODDS = log(2)
 """Returns to expect where one is as likely as none."""
 MEMORY = 4
 """Ends and forks remembered for each slot."""
+STEADY = 32
+"""Worth stays about the same while an age grows by one part in so many."""
 MAX_WALK = 4096
 """Pages looked at to find where a path ended that a request leaves."""
 
@@ -85,6 +87,12 @@ class Worth(Protocol):
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
         """The same for each page, of which the checkpoint's loss frees so many."""
+        ...
+
+    def steady(self, checkpoint: Checkpoint) -> int:
+        """Requests for which that stays about the same, unless its shelf changes; 0 if it may
+        change at any time.
+        """
         ...
 
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
@@ -211,6 +219,11 @@ class Expected:
             return checkpoint.position
         sure = checkpoint.replay_tokens / max(_due(checkpoint) - self.clock, 1)
         return max(sure, self._of_unawaited(checkpoint))
+
+    def steady(self, checkpoint: Checkpoint) -> int:
+        """The chance of a return changes with the magnitude of the age."""
+        age = self.clock - checkpoint.end.time
+        return 0 if checkpoint.tickets else 1 + age // STEADY
 
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
         if checkpoint.tickets:

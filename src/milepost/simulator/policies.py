@@ -45,6 +45,9 @@ class Lru:
     def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         return None, self.of(checkpoint)
 
+    def steady(self, checkpoint: Checkpoint) -> int:  # noqa: ARG002
+        return 0
+
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:  # noqa: ARG002
         return False
 
