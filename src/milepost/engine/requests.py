@@ -64,11 +64,14 @@ class Answer:
         yet.
         """
         request = self.request
-        prompt = request.chain.tokens[: request.num_prompt_tokens]
+        # Only this penalty reads the prompt, which may be long.
+        reads_prompt = params.repetition_penalty != 1
         is_below_min = request.num_output_tokens + num_ahead < params.min_tokens
         return SamplingRow(
             params=params,
-            prompt_token_ids=prompt if params.repetition_penalty != 1 else (),
+            prompt_token_ids=(
+                request.chain.tokens[: request.num_prompt_tokens] if reads_prompt else ()
+            ),
             output_token_ids=request.chain.tokens[request.num_prompt_tokens :],
             seed=self.seed,
             suppressed_ids=sorted(request.stop_token_ids) if is_below_min else (),
