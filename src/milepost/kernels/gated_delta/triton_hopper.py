@@ -28,10 +28,15 @@ from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
 _SIZE = 128
 """Of a key and a value: a thread for each of their channels."""
+_LINE = 32
+"""Numbers of a line, 128 bytes: the most that the copy engine swizzles. It is to read a state line
+by line, since memory is slower in strides."""
+_BOX = 256
+"""Lines that it copies at a time, the most."""
 _ALIGNMENT = 16
 """Bytes: the copy engine's."""
-_MAX_ROWS = 2**31
-"""The copy engine counts rows from the first state to the last."""
+_MAX_LINES = 2**31
+"""The copy engine counts lines from the first state to the last."""
 
 
 def suits(recurrent_pool: Tensor) -> bool:
@@ -41,14 +46,15 @@ def suits(recurrent_pool: Tensor) -> bool:
         and recurrent_pool.shape[2:] == (_SIZE, _SIZE)
         and recurrent_pool.stride(0) % _SIZE == 0
         and recurrent_pool.data_ptr() % _ALIGNMENT == 0
-        and _num_rows(recurrent_pool) < _MAX_ROWS
+        and _num_lines(recurrent_pool) < _MAX_LINES
     )
 
 
-def _num_rows(recurrent_pool: Tensor) -> int:
-    """Rows from the first state to the last, with what lies between."""
+def _num_lines(recurrent_pool: Tensor) -> int:
+    """Lines from the first state to the last, with what lies between."""
     num_slots, value_heads = recurrent_pool.shape[:2]
-    return (num_slots - 1) * (recurrent_pool.stride(0) // _SIZE) + value_heads * _SIZE
+    states = (num_slots - 1) * recurrent_pool.stride(0) + value_heads * _SIZE * _SIZE
+    return states // _LINE
 
 
 def decode(
@@ -66,8 +72,8 @@ def decode(
     key_heads = (channels - value_heads * _SIZE) // (2 * _SIZE)
     output = projected.new_empty(num_sequences, value_heads * _SIZE)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    rows = recurrent_pool.as_strided((_num_rows(recurrent_pool), _SIZE), (_SIZE, 1))
-    states = TensorDescriptor.from_tensor(rows, [_SIZE, _SIZE], layout)
+    lines = recurrent_pool.as_strided((_num_lines(recurrent_pool), _LINE), (_LINE, 1))
+    states = TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
     num_units = num_sequences * key_heads
     num_processors = torch.cuda.get_device_properties(projected.device).multi_processor_count
     stages = 2 if num_units <= num_processors else 1
@@ -128,18 +134,28 @@ def _decode_kernel(
     """Every so many units, each the value heads of a key head of a sequence."""
     # A warp holds 32 columns of a state, so sums over rows stay inside it.
     STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0])
+    # The same by lines, four to a row.
+    LINE: gl.constexpr = states.block_type.shape[1]
+    LINES: gl.constexpr = SIZE * SIZE // LINE
+    BY_LINE: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0], [64, 0], [128, 0], [256, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
+        warp_bases=[[1, 0], [2, 0]],
+        block_bases=[],
+        shape=[LINES, LINE],
+    )
     # A thread holds a channel's inputs: a convolution state is changed in place by who has read it.
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
-    places = gl.allocate_shared_memory(gl.float32, [STAGES, SIZE, SIZE], states.layout)
+    places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(loaded.index(stage), count=1)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = GROUP * ((num_units - first + stride - 1) // stride)
-    slot_rows = slot_stride // SIZE
-    work = states, slot_rows, slot_in, slot_out, first, stride, num_states, places, loaded
+    slot_lines = slot_stride // LINE
+    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
     for ahead in gl.static_range(STAGES):
         _fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
 
@@ -190,7 +206,8 @@ def _decode_kernel(
             decay = gl.exp(decays[0] * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
 
             mbarrier.wait(loaded.index(number % STAGES), number // STAGES & 1)
-            state = places.index(number % STAGES).load(STATE) * decay
+            state = places.index(number % STAGES).load(BY_LINE).reshape([SIZE, SIZE])
+            state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
             # All threads have the state: its place is free.
             gl.thread_barrier()
             _fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
@@ -218,17 +235,21 @@ def _fetch(
 ):
     """Have this program's state of this number brought to shared memory, if there is one. Of
     padding nothing is read, and its turn is over at once."""
-    states, slot_rows, slot_in, slot_out, first, stride, num_states, places, loaded = work
+    states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded = work
+    BOX: gl.constexpr = states.block_type.shape[0]
+    LINES: gl.constexpr = SIZE * SIZE // states.block_type.shape[1]
     if number < num_states:
         unit = first + number // GROUP * stride
         sequence, head = unit // KEY_HEADS, unit % KEY_HEADS * GROUP + number % GROUP
         is_real = gl.load(slot_out + sequence) >= 0
-        row = gl.load(slot_in + sequence) * slot_rows + head * SIZE
+        line = gl.load(slot_in + sequence) * slot_lines + head * LINES
         bar = loaded.index(number % STAGES)
         place = places.index(number % STAGES)
         mbarrier.expect(bar, SIZE * SIZE * 4, pred=is_real)
         mbarrier.arrive(bar, count=1, pred=is_real == 0)
-        tma.async_copy_global_to_shared(states, [row, 0], bar, place, pred=is_real)
+        for at in gl.static_range(0, LINES, BOX):
+            part = place.slice(at, BOX)
+            tma.async_copy_global_to_shared(states, [line + at, 0], bar, part, pred=is_real)
 
 
 @gluon.jit
