@@ -9,6 +9,7 @@ import math
 import shutil
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,20 @@ BAD_PROMPTS = {
     "bytes for ids": ({"prompt_token_ids": b"12"}, "prompt_token_ids=b'12': use a list"),
     "number for ids": ({"prompt_token_ids": 7}, "prompt_token_ids=7: use a list of integers"),
     "nested ids": (prompt([[1, 2]]), r"prompt_token_ids\[0\]=\[1, 2\]: use integers"),
+    "numpy's float": (prompt([np.float64(5)]), r"prompt_token_ids\[0\]=.*5\.0.*: use integers"),
+    "numpy's bool": (prompt([5, np.True_]), r"prompt_token_ids\[1\]=.*True.*: use integers"),
+    "array of floats": (
+        {"prompt_token_ids": np.ones(3)},
+        r"prompt_token_ids\[0\]=1\.0: use integers",
+    ),
+    "array too deep": (
+        {"prompt_token_ids": np.ones((2, 2), int)},
+        r"prompt_token_ids\[0\]=.*: use integers",
+    ),
+    "single number": (
+        {"prompt_token_ids": np.array(5)},
+        "prompt_token_ids=array.*: use a list of integers",
+    ),
     "too long": (
         prompt(tokens(512)),
         "the prompt has 512 tokens, and max_model_len=512 .* shorten it to 511 or raise",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from itertools import islice, pairwise
 
+import numpy as np
 import pytest
 import torch
 from tqdm import tqdm
@@ -83,6 +85,19 @@ def test_one_prompt_need_not_stand_in_a_list(llm):
     assert output.prompt_token_ids == [1, 2, 3]
     assert output.prompt is None
     assert output.outputs[0].text == ""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [tuple, lambda ids: array("I", ids), np.array, torch.tensor, lambda ids: list(np.array(ids))],
+    ids=["tuple", "packed", "array", "tensor", "numbers of an array"],
+)
+def test_token_ids_may_come_in_any_form_of_integers(llm, form):
+    ids = tokens(40)
+    (plain,) = ask(llm, ids)
+    (output,) = llm.generate([{"prompt_token_ids": form(ids)}], greedy(), use_tqdm=False)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert output.prompt_token_ids == ids
 
 
 def test_no_prompts(llm):

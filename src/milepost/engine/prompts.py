@@ -5,6 +5,7 @@ all is checked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -64,22 +65,21 @@ def check_prompt(
 
 
 def _are_ids(prompt: Prompt, vocab_size: int) -> bool:
-    """Whether all are plain integers within the vocabulary; looks at long prompts fast."""
+    """Whether all are integers within the vocabulary; looks at long prompts fast."""
     try:
-        # Nothing but integers adds up to one, and truth values, which are packed as 0 and 1.
-        is_integral = type(sum(prompt.token_ids)) is int
+        # Packs nothing but integers, and truth values as 0 and 1.
         ids = np.frombuffer(prompt.packed, dtype=np.uint32)
     except (OverflowError, TypeError):
         return False
     low = np.flatnonzero(ids <= 1).tolist()
     has_truths = any(isinstance(prompt.token_ids[index], bool) for index in low)
-    return is_integral and not has_truths and int(ids.max()) < vocab_size
+    return not has_truths and int(ids.max()) < vocab_size
 
 
 def _refuse_first(token_ids: Sequence[Any], vocab_size: int) -> None:
     """Raise for the first that is no token id."""
     for index, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, Integral):
             raise InvalidRequestError(f"prompt_token_ids[{index}]={token!r}: use integers")
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
@@ -113,9 +113,11 @@ def _tokenize(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[i
 
 
 def _read_list(name: str, value: Any) -> list[Any]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    # An array's or a tensor's own numbers are no plain integers.
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
         raise InvalidRequestError(f"{name}={value!r}: use a list of integers")
-    return list(value)
+    return list(plain)
 
 
 def _read_marks(marks: Any) -> tuple[Any, ...]:
