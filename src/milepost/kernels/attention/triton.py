@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
 from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
-from milepost.kernels.hopper import runs_gluon
+from milepost.kernels.device import runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634

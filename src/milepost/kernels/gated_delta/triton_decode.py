@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.triton_parts import (
     UNSPECIALISED,
     gated_norm,
@@ -26,7 +27,6 @@ from milepost.kernels.gated_delta.triton_parts import (
     unit_scale,
 )
 from milepost.kernels.gated_delta.weights import MixerWeights
-from milepost.kernels.hopper import runs_gluon
 
 _CONVOLVE = {"num_warps": 1}
 _UPDATE = {"num_warps": 4}

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.device import num_processors
 from milepost.kernels.gated_delta.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
@@ -75,9 +76,9 @@ def decode(
     lines = recurrent_pool.as_strided((_num_lines(recurrent_pool), _LINE), (_LINE, 1))
     states = TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
     num_units = num_sequences * key_heads
-    num_processors = torch.cuda.get_device_properties(projected.device).multi_processor_count
-    stages = 2 if num_units <= num_processors else 1
-    _decode_kernel[(min(num_units, 2 * num_processors),)](
+    units_at_once = num_processors(projected.device)
+    stages = 2 if num_units <= units_at_once else 1
+    _decode_kernel[(min(num_units, 2 * units_at_once),)](
         projected,
         projected.stride(0),
         weights.conv,

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.device import num_processors
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
@@ -135,14 +136,10 @@ def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> Til
 
 def _spread(widest: Tiles, num_outputs: int, device: torch.device) -> Tiles:
     """The same with tiles just so wide that all multiprocessors get as many."""
-    num_processors = _num_processors(device)
-    rounds = triton.cdiv(num_outputs, num_processors * widest.columns)
-    columns = triton.cdiv(num_outputs, num_processors * rounds)
+    tiles_at_once = num_processors(device)
+    rounds = triton.cdiv(num_outputs, tiles_at_once * widest.columns)
+    columns = triton.cdiv(num_outputs, tiles_at_once * rounds)
     return replace(widest, columns=triton.cdiv(columns, _NARROWEST) * _NARROWEST)
-
-
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _can_copy(matrix: Tensor) -> bool:
@@ -173,7 +170,7 @@ def multiply(
     num_units = triton.cdiv(num_outputs, tiles.columns) * tiles.splits
     # What is copied at a time has a power of two of rows.
     box = tiles.columns & -tiles.columns
-    _multiply_kernel[(min(num_units, tiles.programs * _num_processors(hidden.device)),)](
+    _multiply_kernel[(min(num_units, tiles.programs * num_processors(hidden.device)),)](
         TensorDescriptor.from_tensor(hidden, [tiles.rows, _DEPTH], _LAYOUT),
         TensorDescriptor.from_tensor(weight, [box, _DEPTH], _LAYOUT),
         output,

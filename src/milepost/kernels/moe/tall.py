@@ -8,12 +8,12 @@ Legend: P choices, N choices of a token, H hidden size, I an expert's size, M ro
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from milepost.kernels.device import num_processors
 from milepost.kernels.moe.grouping import Groups
 
 ROWS = 128
@@ -127,7 +127,7 @@ def contract(active: Tensor, weights: Tensor, down: Tensor, parts: Tensor, group
     """`parts` [P, H], by choice: `weights` [P] times the product of `active` [P, I] (by
     `groups.order`) with `down` [X, H, I]. `groups` must have no gaps."""
     num_outputs, size = down.shape[1:]
-    programs = _PROGRAMS * _count_processors(down.device)
+    programs = _PROGRAMS * num_processors(down.device)
     _contract_kernel[(programs,)](
         TensorDescriptor.from_tensor(active, [ROWS, _DEPTH]),
         weights,
@@ -146,12 +146,6 @@ def contract(active: Tensor, weights: Tensor, down: Tensor, parts: Tensor, group
         num_warps=4,
         num_stages=3,
     )
-
-
-def _count_processors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=("capacity",))

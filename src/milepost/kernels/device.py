@@ -1,4 +1,4 @@
-"""Where kernels in Gluon run."""
+"""What kernels ask of the device that they run on."""
 
 from __future__ import annotations
 
@@ -13,3 +13,10 @@ def runs_gluon(tensor: Tensor) -> bool:
     if not (tensor.is_cuda and triton.__version__.startswith("3.6.")):
         return False
     return torch.cuda.get_device_capability(tensor.device) == (9, 0)
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for Triton's interpreter."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
