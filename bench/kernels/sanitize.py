@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,7 +44,7 @@ from tests.kernels.mixers import (
 from tests.kernels.nuclei import kept_by_sorting, random_logits
 from tests.numbers import relative_error
 
-from milepost.kernels import attention, moe, sampling
+from milepost.kernels import attention, linear, moe, sampling
 from milepost.kernels.moe import few, reference
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
@@ -91,6 +92,23 @@ def make_experts(num_tokens: int) -> tuple[Tensor, ...]:
     weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
     gate_up, down = fill(EXPERTS + 1, 2 * SIZE, HIDDEN), fill(EXPERTS + 1, HIDDEN, SIZE)
     return fill(num_tokens, HIDDEN), weights.cpu(), experts.cpu(), gate_up, down
+
+
+def check_products() -> None:
+    """Tiles of each regime and kind, the last one in part beyond the outputs."""
+    random = torch.Generator().manual_seed(0)
+    for num_tokens in (3, 16, 32, 50):
+        for num_inputs, num_outputs in ((256, 8200), (8192, 2048), (4096, 4096), (4096, 2048)):
+            hidden = torch.randn(num_tokens, num_inputs, generator=random).to(DTYPE)
+            weight = torch.randn(num_outputs, num_inputs, generator=random).to(DTYPE)
+            output = linear.multiply(hidden.cuda(), weight.cuda())
+            expected = F.linear(hidden.float(), weight.float())
+            compare(f"{num_tokens} by {num_inputs} by {num_outputs}", output, expected)
+        weight = torch.randn(2 * 8200, 256, generator=random).to(DTYPE)
+        hidden = torch.randn(num_tokens, 256, generator=random).to(DTYPE)
+        output = linear.multiply_gated(hidden.cuda(), weight.cuda())
+        gate, up = F.linear(hidden.float(), weight.float()).chunk(2, 1)
+        compare(f"{num_tokens}, gated", output, F.silu(gate) * up)
 
 
 def check_decode() -> None:
@@ -176,6 +194,7 @@ def compare(name: str, actual: Tensor, expected: Tensor) -> None:
 OPS: dict[str, Callable[[], None]] = {
     "experts": check_experts,
     "decode": check_decode,
+    "products": check_products,
     "attention": check_attention,
     "sampling": check_sampling,
     "divided": check_divided,
