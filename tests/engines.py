@@ -13,7 +13,7 @@ import torch
 from milepost import LLM, CompletionOutput, RequestOutput, SamplingParams
 from milepost.cache.check import check
 from milepost.models import load_model
-from milepost.runner.sampling import SampledToken, SamplingRow, sample
+from milepost.runner.sampling import SampledToken, SamplingRow, choose
 from tests.batches import Part, build_pools
 from tests.checkpoints import build
 
@@ -50,6 +50,11 @@ def open_llm(folder: Path, **options: Any) -> LLM:
     elif options.get("page_size", PAGE_SIZE) <= PAGE_SIZE:
         defaults["cache_memory"] = "shared"
     return LLM(str(folder), **(defaults | options))
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose one token per row and read it."""
+    return choose(logits, rows).read()
 
 
 def prompt(token_ids: Sequence[int], **options: Any) -> dict[str, Any]:

@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engines import sample
 
 from milepost.runner import sampling
-from milepost.runner.sampling import SamplingRow, sample
+from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
 
 VOCAB = 40

@@ -115,11 +115,6 @@ def _are_plain(rows: Sequence[SamplingRow]) -> bool:
     return all(_takes_the_best(row.params) and not _is_adjusted(row) for row in rows)
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose one token per row and read it."""
-    return choose(logits, rows).read()
-
-
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Token ids [R]."""
     adjusted = _adjusted(logits, rows)
