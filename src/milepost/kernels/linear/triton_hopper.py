@@ -77,8 +77,8 @@ class Regime:
     """Many outputs with gates. A tile is at most so wide."""
     long: Tiles
     """Many inputs, few outputs."""
-    square: Tiles | None
-    """Some outputs, and as many inputs; None where torch's product is as fast."""
+    square: Tiles
+    """Some outputs, and as many inputs."""
     small: Tiles | None
     """Few outputs, some inputs; None where `triton`'s tiles or torch's product are as fast."""
 
@@ -101,8 +101,8 @@ _REGIMES = (
     Regime(
         wide=Tiles(rows=64, columns=128, stages=9, max_warps=8),
         gated=Tiles(rows=64, columns=128, stages=5, max_warps=8),
-        long=Tiles(rows=64, columns=128, stages=8, max_warps=8, splits=4),
-        square=None,
+        long=Tiles(rows=64, columns=64, stages=12, max_warps=4, splits=2),
+        square=Tiles(rows=64, columns=64, stages=12, max_warps=4, splits=2),
         small=Tiles(rows=64, columns=64, stages=10, max_warps=4, splits=4),
     ),
 )

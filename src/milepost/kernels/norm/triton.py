@@ -41,7 +41,7 @@ def add_norm(
         SIZE=size,
         COLUMNS=columns,
         PARTS=num_parts,
-        num_warps=min(16, max(1, columns // 256)),
+        num_warps=min(32, max(1, columns // 128)),
         **OVERLAPPED,
     )
     return total, normed
