@@ -101,7 +101,7 @@ def build(
         token_ids=_padded(_token_ids(sequences), num_tokens, 0, np.int64),
         positions=_padded(positions, num_tokens, 0),
         kv_rows=_padded(
-            _kv_rows(sequences, positions, owners, tables.rows[rows], shapes),
+            _kv_rows(sequences, positions, owners, rows, tables, shapes),
             num_tokens,
             -1,
             np.int64,
@@ -125,11 +125,12 @@ def _kv_rows(
     sequences: Sequence[SequencePlan],
     positions: np.ndarray,
     owners: np.ndarray,
-    pages: np.ndarray,
+    rows: np.ndarray,
+    tables: HostTables,
     shapes: Shapes,
 ) -> np.ndarray:
     """Where each token's KV goes; -1 for those that are in shared pages already."""
-    pages = pages[owners, positions // shapes.page_size].astype(np.int64)
+    pages = tables.rows[rows[owners], positions // shapes.page_size].astype(np.int64)
     kv_rows = pages * shapes.page_rows + positions % shapes.page_size
     write_from = np.array([s.write_from for s in sequences], np.int64)
     return np.where(positions >= write_from[owners], kv_rows, -1)

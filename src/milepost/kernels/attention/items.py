@@ -144,8 +144,9 @@ def _tile_all(
         runs = list(_find_runs(sequences, is_narrow, tables, page_size))
     if num_narrow == len(sequences) and not runs:
         return sequences, sequences[:0]
-    shared = _share(sequences, runs, wide_tokens)
-    wide = np.concatenate((_tile(sequences[~is_narrow], wide_tokens), shared))
+    wide = _tile(sequences[~is_narrow], wide_tokens)
+    if runs:
+        wide = np.concatenate((wide, _share(sequences, runs, wide_tokens)))
     return sequences[is_narrow], wide
 
 
