@@ -97,15 +97,17 @@ def make_experts(num_tokens: int) -> tuple[Tensor, ...]:
 def check_products() -> None:
     """Tiles of each regime and kind, the last one in part beyond the outputs."""
     random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random).to(DTYPE)
+
     for num_tokens in (3, 16, 32, 50):
         for num_inputs, num_outputs in ((256, 8200), (8192, 2048), (4096, 4096), (4096, 2048)):
-            hidden = torch.randn(num_tokens, num_inputs, generator=random).to(DTYPE)
-            weight = torch.randn(num_outputs, num_inputs, generator=random).to(DTYPE)
+            hidden, weight = draw(num_tokens, num_inputs), draw(num_outputs, num_inputs)
             output = linear.multiply(hidden.cuda(), weight.cuda())
             expected = F.linear(hidden.float(), weight.float())
             compare(f"{num_tokens} by {num_inputs} by {num_outputs}", output, expected)
-        weight = torch.randn(2 * 8200, 256, generator=random).to(DTYPE)
-        hidden = torch.randn(num_tokens, 256, generator=random).to(DTYPE)
+        hidden, weight = draw(num_tokens, 256), draw(2 * 8200, 256)
         output = linear.multiply_gated(hidden.cuda(), weight.cuda())
         gate, up = F.linear(hidden.float(), weight.float()).chunk(2, 1)
         compare(f"{num_tokens}, gated", output, F.silu(gate) * up)

@@ -1,9 +1,9 @@
 """Orders of what may be evicted, which find the least worthy without looking at everything.
 
 What a checkpoint is worth falls as it ages, each at its own rate, so no fixed key orders them all.
-But of checkpoints that are alike (on one *shelf*) the one used longest ago is always worth least.
-So only the ends of each shelf are compared, and each is looked at again only when its shelf has
-changed or its worth may have: hundreds of shelves cost little where most of them rest.
+But of checkpoints that are alike (on one *shelf*) the one used longest ago is worth least, or, in
+cycles longer than the memory, the one used last. So only the ends of each shelf are compared, and
+looked at again only when the shelf has changed or their worth may have: most shelves rest.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Reclaimer:
 
     def _worth_per_page(self, checkpoint: Checkpoint) -> float:
         """What is lost for each page that becomes free, now or as a stray, or that its slot can
-        become.
+        become. That its page has come into use is seen when its shelf is next looked at.
         """
         pages = self._storage.pages_a_slot or 1
         node = checkpoint.node

@@ -200,7 +200,7 @@ POLICIES: dict[str, Policy | Pooled] = {
     policy.name: policy
     for policy in (
         AUTO,
-        Policy(name="auto-split", about="the same with pages and slots apart, as by default"),
+        Policy(name="auto-split", about="the same with pages and slots apart"),
         Policy(name="none", about="no reuse", mode="none"),
         Policy(
             name="align",
