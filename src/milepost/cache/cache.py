@@ -244,6 +244,7 @@ class Cache:
             path=list(match.path.nodes),
             duplicates=[],
             position=match.state_length,
+            planned=match.state_length,
             write_from=max(match.kv_length, match.state_length),
             slot_in=slot_in,
             slot_out=slot_out,
@@ -277,23 +278,25 @@ class Cache:
         return True
 
     def add_junction(self, lease: Lease, position: int) -> None:
-        """Ask a running prefill to keep the state at a grid position it has not passed, for others
-        to resume.
+        """Ask a running prefill to keep the state at a grid position that no step planned so far
+        passes, for others to resume.
         """
-        assert position > lease.position, "A2: a junction is asked for before it is passed"
+        assert position > lease.planned, "A2: a junction is asked for before it is passed"
         if position not in lease.facts.junctions:
             lease.facts.junctions = (*lease.facts.junctions, position)
 
     def take_exports(self, lease: Lease, end: int) -> list[Export]:
-        """Slots for the states to keep in the chunk that ends at `end`.
+        """Plan the chunk that ends at `end`: slots for the states to keep in it.
 
         Takes only slots that are free or cached: a state that finds none is skipped, never waited
         for.
         """
-        assert not lease.exports, "A3: exports are committed before new ones are taken"
-        if not self._may_export(lease):
+        start, lease.planned = lease.planned, end
+        assert start < end, "A3: chunks are planned one behind the other"
+        if not self._may_export(lease, start):
             return []
-        for position, kind in self._place(lease.facts, lease.position, end).items():
+        num_taken = len(lease.exports)
+        for position, kind in self._place(lease.facts, start, end).items():
             if not self.storage.has_room(0, 1):
                 self.stats.checkpoints_skipped += 1
                 continue
@@ -303,32 +306,34 @@ class Cache:
             self.version += 1
             slot = self.reclaimer.allocate_slot()
             lease.exports.append(Export(position=position, slot=slot, kind=kind))
-        return lease.exports
+        return lease.exports[num_taken:]
 
     def _is_worth_a_slot(self, lease: Lease, position: int) -> bool:
         above = max([lease.deepest_state, *(export.position for export in lease.exports)])
         return self.reclaimer.is_worth_a_slot(lease.end, position, above)
 
-    def _may_export(self, lease: Lease) -> bool:
-        return lease.position < lease.facts.prompt_length or self.mode == "all"
+    def _may_export(self, lease: Lease, start: int) -> bool:
+        return start < lease.facts.prompt_length or self.mode == "all"
 
     def commit(self, lease: Lease, position: int, written: Mapping[int, int]) -> None:
         """Note that a step has run: the request has consumed `position` tokens.
 
         `written` is the runner's report: slot -> tokens that its contents have consumed. Publishes
         the pages that became full and the exported states, and lets go of the checkpoint that was
-        read.
+        read. What a further step in flight exports lies behind `position`, and stays.
         """
         assert position > lease.position, "A4: a step consumes tokens"
         self.version += 1
         self._end_reading(lease)
         self.slots.written(lease.slot_out, written[lease.slot_out])
         lease.position = position
+        lease.planned = max(lease.planned, position)
         if not self.enabled:
             return
         self._publisher.publish_pages(lease)
-        exports, lease.exports = lease.exports, []
-        for export in exports:
+        passed = [export for export in lease.exports if export.position <= position]
+        del lease.exports[: len(passed)]
+        for export in passed:
             self.slots.written(export.slot, written[export.slot])
             self._publisher.publish_state(lease, export.position, export.slot, export.kind)
 

@@ -94,6 +94,10 @@ def _check_leases(cache: Cache) -> None:
         assert len(set(lease.page_table)) == len(lease.page_table), "L3: a table names a page once"
         for page in lease.page_table:
             assert cache.pages.state(page) is State.USED, "L4: a live table's pages are used"
+        positions = [export.position for export in lease.exports]
+        assert positions == sorted(p for p in positions if lease.position < p <= lease.planned), (
+            "A3: exports lie in the steps in flight"
+        )
         source = lease.source
         if source is not None:
             assert source.node.checkpoints.get(source.tail) is source, (

@@ -71,7 +71,8 @@ class Lease:
     """Pages, slots and path that one running request holds, from `admit` to `release`.
 
     `page_table` is append-only. `slot_in` is what the request's next chunk reads: the checkpoint's
-    slot (or the zero slot) until the first commit, then `slot_out`.
+    slot (or the zero slot) until the first commit, then `slot_out`. Two steps may be in flight: up
+    to `position` all is committed, up to `planned` it is on its way.
     """
 
     chain: Chain
@@ -85,6 +86,8 @@ class Lease:
     """Tokens consumed: the state in `slot_out` (or in `slot_in` before the first commit) is after
     these.
     """
+    planned: int
+    """Tokens consumed once all steps that are planned have run; `position` if there is none."""
     write_from: int
     """KV of tokens before this is in shared pages and must not be written."""
     slot_in: int
@@ -101,4 +104,4 @@ class Lease:
     """Position of the deepest checkpoint that the request resumed from or made."""
     facts: Facts
     exports: list[Export] = field(default_factory=list)
-    """Taken for the step under way, not yet committed."""
+    """Taken for the steps in flight, not yet committed; by position."""

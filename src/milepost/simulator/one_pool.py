@@ -205,23 +205,27 @@ class OnePool:
 
     def take_exports(self, lease: Lease, end: int) -> list[Export]:
         hold = self._holds[lease]
-        assert not hold.exports, "A3: exports are committed before new ones are taken"
-        for position, kind in self._place(lease.facts, lease.position, end).items():
+        start, lease.planned = lease.planned, end
+        assert start < end, "A3: chunks are planned one behind the other"
+        num_taken = len(hold.exports)
+        for position, kind in self._place(lease.facts, start, end).items():
             if self.blocks_a_state > self.blocks.room:
                 self.stats.checkpoints_skipped += 1
                 continue
             self._allocate(self.blocks_a_state)
             hold.exports.append(Export(position=position, slot=ZERO_SLOT, kind=kind))
-        return hold.exports
+        return hold.exports[num_taken:]
 
     def commit(self, lease: Lease, position: int, written: Mapping[int, int]) -> None:  # noqa: ARG002
         hold = self._holds[lease]
         self._end_reading(hold)
         lease.position = position
+        lease.planned = max(lease.planned, position)
         self._publish_kv(lease.chain, hold, position)
-        for export in hold.exports:
+        passed = [export for export in hold.exports if export.position <= position]
+        del hold.exports[: len(passed)]
+        for export in passed:
             self._publish_state(lease.chain, export.position)
-        hold.exports = []
 
     def _publish_kv(self, chain: Chain, hold: Hold, position: int) -> None:
         """Give the blocks that have become full their keys."""
@@ -290,6 +294,7 @@ def _lease(chain: Chain, match: Match, block_size: int) -> Lease:
         path=[],
         duplicates=[],
         position=position,
+        planned=position,
         write_from=position,
         slot_in=ZERO_SLOT,
         slot_out=ZERO_SLOT,
