@@ -17,7 +17,7 @@ from milepost.kernels import moe
 from milepost.models import load_model
 from milepost.runner import device, plain
 from milepost.runner.device import DeviceExecutor
-from milepost.runner.graphs import ladder
+from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.plain import PlainExecutor
 from tests.engines import Tiny, ask, cached, greedy, num_held, save_tiny, tokens
 from tests.numbers import relative_error
@@ -216,8 +216,11 @@ def test_one_memory_gives_the_logits_of_two_pools(wide, dtype, pages_each, seen)
 
     def make(pools, num_slots):
         before = memory_of(pools).clone()
-        executor = DeviceExecutor(model, pools, num_slots=num_slots, max_model_len=2048)
-        executor.capture(ladder(max_num_seqs=32, max_num_batched_tokens=8192))
+        limits = {"max_num_seqs": 32, "max_num_batched_tokens": 8192}
+        executor = DeviceExecutor(
+            model, pools, num_slots=num_slots, max_model_len=2048, largest=largest_step(**limits)
+        )
+        executor.capture(ladder(**limits))
         assert torch.equal(memory_of(pools), before), "a step of padding touches nothing"
         return executor
 

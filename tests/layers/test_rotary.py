@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.rotary import Rotary, turn
+from milepost.layers.rotary import Rotary, num_positions, turn
 
 THETA = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 SCALED = {"factor": 4.0, "original_max_position_embeddings": 256}
@@ -63,6 +63,35 @@ def test_text_in_a_multimodal_model_turns_plainly() -> None:
     ours = Rotary(config, CPU).angles(POSITIONS, torch.float32)
     assert torch.equal(ours[0][:, 0], cosines[0, :, :16])
     assert torch.equal(ours[1][:, 0], sines[0, :, :16])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("default", 1024), ("linear", 4096), ("yarn", 1024), ("llama3", 1024)]
+)
+def test_scaling_says_how_far_positions_reach(name: str, expected: int) -> None:
+    assert num_positions(Qwen3NextConfig(**sizes(PARAMETERS[name]))) == expected
+
+
+def test_yarn_stretches_the_original_length_whatever_the_configured_maximum() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert num_positions(Qwen3NextConfig(**sizes(yarn))) == 4096
+    yarn["original_max_position_embeddings"] = 700
+    assert num_positions(Qwen3NextConfig(**sizes(yarn))) == 2800
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_table_holds_every_position(name: str) -> None:
+    rotary = Rotary(Qwen3NextConfig(**sizes(PARAMETERS[name])), CPU)
+    last = rotary.num_positions - 1
+    positions = torch.tensor([0, 1, 77, last - 1, last])
+    for looked_up, computed in zip(
+        rotary.look_up(positions, torch.float32),
+        rotary.angles(positions, torch.float32),
+        strict=True,
+    ):
+        assert torch.equal(looked_up, computed)
+    with pytest.raises(IndexError):
+        rotary.look_up(torch.tensor([last + 1]), torch.float32)
 
 
 def test_frequencies_that_depend_on_the_length_are_refused() -> None:

@@ -48,6 +48,12 @@ def test_unknown_architecture_is_refused(model_type: str | None, tmp_path: Path)
         ("hidden_size", "wide"),
         ("num_key_value_heads", 4),
         ("linear_num_value_heads", 4),
+        ("linear_conv_kernel_dim", 1),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("attention_chunk_size", 512),
+        ("compression_config", {"format": "pack-quantized"}),
+        ("is_encoder_decoder", True),
     ],
 )
 def test_unsupported_setting_is_refused(name: str, value: Any, tmp_path: Path) -> None:
@@ -87,5 +93,5 @@ def test_layer_specs_follow_the_layer_types(tmp_path: Path) -> None:
     recurrent = RecurrentSpec(conv_shape=(2 * 24 + 72, 3), recurrent_shape=(6, 8, 12))
     attention = AttentionSpec(num_kv_heads=3, head_dim=16)
     assert model.layer_specs == (recurrent, recurrent, recurrent, attention)
-    assert (model.vocab_size, model.max_position_embeddings) == (101, 1024)
+    assert (model.vocab_size, model.num_positions) == (101, 1024)
     assert config.model_type == "qwen3_5"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from milepost.cache.placement import Kind
 from milepost.cache.plans import Export
 from milepost.runner.arrays import Capacity, HostTables, Shapes, build
-from milepost.runner.graphs import exact_capacity, ladder, smallest
+from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
+from milepost.runner.staging import num_staged_bytes
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 SHAPES = Shapes(num_kv_heads=2, heads_per_kv=4, page_size=64, page_rows=1000, has_recurrent=True)
@@ -136,6 +140,37 @@ def test_few_sequences_have_graphs_of_their_own():
 def test_ladder_stays_within_the_token_budget():
     capacities = ladder(max_num_seqs=4, max_num_batched_tokens=100)
     assert max(c.num_tokens for c in capacities) <= 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_step_fits_what_is_staged_for_the_largest(data):
+    """What an executor stages is sized by `largest_step` with a state behind each token."""
+    budget, max_num_seqs = data.draw(st.sampled_from([(64, 3), (200, 8), (640, 40)]))
+    largest = largest_step(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    tables = HostTables(num_slots=max_num_seqs, max_pages=64)
+    most = build(steps(), tables, SHAPES, replace(largest, num_exports=budget))
+    sequences = []
+    for slot in range(1, data.draw(st.integers(1, max_num_seqs)) + 1):
+        left = budget - sum(len(s.tokens) for s in sequences)
+        if not left:
+            break
+        start, length = data.draw(st.integers(0, 3000)), data.draw(st.integers(1, left))
+        ends = data.draw(st.sets(st.integers(start + 1, start + length), max_size=20))
+        exports = [Export(position=end, slot=1, kind=Kind.MARK) for end in sorted(ends)]
+        sequences.append(sequence(start, [1] * length, slot, exports=exports))
+    plan = steps(*sequences)
+    tables.update(plan.sequences)
+    step = build(plan, tables, SHAPES, exact_capacity(plan))
+    assert num_staged_bytes(step) <= num_staged_bytes(most)
+
+
+def test_the_largest_step_has_all_sequences_and_states():
+    largest = largest_step(max_num_seqs=512, max_num_batched_tokens=8192)
+    assert (largest.num_tokens, largest.num_sequences) == (8192, 512)
+    assert largest.num_exports == 512 + 128
+    assert not largest.decodes
+    assert largest_step(max_num_seqs=512, max_num_batched_tokens=100).num_sequences == 100
 
 
 def _arrays(step) -> list[np.ndarray]:

@@ -23,11 +23,11 @@ from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
 from milepost.runner.arrays import Capacity
 from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
-from milepost.runner.graphs import ladder
+from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.memory import MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape
-from milepost.runner.runner import Runner
+from milepost.runner.runner import Executor, Runner
 from milepost.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,12 @@ def build(config: EngineConfig) -> Parts:
     model.pack()
     shape = _pool_shape(config, model)
     is_fast = device.type == "cuda" and has_fast_kernels(model)
+    largest = largest_step(
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
     activations, captured = 0, _captured(config) if is_fast else []
     if is_fast:
-        activations = measure_activations(model, shape, config.max_num_batched_tokens, captured)
+        activations = measure_activations(model, shape, largest, captured)
     sizes = _sizes(config, shape, device, activations)
     cache = Cache(
         storage=sizes.storage(),
@@ -83,10 +86,14 @@ def build(config: EngineConfig) -> Parts:
     max_model_len = _max_model_len(config, model, cache.capacity)
     pools = sizes.allocate(shape, device)
     logger.info("cache: %s", sizes.describe(shape))
-    kind = DeviceExecutor if is_fast else PlainExecutor
-    executor = kind(model, pools, num_slots=sizes.num_slots, max_model_len=max_model_len)
-    if captured:
-        executor.capture(captured)
+    sequences = {"num_slots": sizes.num_slots, "max_model_len": max_model_len}
+    executor: Executor
+    if is_fast:
+        executor = DeviceExecutor(model, pools, **sequences, largest=largest)
+        if captured:
+            executor.capture(captured)
+    else:
+        executor = PlainExecutor(model, pools, **sequences)
     return Parts(
         scheduler=Scheduler(
             cache,
@@ -179,7 +186,7 @@ def _max_model_len(config: EngineConfig, model: HybridModel, capacity: int) -> i
     """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
     `capacity` tokens.
     """
-    limit = model.max_position_embeddings
+    limit = model.num_positions
     asked = config.max_model_len
     if asked is None:
         return min(limit, capacity)

@@ -27,7 +27,7 @@ class Rotary:
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
         frequencies, self.scale = _frequencies(config)
         self.frequencies = frequencies.to(device=device, dtype=torch.float32)
-        self._num_positions: int = config.max_position_embeddings
+        self.num_positions = num_positions(config)
         self._table: Tensor | None = None
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -35,10 +35,12 @@ class Rotary:
 
         On a GPU they are looked up, in one launch in place of seven.
         """
-        if not positions.is_cuda:
-            return self._compute(positions, dtype)
+        return (self.look_up if positions.is_cuda else self._compute)(positions, dtype)
+
+    def look_up(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`angles` from a table of every position, made by the first call."""
         if self._table is None:
-            every = torch.arange(self._num_positions, device=positions.device)
+            every = torch.arange(self.num_positions, device=positions.device)
             self._table = torch.cat(self._compute(every, dtype), 1)
         both = self._table.index_select(0, positions)
         return both[:, :1], both[:, 1:]
@@ -46,6 +48,23 @@ class Rotary:
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None].float() * self.frequencies
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def num_positions(config: PreTrainedConfig) -> int:
+    """Positions that a model can be asked for: as many as it was trained on, or as many as its
+    scaling stretches these to.
+
+    YaRN stretches the original length by its factor (arXiv:2309.00071, section 3.1), whatever
+    `max_position_embeddings` says; linear scaling stretches that; llama3 names the stretched one.
+    """
+    parameters, own = config.rope_parameters, config.max_position_embeddings
+    match parameters.get("rope_type", "default"):
+        case "yarn":
+            return int(parameters["original_max_position_embeddings"] * parameters["factor"])
+        case "linear":
+            return int(own * parameters["factor"])
+        case _:
+            return own
 
 
 def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

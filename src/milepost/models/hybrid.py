@@ -110,7 +110,6 @@ class HybridModel(nn.Module):
         self.architecture = architecture
         self.dtype = kind.dtype
         self.vocab_size: int = config.vocab_size
-        self.max_position_embeddings: int = config.max_position_embeddings
         self.embedding = kind.empty(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             HybridLayer(index, config, architecture, kind)
@@ -121,6 +120,16 @@ class HybridModel(nn.Module):
         tied = self.embedding if is_tied else None
         self.head = Linear(config.hidden_size, config.vocab_size, kind, weight=tied)
         self.rotary = Rotary(config, kind.device)
+
+    @property
+    def num_positions(self) -> int:
+        """Longest sequence, in tokens, that the model's positions reach."""
+        return self.rotary.num_positions
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parameters together."""
+        return sum(parameter.nbytes for parameter in self.parameters())
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import torch
@@ -19,11 +20,15 @@ from transformers import AutoConfig, PreTrainedConfig
 from milepost.config import DType, LoadFormat
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.parameters import ParameterKind
-from milepost.models.hybrid import HybridModel
+from milepost.models.hybrid import Architecture, HybridModel
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
 from milepost.models.weights import WeightFiles, fill_from_folder
 
 logger = logging.getLogger(__name__)
+
+GIB = 2**30
+_MEMINFO = Path("/proc/meminfo")
+"""Where Linux says how much memory can be taken without swapping."""
 
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer*", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -53,6 +58,7 @@ def load_model(
     is_tied = config.tie_word_embeddings and (
         files is None or "lm_head.weight" not in files.by_name
     )
+    check_room(text, architecture, kind, is_tied=is_tied)
     loaded = HybridModel(text, architecture, kind, is_tied=is_tied).eval()
     if files is None:
         loaded.fill(seed)
@@ -95,6 +101,37 @@ def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) 
         raise ConfigError(
             f"model={str(model)!r} is neither a folder nor a checkpoint from the hub ({error})"
         ) from error
+
+
+def check_room(
+    config: PreTrainedConfig, architecture: Architecture, kind: ParameterKind, *, is_tied: bool
+) -> None:
+    """Raise ConfigError if the device has too little free memory for the parameters, before any of
+    it is taken."""
+    free = _free_bytes(kind.device)
+    if free is None:
+        return
+    # Has the sizes, and no memory.
+    outline = ParameterKind(dtype=kind.dtype, device=torch.device("meta"))
+    needed = HybridModel(config, architecture, outline, is_tied=is_tied).num_bytes
+    if needed > free:
+        name = str(kind.dtype).removeprefix("torch.")
+        advice = "" if kind.dtype.itemsize < 4 else "dtype='bfloat16' halves the weights, or "
+        raise ConfigError(
+            f"the weights take {needed / GIB:.1f} GiB in {name} and {kind.device} has "
+            f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; "
+            f"{advice}use a smaller model or a device with more memory, or end what else uses it"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that can be taken on a device; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu" or not _MEMINFO.exists():
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(encoding="ascii"))
+    return int(found[1]) * 1024 if found else None
 
 
 def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch.dtype:

@@ -68,6 +68,7 @@ def _is_unset(value: Any) -> bool:
 _REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "quantization_config": (_is_unset, "an unquantized checkpoint"),
     "compression_config": (_is_unset, "an unquantized checkpoint"),
+    "linear_conv_kernel_dim": (lambda value: value is None or value > 1, "2 or more"),
     "hidden_act": (lambda value: value in ("silu", "swish"), "silu"),
     "use_sliding_window": (_is_unset, "false"),
     "sliding_window": (_is_unset, "none"),

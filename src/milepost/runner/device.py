@@ -7,6 +7,7 @@ themselves. Two steps may be under way at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -22,7 +23,7 @@ from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.sampling import SamplingRow, choose
-from milepost.runner.staging import Staging
+from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
 
@@ -30,17 +31,27 @@ _NOTHING = StepPlan(sequences=())
 
 
 class DeviceExecutor:
-    """Runs `model` over `pools` on their GPU; `max_model_len` bounds any sequence."""
+    """Runs `model` over `pools` on their GPU; `max_model_len` bounds any sequence, `largest` any
+    step."""
 
     def __init__(
-        self, model: HybridModel, pools: Pools, *, num_slots: int, max_model_len: int
+        self,
+        model: HybridModel,
+        pools: Pools,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        largest: Capacity,
     ) -> None:
         self.model = model
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = PageTables(num_slots, max_pages, pools.device)
         self._shapes = _shapes(model, pools)
-        self._staging = Staging(pools.device, _STAGED_BYTES)
+        # A state can be asked for behind each token.
+        every = replace(largest, num_exports=largest.num_tokens)
+        most = arrays.build(_NOTHING, self._tables.host, self._shapes, every)
+        self._staging = Staging(pools.device, num_staged_bytes(most))
         self._graphs = Graphs()
 
     @torch.inference_mode()
@@ -114,24 +125,21 @@ class DeviceExecutor:
         return Outcome(logits=logits, best=likeliest(logits))
 
 
-_STAGED_BYTES = 1 << 23
-"""For steps of up to a quarter of a million tokens."""
-
-
 def has_fast_kernels(model: HybridModel) -> bool:
     """Whether the fused kernels can run the model: they need triton, and no float64."""
     return model.dtype != torch.float64 and find_spec("triton") is not None
 
 
 def measure_activations(
-    model: HybridModel, shape: PoolShape, num_tokens: int, captured: Sequence[Capacity]
+    model: HybridModel, shape: PoolShape, largest: Capacity, captured: Sequence[Capacity]
 ) -> int:
-    """Bytes that a step of `num_tokens`, the most, takes besides weights and pools. Compiles its
-    kernels, and those of the steps that are `captured` later."""
+    """Bytes that the `largest` step takes besides weights and pools. Compiles its kernels, and
+    those of the steps that are `captured` later."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, device=device)
-    executor = DeviceExecutor(model, pools, num_slots=1, max_model_len=shape.page_size)
-    largest = Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
+    executor = DeviceExecutor(
+        model, pools, num_slots=1, max_model_len=shape.page_size, largest=largest
+    )
     executor.compile([largest, *captured])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

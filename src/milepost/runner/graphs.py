@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from milepost.cache.placement import GRID
 from milepost.runner.arrays import Capacity
 from milepost.scheduler.plans import StepPlan
 
@@ -40,7 +41,7 @@ def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
         Capacity(
             num_tokens=num_tokens,
             num_sequences=num_sequences,
-            num_exports=num_sequences + num_tokens // 64,
+            num_exports=num_sequences + num_tokens // GRID,
             decodes=False,
         )
         for num_tokens in _MIXED_TOKENS
@@ -54,6 +55,18 @@ def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
         for count in counts
     ]
     return [*reversed(mixed), *reversed(decodes)]
+
+
+def largest_step(*, max_num_seqs: int, max_num_batched_tokens: int) -> Capacity:
+    """The step that takes the most memory: its whole budget, cut into as many sequences as may run,
+    each of which samples and leaves a state, and a state at each grid position."""
+    num_sequences = min(max_num_seqs, max_num_batched_tokens)
+    return Capacity(
+        num_tokens=max_num_batched_tokens,
+        num_sequences=num_sequences,
+        num_exports=num_sequences + max_num_batched_tokens // GRID,
+        decodes=False,
+    )
 
 
 def _mixed_sequences(most: int) -> tuple[int, ...]:

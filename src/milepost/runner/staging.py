@@ -71,6 +71,11 @@ class Staging:
         return _replaced(batch, view)
 
 
+def num_staged_bytes(batch: Any) -> int:
+    """What the arrays in `batch` take of a buffer."""
+    return sum(_aligned(array.nbytes) for array in _arrays(batch))
+
+
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from milepost.runner.device import DeviceExecutor
+from milepost.runner.graphs import largest_step
 from milepost.runner.pools import Pools
 from tests.engines import ask, cached, greedy, num_held, save_tiny, tokens
 from tests.shared import share_memory
@@ -31,7 +32,10 @@ def llm(request, tiny):
     model = runner.executor.model
 
     def make(pools: Pools, num_slots: int) -> DeviceExecutor:
-        return DeviceExecutor(model, pools, num_slots=num_slots, max_model_len=1024)
+        largest = largest_step(max_num_seqs=64, max_num_batched_tokens=8192)
+        return DeviceExecutor(
+            model, pools, num_slots=num_slots, max_model_len=1024, largest=largest
+        )
 
     if request.param == "shared":
         share_memory(llm, 3, make)
