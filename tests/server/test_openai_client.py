@@ -195,7 +195,9 @@ def test_refusals_name_the_field(client, changes, status, param):
         ),
         ({"top_logprobs": 2}, None),
         ({"tool_choice": "required"}, None),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+        ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
         ({"extra_body": {"chat_template": "{{ x }}"}}, "chat_template"),
         (
             {"extra_body": {"chat_template_kwargs": {"chat_template": "{{ x }}"}}},

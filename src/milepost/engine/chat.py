@@ -46,8 +46,10 @@ def render(
     tools: Sequence[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> ChatPrompt:
-    """Token ids and marks of a conversation.
+    """Token ids and marks of a conversation. With `continue_final_message` the text ends inside the
+    last message, so that the answer goes on with it, and `add_generation_prompt` does nothing.
 
     A message, or a text part of one, with a `cache_control` gets a mark at its end; so does what
     the template itself marks: the end of the system prompt and tools, and of the last message.
@@ -55,18 +57,22 @@ def render(
     Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
     message has something other than text.
     """
+    if continue_final_message:
+        ending = {"add_generation_prompt": False, "continue_final_message": True}
+    else:
+        ending = {"add_generation_prompt": add_generation_prompt}
     conversation = _Conversation(tokenizer, tools, dict(chat_template_kwargs or {}))
     checked = [_checked(message) for message in messages]
     if not checked:
         raise InvalidRequestError("messages=[]: use one message or more")
     try:
-        text = conversation.text(checked, add_generation_prompt)
+        text = conversation.text(checked, ending)
     except _REFUSALS as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
     ends = [
         _head_end(conversation, checked, text),
         _body_end(conversation, checked, text),
-        *_breakpoints(conversation, messages, text, add_generation_prompt),
+        *_breakpoints(conversation, messages, text, ending),
     ]
     token_ids, positions = _tokenize(tokenizer, text, ends)
     marks = sorted({position for position in positions if 0 < position < len(token_ids)})
@@ -89,19 +95,19 @@ class _Conversation:
                 "one with chat_template_kwargs={'chat_template': ...}"
             )
 
-    def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def text(self, messages: Sequence[Message], ending: Mapping[str, bool]) -> str:
         return self.tokenizer.apply_chat_template(
             list(messages),
             tools=self.tools,
             tokenize=False,
-            add_generation_prompt=add_generation_prompt,
+            **ending,
             **self.template_kwargs,
         )
 
     def text_if_taken(self, messages: Sequence[Message]) -> str | None:
         """Without a generation prompt; None if the template refuses these messages."""
         try:
-            return self.text(messages, add_generation_prompt=False)
+            return self.text(messages, {"add_generation_prompt": False})
         except _REFUSALS:
             return None
 
@@ -170,7 +176,7 @@ def _breakpoints(
     conversation: _Conversation,
     messages: Sequence[Message],
     text: str,
-    add_generation_prompt: bool,
+    ending: Mapping[str, bool],
 ) -> list[int]:
     """Where the parts with a `cache_control` end: the last MAX_BREAKPOINTS of them.
 
@@ -180,7 +186,7 @@ def _breakpoints(
     ends = []
     for other in changed[-MAX_BREAKPOINTS:]:
         try:
-            marked = conversation.text([_checked(m) for m in other], add_generation_prompt)
+            marked = conversation.text([_checked(m) for m in other], ending)
         except _REFUSALS:
             continue
         ends.append(_common_length(text, marked))

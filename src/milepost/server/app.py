@@ -95,10 +95,12 @@ def build(service: Service) -> Gate:
 def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=ERRORS, response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        service.unknown.settle(body, request.scope)
         return await complete(service, body, request)
 
     @app.post("/v1/chat/completions", responses=ERRORS, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        service.unknown.settle(body, request.scope)
         return await chat(service, body, request)
 
     @app.get("/v1/models")
@@ -122,7 +124,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses={400: ERRORS[400], 404: ERRORS[404]})
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        service.unknown.settle(body, request.scope)
         service.check_model(body.model)
         tokens, marks = await _tokenized(service, body)
         names = None
@@ -137,7 +140,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
         }
 
     @app.post("/detokenize", responses={400: ERRORS[400], 404: ERRORS[404]})
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        service.unknown.settle(body, request.scope)
         service.check_model(body.model)
         vocab_size = service.client.info.vocab_size
         for index, token in enumerate(body.tokens):
@@ -163,7 +167,8 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
         for_template(body.messages or []),
         tools=tools_for_template(body.tools),
         template_kwargs=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
     )
     return rendered.token_ids, list(rendered.marks)
 

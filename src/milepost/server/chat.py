@@ -11,14 +11,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta
-from milepost.server import forms, logprobs, parameters
+from milepost.server import logprobs
+from milepost.server.conversation import AnswerEvents, Turn, begin, response_id
 from milepost.server.errors import json_response
-from milepost.server.generation import Generation
 from milepost.server.logprobs import TokenBytes
-from milepost.server.messages import for_template, tools_for_template
-from milepost.server.parsing.answer import AnswerParser, ends_in_reasoning
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
@@ -28,42 +25,11 @@ from milepost.server.stream import Chunks, EventStream, unless_disconnected
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    params = parameters.of_chat(request, service.client.info.sampling_defaults)
-    tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
-    rendered = await service.render(
-        for_template(request.messages),
-        tools=tools,
-        template_kwargs=request.chat_template_kwargs,
-        add_generation_prompt=request.add_generation_prompt is not False,
-    )
-    prompt = Prompt(
-        token_ids=rendered.token_ids,
-        cache_salt=request.cache_salt or "",
-        cache_marks=rendered.marks[: service.client.config.max_cache_marks],
-    )
-    if request.user is not None:
-        http.scope["milepost.record"]["user"] = request.user
-    is_open = service.format.has_reasoning and ends_in_reasoning(rendered.text)
-    if request.response_format or request.tool_choice:
-        form = await service.with_tokenizer(
-            lambda tokenizer: forms.of_chat(
-                request, tools, service.format.calls, tokenizer, is_open=is_open
-            )
-        )
-        params = forms.apply(params, form)
     octets = await service.token_bytes() if request.logprobs else None
-    generation = Generation(
-        service,
-        [prompt],
-        params,
-        scope=http.scope,
-        priority=request.priority or 0,
-        field="messages",
-    )
-    parsers = [service.format.parser(tools=tools, is_open=is_open) for _ in range(params.n)]
-    writer = _Writer(request, prompt, generation, parsers, model, octets)
+    turn = await begin(service, request, http, field="messages")
+    writer = _Writer(request, turn, response_id("chatcmpl", request, http), model, octets)
     http.scope["milepost.record"]["id"] = writer.id
-    close = generation.close
+    close = turn.generation.close
     if request.stream:
         limit = service.config.write_timeout_s
         return EventStream(writer.events(), close, write_timeout_s=limit)
@@ -74,7 +40,7 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
 class _Answer:
     """One choice, as far as it has come."""
 
-    parser: AnswerParser
+    events: AnswerEvents
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -86,10 +52,7 @@ class _Answer:
     def feed(self, delta: Delta) -> list[dict[str, Any]]:
         """Take over what the engine sent; gives what a stream says of it, piece by piece."""
         self.token_ids += delta.token_ids
-        events = self.parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            events += self.parser.finish()
-        gains = [self._take(found) for found in events]
+        gains = [self._take(found) for found in self.events.feed(delta)]
         if delta.finish_reason is not None:
             self.finish_reason = self._finish_reason(delta.finish_reason)
             self.stop_reason = delta.stop_reason
@@ -136,18 +99,17 @@ class _Writer:
     def __init__(
         self,
         request: ChatRequest,
-        prompt: Prompt,
-        generation: Generation,
-        parsers: list[AnswerParser],
+        turn: Turn,
+        id_: str,
         model: str,
         octets: TokenBytes | None,
     ) -> None:
         self._request = request
         self._octets = octets
-        self._prompt = prompt
-        self._generation = generation
-        self._answers = [_Answer(parser) for parser in parsers]
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._prompt = turn.prompt
+        self._generation = turn.generation
+        self._answers = [_Answer(events) for events in turn.answers]
+        self.id = id_
         self._created = int(time.time())
         self._model = model
 
@@ -196,7 +158,8 @@ class _Writer:
     # --- streamed ---------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[bytes]:
-        chunks = Chunks(self._head("chat.completion.chunk"), self._request.stream_options)
+        usage = self._generation.usage
+        chunks = Chunks(self._head("chat.completion.chunk"), self._request.stream_options, usage)
         begun: set[int] = set()
         arrived = self._generation.deltas()
         try:
@@ -207,7 +170,7 @@ class _Writer:
                     begun.add(index)
                 if choices:
                     yield chunks.of(choices)
-            yield chunks.end(self._generation.usage)
+            yield chunks.end()
         finally:
             await arrived.aclose()
 

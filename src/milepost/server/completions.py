@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta
 from milepost.errors import InvalidRequestError
 from milepost.server import forms, logprobs, parameters
+from milepost.server.conversation import response_id, shortened
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
 from milepost.server.protocol import CompletionRequest
@@ -24,10 +24,13 @@ from milepost.server.stream import Chunks, EventStream, unless_disconnected
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
     """Answer prompts as they stand."""
     model = service.check_model(request.model)
-    form = forms.of_response_format(request.response_format)
+    form = forms.of_request(request)
     defaults = service.client.info.sampling_defaults
     params = forms.apply(parameters.of_completion(request, defaults), form)
-    prompts = await _prompts(service, request)
+    limit = service.client.info.max_model_len
+    prompts = [
+        shortened(prompt, request, params, limit) for prompt in await _prompts(service, request)
+    ]
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
     generation = Generation(
@@ -38,7 +41,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         priority=request.priority or 0,
         field="prompt",
     )
-    writer = _Writer(request, prompts, generation, model)
+    id_ = response_id("cmpl", request, http)
+    writer = _Writer(request, prompts, generation, model, id_)
     http.scope["milepost.record"]["id"] = writer.id
     close = generation.close
     if request.stream:
@@ -74,11 +78,12 @@ class _Writer:
         prompts: list[Prompt],
         generation: Generation,
         model: str,
+        id_: str,
     ) -> None:
         self._request = request
         self._prompts = prompts
         self._generation = generation
-        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.id = id_
         self._head = {
             "id": self.id,
             "object": "text_completion",
@@ -96,7 +101,8 @@ class _Writer:
         return {**self._head, "choices": choices, "usage": self._generation.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        chunks = Chunks(self._head, self._request.stream_options)
+        usage = self._generation.usage
+        chunks = Chunks(self._head, self._request.stream_options, usage)
         arrived = self._generation.deltas()
         try:
             async for deltas in arrived:
@@ -108,7 +114,7 @@ class _Writer:
                         choices.append(choice)
                 if choices:
                     yield chunks.of(choices)
-            yield chunks.end(self._generation.usage)
+            yield chunks.end()
         finally:
             await arrived.aclose()
 

@@ -47,6 +47,9 @@ class ServerConfig:
     """Time that running requests get to finish after SIGTERM or Ctrl-C; then they are failed."""
     max_request_bytes: int = 16 * 2**20
     """Largest request body."""
+    strict: bool = False
+    """Refuse requests with fields that nobody knows; else these are ignored, and named in the log
+    and in the response's header `x-milepost-ignored`."""
     tool_call_parser: ToolParser = "auto"
     """Form of the model's tool calls; `auto` reads it off the chat template."""
     reasoning_parser: ReasoningParser = "auto"

@@ -14,11 +14,24 @@ from milepost.engine.guidance import JSON_OPTIONS
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.server.parsing.calls import CLOSE, OPEN
-from milepost.server.protocol import ChatRequest, NamedToolChoice, ResponseFormat
+from milepost.server.protocol import ChatRequest, NamedToolChoice, ResponseFormat, Sampling
 
 Tools = Sequence[Mapping[str, Any]]
 
 END_OF_REASONING = "</think>"
+
+
+def of_request(request: Sampling) -> StructuredOutputs | None:
+    """From `response_format` or `structured_outputs`. Raises InvalidRequestError for both."""
+    form, wanted = of_response_format(request.response_format), request.structured_outputs
+    if wanted is None:
+        return form
+    if form is not None:
+        raise InvalidRequestError("structured_outputs={...}: not with response_format")
+    schema = {"type": "object"} if wanted.json_object else wanted.json_
+    return StructuredOutputs(
+        json=schema, regex=wanted.regex, choice=wanted.choice, grammar=wanted.grammar
+    )
 
 
 def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | None:
@@ -40,7 +53,7 @@ def of_chat(
 ) -> StructuredOutputs | None:
     """`calls` is the model's form of tool calls; with `is_open` the form begins behind the
     reasoning. Raises InvalidRequestError."""
-    form = of_response_format(request.response_format)
+    form = of_request(request)
     demanded = _demanded(request, tools)
     if demanded:
         if form is not None:

@@ -52,6 +52,7 @@ class Gate:
         scope["milepost.record"] = exchange.record
         scope["milepost.arrival"] = exchange.arrival
         scope["milepost.send"] = exchange.send
+        scope["milepost.headers"] = exchange.headers
         scope["milepost.abort"] = _aborter(send)
         try:
             self._check_key(scope)
@@ -117,10 +118,14 @@ class _Exchange:
         self.status: int | None = None
         self.is_complete = False
         self.record: dict[str, Any] = {}
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Go out with the response, besides its own."""
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if self.headers:
+                message = {**message, "headers": [*message["headers"], *self.headers]}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
             self.is_complete = True

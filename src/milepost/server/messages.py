@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from milepost.server.errors import HttpError
-from milepost.server.protocol import Message, Tool, ToolCall
+from milepost.server.protocol import Message, TextPart, Tool, ToolCall
+
+_NOT_FOR_TEMPLATES = {"content", "tool_calls", "reasoning", "refusal", "annotations"}
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -22,8 +24,8 @@ def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | N
 
 def _message(index: int, message: Message) -> dict[str, Any]:
     """Templates know no role `developer`: it is the system's."""
-    plain = message.model_dump(exclude_none=True, exclude={"tool_calls", "reasoning"})
-    plain["content"] = plain.get("content", "")
+    plain = message.model_dump(exclude_none=True, exclude=_NOT_FOR_TEMPLATES)
+    plain["content"] = _content(message)
     if message.role == "developer":
         plain["role"] = "system"
     reasoning = message.reasoning_content or message.reasoning
@@ -35,6 +37,18 @@ def _message(index: int, message: Message) -> dict[str, Any]:
             _call(f"{where}[{place}]", call) for place, call in enumerate(message.tool_calls)
         ]
     return plain
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    """A refusal is what the assistant said."""
+    if not isinstance(message.content, list):
+        return message.content or message.refusal or ""
+    return [_part(part) for part in message.content]
+
+
+def _part(part: TextPart) -> dict[str, Any]:
+    plain = part.model_dump(exclude_none=True, exclude={"refusal"})
+    return {**plain, "type": "text", "text": part.text if part.type == "text" else part.refusal}
 
 
 def _call(where: str, call: ToolCall) -> dict[str, Any]:

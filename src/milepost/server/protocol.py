@@ -1,7 +1,8 @@
 """What the bodies of requests may hold.
 
-Every field of OpenAI's API stands here. One that we do not support takes only the value that asks
-for nothing; anything else is refused by name, as is a field that nobody knows.
+Every field of OpenAI's API stands here, and vLLM's own. One that we do not support takes only
+values that do not change the answer; others are refused by name. A field that nobody knows is kept
+as an extra until `unknown.py` takes it out and tells of it.
 """
 
 from __future__ import annotations
@@ -39,10 +40,22 @@ def only(*values: Any) -> Any:
     return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
 
 
-class Body(BaseModel):
-    """JSON types are taken as they are: no number in a string, no unknown field."""
+def instead(name: str) -> Any:
+    """The type of a field whose place another one has taken."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    def check(value: Any) -> Any:
+        if value is None:
+            return value
+        raise ValueError(f"use {name}")
+
+    schema = {"enum": [None], "description": f"Not supported; use {name}."}
+    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
+
+
+class Body(BaseModel):
+    """JSON types are taken as they are: no number in a string."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -51,7 +64,9 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     """End the stream with a chunk that has `usage`."""
-    include_obfuscation: only(False) = None
+    continuous_usage_stats: bool | None = None
+    """With include_usage, every chunk has the usage so far."""
+    include_obfuscation: Any = None
 
 
 class CacheControl(Body):
@@ -62,14 +77,23 @@ class CacheControl(Body):
 
 
 class TextPart(Body):
-    type: Literal["text"]
-    text: str
+    """Text, or what an assistant said in place of an answer, which counts as text."""
+
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> TextPart:
+        if (self.text if self.type == "text" else self.refusal) is None:
+            raise ValueError(f"a part of type {self.type!r} needs a {self.type}")
+        return self
 
 
 class FunctionCall(Body):
     name: str
-    arguments: str = "{}"
+    arguments: str | None = "{}"
 
 
 class ToolCall(Body):
@@ -90,10 +114,11 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     cache_control: CacheControl | None = None
-    refusal: only() = None
+    refusal: str | None = None
     audio: only() = None
     function_call: only() = None
-    annotations: only([]) = None
+    annotations: Any = None
+    """Clients send back what they were sent; it says nothing to the model."""
 
     @model_validator(mode="after")
     def _has_something(self) -> Message:
@@ -141,6 +166,21 @@ class ResponseFormat(Body):
         return self
 
 
+class StructuredOutputs(Body):
+    """vLLM's field: the form of the answer, exactly one."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In llguidance's dialect of Lark."""
+    json_object: bool | None = None
+    structural_tag: only() = None
+    disable_any_whitespace: Any = None
+    disable_additional_properties: only(False) = None
+    whitespace_pattern: only() = None
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 
@@ -168,6 +208,13 @@ class Sampling(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """Keep so many of the prompt's tokens; -1 for as many as leave room for the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end is cut; the left one if nothing is said."""
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Becomes a part of the response's id."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share cached prefixes only with those of the same salt."""
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
@@ -177,11 +224,35 @@ class Sampling(Body):
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Goes to the access log."""
     prompt_logprobs: only() = None
-    service_tier: only("auto", "default") = None
-    store: only(False) = None
-    metadata: only({}) = None
-    prompt_cache_key: only() = None
-    safety_identifier: only() = None
+
+    # Said to the service, not to the model.
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    # What would change the answer, and is not done here.
+    use_beam_search: only(False) = None
+    length_penalty: only(1, 1.0) = None
+    allowed_token_ids: only([]) = None
+    bad_words: only([]) = None
+    logit_processors: only([]) = None
+    logits_processors: only([]) = None
+    logprob_token_ids: only([]) = None
+    return_tokens_as_token_ids: only(False) = None
+    spaces_between_special_tokens: only(True) = None
+    thinking_token_budget: only() = None
+    repetition_detection: only() = None
+    prompt_embeds: only() = None
+    guided_json: instead("structured_outputs.json") = None
+    guided_regex: instead("structured_outputs.regex") = None
+    guided_choice: instead("structured_outputs.choice") = None
+    guided_grammar: instead("structured_outputs.grammar") = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: only() = None
+    structural_tag: only() = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -226,19 +297,26 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: only(True) = None
+    parallel_tool_calls: bool | None = None
+    """False: an answer has one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message in place of beginning one."""
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    """Goes to the chat template, if it reads it; `none` also as `enable_thinking`."""
+    include_reasoning: bool | None = None
+    """False: leave the reasoning out of the response."""
     chat_template: only() = None
-    continue_final_message: only(False) = None
-    reasoning_effort: only() = None
+    documents: only([]) = None
+    echo: only(False) = None
     modalities: only(["text"]) = None
     audio: only() = None
-    prediction: only() = None
-    verbosity: only() = None
     web_search_options: only() = None
-    functions: only() = None
+    functions: only([]) = None
     function_call: only("none", "auto") = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -246,13 +324,15 @@ class ChatRequest(Sampling):
             raise ValueError("top_logprobs goes with logprobs=true")
         if self.max_tokens and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ: use one of them")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt: use one of them")
         _check_tool_choice(self)
         return self
 
 
 def _check_tool_choice(request: ChatRequest) -> None:
     choice, names = request.tool_choice, [tool.function.name for tool in request.tools or ()]
-    if choice in (None, "none"):
+    if choice in (None, "none", "auto"):
         return
     if not names:
         raise ValueError("tool_choice needs tools")
@@ -268,7 +348,8 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -33,6 +33,7 @@ from milepost.server.logprobs import TokenBytes
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format
 from milepost.server.templates import check_template_kwargs, variables_of
+from milepost.server.unknown import UnknownFields
 
 T = TypeVar("T")
 
@@ -83,8 +84,9 @@ class Service:
         self.names = list(names)
         self.started = int(time.time())
         self.metrics = RequestMetrics()
+        self.unknown = UnknownFields(strict=config.strict)
         template = getattr(tokenizer, "chat_template", None)
-        self._template_variables = variables_of(template)
+        self.template_variables = variables_of(template)
         self._token_bytes: TokenBytes | None = None
         self.format = find_format(
             template,
@@ -132,9 +134,10 @@ class Service:
         tools: Sequence[Any] | None,
         template_kwargs: Mapping[str, Any] | None,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> chat.ChatPrompt:
         """A conversation as token ids and marks."""
-        variables = self._template_variables
+        variables = self.template_variables
         check_template_kwargs(template_kwargs or {}, variables)
         if tools and variables is not None and "tools" not in variables:
             raise HttpError(
@@ -150,6 +153,7 @@ class Service:
                 tools=tools,
                 chat_template_kwargs=template_kwargs,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
         )
 

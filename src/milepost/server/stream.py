@@ -36,22 +36,28 @@ class Chunks:
     encoded once.
     """
 
-    def __init__(self, head: Mapping[str, Any], options: StreamOptions | None) -> None:
+    def __init__(
+        self, head: Mapping[str, Any], options: StreamOptions | None, usage: Callable[[], Any]
+    ) -> None:
         self._head = head
+        self._usage = usage
         self._has_usage = bool(options and options.include_usage)
+        self._has_all_usage = self._has_usage and bool(options and options.continuous_usage_stats)
         self._before = b"data: " + _ENCODER.encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
 
     def of(self, choices: Iterable[Any]) -> bytes:
         """An event for each choice."""
+        if self._has_all_usage:
+            self._after = b'],"usage":' + _ENCODER.encode(self._usage()) + b"}\n\n"
         events = (self._before + _ENCODER.encode(choice) + self._after for choice in choices)
         return b"".join(events)
 
-    def end(self, usage: Callable[[], Any]) -> bytes:
+    def end(self) -> bytes:
         """The last events, with the usage if it was asked for."""
         if not self._has_usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": usage()}) + DONE
+        return event({**self._head, "choices": [], "usage": self._usage()}) + DONE
 
 
 class EventStream(Response):

@@ -64,6 +64,18 @@ def check_template_kwargs(kwargs: Mapping[str, Any], variables: Collection[str] 
             raise _refusal(name, f"this model's chat template reads no such variable{hint}")
 
 
+def with_effort(
+    kwargs: Mapping[str, Any], effort: str | None, variables: Collection[str] | None
+) -> dict[str, Any]:
+    """`kwargs` with `reasoning_effort`, and `enable_thinking` that follows from it, where the
+    template reads them and the request did not set them itself.
+    """
+    if effort is None or variables is None:
+        return dict(kwargs)
+    found = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {**{name: value for name, value in found.items() if name in variables}, **kwargs}
+
+
 def _refusal(name: str, why: str) -> HttpError:
     field = f"chat_template_kwargs.{name}"
     return HttpError(400, f"{field}: {why}", param=field)

@@ -1,0 +1,149 @@
+"""From a chat request to answers under way: what all endpoints with messages have in common."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from milepost.engine.requests import Prompt
+from milepost.engine.wire import Delta
+from milepost.sampling_params import SamplingParams
+from milepost.server import forms, parameters
+from milepost.server.generation import Generation
+from milepost.server.messages import for_template, tools_for_template
+from milepost.server.parsing.answer import AnswerParser, ends_in_reasoning
+from milepost.server.parsing.events import CallArguments, CallStart, Event, Reasoning
+from milepost.server.protocol import ChatRequest, Sampling
+from milepost.server.service import Service
+from milepost.server.templates import with_effort
+
+MAX_ID_LEN = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The answers to one conversation, being made."""
+
+    prompt: Prompt
+    generation: Generation
+    answers: list[AnswerEvents]
+
+
+async def begin(service: Service, request: ChatRequest, http: Request, *, field: str) -> Turn:
+    """Render, check and submit. `field` is what errors about the prompt name.
+
+    Raises what the steps on the way raise; whoever gets a Turn closes its generation.
+    """
+    params = parameters.of_chat(request, service.client.info.sampling_defaults)
+    tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
+    rendered = await service.render(
+        for_template(request.messages),
+        tools=tools,
+        template_kwargs=template_kwargs(service, request, http.scope),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+    )
+    is_open = service.format.has_reasoning and ends_in_reasoning(rendered.text)
+    if request.response_format or request.structured_outputs or request.tool_choice:
+        form = await service.with_tokenizer(
+            lambda tokenizer: forms.of_chat(
+                request, tools, service.format.calls, tokenizer, is_open=is_open
+            )
+        )
+        params = forms.apply(params, form)
+    prompt = shortened(
+        Prompt(
+            token_ids=rendered.token_ids,
+            cache_salt=request.cache_salt or "",
+            cache_marks=rendered.marks[: service.client.config.max_cache_marks],
+        ),
+        request,
+        params,
+        service.client.info.max_model_len,
+    )
+    if request.user is not None:
+        http.scope["milepost.record"]["user"] = request.user
+    generation = Generation(
+        service,
+        [prompt],
+        params,
+        scope=http.scope,
+        priority=request.priority or 0,
+        field=field,
+    )
+    answers = [
+        AnswerEvents(
+            service.format.parser(tools=tools, is_open=is_open),
+            has_reasoning=request.include_reasoning is not False,
+            has_one_call=request.parallel_tool_calls is False,
+        )
+        for _ in range(params.n)
+    ]
+    return Turn(prompt=prompt, generation=generation, answers=answers)
+
+
+def template_kwargs(service: Service, request: ChatRequest, scope: Any) -> dict[str, Any]:
+    """What the template is given; an effort that it cannot be told of counts as ignored."""
+    variables, given = service.template_variables, request.chat_template_kwargs or {}
+    found = with_effort(given, request.reasoning_effort, variables)
+    if request.reasoning_effort is not None and len(found) == len(given):
+        service.unknown.tell(["reasoning_effort"], scope)
+    return found
+
+
+def response_id(kind: str, request: Sampling, http: Request) -> str:
+    """The id of a response, from the one that the request came with, if it has one."""
+    own = http.headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
+    return f"{kind}-{own[:MAX_ID_LEN]}"
+
+
+def shortened(
+    prompt: Prompt, request: Sampling, params: SamplingParams, max_model_len: int
+) -> Prompt:
+    """The part of a prompt that `truncate_prompt_tokens` keeps; marks move along."""
+    limit = request.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    if limit == -1:
+        limit = max_model_len - (params.max_tokens or 1)
+    num_cut = max(len(prompt.token_ids) - limit, 0)
+    keeps_start = request.truncation_side == "right"
+    start = 0 if keeps_start else num_cut
+    end = len(prompt.token_ids) - (num_cut if keeps_start else 0)
+    marks = (mark - start for mark in prompt.cache_marks if start < mark <= end)
+    return Prompt(
+        token_ids=prompt.token_ids[start:end],
+        cache_salt=prompt.cache_salt,
+        cache_marks=tuple(marks),
+    )
+
+
+class AnswerEvents:
+    """One answer's text, taken apart; what the request does not want of it is left out."""
+
+    def __init__(self, parser: AnswerParser, *, has_reasoning: bool, has_one_call: bool) -> None:
+        self._parser = parser
+        self._has_reasoning = has_reasoning
+        self._has_one_call = has_one_call
+        self._num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
+    def feed(self, delta: Delta) -> list[Event]:
+        """What a delta adds."""
+        events = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += self._parser.finish()
+        return [found for found in events if self._is_wanted(found)]
+
+    def _is_wanted(self, found: Event) -> bool:
+        if isinstance(found, Reasoning):
+            return self._has_reasoning
+        self._num_calls += isinstance(found, CallStart)
+        is_call = isinstance(found, CallStart | CallArguments)
+        return not (is_call and self._has_one_call and self._num_calls > 1)

@@ -1,0 +1,73 @@
+"""What becomes of fields that nobody knows: ignored and told of, or refused.
+
+Every client sends a field that only its own server reads. Bodies keep them as extras; here they
+are taken out, so that none reaches a chat template, and named in the log (once each) and in the
+response's header `x-milepost-ignored`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from milepost.server.errors import HttpError
+from milepost.server.protocol import Body
+
+logger = logging.getLogger(__name__)
+
+HEADER = b"x-milepost-ignored"
+MAX_NAMED = 16
+"""Most fields that a response names."""
+MAX_KNOWN = 256
+"""Most fields that are remembered as told of: names come from clients."""
+
+_INDEX = re.compile(r"\[\d+\]")
+_PLAIN = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+
+
+class UnknownFields:
+    """The policy of one server."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._told: set[str] = set()
+
+    def settle(self, body: Body, scope: Any) -> None:
+        """Take out of a body what nobody knows, and tell of it.
+
+        Raises HttpError 400 if unknown fields are refused.
+        """
+        found = list(taken(body, ""))
+        if not found:
+            return
+        if self._strict:
+            raise HttpError(400, f"{found[0]}: no such field here", param=found[0])
+        self.tell(found, scope)
+
+    def tell(self, paths: list[str], scope: Any) -> None:
+        """Name fields that were ignored in the log and in the response."""
+        names = dict.fromkeys(_INDEX.sub("[]", path) for path in paths)
+        plain = [name for name in names if _PLAIN.fullmatch(name)]
+        for name in plain:
+            if name not in self._told and len(self._told) < MAX_KNOWN:
+                self._told.add(name)
+                logger.warning("%s: ignored; --strict refuses such fields", name)
+        scope["milepost.record"]["ignored"] = plain[:MAX_NAMED]
+        header = ", ".join(plain[:MAX_NAMED]) or "?"
+        scope["milepost.headers"].append((HEADER, header.encode("ascii")))
+
+
+def taken(body: Body, where: str) -> Iterator[str]:
+    """Remove the extras of a body and of those inside it; yields their paths."""
+    extras = body.__pydantic_extra__
+    if extras:
+        yield from (where + name for name in extras)
+        extras.clear()
+    for name, value in body.__dict__.items():
+        if isinstance(value, Body):
+            yield from taken(value, f"{where}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Body):
+            for index, item in enumerate(value):
+                yield from taken(item, f"{where}{name}[{index}].")

@@ -1,0 +1,36 @@
+"""The HTTP application without an engine, for what ends before one is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import httpx
+
+from milepost.server import app
+from milepost.server.config import ServerConfig
+from milepost.server.service import Service
+from tests import chatmodel
+
+INFO = SimpleNamespace(max_model_len=4096, vocab_size=448, page_size=64, sampling_defaults={})
+
+
+def service(config: ServerConfig) -> Service:
+    client = SimpleNamespace(info=INFO, death=None, num_in_flight=0)
+    return Service(config, client, chatmodel.make_tokenizer(), ["tiny"])
+
+
+def answered(config: ServerConfig, path: str, body=None, headers=None) -> httpx.Response:
+    """The response to one request: a POST if there is a body, else a GET."""
+
+    async def send() -> httpx.Response:
+        own = service(config)
+        transport = httpx.ASGITransport(app.build(own), raise_app_exceptions=False)
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                method = "GET" if body is None else "POST"
+                return await http.request(method, path, json=body, headers=headers)
+        finally:
+            own.close()
+
+    return asyncio.run(send())

@@ -1,0 +1,238 @@
+"""What clients send beside the question: taken, ignored aloud, or refused by name."""
+
+import pytest
+
+from milepost.server.config import ServerConfig
+from tests.server.inprocess import answered
+
+HELLO = [{"role": "user", "content": "the quick brown fox"}]
+CHAT = {"model": "tiny", "messages": HELLO, "max_tokens": 4, "temperature": 0}
+PROMPT = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 4, "temperature": 0}
+
+
+def chat(http, **changes):
+    return http.post("/v1/chat/completions", json={**CHAT, **changes})
+
+
+def complete(http, **changes):
+    return http.post("/v1/completions", json={**PROMPT, **changes})
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+ECHOED = {
+    "role": "assistant",
+    "content": None,
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "provider_specific_fields": {"refusal": None},
+    "thinking_blocks": [{"type": "thinking", "thinking": "hm"}],
+    "images": [],
+    "tool_calls": [
+        {"id": "c1", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}}
+    ],
+}
+CONVERSATION = [*HELLO, ECHOED, {"role": "tool", "name": "f", "tool_call_id": "c1", "content": "1"}]
+
+
+def test_unknown_fields_are_ignored_and_named(http):
+    plain = chat(http)
+    response = chat(http, tag={"a": 1}, other=2, messages=[{**HELLO[0], "weight": 1}])
+    assert text_of(response) == text_of(plain)
+    assert response.headers["x-milepost-ignored"] == "tag, other, messages[].weight"
+    assert "x-milepost-ignored" not in plain.headers
+
+
+def test_unknown_fields_are_logged_once(server, http):
+    for _ in range(3):
+        text_of(complete(http, once_only=1))
+    lines = [line for line in server.log if line.endswith("--strict refuses such fields")]
+    assert sum("once_only" in line for line in lines) == 1
+
+
+def test_a_header_holds_no_more_than_names(http):
+    odd = {f"x{i}": 1 for i in range(100)} | {"a\r\nset-cookie: b": 1, "ü": 1, "y" * 100: 1}
+    response = complete(http, **odd)
+    assert response.status_code == 200
+    assert "set-cookie" not in response.headers
+    assert len(response.headers["x-milepost-ignored"].split(", ")) == 16
+    assert complete(http, ü=1).headers["x-milepost-ignored"] == "?"
+
+
+def test_streams_name_them_too(http):
+    with http.stream("POST", "/v1/completions", json={**PROMPT, "stream": True, "tag": 1}) as got:
+        assert got.headers["x-milepost-ignored"] == "tag"
+        assert b"[DONE]" in got.read()
+
+
+def test_no_unknown_field_reaches_the_template(http):
+    def rendered(message):
+        return http.post("/tokenize", json={"messages": [message]}).json()["tokens"]
+
+    assert rendered({**HELLO[0], "reasoning_contents": "x"}) == rendered(HELLO[0])
+    tool = {"type": "function", "function": {"name": "f", "extra": 1}, "defer": True}
+    known = {"type": "function", "function": {"name": "f"}}
+    counts = [
+        http.post("/tokenize", json={"messages": HELLO, "tools": [t]}).json()["count"]
+        for t in (tool, known)
+    ]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"store": True, "metadata": {"a": "b"}, "user": "me", "safety_identifier": "s"},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "service_tier": "flex"},
+        {"parallel_tool_calls": True, "tools": [], "tool_choice": "auto"},
+        {"stream_options": None, "n": 1, "logit_bias": {}, "audio": None, "modalities": ["text"]},
+        {"messages": CONVERSATION},
+    ],
+)
+def test_what_clients_send_is_taken(http, changes):
+    assert text_of(chat(http, **changes)) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tag": 1}, "tag"),
+        ({"messages": CONVERSATION}, "messages[1].provider_specific_fields"),
+        ({}, None),
+    ],
+)
+def test_strict_refuses_unknown_fields_by_name(changes, param):
+    response = answered(ServerConfig(strict=True), "/tokenize", {"messages": HELLO, **changes})
+    assert response.status_code == (400 if param else 200)
+    assert response.json().get("error", {}).get("param") == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("guided_json", {}),
+        ("guided_regex", "a"),
+        ("guided_choice", ["a"]),
+        ("guided_grammar", "start: /a/"),
+        ("use_beam_search", True),
+        ("bad_words", ["a"]),
+        ("allowed_token_ids", [1]),
+        ("thinking_token_budget", 5),
+        ("prompt_embeds", "AA=="),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(http, name, value):
+    response = complete(http, **{name: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == name
+    if name.startswith("guided_"):
+        assert "structured_outputs" in error["message"]
+
+
+def test_usage_in_every_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.chat.completions.create(**CHAT, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("form", "check"),
+    [
+        ({"choice": ["alpha", "beta"]}, lambda text: text in ("alpha", "beta")),
+        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
+        ({"grammar": 'start: "xyz"'}, lambda text: text == "xyz"),
+        ({"json": {"const": 7}}, lambda text: text == "7"),
+        ({"json_object": True, "json": None}, lambda text: text.startswith("{")),
+    ],
+)
+def test_structured_outputs(http, form, check):
+    assert check(text_of(chat(http, structured_outputs=form, max_tokens=12)))
+    assert check(text_of(complete(http, structured_outputs=form, max_tokens=12)))
+
+
+def test_structured_outputs_and_a_response_format_are_too_much(http):
+    form = {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    assert chat(http, **form).json()["error"]["param"] == "structured_outputs"
+
+
+def token_ids(http, **changes):
+    return http.post("/tokenize", json={"messages": HELLO, **changes}).json()["tokens"]
+
+
+def test_a_final_message_is_continued(http):
+    messages = [*HELLO, {"role": "assistant", "content": "jumps over"}]
+    whole = token_ids(http, messages=messages, add_generation_prompt=False)
+    opened = token_ids(http, messages=messages, continue_final_message=True)
+    assert opened == whole[: len(opened)]
+    assert len(opened) < len(whole)
+    answer = chat(
+        http, messages=messages, continue_final_message=True, return_token_ids=True
+    ).json()
+    assert answer["prompt_token_ids"] == opened
+    both = chat(http, messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert both.status_code == 400
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_a_prompt_is_truncated(http, side):
+    prompt = list(range(10, 110))
+    kept = {"left": prompt[-40:], "right": prompt[:40], None: prompt[-40:]}[side]
+    options = {"truncate_prompt_tokens": 40, "truncation_side": side}
+    cut = complete(http, prompt=prompt, **options).json()
+    assert cut["usage"]["prompt_tokens"] == 40
+    assert cut["choices"][0]["text"] == text_of(complete(http, prompt=kept))
+
+
+def test_a_prompt_that_is_too_long_fits_with_minus_one(http):
+    prompt = [5] * 5000
+    assert complete(http, prompt=prompt).status_code == 400
+    done = complete(http, prompt=prompt, truncate_prompt_tokens=-1).json()
+    assert done["usage"]["prompt_tokens"] == 4096 - 4
+
+
+def test_marks_move_with_a_truncated_prompt(http):
+    long = [{"role": "system", "content": "a b c d " * 40}, *HELLO]
+    whole = http.post("/tokenize", json={"messages": long}).json()
+    done = chat(http, messages=long, truncate_prompt_tokens=whole["count"] - 3)
+    assert text_of(done) is not None
+    assert done.json()["usage"]["prompt_tokens"] == whole["count"] - 3
+
+
+def test_ids_are_the_callers_own(http):
+    assert complete(http, request_id="mine").json()["id"] == "cmpl-mine"
+    response = http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "theirs"})
+    assert response.json()["id"] == "chatcmpl-theirs"
+
+
+def test_effort_reaches_a_template_that_reads_it(http):
+    """The model's template has `enable_thinking`: it opens the reasoning."""
+    none = chat(http, reasoning_effort="none").json()["usage"]["prompt_tokens"]
+    high = chat(http, reasoning_effort="high").json()["usage"]["prompt_tokens"]
+    assert high > none == chat(http).json()["usage"]["prompt_tokens"]
+    own = chat(http, reasoning_effort="high", chat_template_kwargs={"enable_thinking": False})
+    assert own.json()["usage"]["prompt_tokens"] == none
+
+
+def test_reasoning_is_left_out_where_it_is_not_wanted(http):
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 12}
+    with_it = chat(http, **thinking).json()["choices"][0]["message"]
+    assert with_it["reasoning_content"]
+    without = chat(http, **thinking, include_reasoning=False).json()["choices"][0]["message"]
+    assert "reasoning_content" not in without
+    assert without["content"] == (with_it["content"] or "")
+
+
+def test_a_refusal_is_what_the_assistant_said(http):
+    parts = [{"type": "refusal", "refusal": "I will not"}]
+    said = token_ids(http, messages=[*HELLO, {"role": "assistant", "content": "I will not"}])
+    for message in ({"content": parts}, {"content": None, "refusal": "I will not"}):
+        assert token_ids(http, messages=[*HELLO, {"role": "assistant", **message}]) == said
