@@ -1,11 +1,11 @@
-"""Policies on recorded traces with both pools limited, in virtual time.
+"""Policies on recorded traces with so many bytes for KV and states, in virtual time.
 
 The tables of docs/simulator.md:
 
-    python bench/traces.py FOLDER [--seeds 0 1 2] [--policies auto ends] [--traces agent-dev]
+    python bench/traces.py FOLDER [--gib 64 128] [--seeds 0 1 2] [--policies auto ends]
 
-Sizes follow the traffic: `live` conversations, 1, 2, 4 and 8 slots for each, and KV for 60, 100 and
-200 % of their tokens. Each row is written when it is there, and a cell that the file already holds
+Two pools divide the bytes by the engine's rule: a slot for each request that may run, and a sixth
+of the rest. Each row is written when it is there, and a cell that the file already holds
 is not run again, so a run that was stopped goes on. Another commit wants another file (`--out`); a
 table made of several says so.
 """
@@ -37,22 +37,9 @@ NEAR = 0.003
 """Hit rates that differ by no more count as equal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """So many live conversations of so many tokens."""
-
-    live: int
-    tokens_each: int
-
-
-TRAFFIC = {
-    "agent-dev": Traffic(live=64, tokens_each=117_000),
-    "mooncake-conversation": Traffic(live=256, tokens_each=12_000),
-    "mooncake-synthetic": Traffic(live=256, tokens_each=15_300),
-}
-"""On agent-dev as many are live until request 2000, with 7.5 M tokens. The other two don't record
-sessions: 256 prompts of the mean length.
-"""
+TRACES = ("agent-dev", "mooncake-conversation", "mooncake-synthetic")
+MAX_NUM_SEQS = 64
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +50,22 @@ class Cell:
     limit: int
     cost: str
     seed: int
-    slots: int
-    kv_tokens: int
+    gib: float
     policy: str
 
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.kv_tokens, self.slots
-
     def __str__(self) -> str:
-        memory = f"{self.kv_tokens / 1e6:.1f} M tokens, {self.slots} slots"
-        return f"{self.trace} seed {self.seed}, {memory}, {self.policy}"
+        return f"{self.trace} seed {self.seed}, {self.gib:g} GiB, {self.policy}"
+
+    def sizes(self, cost: CostModel, page_size: int) -> dict[str, int]:
+        """Pages and slots, as two pools would have them."""
+        budget = int(self.gib * GIB)
+        running = min(MAX_NUM_SEQS * cost.state_bytes, budget // 2)
+        num_slots = (running + (budget - running) // 6) // cost.state_bytes
+        kv_bytes = budget - num_slots * cost.state_bytes
+        return {
+            "num_pages": kv_bytes // (page_size * cost.page_token_bytes),
+            "num_slots": num_slots,
+        }
 
 
 Rows = dict[Cell, dict[str, Any]]
@@ -82,10 +74,9 @@ Rows = dict[Cell, dict[str, Any]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="with <trace>.jsonl.gz")
-    parser.add_argument("--traces", nargs="+", default=list(TRAFFIC), choices=TRAFFIC)
+    parser.add_argument("--traces", nargs="+", default=list(TRACES), choices=TRACES)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--slots-each", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--kv-shares", nargs="+", type=float, default=[0.6, 1.0, 2.0])
+    parser.add_argument("--gib", nargs="+", type=float, default=[64, 128])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--limit", type=int, default=2000, help="requests of each trace")
     parser.add_argument("--cost", default="hybrid-35b-a3b-h200")
@@ -105,20 +96,17 @@ def main() -> int:
 
 
 def _cells(arguments: argparse.Namespace, name: str) -> list[Cell]:
-    live, tokens_each = TRAFFIC[name].live, TRAFFIC[name].tokens_each
     return [
         Cell(
             trace=name,
             limit=arguments.limit,
             cost=arguments.cost,
             seed=seed,
-            slots=each * live,
-            kv_tokens=int(share * live * tokens_each),
+            gib=gib,
             policy=policy,
         )
         for seed in arguments.seeds
-        for share in arguments.kv_shares
-        for each in arguments.slots_each
+        for gib in arguments.gib
         for policy in arguments.policies
     ]
 
@@ -154,7 +142,7 @@ def _measure(
 def _run(
     trace: Trace, cell: Cell, cost: CostModel, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
-    sizes = {"num_pages": cell.kv_tokens // trace.page_size, "num_slots": cell.slots}
+    sizes = cell.sizes(cost, trace.page_size)
     cache = POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
     closed = trace.requests[0].session is not None
     run = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run(on_done)
@@ -173,11 +161,11 @@ def _read(path: Path) -> Rows:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _by_size(measured: Rows) -> dict[tuple[int, int], dict[str, list[dict[str, Any]]]]:
-    """Rows of the seeds, by size and policy."""
-    found: dict[tuple[int, int], dict[str, list[dict[str, Any]]]] = {}
+def _by_size(measured: Rows) -> dict[float, dict[str, list[dict[str, Any]]]]:
+    """Rows of the seeds, by GiB and policy."""
+    found: dict[float, dict[str, list[dict[str, Any]]]] = {}
     for cell, row in measured.items():
-        found.setdefault(cell.size, {}).setdefault(cell.policy, []).append(row)
+        found.setdefault(cell.gib, {}).setdefault(cell.policy, []).append(row)
     return found
 
 
@@ -187,7 +175,7 @@ def _figures_table(name: str, policies: list[str], measured: Rows) -> Table:
     commits = {row["git_sha"] for row in measured.values()}
     mixed = "" if len(commits) == 1 else f"; commits {', '.join(sorted(commits))}"
     table = Table(title=f"{name}: hit %, p90 time to first token{mixed}", box=None)
-    for column in ("policy", *(f"{tokens / 1e6:.1f} M, {slots}" for tokens, slots in sizes)):
+    for column in ("policy", *(f"{gib:g} GiB" for gib in sizes)):
         table.add_column(column, justify="right")
     for policy in policies:
         table.add_row(policy, *(_figures(at[policy]) for at in sizes.values()))
@@ -209,27 +197,17 @@ def _p90_s(measured: list[dict[str, Any]]) -> float:
 def _print_margins(name: str, measured: Rows, console: Console) -> None:
     """How far `auto` is before or behind the best of the others, size by size."""
     table = Table(title=f"{name}: auto beside the best other", box=None, padding=(0, 2, 0, 0))
-    for column in (
-        "KV tokens",
-        "slots",
-        "hit %",
-        "best other",
-        "points",
-        "p90 s",
-        "best other",
-        "x",
-    ):
+    for column in ("GiB", "hit %", "best other", "points", "p90 s", "best other", "x"):
         table.add_column(column, justify="right")
     margins, ratios = [], []
-    for (tokens, slots), at in _by_size(measured).items():
+    for gib, at in _by_size(measured).items():
         ours = at.pop("auto")
         hits = max((_hit(held), policy) for policy, held in at.items())
         waits = min((_p90_s(held), policy) for policy, held in at.items())
         margins.append(_hit(ours) - hits[0])
         ratios.append(_p90_s(ours) / waits[0])
         table.add_row(
-            *(f"{tokens / 1e6:.1f} M", f"{slots}"),
-            *(f"{100 * _hit(ours):.2f}", f"{100 * hits[0]:.2f} {hits[1]}"),
+            *(f"{gib:g}", f"{100 * _hit(ours):.2f}", f"{100 * hits[0]:.2f} {hits[1]}"),
             f"{100 * margins[-1]:+.2f}",
             *(f"{_p90_s(ours):.1f}", f"{waits[0]:.1f} {waits[1]}", f"{ratios[-1]:.2f}"),
         )

@@ -41,10 +41,10 @@ def test_json_rows_add_up(tmp_path):
 def test_policies_with_a_pool_of_their_own_are_compared_where_kv_is_limited():
     _, table, _ = simulate(TRACE, "--num-slots", "8", "--policy", "all", "--limit", "10")
     assert "align " in table
-    assert "align-544" not in table
+    assert "align-1088" not in table
     memory = ("--num-slots", "8", "--kv-tokens", "300000", "--limit", "10")
     _, table, _ = simulate(TRACE, *memory, "--policy", "all")
-    assert "align-544" in table
+    assert "align-1088" in table
 
 
 def test_json_to_standard_output_is_nothing_else():
@@ -57,7 +57,7 @@ def test_json_to_standard_output_is_nothing_else():
     [
         (("nowhere.jsonl",), "nowhere.jsonl: No such file"),
         ((TRACE, "--policy", "magic"), "--policy magic: use auto"),
-        ((TRACE, "--policy", "align-544"), "--policy align-544: states and KV share its memory"),
+        ((TRACE, "--policy", "align-1088"), "--policy align-1088: states and KV share its memory"),
         ((TRACE, "--num-slots", "0"), "--num-slots"),
         ((TRACE, "--cost", "abacus"), "cost model 'abacus'"),
     ],

@@ -4,6 +4,7 @@ import pytest
 
 from milepost.cache import Cache
 from milepost.errors import TraceError
+from milepost.scheduler.plans import SequencePlan, StepPlan
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost, shipped_costs
 from milepost.simulator.loop import Replay
@@ -16,6 +17,33 @@ COST = read_cost("hybrid-35b-a3b-h200")
 def run(trace, *, closed=False, num_pages=2000, num_slots=32, **options):
     cache = Cache(num_pages=num_pages, num_slots=num_slots, page_size=trace.page_size)
     return Replay(trace, cache, COST, closed=closed, **options).run()
+
+
+def decodes(count, start):
+    """A step of `count` decodes, each behind `start` tokens."""
+    one = SequencePlan(
+        request=None,
+        tokens=[7],
+        start=start,
+        page_table=(),
+        write_from=start,
+        slot_in=1,
+        slot_out=1,
+        exports=(),
+        page_copy=None,
+        samples=True,
+    )
+    return StepPlan(sequences=(one,) * count)
+
+
+def test_a_decode_costs_what_it_reads():
+    """Its own step, its sequences, and the KV before each of them."""
+    short, long = (decodes(3, start) for start in (0, 100_000))
+    assert COST.step_time_s(short) == pytest.approx(COST.decode_step_s + 3 * COST.decode_seq_s)
+    extra = COST.step_time_s(long) - COST.step_time_s(short)
+    assert extra == pytest.approx(300_000 * COST.decode_context_s)
+    # At about what an H200 can read.
+    assert 3e12 < COST.page_token_bytes / COST.decode_context_s < 4.8e12
 
 
 def test_a_first_token_takes_one_prefill_step():
@@ -32,8 +60,9 @@ def test_each_further_token_takes_one_decode_step():
     maker = Maker()
     maker.ask(maker.pages(4), output_length=11)
     done = run(maker.trace())
-    decodes = 10 * (COST.decode_step_s + COST.decode_seq_s)
-    assert done.end_s == pytest.approx(done.ttft_s[0] + decodes)
+    steps_s = 10 * (COST.decode_step_s + COST.decode_seq_s)
+    context_s = sum(257 + step for step in range(10)) * COST.decode_context_s
+    assert done.end_s == pytest.approx(done.ttft_s[0] + steps_s + context_s)
 
 
 def test_a_closed_session_thinks_after_its_answer():

@@ -117,8 +117,8 @@ def test_an_answer_leaves_kv_and_no_state():
 
 def test_the_pool_has_the_bytes_of_pages_and_slots_together():
     sizes = {"num_pages": 1000, "num_slots": 10, "page_size": 64}
-    for block_size, blocks_a_state in ((544, 6), (2048, 2)):
-        made = one_pool(COST, block_size=block_size, **sizes)
+    for block_size, share, blocks_a_state in ((1088, 1.0, 3), (576, 0.5, 3), (576, 1.0, 6)):
+        made = one_pool(COST, block_size=block_size, state_share=share, **sizes)
         num_bytes = 1000 * 64 * COST.page_token_bytes + 10 * COST.state_bytes
         assert made.blocks_a_state == blocks_a_state
         assert made.blocks.total == num_bytes // (block_size * COST.page_token_bytes)

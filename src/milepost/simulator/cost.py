@@ -27,6 +27,8 @@ class CostModel:
     decode_step_s: float
     """A step that only decodes, before its sequences."""
     decode_seq_s: float
+    decode_context_s: float
+    """A token before one that is decoded: its KV is read."""
     page_token_bytes: int
     """KV of one token, of all attention layers."""
     state_bytes: int
@@ -35,16 +37,15 @@ class CostModel:
     def step_time_s(self, plan: StepPlan) -> float:
         """Duration of one step."""
         num_decodes = plan.num_decodes
-        prefills = plan.sequences[num_decodes:]
+        decodes, prefills = plan.sequences[:num_decodes], plan.sequences[num_decodes:]
+        context = sum(sequence.start for sequence in decodes)
+        decode_s = num_decodes * self.decode_seq_s + context * self.decode_context_s
         if not prefills:
-            return self.decode_step_s + num_decodes * self.decode_seq_s
+            return self.decode_step_s + decode_s
         tokens = sum(len(sequence.tokens) for sequence in prefills)
         pairs = sum((s.end - s.start) * (s.start + s.end) / 2 for s in prefills)
         return (
-            self.step_s
-            + tokens * self.prefill_token_s
-            + pairs * self.attention_pair_s
-            + num_decodes * self.decode_seq_s
+            self.step_s + tokens * self.prefill_token_s + pairs * self.attention_pair_s + decode_s
         )
 
 

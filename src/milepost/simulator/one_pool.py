@@ -315,14 +315,16 @@ def one_pool(
     page_size: int,
     block_size: int,
     placement: Placement = place_align,
+    state_share: float = 1.0,
 ) -> OnePool:
-    """A pool of as many bytes as so many pages and slots together."""
+    """A pool of as many bytes as so many pages and slots together; its states take `state_share` of
+    the bytes of a slot."""
     block_bytes = block_size * cost.page_token_bytes
     total_bytes = num_pages * page_size * cost.page_token_bytes + num_slots * cost.state_bytes
     return OnePool(
         num_blocks=total_bytes // block_bytes,
         block_size=block_size,
-        blocks_a_state=-(-cost.state_bytes // block_bytes),
+        blocks_a_state=-(-int(cost.state_bytes * state_share) // block_bytes),
         page_size=page_size,
         placement=placement,
     )

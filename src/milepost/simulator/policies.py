@@ -179,6 +179,8 @@ class Pooled:
     about: str
     block_size: int
     placement: Placement = place_align
+    state_share: float = 1.0
+    """What a state takes of a float32 one's bytes."""
 
     def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:
         """A pool of as many bytes as the pages and the slots together."""
@@ -189,6 +191,7 @@ class Pooled:
             page_size=page_size,
             block_size=self.block_size,
             placement=self.placement,
+            state_share=self.state_share,
         )
 
 
@@ -209,26 +212,22 @@ POLICIES: dict[str, Policy | Pooled] = {
             worth=Lru,
         ),
         Pooled(
-            name="align-544",
-            about="one pool of blocks of 544 tokens; the last multiple in each chunk; LRU",
-            block_size=544,
+            name="align-1088",
+            about="one pool of blocks of 1088 tokens; the last multiple in each chunk; LRU",
+            block_size=1088,
         ),
         Pooled(
-            name="align-2048",
-            about="the same with blocks of 2048 tokens",
-            block_size=2048,
-        ),
-        Pooled(
-            name="retain-544",
-            about="one pool of blocks of 544 tokens; the prompt's last multiple, forks; LRU",
-            block_size=544,
+            name="retain-1088",
+            about="one pool of blocks of 1088 tokens; the prompt's last multiple, forks; LRU",
+            block_size=1088,
             placement=aligned_ends,
         ),
         Pooled(
-            name="retain-2048",
-            about="the same with blocks of 2048 tokens",
-            block_size=2048,
+            name="retain-576",
+            about="the same with blocks of 576 tokens and states in half precision",
+            block_size=576,
             placement=aligned_ends,
+            state_share=0.5,
         ),
         Policy(name="all", about="each multiple of 2048; LRU", mode="all", worth=Lru),
         Policy(
