@@ -1,8 +1,8 @@
 """The hits that Milepost promises, at page size 64 in the default mode, with a real model.
 
-The measured table is shown when all tests are over. vLLM's figures are those of its 0.33.0 scheduler
-and block manager on Qwen3-Next's geometry with FlashInfer (blocks of 576 tokens, or of 1088 where it
-says so).
+The measured table is shown when all tests are over. vLLM's figures are those of its 0.33.0
+scheduler and block manager on Qwen3-Next's geometry with FlashInfer (blocks of 576 tokens, or of
+1088 where it says so).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_slots_of_one_running_request(llm, row):
     stream = llm.stream(prompt(tokens(2000)), greedy(8))
     next(stream)
     slots = llm.llm_engine.scheduler.cache.slots.pool
-    row("state slots that a running request holds", "4 blocks of 1056", f"{slots.num_used}")
+    row("state slots that a running request holds", "4 blocks of 576", f"{slots.num_used}")
     assert slots.num_used == 1
     assert slots.num_cached == 1, "the end of its prompt; gives way under pressure"
     stream.close()
