@@ -1,0 +1,277 @@
+"""The tree as a person can look at it: chains of single children folded into runs of pages.
+
+Read-only. A tree may have 100,000 pages and no step shall wait for that, so a survey is made in
+slices between which the cache may change. A page's place never changes, so what a survey returns is
+a tree in which nothing is counted twice; some of it may be a few steps older than the rest.
+It tells how many and where, never which tokens: no token, salt or digest leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+
+from milepost.cache.tree import Checkpoint, Node, Tree
+
+MAX_RUNS = 2000
+"""More are added up where they hang: the largest are kept, and those that somebody asks after."""
+MAX_MARKS = 256
+"""Checkpoints that are listed of one run, the deepest ones; the others are counted."""
+VISITS = 4096
+"""Nodes that a slice looks at: about a millisecond."""
+
+_RUN_VISITS = 8
+"""A run costs as much as so many nodes that are only passed."""
+_NONE = -1
+_ASKED_FOR = 2**40
+"""Pages that a run counts for if somebody asks after it, when the largest are chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A checkpoint: after how many tokens, why it was made, and how often it was resumed from."""
+
+    position: int
+    kind: str
+    num_uses: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Pages one behind the other, up to where paths part or end; a root has none."""
+
+    id: int
+    """The first page's id, the same from one survey to the next while nothing is split or moved; a
+    root's is negative."""
+    parent: int | None
+    """Index of the run that it continues; None for a root."""
+    first: int
+    """Pages of its path before it."""
+    num_pages: int
+    num_strays: int
+    """So many pages at its end cannot be reached by any checkpoint."""
+    marks: list[Mark]
+    """Deepest first."""
+    num_marks: int
+    num_others: int = 0
+    """Runs below it that are not listed."""
+    other_pages: int = 0
+    other_marks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A whole tree. A run may stand before the one that it continues."""
+
+    runs: list[Run]
+    places: dict[Node, int]
+    """For each resident node that was asked after: the index of its run, or of the nearest listed
+    one above."""
+    num_runs: int
+    """With those that are not listed."""
+
+
+Slices = Generator[None, None, None]
+
+
+def survey(
+    tree: Tree, wanted: Collection[Node] = (), *, max_runs: int = MAX_RUNS, visits: int = VISITS
+) -> Generator[None, None, View]:
+    """Fold the tree; yields after every `visits` nodes or runs, and returns the view.
+
+    The nodes in `wanted` are located, and their runs listed before others.
+    """
+    surveyor = _Surveyor(tree, dict.fromkeys(wanted), visits)
+    yield from surveyor.find_ends()
+    yield from surveyor.walk()
+    yield from surveyor.add_up()
+    yield from surveyor.choose(max_runs)
+    return (yield from surveyor.view())
+
+
+class _Surveyor:
+    """One survey under way. Runs are numbers, and what is known of them stands in lists of numbers:
+    100,000 objects would set off the collector, which holds everything up.
+    """
+
+    def __init__(self, tree: Tree, wanted: dict[Node, None], visits: int) -> None:
+        self._tree = tree
+        self._wanted = wanted
+        self._visits = visits
+        self._num_runs = -(-visits // _RUN_VISITS)
+        """That a slice takes up."""
+        self._number: dict[Node, int] = {}
+        self._above: list[int] = []
+        self._id: list[int] = []
+        self._first: list[int] = []
+        self._num_pages: list[int] = []
+        self._num_strays: list[int] = []
+        self._num_waiting: list[int] = []
+        """Runs right below that have not been added yet."""
+        self._marks: dict[int, list[Checkpoint]] = {}
+        self._found: dict[int, list[Node]] = {}
+        self._bottom_up: list[int] = []
+        self._kept: list[int] = []
+
+    def find_ends(self) -> Slices:
+        """Where runs end: roots, forks and leaves, older ones first."""
+        nodes = list(self._tree.nodes.values())
+        for root in self._tree.roots.values():
+            self._add(root)
+        left = self._visits
+        for node in nodes:
+            left -= 1
+            if node.num_children != 1:
+                self._add(node)
+                left -= _RUN_VISITS
+            if left <= 0:
+                left = self._visits
+                yield
+
+    def _add(self, end: Node) -> int:
+        number = self._number[end] = len(self._above)
+        self._above.append(_NONE)
+        self._id.append(-1 - number)
+        self._first.append(0)
+        self._num_pages.append(0)
+        self._num_strays.append(0)
+        self._num_waiting.append(0)
+        return number
+
+    def walk(self) -> Slices:
+        """From each end up to the next one."""
+        ends, wanted, left = self._number, self._wanted, self._visits
+        queue = list(ends)
+        for end in queue:
+            if end.parent is not None and self._tree.nodes.get(end.digest) is not end:
+                del ends[end]  # evicted since
+                continue
+            number, top, num_strays = ends[end], end, 0
+            left -= _RUN_VISITS
+            while True:
+                if not top.num_reaching:
+                    num_strays += 1
+                if top.checkpoints or top in wanted:
+                    self._note(number, top)
+                left -= 1
+                if left <= 0:
+                    left = self._visits
+                    yield
+                parent = top.parent
+                if parent is None or parent.num_children != 1 or parent in ends:
+                    break
+                if parent.parent is None:
+                    break
+                top = parent
+            if parent is not None:
+                if parent not in ends:  # a fork since the ends were found
+                    self._add(parent)
+                    queue.append(parent)
+                self._num_strays[number] = num_strays
+                self._hang(number, top, end.depth - parent.depth, ends[parent])
+
+    def _note(self, number: int, node: Node) -> None:
+        """Note what there is at a node of a run."""
+        if node.checkpoints:
+            marks = self._marks.setdefault(number, [])
+            marks.extend(reversed(node.checkpoints.values()))
+        if node in self._wanted:
+            self._found.setdefault(number, []).append(node)
+
+    def _hang(self, number: int, top: Node, num_pages: int, above: int) -> None:
+        """Note what a run continues."""
+        self._id[number] = top.page
+        self._first[number] = top.depth - 1
+        self._num_pages[number] = num_pages
+        self._above[number] = above
+        self._num_waiting[above] += 1
+
+    def add_up(self) -> Slices:
+        """Runs, pages and checkpoints below each run, from the leaves to the roots."""
+        num = len(self._above)
+        self._runs_below, self._pages_below, self._marks_below = [0] * num, [0] * num, [0] * num
+        self._weight = [0] * num
+        ready = [number for number in self._number.values() if not self._num_waiting[number]]
+        while ready:
+            number = ready.pop()
+            self._bottom_up.append(number)
+            self._weight[number] += self._num_pages[number]
+            if number in self._found:
+                self._weight[number] += _ASKED_FOR
+            above = self._above[number]
+            if above != _NONE:
+                self._add_to(above, number)
+                if not self._num_waiting[above]:
+                    ready.append(above)
+            if len(self._bottom_up) % self._num_runs == 0:
+                yield
+
+    def _add_to(self, above: int, number: int) -> None:
+        self._weight[above] += self._weight[number]
+        self._runs_below[above] += self._runs_below[number] + 1
+        self._pages_below[above] += self._pages_below[number] + self._num_pages[number]
+        self._marks_below[above] += self._marks_below[number] + self._num_marks(number)
+        self._num_waiting[above] -= 1
+
+    def _num_marks(self, number: int) -> int:
+        return len(self._marks.get(number, ()))
+
+    def choose(self, max_runs: int) -> Slices:
+        """Keep the heaviest, by powers of two. Whatever is kept hangs on what is kept: a run weighs
+        no less than those below it, and of equal ones the upper is looked at first."""
+        classes: dict[int, list[int]] = {}
+        for place, number in enumerate(reversed(self._bottom_up)):
+            classes.setdefault(self._weight[number].bit_length(), []).append(number)
+            if place % self._num_runs == 0:
+                yield
+        kept: dict[int, None] = {_NONE: None}
+        for size in sorted(classes, reverse=True):
+            for place, number in enumerate(classes[size]):
+                if len(kept) <= max_runs and self._above[number] in kept:
+                    kept[number] = None
+                if place % self._visits == 0:
+                    yield
+            if len(kept) > max_runs:
+                break
+        self._kept = sorted(kept)[1:]
+
+    def view(self) -> Generator[None, None, View]:
+        """The kept runs in the order in which they came, each with what is not listed below it."""
+        index = {number: place for place, number in enumerate(self._kept)}
+        runs: list[Run] = []
+        for number in self._kept:
+            runs.append(self._run(number, index))
+            if len(runs) % self._num_runs == 0:
+                yield
+        for number in self._kept:
+            if self._above[number] != _NONE:
+                above = runs[index[self._above[number]]]
+                above.num_others -= self._runs_below[number] + 1
+                above.other_pages -= self._pages_below[number] + self._num_pages[number]
+                above.other_marks -= self._marks_below[number] + self._num_marks(number)
+        return View(runs=runs, places=self._places(index), num_runs=len(self._bottom_up))
+
+    def _run(self, number: int, index: dict[int, int]) -> Run:
+        """With all that is below it, of which `view` takes off what is listed."""
+        marks = self._marks.get(number, [])
+        return Run(
+            id=self._id[number],
+            parent=index.get(self._above[number]),
+            first=self._first[number],
+            num_pages=self._num_pages[number],
+            num_strays=self._num_strays[number],
+            marks=[Mark(c.position, c.kind, c.num_uses) for c in marks[:MAX_MARKS]],
+            num_marks=len(marks),
+            num_others=self._runs_below[number],
+            other_pages=self._pages_below[number],
+            other_marks=self._marks_below[number],
+        )
+
+    def _places(self, index: dict[int, int]) -> dict[Node, int]:
+        places: dict[Node, int] = {}
+        for number, nodes in self._found.items():
+            while number != _NONE and number not in index:
+                number = self._above[number]
+            if number != _NONE:
+                places.update(dict.fromkeys(nodes, index[number]))
+        return places
