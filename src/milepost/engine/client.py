@@ -259,6 +259,12 @@ class EngineClient:
         """The engine's counters and gauges. Waits for the step under way."""
         return (await self._ask("metrics")).metrics or []
 
+    async def state(self) -> bytes:
+        """What there is to see of the engine, as JSON: the tree, the memory, the last minutes.
+        Takes some steps.
+        """
+        return (await self._ask("state")).state or b"{}"
+
     async def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests are running."""
         return bool((await self._ask("reset_prefix_cache")).done)

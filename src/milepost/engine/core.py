@@ -38,6 +38,7 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.vocab_size = parts.vocab_size
         self.sampling_defaults = parts.sampling_defaults
+        self.facts = parts.facts
         self._end_token_ids = parts.end_token_ids
         self._answers: dict[str, tuple[Job, Answer]] = {}
         self._guides: Guides | None = None

@@ -20,6 +20,7 @@ from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.core import Engine
 from milepost.engine.requests import Answer, Job
+from milepost.engine.watch import Watch
 from milepost.engine.wire import (
     Abort,
     Add,
@@ -125,6 +126,9 @@ class Loop:
         self._tasks: dict[int, _Task] = {}
         self._by_job: dict[Job, _Task] = {}
         self._queued: dict[int, _Task] = {}
+        self._watch = Watch(engine.scheduler, engine.facts)
+        self._lookers: list[int] = []
+        """Ids of questions that the look under way answers."""
         self._is_open = True
         self._has_rested = True
 
@@ -132,14 +136,16 @@ class Loop:
         """Serve until Stop, or until the client is gone. Raises EngineDeadError."""
         while self._is_open:
             is_idle = not self._engine.has_work
-            if is_idle and not self._has_rested:
+            if is_idle and not self._has_rested and not self._watch.is_looking:
                 self._rest()
-            self._receive(wait=is_idle)
+            self._receive(wait=is_idle and not self._watch.is_looking)
             if self._is_open and self._engine.has_work:
                 self._step()
+            self._look()
 
     def _rest(self) -> None:
         """Give memory back, unless something comes soon."""
+        self._watch.note_time(time.monotonic())
         if not select.select([self._socket], [], [], REST_S)[0]:
             heap.give_back()
             self._has_rested = True
@@ -161,6 +167,9 @@ class Loop:
                 self._add(message)
             case Abort():
                 self._abort(message.id)
+            case Ask(what="state"):
+                self._lookers.append(message.id)
+                self._watch.look()
             case Ask():
                 self.send(self._answer(message))
             case Stop():
@@ -190,8 +199,17 @@ class Loop:
         assert ask.what == "alive", f"no such question: {ask.what!r}"
         return Reply(id=ask.id)
 
+    def _look(self) -> None:
+        """A slice of the look under way, if there is one, and its answer when it is whole."""
+        state = self._watch.go_on(time.monotonic())
+        if state is not None:
+            lookers, self._lookers = self._lookers, []
+            for id_ in lookers:
+                self.send(Reply(id=id_, state=state))
+
     def _step(self) -> None:
         start = time.monotonic()
+        self._watch.note_time(start)
         self._has_rested = False
         jobs = self._engine.step()
         self._note_admissions(start)
@@ -209,6 +227,7 @@ class Loop:
         ]
         for task in admitted:
             task.admitted_at = now
+            self._watch.note_admission(task.job.answers[0].request, now)
             del self._queued[task.id]
 
     def _forget(self, task: _Task) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.cache import Cache
 from milepost.config import DType, EngineConfig
+from milepost.engine.facts import Facts
 from milepost.engine.generation_config import end_token_ids, sampling_defaults
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
@@ -47,6 +48,7 @@ class Parts:
     """Fields of SamplingParams for requests that do not set them."""
     vocab_size: int
     max_model_len: int
+    facts: Facts
     runs_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are read."""
 
@@ -67,6 +69,7 @@ def build(config: EngineConfig) -> Parts:
         load_format=config.load_format,
         seed=config.seed,
     )
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
     shape = _pool_shape(config, model)
     is_fast = device.type == "cuda" and has_fast_kernels(model)
@@ -106,8 +109,24 @@ def build(config: EngineConfig) -> Parts:
         sampling_defaults=sampling_defaults(folder, config.generation_config),
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
+        facts=Facts(
+            device=_device_name(device),
+            dtype=str(shape.dtype).removeprefix("torch."),
+            state_dtype=str(shape.state_dtype).removeprefix("torch."),
+            weights_bytes=weights_bytes,
+            page_bytes=shape.page_bytes,
+            slot_bytes=shape.slot_bytes,
+            cache_bytes=sizes.num_bytes(shape),
+            num_graphs=len(captured),
+        ),
         runs_ahead=_runs_ahead(config, device),
     )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({torch.get_num_threads()} threads)"
 
 
 def _captured(config: EngineConfig) -> list[Capacity]:

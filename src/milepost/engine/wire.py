@@ -48,7 +48,9 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question that is answered between steps: `metrics`, `reset_prefix_cache` or `alive`."""
+    """A question that is answered between steps: `metrics`, `reset_prefix_cache`, `alive`, or
+    `state`, which takes several of them.
+    """
 
     id: int
     what: str
@@ -134,6 +136,8 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     id: int
     metrics: list[Metric] | None = None
     done: bool | None = None
+    state: bytes | None = None
+    """JSON, for whoever looks at the engine."""
 
 
 class Died(msgspec.Struct, tag=True, frozen=True):

@@ -40,6 +40,10 @@ class TwoPools:
         """The tensors."""
         return allocate(shape, num_pages=self.num_pages, num_slots=self.num_slots, device=device)
 
+    def num_bytes(self, shape: PoolShape) -> int:
+        """Of all pages and slots, the zero slot among them."""
+        return self.num_pages * shape.page_bytes + (self.num_slots + 1) * shape.slot_bytes
+
     def describe(self, shape: PoolShape) -> str:
         """For the log."""
         pages = f"{self.num_pages} pages of {shape.page_size} tokens"
@@ -71,10 +75,14 @@ class OneMemory:
             shape, num_units=self.num_units, pages_each=self.pages_each, device=device
         )
 
+    def num_bytes(self, _: PoolShape) -> int:
+        """Of all units, the zero slot's among them."""
+        return (self.num_units + 1) * self.unit_bytes
+
     def describe(self, shape: PoolShape) -> str:
         """For the log."""
         pages = f"{self.pages_each} pages of {shape.page_size} tokens"
-        total = (self.num_units + 1) * self.unit_bytes / MIB
+        total = self.num_bytes(shape) / MIB
         return f"{self.num_units} units, each a state slot or {pages} ({total:.1f} MiB)"
 
 

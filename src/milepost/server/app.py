@@ -34,6 +34,7 @@ from milepost.server.protocol import (
     field_names,
 )
 from milepost.server.service import Service
+from milepost.server.ui import page
 
 METRICS_TIMEOUT_S = 5.0
 
@@ -81,6 +82,8 @@ def build(service: Service) -> Gate:
     _add_openai(app, service)
     _add_text(app, service)
     _add_operation(app, service)
+    if service.config.ui:
+        page.add(app, service.client)
     _add_errors(app, service)
     config = service.config
     return Gate(

@@ -54,6 +54,8 @@ class ServerConfig:
     """Form of the model's tool calls; `auto` reads it off the chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """Form of the model's reasoning; `auto` reads it off the chat template."""
+    ui: bool = True
+    """Serve a page at `/` to chat on, which shows the cache at work."""
     access_log: bool = True
     """Write one JSON line per request to standard error, with the request's cache report."""
 

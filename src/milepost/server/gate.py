@@ -15,15 +15,19 @@ from typing import Any
 
 from milepost.server.errors import HttpError, message_of, response_of
 from milepost.server.stream import ClientGoneError
+from milepost.server.ui import page
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("milepost.access")
 
-OPEN_PATHS = frozenset(("/health",))
-"""Served without a key, so that a load balancer can ask."""
+OPEN_PATHS = frozenset(("/health", *page.FILES))
+"""Served without a key: a load balancer can ask, and the page can ask for the key."""
 
-ADMIN_PATHS = frozenset(("/metrics", "/reset_prefix_cache"))
+ADMIN_PATHS = frozenset(("/metrics", "/reset_prefix_cache", page.STATE_PATH))
 """Opened by the admin keys alone, if there are any."""
+
+QUIET_PATHS = frozenset((*page.FILES, page.STATE_PATH))
+"""Not logged while all goes well: a page that is open asks every second."""
 
 
 class Gate:
@@ -63,7 +67,7 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - the last place where one can be answered
             await self._fail(error, scope, receive, exchange)
         finally:
-            if self._log:
+            if self._log and not (exchange.status == 200 and scope["path"] in QUIET_PATHS):
                 access.info("%s", json.dumps(exchange.line(scope), ensure_ascii=True))
 
     def _check_key(self, scope: Any) -> None:

@@ -1,0 +1,1 @@
+"""The page at `/`: its files, and what it shows of the engine."""

@@ -1,0 +1,92 @@
+"""The page's files, which lie beside this one and come as they are, and the state that it draws.
+
+Everything is the server's own: the policy lets a browser load nothing from elsewhere, and run no
+script but these files. They tell nothing, so they are open; the state is an operator's to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Final
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from milepost.engine.client import EngineClient
+from milepost.errors import RequestTimeoutError
+
+STATE_PATH: Final = "/ui/state"
+FRESH_S = 0.5
+"""A state is asked for no more often; pages that are open together share it."""
+TIMEOUT_S = 30.0
+"""It is made between steps, and a step can take long."""
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FOLDER = Path(__file__).parent / "static"
+
+FILES: Final = {
+    "/" if path.name == "page.html" else f"/ui/{path.name}": path
+    for path in sorted(_FOLDER.iterdir())
+    if path.suffix in _TYPES
+}
+"""What is served, by its path."""
+
+HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class States:
+    """The engine's state, for all pages that look."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._state = b""
+        self._at = float("-inf")
+        self._asking: asyncio.Task[bytes] | None = None
+
+    async def get(self) -> bytes:
+        """As JSON. Raises TimeoutError and EngineDeadError."""
+        if time.monotonic() - self._at < FRESH_S:
+            return self._state
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._client.state())
+        async with asyncio.timeout(TIMEOUT_S):
+            state = await asyncio.shield(self._asking)
+        if state is not self._state:
+            self._state, self._at = state, time.monotonic()
+        return state
+
+
+def add(app: FastAPI, client: EngineClient) -> None:
+    """The page, its files, and the state behind it."""
+    states = States(client)
+    for path, file in FILES.items():
+        _add_file(app, path, file.read_bytes(), _TYPES[file.suffix])
+
+    @app.get(STATE_PATH, include_in_schema=False)
+    async def state() -> Response:
+        try:
+            content = await states.get()
+        except TimeoutError as error:
+            raise RequestTimeoutError("the engine is in a long step: ask again") from error
+        headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+        return Response(content, media_type="application/json", headers=headers)
+
+
+def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    @app.get(path, include_in_schema=False)
+    async def file() -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
