@@ -35,7 +35,7 @@ class Planted:
         """Take out the deepest node of a path, if nothing hangs on it."""
         path = self.tree.walk(chain)
         if path and not path[-1].num_children:
-            self.tree.remove(path[-1])
+            self.tree.remove(path[-1:])
 
 
 def by_digest(tree: Tree, chain: Chain) -> list[Node]:

@@ -65,8 +65,7 @@ class Cache:
         self.grid = grid
         self.worth: Worth = worth if worth is not None else Expected(storage.usual_slots)
         self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.worth, page_size)
-        states = self.reclaimer.candidates()[2]
-        self._reserve = Reserve(states, self.worth, self.pages, page_size)
+        self._reserve = Reserve(self.tree, storage, self.worth, page_size)
         self._finder = Finder(
             self.tree, kinds=kinds, page_size=page_size, grid=grid, enabled=self.enabled
         )
@@ -92,6 +91,11 @@ class Cache:
     def chain(self, tokens: Iterable[int], salt: str = "") -> Chain:
         """The tokens of a request in the form that the other verbs take."""
         return Chain(tokens, self.page_size, salt)
+
+    def _change(self) -> None:
+        """Note that a verb changes what there is; matches of before are outdated."""
+        self.version += 1
+        self.reclaimer.settle()
 
     # --- match ------------------------------------------------------------------------------------
 
@@ -153,9 +157,11 @@ class Cache:
         if takes_over and not self._can_take_over(checkpoint, fresh):
             self._unpin(match)
             return None
-        self.version += 1
+        self._change()
         end = self._arrive(match, first_time=first_time)
-        self._withdraw_from_eviction(match, end)
+        if match.checkpoint is not None:
+            self.stats.checkpoints_used += 1
+            self.reclaimer.used(match.checkpoint, end)
         lease = self._lease(match, end, num_pages, takes_over)
         lease.facts.marks = marks
         self.leases[lease] = None
@@ -174,24 +180,14 @@ class Cache:
             return self.worth.arrive(match.path.chain, match.path.nodes, match.num_seen)
         return End(position=len(match.path.chain), time=self.worth.clock)
 
-    def _withdraw_from_eviction(self, match: Match, end: End) -> None:
-        """Bring the orders in step with the pins; of the path, only what is used is touched."""
-        if match.path.nodes:
-            self.reclaimer.rank(match.path.nodes[-1])
-        if match.checkpoint is not None:
-            self.stats.checkpoints_used += 1
-            self.reclaimer.used(match.checkpoint, end)
-            for page in _tail(match):
-                self.reclaimer.rank_page(page)
-
     def _pin(self, match: Match) -> None:
-        self.pages.pin(node.page for node in match.path.nodes)
+        self.pages.pin([node.page for node in match.path.nodes])
         if match.checkpoint is not None:
             self.slots.pool.pin((match.checkpoint.slot,))
             self.pages.pin(_tail(match))
 
     def _unpin(self, match: Match) -> None:
-        self.pages.unpin(node.page for node in match.path.nodes)
+        self.pages.unpin([node.page for node in match.path.nodes])
         if match.checkpoint is not None:
             self.slots.pool.unpin((match.checkpoint.slot,))
             self.pages.unpin(_tail(match))
@@ -273,7 +269,7 @@ class Cache:
             return True
         if not self.storage.has_room(missing, 0):
             return False
-        self.version += 1
+        self._change()
         lease.page_table.extend(self.reclaimer.allocate_pages(missing))
         return True
 
@@ -303,7 +299,7 @@ class Cache:
             if kind is Kind.SPARSE and not self._is_worth_a_slot(lease, position):
                 self.stats.checkpoints_declined += 1
                 continue
-            self.version += 1
+            self._change()
             slot = self.reclaimer.allocate_slot()
             lease.exports.append(Export(position=position, slot=slot, kind=kind))
         return lease.exports[num_taken:]
@@ -323,7 +319,7 @@ class Cache:
         read. What a further step in flight exports lies behind `position`, and stays.
         """
         assert position > lease.position, "A4: a step consumes tokens"
-        self.version += 1
+        self._change()
         self._end_reading(lease)
         self.slots.written(lease.slot_out, written[lease.slot_out])
         lease.position = position
@@ -340,12 +336,9 @@ class Cache:
     def _end_reading(self, lease: Lease) -> None:
         """Unpin the checkpoint that the first step has read."""
         self.pages.unpin(lease.pinned_tail)
-        for page in lease.pinned_tail:
-            self.reclaimer.rank_page(page)
         lease.pinned_tail, lease.page_copy = (), None
         if lease.source is not None:
             self.slots.pool.unpin((lease.source.slot,))
-            self.reclaimer.rank_checkpoint(lease.source)
             lease.source = None
         lease.slot_in = lease.slot_out
 
@@ -362,9 +355,9 @@ class Cache:
 
         Exports that were not committed are given up. Pages computed twice become free.
         """
-        self.version += 1
+        self._change()
         del self.leases[lease]
-        self.slots.pool.unpin(export.slot for export in lease.exports)
+        self.slots.pool.unpin([export.slot for export in lease.exports])
         has_run = lease.slot_in == lease.slot_out and lease.page_copy is None
         self._end_reading(lease)
         if has_run and lease.path and kind is not Kind.PREEMPTED:
@@ -376,14 +369,12 @@ class Cache:
         self.pages.unpin(lease.duplicates)
         self.pages.unpin(lease.page_table)
         self.stats.pages_duplicate += len(lease.duplicates)
-        if lease.path:
-            self.reclaimer.rank(lease.path[-1])
 
     def reset(self) -> bool:
         """Forget everything cached; False, and nothing happens, while requests are running."""
         if self.leases:
             return False
-        self.version += 1
+        self._change()
         self.reclaimer.evict_everything()
         self.tree.forget_ghosts()
         return True

@@ -173,9 +173,9 @@ def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
     unread = [c for c in checkpoints if not cache.slots.pool.live_refs(c.slot)]
     assert set(unread) == set(states), "E1: states"
     for checkpoint in unread:
-        leaf = not checkpoint.node.is_root and not checkpoint.node.num_children
-        leaf = leaf and not cache.pages.live_refs(checkpoint.node.page)
-        tail_page = checkpoint.tail_page
-        carries = leaf or (tail_page is not None and tail_page not in cache.tree.at_page)
+        node, tail_page = checkpoint.node, checkpoint.tail_page
+        leaf = not (node.is_root or node.num_children or cache.pages.live_refs(node.page))
+        carries = leaf and len(node.checkpoints) == 1
+        carries = carries or (tail_page is not None and tail_page not in cache.tree.at_page)
         carries = carries or cache.storage.pages_a_slot > 0
         assert carries == (checkpoint in carriers), "E1: carriers"

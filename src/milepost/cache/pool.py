@@ -6,13 +6,13 @@ whoever drops those.
 
 Invariant P1: what is counted as used and as cached is what has such references, and the rest is
 free.
-Knows nothing of what an id stands for, and never evicts. Verbs take many ids at once: a request of
-100,000 tokens has 1,563 pages.
+Knows nothing of what an id stands for, and never evicts; whoever keeps an order of what may go is
+told of pins by `watch`. Verbs take many ids at once: a request of 100,000 tokens has 1,563 pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import IntEnum
 
 from milepost.cache.free import FreeIds
@@ -27,7 +27,16 @@ class State(IntEnum):
 class Pool:
     """The ids of `free`, all free at the start."""
 
-    __slots__ = ("_cached_refs", "_free", "_live_refs", "first", "num_cached", "num_used")
+    __slots__ = (
+        "_cached_refs",
+        "_changed",
+        "_free",
+        "_live_refs",
+        "_watched",
+        "first",
+        "num_cached",
+        "num_used",
+    )
 
     def __init__(self, free: FreeIds) -> None:
         self.first = free.first
@@ -36,6 +45,14 @@ class Pool:
         self._free = free
         self._live_refs = [0] * free.end
         self._cached_refs = [0] * free.end
+        self._watched: Mapping[int, object] = {}
+        self._changed: list[object] = []
+
+    def watch(self, things: Mapping[int, object], changed: list[object]) -> None:
+        """From now on append to `changed` what an id that is pinned or unpinned stands for, if it
+        is one of `things` at that moment.
+        """
+        self._watched, self._changed = things, changed
 
     @property
     def num_free(self) -> int:
@@ -86,7 +103,7 @@ class Pool:
         self.num_used += num
         return ids
 
-    def pin(self, ids: Iterable[int]) -> None:
+    def pin(self, ids: Collection[int]) -> None:
         """Add a live reference to each id; none of them is free."""
         live = self._live_refs
         num_revived = 0
@@ -98,8 +115,9 @@ class Pool:
             live[id_] = refs + 1
         self.num_cached -= num_revived
         self.num_used += num_revived
+        self._note(ids)
 
-    def unpin(self, ids: Iterable[int]) -> None:
+    def unpin(self, ids: Collection[int]) -> None:
         """Drop a live reference from each id; an id without references becomes free."""
         live, cached = self._live_refs, self._cached_refs
         num_cached = 0
@@ -116,6 +134,11 @@ class Pool:
         self.num_used -= num_cached + len(freed)
         self.num_cached += num_cached
         self._free.give(freed)
+        self._note(ids)
+
+    def _note(self, ids: Iterable[int]) -> None:
+        watched = self._watched
+        self._changed.extend(map(watched.__getitem__, filter(watched.__contains__, ids)))
 
     def move(self, source: int, target: int) -> None:
         """Hand the references of a cached id to one that was taken from the free ones; the first

@@ -16,7 +16,7 @@ from milepost.cache.tree import Checkpoint, Node, Tree
 
 
 class Publisher:
-    """Publishes into `tree`, and has the reclaimer rank what has come."""
+    """Publishes into `tree`, and has the reclaimer link what has come."""
 
     __slots__ = ("_page_size", "_pages", "_reclaimer", "_slots", "_stats", "_tree")
 
@@ -60,9 +60,6 @@ class Publisher:
             run = self._tree.insert(chain, parent, pages)
             path.extend(run)
             self._pages.keep(pages)
-            for above in (parent, *run[:-1]):
-                if above.checkpoints:
-                    self._reclaimer.rank(above)
             first = end
 
     def _join(self, lease: Lease, node: Node) -> None:
@@ -70,7 +67,6 @@ class Publisher:
         self._pages.pin((node.page,))
         lease.duplicates.append(node.page)
         lease.path.append(node)
-        self._reclaimer.rank(node)
 
     def publish_state(self, lease: Lease, position: int, slot: int, kind: Kind) -> None:
         """Turn a live slot into a checkpoint of the lease's path; a state known already is given

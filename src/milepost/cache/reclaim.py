@@ -1,15 +1,20 @@
 """Makes room in the pools by evicting what is only cached.
 
 Owns the three orders of what may go: strays (pages no resume can reach), carriers (checkpoints
-whose eviction frees a page), and states (checkpoints whose slot can be freed). Keeps them exact:
-whoever changes a node's children, checkpoints or pins calls `rank` for it. Changes the tree and the
-pools, and counts what it evicts.
+whose eviction frees a page), and states (checkpoints whose slot can be freed). Changes the tree and
+the pools, and counts what it evicts.
+
+The orders cannot be left stale: the tree notes each change of children and checkpoints, the pools
+each pin of a leaf and of a checkpoint's slot, all in one list, and no order is read before that
+list is worked off. A change costs one entry, however long the path.
 
 In an arena every checkpoint carries pages, since its slot can become some; so there carriers are
 states, and what is worth least for its bytes goes first, whichever kind is wanted.
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 from milepost.cache.eviction import Order, Shelves
 from milepost.cache.links import follow, link, unlink
@@ -56,10 +61,27 @@ class Reclaimer:
             self._states if storage.pages_a_slot else Shelves(worth, self._worth_per_page)
         )
         self._stray_clock = 0
+        self._pages.watch(tree.leaves, tree.changed)
+        self._slots.pool.watch(tree.at_slot, tree.changed)
 
     def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
         """The orders of strays, carriers and states; to look at alone."""
+        self.settle()
         return self._strays, self._carriers, self._states
+
+    def settle(self) -> None:
+        """Bring the orders in step with all that has changed. Whoever reads them does so first; to
+        do it after each verb keeps the list short.
+        """
+        changed = self._tree.changed
+        if not changed:
+            return
+        for thing in dict.fromkeys(changed):
+            if isinstance(thing, Node):
+                self._rank(thing)
+            elif isinstance(thing, Checkpoint):
+                self._rank_checkpoint(thing)
+        changed.clear()
 
     def allocate_pages(self, num: int) -> list[int]:
         """Pages with one live reference each; evicts what is missing.
@@ -68,7 +90,7 @@ class Reclaimer:
         slot may need whole.
         """
         while (missing := num - self._storage.num_loose_pages) > 0:
-            stray = self._strays.pop()
+            stray = self._pop_stray()
             if stray is None:
                 break
             self._evict_strays(*stray, missing)
@@ -90,6 +112,7 @@ class Reclaimer:
         """Whether a state that nobody has asked for is worth more than what it would displace."""
         if self._slots.pool.num_free:
             return True
+        self.settle()
         least = self._states.least()
         if least is None:
             return False
@@ -98,9 +121,7 @@ class Reclaimer:
 
     def made(self, checkpoint: Checkpoint) -> None:
         """Take in a checkpoint that was attached to the tree."""
-        for changed in link(checkpoint):
-            self.rank_checkpoint(changed)
-        self.rank_checkpoint(checkpoint)
+        self._tree.changed += link(checkpoint)
 
     def used(self, checkpoint: Checkpoint, end: End) -> None:
         """Note that a request resumed from a checkpoint: the path above it is its path now."""
@@ -108,17 +129,15 @@ class Reclaimer:
         checkpoint.used_at = end.time
         for here in follow(checkpoint):
             here.end = end
-            self.rank_checkpoint(here)
+            self._tree.changed.append(here)
 
     def claim(self, ticket: Ticket, checkpoint: Checkpoint | None) -> None:
         """Hang a waiting request's ticket on what it would resume from; None: on nothing."""
         before = take(ticket)
         hang(ticket, checkpoint)
-        for changed in (before, checkpoint):
-            if changed is not None:
-                self.rank_checkpoint(changed)
+        self._tree.changed += [c for c in (before, checkpoint) if c is not None]
 
-    def rank(self, node: Node) -> None:
+    def _rank(self, node: Node) -> None:
         """Bring the orders in step with a node whose children, checkpoints or pins have changed."""
         if not node.num_reaching and self._is_leaf(node):
             if node not in self._strays:
@@ -126,18 +145,14 @@ class Reclaimer:
                 self._strays.push(node, self._stray_clock)
         else:
             self._strays.discard(node)
-        for checkpoint in node.checkpoints.values():
-            self.rank_checkpoint(checkpoint)
+        at_end = node.checkpoints.get(b"")
+        if at_end is not None:  # the others carry a page whatever becomes of the node's
+            self._rank_checkpoint(at_end)
 
-    def rank_page(self, page: int) -> None:
-        """Like `rank`, for a page that was pinned or unpinned alone, as a copy's source."""
-        node = self._tree.at_page.get(page)
-        if node is not None:
-            self.rank(node)
-
-    def rank_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def _rank_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Bring the orders in step with one checkpoint."""
-        if self._slots.pool.live_refs(checkpoint.slot):
+        is_kept = self._tree.at_slot.get(checkpoint.slot) is checkpoint
+        if not is_kept or self._slots.pool.live_refs(checkpoint.slot):
             self._states.discard(checkpoint)
             self._carriers.discard(checkpoint)
             return
@@ -152,27 +167,23 @@ class Reclaimer:
 
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
-        self._states.discard(checkpoint)
-        self._carriers.discard(checkpoint)
         self.worth.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
         node.evicted_tail = checkpoint.tail
         pass_on(checkpoint)
-        strays = self._tree.detach(checkpoint)
-        for changed in unlink(checkpoint):
-            self.rank_checkpoint(changed)
+        self._tree.detach(checkpoint)
+        self._tree.changed += (checkpoint, *unlink(checkpoint))
         self._slots.pool.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
             self._pages.drop(checkpoint.tail_page)
-        if strays:
-            self.rank(strays[0])
 
     def evict_everything(self) -> None:
         """Take out every checkpoint and page that no running request holds."""
+        self.settle()
         for checkpoint in list(self._states):
             self.evict_checkpoint(checkpoint, "reset")
-        while (stray := self._strays.pop()) is not None:
+        while (stray := self._pop_stray()) is not None:
             self._evict_strays(*stray, len(self._tree.nodes))
         if self.mover is not None:
             self.mover.take()  # nothing is left that stands elsewhere
@@ -181,11 +192,11 @@ class Reclaimer:
         node, tail_page = checkpoint.node, checkpoint.tail_page
         if tail_page is not None and tail_page not in self._tree.at_page:
             return True
-        return self._is_leaf(node)
+        return node.num_reaching == 1 and self._is_leaf(node)
 
     def _free_pages(self, num: int) -> None:
         """Evict up to `num` strays of one path, or the checkpoint whose pages are worth least."""
-        stray = self._strays.pop()
+        stray = self._pop_stray()
         if stray is not None:
             self._evict_strays(*stray, num)
         else:
@@ -197,7 +208,7 @@ class Reclaimer:
         """
         while not self._slots.pool.num_free:
             missing = self._storage.pages_a_slot - self._storage.num_loose_pages
-            stray = self._strays.pop() if missing > 0 else None
+            stray = self._pop_stray() if missing > 0 else None
             if stray is not None:
                 self._evict_strays(*stray, missing)
             elif missing > 0 or not mover.clear_unit():
@@ -221,24 +232,35 @@ class Reclaimer:
         return self.worth.of_page(checkpoint, pages)
 
     def _evict_least(self, shelves: Shelves, cause: str) -> None:
+        self.settle()
         found = shelves.least()
         assert found is not None, "E1: what is cached can be reached through the shelves"
         self.evict_checkpoint(found[0], cause)
 
+    def _pop_stray(self) -> tuple[Node, float] | None:
+        self.settle()
+        return self._strays.pop()
+
     def _evict_strays(self, node: Node, key: float, num: int) -> None:
         """Evict a stray and the parents that become strays, so that a path goes in one piece."""
-        for _ in range(num):
-            parent = node.parent
-            assert parent is not None, "T4: a root is not evicted"
-            self._tree.remove(node)
-            self._pages.drop(node.page)
-            self.stats.pages_evicted += 1
-            if parent.num_reaching or not self._is_leaf(parent):
-                self.rank(parent)
-                return
-            node = parent
-        self._strays.push(node, key)
+        run = [node]
+        for parent in islice(node.ancestors(), 1, None):
+            if parent.num_children > 1 or not self._is_bare(parent):
+                break
+            if len(run) == num:
+                self._strays.push(parent, key)
+                break
+            run.append(parent)
+        self._tree.remove(run)
+        for gone in run:
+            self._pages.drop(gone.page)
+        self.stats.pages_evicted += len(run)
 
     def _is_leaf(self, node: Node) -> bool:
         """Whether nothing but its checkpoints keeps a page in the cache."""
-        return not (node.is_root or node.num_children or self._pages.live_refs(node.page))
+        is_leaf = self._tree.leaves.get(node.page) is node
+        return is_leaf and not self._pages.live_refs(node.page)
+
+    def _is_bare(self, node: Node) -> bool:
+        """Whether nothing but its children keeps a page in the cache."""
+        return not (node.num_reaching or node.is_root or self._pages.live_refs(node.page))

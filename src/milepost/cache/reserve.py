@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from milepost.cache.kinds import Path
-from milepost.cache.pool import Pool
-from milepost.cache.tree import Checkpoint
+from milepost.cache.storage import Storage
+from milepost.cache.tree import Checkpoint, Tree
 from milepost.cache.worth import Worth
 
 
@@ -26,14 +26,13 @@ class Expected:
 class Reserve:
     """Remembers what it found until the cache changes: many requests may ask in one step."""
 
-    __slots__ = ("_found", "_page_size", "_pages", "_states", "_version", "_worth")
+    __slots__ = ("_found", "_page_size", "_pages", "_slots", "_tree", "_version", "_worth")
 
-    def __init__(
-        self, states: Iterable[Checkpoint], worth: Worth, pages: Pool, page_size: int
-    ) -> None:
-        self._states = states
+    def __init__(self, tree: Tree, storage: Storage, worth: Worth, page_size: int) -> None:
+        self._tree = tree
         self._worth = worth
-        self._pages = pages
+        self._pages = storage.pages
+        self._slots = storage.slots.pool
         self._page_size = page_size
         self._version = -1
         self._found: dict[int, Expected] = {}
@@ -57,8 +56,10 @@ class Reserve:
     def _expected(self, within: int) -> Expected:
         num_slots = 0
         counted: dict[Checkpoint, int] = {}
-        for checkpoint in self._states:
-            if checkpoint.below or not self._worth.is_expected(checkpoint, within):
+        for checkpoint in self._tree.at_slot.values():
+            if checkpoint.below or self._slots.live_refs(checkpoint.slot):
+                continue
+            if not self._worth.is_expected(checkpoint, within):
                 continue
             num_slots += 1
             for here in self._unused_path(checkpoint):

@@ -1,7 +1,8 @@
 """The prefix tree: one node for each full page, found by its chained digest.
 
 Owns the nodes, the checkpoints that hang on them, and the memory of what was evicted (ghosts).
-Knows nothing of pools: callers keep reference counts in step.
+Knows nothing of pools: callers keep reference counts in step. Every change that bears on what may
+be evicted is noted in `changed`, here and not by callers.
 
 A node's `num_reaching` counts its own checkpoints and those children below which there is one. At 0
 no resume can ever use the node's page for a state: it is a stray. Every walk is a loop; a path may
@@ -156,16 +157,34 @@ NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 
 
 class Tree:
-    """Nodes by digest and page, checkpoints by tail page, roots by salt, and up to `max_ghosts`
-    evicted digests.
+    """Nodes by digest and page, checkpoints by slot and tail page, roots by salt, and up to
+    `max_ghosts` evicted digests.
+
+    `leaves` are the nodes without children, by page. `changed` collects the nodes that have won or
+    lost their only child or a checkpoint, and the checkpoints that are new or whose tail page has
+    become a node's or ceased to be one; whoever needs it empties it.
     """
 
-    __slots__ = ("_ghosts", "_max_ghosts", "_twins", "at_page", "at_tail", "nodes", "roots")
+    __slots__ = (
+        "_ghosts",
+        "_max_ghosts",
+        "_twins",
+        "at_page",
+        "at_slot",
+        "at_tail",
+        "changed",
+        "leaves",
+        "nodes",
+        "roots",
+    )
 
     def __init__(self, max_ghosts: int) -> None:
         self.nodes: dict[bytes, Node] = {}
         self.at_page: dict[int, Node] = {}
+        self.leaves: dict[int, Node] = {}
+        self.at_slot: dict[int, Checkpoint] = {}
         self.at_tail: dict[int, list[Checkpoint]] = {}
+        self.changed: list[object] = []
         self.roots: dict[bytes, Node] = {}
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._twins: dict[bytes, int] = {}
@@ -207,6 +226,9 @@ class Tree:
     def insert(self, chain: Chain, parent: Node, pages: Sequence[int]) -> list[Node]:
         """Add a run of nodes below `parent` for the chain's next pages; their digests are new."""
         first = parent.depth
+        if self.leaves.pop(parent.page, None) is not None:
+            self.changed.append(parent)
+        self.changed.extend(self.at_tail.get(pages[0], ()))
         digests = chain.digests(first + len(pages))
         tokens = chain.page_bytes(first, first + len(pages))
         run = []
@@ -218,6 +240,8 @@ class Tree:
             parent.last_child = node
             run.append(node)
             parent = node
+        self.leaves[parent.page] = parent
+        self.changed.append(parent)
         if self._ghosts:
             for node in run:
                 self._ghosts.pop(node.digest, None)
@@ -225,21 +249,31 @@ class Tree:
             self._add_twins(chain, run)
         return run
 
-    def remove(self, node: Node) -> None:
-        """Take out a childless node without checkpoints and remember its digest as a ghost."""
-        assert node.num_children == 0, "T2: only a leaf is evicted"
-        assert not node.checkpoints, "T3: a node with checkpoints is not evicted"
-        del self.nodes[node.digest]
-        del self.at_page[node.page]
-        self._remember(node.digest)
-        parent = node.parent
-        assert parent is not None, "T4: a root is not evicted"
-        parent.num_children -= 1
-        if parent.last_child is node:
-            parent.last_child = None
-        if node.twin is not None:
-            self._forget_twin(node.twin)
-        self._prune(parent)
+    def remove(self, run: Sequence[Node]) -> None:
+        """Take out a childless node and those above it that become so, none with checkpoints, and
+        remember their digests as ghosts.
+        """
+        above = run[-1].parent
+        assert above is not None, "T4: a root is not evicted"
+        del self.leaves[run[0].page]
+        for node in run:
+            assert node.num_children == 0, "T2: only a leaf is evicted"
+            assert not node.checkpoints, "T3: a node with checkpoints is not evicted"
+            parent = node.parent
+            assert parent is not None, "T4: a root is not evicted"
+            del self.nodes[node.digest]
+            del self.at_page[node.page]
+            self._remember(node.digest)
+            parent.num_children -= 1
+            if parent.last_child is node:
+                parent.last_child = None
+            if node.twin is not None:
+                self._forget_twin(node.twin)
+        self.changed.extend(self.at_tail.get(run[-1].page, ()))
+        if not above.num_children and not above.is_root:
+            self.leaves[above.page] = above
+            self.changed.append(above)
+        self._prune(above)
 
     def attach(self, checkpoint: Checkpoint) -> None:
         """Hang a checkpoint on its node; the path above becomes reachable."""
@@ -247,6 +281,8 @@ class Tree:
         if node.checkpoints is NO_CHECKPOINTS:
             node.checkpoints = {}
         node.checkpoints[checkpoint.tail] = checkpoint
+        self.at_slot[checkpoint.slot] = checkpoint
+        self.changed += (node, checkpoint)
         if checkpoint.tail_page is not None:
             self.at_tail.setdefault(checkpoint.tail_page, []).append(checkpoint)
         for ancestor in node.ancestors():
@@ -254,20 +290,19 @@ class Tree:
             if ancestor.num_reaching > 1:
                 break
 
-    def detach(self, checkpoint: Checkpoint) -> list[Node]:
-        """Take a checkpoint off its node; gives the nodes that became strays, deepest first."""
+    def detach(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint off its node; the path above may become unreachable."""
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
+        del self.at_slot[checkpoint.slot]
+        self.changed.append(node)
         if checkpoint.tail_page is not None:
             self._let_go_of_tail(checkpoint, checkpoint.tail_page)
-        strays = []
         for ancestor in node.ancestors():
             ancestor.num_reaching -= 1
             if ancestor.num_reaching:
                 break
-            strays.append(ancestor)
         self._prune(node)
-        return strays
 
     def move(self, page: int, target: int) -> None:
         """Note that what is cached in a page stands in another one now."""
@@ -275,6 +310,8 @@ class Tree:
         if node is not None:
             node.page = target
             self.at_page[target] = node
+            if self.leaves.pop(page, None) is not None:
+                self.leaves[target] = node
         tails = self.at_tail.pop(page, None)
         if tails is not None:
             self.at_tail[target] = tails

@@ -1,0 +1,41 @@
+"""What may be evicted is in the orders of eviction, whoever pins or unpins it."""
+
+from __future__ import annotations
+
+from milepost.cache import Cache, Kind
+from milepost.cache.check import check
+
+PAGE_SIZE = 16
+A, B, C, D = ([seed] * 100 for seed in range(1, 5))
+
+
+def run(cache, tokens, *, marks=(), kind=Kind.ANSWER_END, is_over=True):
+    """Admit and compute a prompt in one step, and release it."""
+    chain = cache.chain(tokens)
+    lease = cache.admit(chain, cache.match(chain), marks=marks)
+    assert lease is not None
+    check(cache)
+    exports = cache.take_exports(lease, len(chain))
+    written = {export.slot: export.position for export in exports}
+    cache.commit(lease, len(chain), {lease.slot_out: len(chain)} | written)
+    check(cache)
+    if is_over:
+        cache.release(lease, kind)
+        check(cache)
+    return lease
+
+
+def test_a_full_page_beside_a_tail_that_is_taken_over_can_be_evicted():
+    """Who takes over a state inside a page, beside which a full page matches, needs no copy of the
+    tail; the tail's page, which may be a stray by now, goes back among what can be evicted.
+    """
+    cache = Cache(num_pages=8, num_slots=2, page_size=PAGE_SIZE, grid=PAGE_SIZE)
+    prefix = [*A[:16], *B[:8]]
+    run(cache, [*prefix, *C[:16]], marks=(24,), kind=None)
+    run(cache, [*prefix, *D[:8], 5], is_over=False)
+    chain = cache.chain([*prefix, *D[:8], 6])
+    lease = cache.admit(chain, cache.match(chain))
+    assert cache.stats.checkpoints_evicted == {"taken": 1}
+    check(cache)
+    assert cache.extend(lease, len(chain) + 4 * PAGE_SIZE)
+    check(cache)
