@@ -1,3 +1,5 @@
+import tracemalloc
+
 import pytest
 
 from milepost.engine.chat import render
@@ -235,3 +237,33 @@ def test_cache_control_on_a_message_is_a_mark(with_template):
     assert prompt.token_ids == render(tokenizer, [SYSTEM, USER, ANSWER, AGAIN]).token_ids
     _, before = texts(tokenizer, prompt)
     assert SYSTEM_TEXT + "<|im_start|>user\nthe quick brown fox" in before
+
+
+def test_many_breakpoints_cost_what_their_text_costs(with_template):
+    """4,000 parts, each copied for each, would be 128 MB of pointers."""
+    tokenizer = with_template(QWEN)
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [part] * 4000}
+    render(tokenizer, [message])
+    tracemalloc.start()
+    try:
+        rendered = render(tokenizer, [message])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * 2**20
+    marked = render(tokenizer, [{"role": "user", "content": [part] * 8}])
+    assert len(rendered.marks) == len(marked.marks)
+
+
+def test_the_last_breakpoints_are_those_that_count(with_template):
+    tokenizer = with_template(QWEN)
+    part = {"type": "text", "text": "the quick brown fox"}
+    marked = {**part, "cache_control": {"type": "ephemeral"}}
+
+    def marks(parts):
+        return render(tokenizer, [{"role": "user", "content": parts}]).marks
+
+    assert marks([marked] * 12) == marks([*[part] * 4, *[marked] * 8])
+    message = {"role": "user", "content": [marked, part], "cache_control": {"type": "ephemeral"}}
+    assert render(tokenizer, [message]).marks == marks([marked, marked])

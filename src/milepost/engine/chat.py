@@ -72,7 +72,7 @@ def render(
     ends = [
         _head_end(conversation, checked, text),
         _body_end(conversation, checked, text),
-        *_breakpoints(conversation, messages, text, ending),
+        *_breakpoints(conversation, messages, checked, text, ending),
     ]
     token_ids, positions = _tokenize(tokenizer, text, ends)
     marks = sorted({position for position in positions if 0 < position < len(token_ids)})
@@ -175,6 +175,7 @@ MAX_BREAKPOINTS = 8
 def _breakpoints(
     conversation: _Conversation,
     messages: Sequence[Message],
+    checked: list[dict[str, Any]],
     text: str,
     ending: Mapping[str, bool],
 ) -> list[int]:
@@ -182,41 +183,62 @@ def _breakpoints(
 
     Each is found by adding a character there: up to it, the texts agree.
     """
-    changed = [other for index in range(len(messages)) for other in _marked(messages, index)]
     ends = []
-    for other in changed[-MAX_BREAKPOINTS:]:
+    for index, place in _last_places(messages):
+        changed = _checked(_marked(messages[index], place))
+        others = [*checked[:index], changed, *checked[index + 1 :]]
         try:
-            marked = conversation.text([_checked(m) for m in other], ending)
+            marked = conversation.text(others, ending)
         except _REFUSALS:
             continue
         ends.append(_common_length(text, marked))
     return ends
 
 
-def _marked(messages: Sequence[Message], index: int) -> list[list[Message]]:
-    """The conversation, once for each breakpoint in a message, with the character added there."""
-    message = messages[index]
+def _last_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """(Message, part) of the last MAX_BREAKPOINTS breakpoints, the last one first."""
+    found: list[tuple[int, int]] = []
+    for index in range(len(messages) - 1, -1, -1):
+        parts = _parts(messages[index])
+        is_marked = bool(messages[index].get("cache_control"))
+        for place in range(len(parts) - 1, -1, -1):
+            if len(found) == MAX_BREAKPOINTS:
+                return found
+            is_last = place == len(parts) - 1
+            if parts[place].get("cache_control") or (is_marked and is_last):
+                found.append((index, place))
+    return found
+
+
+def _parts(message: Message) -> Sequence[Any]:
+    """A content that is one text is one part."""
     content = message.get("content")
-    parts = list(content) if isinstance(content, list | tuple) else [{"text": content or ""}]
-    places = [i for i, part in enumerate(parts) if part.get("cache_control")]
-    if message.get("cache_control") and len(parts) - 1 not in places:
-        places.append(len(parts) - 1)
-    changed = []
-    for place in places:
-        added = {"type": "text", "text": f"{parts[place].get('text', '')}{_BREAKPOINT}"}
-        own = {**message, "content": [*parts[:place], added, *parts[place + 1 :]]}
-        if not isinstance(content, list | tuple):
-            own["content"] = added["text"]
-        changed.append([*messages[:index], own, *messages[index + 1 :]])
-    return changed
+    return content if isinstance(content, list | tuple) else [{"text": content or ""}]
+
+
+def _marked(message: Message, place: int) -> Message:
+    """The message with the character added to one of its parts."""
+    parts = _parts(message)
+    text = f"{parts[place].get('text', '')}{_BREAKPOINT}"
+    if not isinstance(message.get("content"), list | tuple):
+        return {**message, "content": text}
+    added = {"type": "text", "text": text}
+    return {**message, "content": [*parts[:place], added, *parts[place + 1 :]]}
 
 
 def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many characters, or tokens, two sequences share from the start."""
-    if left[: len(right)] == right:
-        return len(right)
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+    """How many characters, or tokens, two sequences share from the start.
+
+    Halves are compared whole: a conversation can have millions of characters.
+    """
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 # --- characters to tokens -------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +17,7 @@ import milepost
 from milepost.engine.metrics import Metric
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.server import errors
+from milepost.server.bodies import JsonRoute
 from milepost.server.chat import chat
 from milepost.server.completions import complete
 from milepost.server.config import read_keys
@@ -43,31 +42,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"description": "No valid key."},
     404: {"description": "No such model."},
     413: {"description": "The body is too large."},
+    415: {"description": "The body says that it is something other than JSON."},
     429: {"description": "As many requests are queued as are accepted; see Retry-After."},
     503: {"description": "The engine has died, or the server is shutting down."},
     504: {"description": "The request took longer than the server allows."},
 }
-
-
-class _JsonRoute(APIRoute):
-    """Reads bodies with a parser that says where they are wrong, and that depth cannot break."""
-
-    def get_route_handler(self) -> Any:
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return handle_json
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        body = await self.body()
-        try:
-            return from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise HTTPException(400, f"the body is no valid JSON: {error}") from error
 
 
 def build(service: Service) -> Gate:
@@ -77,8 +56,9 @@ def build(service: Service) -> Gate:
         version=milepost.__version__,
         description="OpenAI-compatible server for hybrid language models.",
         redoc_url=None,
+        strict_content_type=False,
     )
-    app.router.route_class = _JsonRoute
+    app.router.route_class = JsonRoute
     _add_openai(app, service)
     _add_text(app, service)
     _add_operation(app, service)

@@ -21,6 +21,8 @@ from milepost.errors import (
 )
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_LEN = 2000
+"""Longer ones repeat what the client sent; their middle is left out."""
 
 _STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
     (InvalidRequestError, 400, "invalid_request_error"),
@@ -35,6 +37,7 @@ _TYPES = {
     404: "not_found_error",
     409: "conflict",
     413: "request_too_large",
+    415: "unsupported_media_type",
     500: "internal_error",
 }
 _FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?=")
@@ -67,7 +70,11 @@ def status_of(error: Exception) -> int:
 
 def message_of(error: Exception) -> str:
     """What it says, without the status."""
-    return error.detail if isinstance(error, HttpError) else str(error)
+    message = error.detail if isinstance(error, HttpError) else str(error)
+    if len(message) <= MAX_MESSAGE_LEN:
+        return message
+    half = MAX_MESSAGE_LEN // 2
+    return f"{message[:half]} ... {message[-half:]}"
 
 
 def body_of(error: Exception) -> dict[str, Any]:

@@ -7,22 +7,32 @@ as an extra until `unknown.py` takes it out and tells of it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 
+from milepost.server.bodies import STOP_AT_FIRST
+
+MAX_FIELDS = 256
+MAX_MESSAGES = 16384
+MAX_PARTS = 16384
+MAX_BIASES = 1024
 MAX_STOPS = 64
 MAX_STOP_LEN = 1024
 MAX_INT = 2**63 - 1
 
+T = TypeVar("T")
+Many = Annotated[list[T], STOP_AT_FIRST]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
@@ -56,6 +66,13 @@ class Body(BaseModel):
     """JSON types are taken as they are: no number in a string."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"it has {len(value)} fields: use {MAX_FIELDS} or fewer")
+        return value
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -107,9 +124,9 @@ class Message(Body):
     """A message of any role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[Many[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -125,6 +142,9 @@ class Message(Body):
         if self.content is None and not (self.role == "assistant"):
             raise ValueError(f"a message of role {self.role!r} needs a content")
         return self
+
+
+Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class Function(Body):
@@ -171,7 +191,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     """In llguidance's dialect of Lark."""
     json_object: bool | None = None
@@ -184,6 +204,12 @@ class StructuredOutputs(Body):
 # --- requests -------------------------------------------------------------------------------------
 
 
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"it has {len(value)} token ids: use {MAX_BIASES} or fewer")
+    return value
+
+
 class Sampling(Body):
     """What completions and chat have in common. Limits of values stand in SamplingParams."""
 
@@ -193,15 +219,15 @@ class Sampling(Body):
     top_k: int | None = None
     min_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[Many[StopText], Field(max_length=MAX_STOPS)] | None = None
     seed: Count | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
     """Token id, as a string, to what is added to its logit."""
     min_tokens: Count | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[Many[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -269,18 +295,34 @@ class Sampling(Body):
         return self
 
 
+def _kind_of_prompt(value: Any) -> str:
+    """Tells by the first element which of the four was meant, so that only that one is tried."""
+    if not isinstance(value, list):
+        return "one text"
+    first = value[0] if value else None
+    return {str: "texts", list: "lists of token ids"}.get(type(first), "one list of token ids")
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("one text")]
+    | Annotated[Many[str], Field(min_length=1), Tag("texts")]
+    | Annotated[Many[TokenId], Field(min_length=1), Tag("one list of token ids")]
+    | Annotated[
+        Many[Annotated[Many[TokenId], Field(min_length=1)]],
+        Field(min_length=1),
+        Tag("lists of token ids"),
+    ],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(Sampling):
     """POST /v1/completions"""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    cache_marks: list[Annotated[int, Field(ge=1, le=MAX_INT)]] | None = None
+    cache_marks: Many[Annotated[int, Field(ge=1, le=MAX_INT)]] | None = None
     """Token positions in the prompt at which a state is worth keeping; for a single prompt."""
     echo: only(False) = None
     best_of: only(1) = None
@@ -290,12 +332,12 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: an answer has one call at most."""
@@ -345,8 +387,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Many[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -364,7 +406,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Many[TokenId]
 
 
 def field_names() -> frozenset[str]:

@@ -1,0 +1,101 @@
+"""Reads the bodies of requests: bounded before anything is built from them, and with a parser that
+says where they are wrong, and that depth cannot break.
+
+What a body costs is decided by how many values it has, not by its bytes: an empty list takes three
+bytes to write and seventy to keep. So the values are counted in the text first, a pass of
+milliseconds that keeps nothing; a body with more of them than any request needs is refused. What
+is left takes, with the objects made of it, at most ten times the body and some megabytes.
+"""
+
+from __future__ import annotations
+
+from email.message import Message
+from typing import Any, Final
+
+import numpy as np
+from fastapi.routing import APIRoute
+from pydantic import Field
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from milepost.server.errors import HttpError
+
+MAX_VALUES: Final = 2**21
+"""Elements of all lists and objects of a body, nearly all of them token ids."""
+MAX_KEYS: Final = 2**17
+MAX_CONTAINERS: Final = 2**16
+"""Lists and objects of a body."""
+
+STOP_AT_FIRST: Final = Field(fail_fast=True)
+"""For lists: one wrong element says enough, where a million of them would be told one by one."""
+
+_CHUNK_BYTES = 2**20
+_KINDS: Final = (
+    (b",", MAX_VALUES, "values"),
+    (b":", MAX_KEYS, "keys"),
+    (b"[{", MAX_CONTAINERS, "lists and objects"),
+)
+"""Which characters stand for which kind."""
+
+
+class JsonRoute(APIRoute):
+    """A route whose bodies are JSON."""
+
+    def get_route_handler(self) -> Any:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            _check_content_type(request.headers.get("content-type"))
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        check_size(body)
+        try:
+            return from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise HttpError(400, f"the body is no valid JSON: {error}") from error
+
+
+def _check_content_type(value: str | None) -> None:
+    """Raise HttpError 415 for what says that it is something else; saying nothing is allowed."""
+    if not value:
+        return
+    message = Message()
+    message["content-type"] = value
+    subtype = message.get_content_subtype()
+    if message.get_content_maintype() != "application" or subtype.split("+")[-1] != "json":
+        raise HttpError(415, f"content-type {value[:100]!r}: send JSON as 'application/json'")
+
+
+def check_size(body: bytes) -> None:
+    """Raise HttpError 400 for a body of too many values, whatever it is otherwise."""
+    if all(_count(body, signs) <= limit for signs, limit, _ in _KINDS):
+        return  # not even with what stands inside strings
+    counts = _counts_outside_strings(body)
+    for (_, limit, name), count in zip(_KINDS, counts, strict=True):
+        if count > limit:
+            raise HttpError(400, f"the body has {count} {name}: use {limit} or fewer")
+
+
+def _count(body: bytes, signs: bytes) -> int:
+    return sum(body.count(bytes([sign])) for sign in signs)
+
+
+def _counts_outside_strings(body: bytes) -> list[int]:
+    """How often the signs of each kind stand outside of strings."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quote begins or ends a string
+    counts, is_inside = [0] * len(_KINDS), np.uint8(0)
+    for start in range(0, len(plain), _CHUNK_BYTES):
+        chunk = np.frombuffer(plain, np.uint8, min(_CHUNK_BYTES, len(plain) - start), start)
+        inside = np.bitwise_xor.accumulate((chunk == ord('"')).view(np.uint8)) ^ is_inside
+        is_inside = inside[-1]
+        outside = chunk[inside == 0]
+        for kind, (signs, _, _) in enumerate(_KINDS):
+            counts[kind] += sum(int(np.count_nonzero(outside == sign)) for sign in signs)
+    return counts
