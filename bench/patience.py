@@ -18,7 +18,7 @@ import rows
 from rich.console import Console
 from rich.table import Table
 
-from milepost.scheduler import scheduler
+from milepost.scheduler import admission
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES
@@ -56,7 +56,7 @@ def main() -> int:
 
 def _replay(arguments: argparse.Namespace, trace: Trace, overtaken: int, policy: str) -> list[Row]:
     """One row a seed."""
-    scheduler.MAX_OVERTAKEN = overtaken  # no option: users need none
+    admission.MAX_OVERTAKEN = overtaken  # no option: users need none
     cost, closed = read_cost(arguments.cost), trace.requests[0].session is not None
     sizes = {
         "num_pages": arguments.kv_tokens // trace.page_size,

@@ -101,14 +101,12 @@ class EngineConfig:
             f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
         _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
-        _require(
-            self.max_num_batched_tokens >= GRID,
-            f"max_num_batched_tokens={self.max_num_batched_tokens}: use {GRID} or more, so that a "
-            "prefill chunk can end where a state can be kept",
-        )
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
+        check_budget(
+            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+        )
         _require(
             self.cache_memory != "shared" or (self.num_pages is None and self.num_slots is None),
             f"cache_memory='shared' with num_pages={self.num_pages}, num_slots={self.num_slots}: "
@@ -118,6 +116,22 @@ class EngineConfig:
             self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
         )
         _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
+
+
+def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raise ConfigError unless a step has tokens for a prefill chunk that ends on the grid, and one
+    for each sequence: with fewer some request could wait for ever.
+    """
+    _require(
+        max_num_batched_tokens >= GRID,
+        f"max_num_batched_tokens={max_num_batched_tokens}: use {GRID} or more, so that a "
+        "prefill chunk can end where a state can be kept",
+    )
+    _require(
+        max_num_batched_tokens >= max_num_seqs,
+        f"max_num_batched_tokens={max_num_batched_tokens} with max_num_seqs={max_num_seqs}: "
+        "each sequence needs a token of a step; raise the first or lower the second",
+    )
 
 
 _POWERS_OF_TWO = tuple(1 << k for k in range(4, 11))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from milepost.cache import Cache
@@ -22,6 +24,17 @@ def add(loop: Loop, id_: str, prompt: list[int], **options):
     return request
 
 
+def run(loop: Loop) -> None:
+    while loop.scheduler.has_work:
+        loop.step(is_ahead=True)
+
+
+def ask(loop: Loop, id_: str, prompt: list[int], **options):
+    request = add(loop, id_, prompt, **options)
+    run(loop)
+    return request
+
+
 def is_ahead(plan) -> list[bool]:
     return [sequence.is_ahead for sequence in plan.sequences]
 
@@ -37,21 +50,110 @@ def test_decodes_follow_until_the_answers_are_long_enough():
     assert long.output_token_ids == cold_answer([2] * 20, 5, 4)
 
 
-def test_a_prefill_under_way_is_not_followed():
+def test_the_next_chunk_of_a_prefill_follows():
+    """It stands behind what is planned, reads the state that is being written, and copies
+    nothing; the decode behind the last chunk follows too.
+    """
     loop = loop_of(max_num_batched_tokens=64)
-    add(loop, "a", [1] * 100)
-    assert loop.scheduler.follow(loop.scheduler.schedule()) is None
+    ask(loop, "z", [1] * 30, max_tokens=2, marks=(24,))
+    request = add(loop, "a", [1] * 150, max_tokens=8)
+    plans = [loop.step(is_ahead=True) for _ in range(4)]
+    (first, *others) = [plan.sequences[0] for plan in plans]
+    assert [(s.start, s.end) for s in (first, *others)] == [
+        (24, 64),
+        (64, 128),
+        (128, 150),
+        (150, 151),
+    ]
+    assert first.slot_in != first.slot_out
+    assert first.page_copy is not None
+    assert all(s.slot_in == s.slot_out == first.slot_out for s in others)
+    assert all(s.page_copy is None for s in others)
+    assert [s.is_ahead for s in (first, *others)] == [False] * 3 + [True]
+    run(loop)
+    assert request.output_token_ids == cold_answer([1] * 150, 8, 4)
 
 
-def test_a_request_that_could_be_admitted_is_planned_for_first():
+def test_decodes_and_prefills_follow_together():
+    """Sequences whose token is not known yet stand first."""
+    loop = loop_of(max_num_batched_tokens=128)
+    short, long = add(loop, "a", [1] * 20, max_tokens=9), add(loop, "b", [2] * 300, max_tokens=9)
+    plans = [loop.step(is_ahead=True) for _ in range(4)]
+    assert [[(s.request.id, s.is_ahead) for s in plan.sequences] for plan in plans] == [
+        [("a", False), ("b", False)],
+        [("a", True), ("b", False)],
+        [("a", True), ("b", False)],
+        [("a", True), ("b", False)],
+    ]
+    run(loop)
+    assert short.output_token_ids == cold_answer([1] * 20, 9, 4)
+    assert long.output_token_ids == cold_answer([2] * 300, 9, 4)
+
+
+def test_a_waiting_request_is_admitted_ahead():
     loop = loop_of()
-    add(loop, "a", [1] * 20, max_tokens=8)
+    first = add(loop, "a", [1] * 20, max_tokens=8)
     loop.step(is_ahead=True)
-    assert loop.under_way is not None
-    add(loop, "b", [2] * 20, max_tokens=8)
+    second = add(loop, "b", [2] * 20, max_tokens=8)
     loop.step(is_ahead=True)
-    assert loop.under_way is None
     assert [s.request.id for s in loop.step(is_ahead=True).sequences] == ["a", "b"]
+    run(loop)
+    assert first.output_token_ids == cold_answer([1] * 20, 8, 4)
+    assert second.output_token_ids == cold_answer([2] * 20, 8, 4)
+
+
+def test_one_that_ends_for_certain_leaves_its_seat_to_the_step_ahead():
+    loop = loop_of(max_num_seqs=1)
+    add(loop, "a", [1] * 20, max_tokens=2)
+    add(loop, "b", [2] * 20, max_tokens=2)
+    plans = []
+    while loop.scheduler.has_work:
+        plans.append([s.request.id for s in loop.step(is_ahead=True).sequences])
+    assert plans == [["a"], ["a"], ["b"], ["b"]]
+
+
+def test_a_prefix_in_flight_is_waited_for_and_not_computed_twice():
+    """Also where the step that passes it is planned, so that its state can't be asked for: then KV
+    at least is shared.
+    """
+    loop = loop_of(num_pages=64)
+    shared = [random.Random(3).randrange(4) for _ in range(230)]
+    request = add(loop, "a", shared, max_tokens=3)
+    loop.step(is_ahead=True)
+    assert request.lease.planned == 230, "in flight"
+    other = add(loop, "b", [*shared[:200], 9, 9], max_tokens=3)
+    run(loop)
+    assert other.report.kv_length == 192
+    assert loop.scheduler.stats.num_waits == 1
+
+
+def test_an_answer_about_to_be_kept_is_waited_for():
+    """A request has ended, and the step in flight takes its state one token further: who goes on
+    from there finds it a step later."""
+    loop = loop_of(num_pages=64)
+    prompt = [1] * 40
+    answer = cold_answer(prompt, 8, 4)
+    first = add(loop, "a", prompt, max_tokens=30)
+    first.stop_token_ids, first.min_tokens = frozenset(answer[7:8]), 8
+    add(loop, "b", [2] * 20, max_tokens=30)
+    while first.finish_reason is None:
+        loop.step(is_ahead=True)
+    assert first.lease is not None
+    turn = add(loop, "c", [*prompt, *answer, 3, 3], max_tokens=2)
+    run(loop)
+    assert turn.report.reused == len(prompt) + len(answer)
+
+
+@pytest.mark.parametrize("mode", ["align", "auto"])
+def test_waiting_requests_begin_however_long_others_decode(mode):
+    """In mode `align` nobody waits for a prefix in flight, so a step is planned for them."""
+    loop = loop_of(mode=mode, num_pages=64)
+    add(loop, "a", [1] * 20, max_tokens=200)
+    loop.step(is_ahead=True)
+    second = add(loop, "b", [2] * 20, max_tokens=2)
+    for _ in range(3):
+        loop.step(is_ahead=True)
+    assert second.report is not None
 
 
 def test_states_of_answers_are_not_planned_ahead():

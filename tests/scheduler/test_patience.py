@@ -2,7 +2,7 @@
 
 import random
 
-from milepost.scheduler.scheduler import MAX_OVERTAKEN
+from milepost.scheduler.admission import MAX_OVERTAKEN
 from tests.scheduler.test_peers import Bench
 
 

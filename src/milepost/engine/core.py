@@ -179,7 +179,8 @@ class Engine:
         answers = [self._answers.get(s.request.id) for s in flight.plan.sequences]
         if any(known and known[1].needs_last_token(known[0].params) for known in answers):
             return None
-        plan = self.scheduler.follow(flight.plan)
+        with self._fatal(BaseException):
+            plan = self.scheduler.follow(flight.plan)
         if plan is None:
             return None
         return self.runner.launch(plan, self._sampling_rows(plan), before=flight)
@@ -201,7 +202,8 @@ class Engine:
                 yield
             except (KeyboardInterrupt, SystemExit):
                 self._under_way = None
-                self.scheduler.retract(plan)
+                if self._death is None:  # else it was planning that was interrupted
+                    self.scheduler.retract(plan)
                 raise
 
     def _sampling_rows(self, plan: StepPlan) -> dict[str, SamplingRow]:

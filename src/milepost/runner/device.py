@@ -66,8 +66,8 @@ class DeviceExecutor:
         sources = before.places(plan) if before is not None else ()
         step = arrays.build(plan, self._tables.host, self._shapes, capacity, last_tokens, sources)
         self._staging.send(step)
-        views = None if captured and before is None else self._staging.views(step)
-        if before is not None:
+        views = None if captured and not sources else self._staging.views(step)
+        if before is not None and sources:
             assert views is not None
             num = len(sources)
             torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])

@@ -27,9 +27,11 @@ class Flight:
         return self.choice.token_ids
 
     def places(self, plan: StepPlan) -> list[int]:
-        """For each sequence of the plan that follows, the row that its token is sampled in."""
+        """For each sequence that is ahead in the plan that follows, the row that its token is
+        sampled in. Those sequences stand first, one token each.
+        """
         places = {id_: place for place, id_ in enumerate(self.ids)}
-        return [places[sequence.request.id] for sequence in plan.sequences]
+        return [places[s.request.id] for s in plan.sequences if s.is_ahead]
 
     def read(self) -> dict[str, SampledToken]:
         """Wait for the tokens; by request id."""

@@ -31,8 +31,9 @@ class PlainExecutor:
         """One forward pass and sampling."""
         token_ids, context = build(plan, self._pools, self._tables)
         if before is not None:
-            index = torch.tensor(before.places(plan), device=token_ids.device)
-            token_ids = before.token_ids[index]
+            places = before.places(plan)
+            if places:
+                token_ids[: len(places)] = before.token_ids[places]
         hidden = self.model.forward(token_ids, context)
         ids, last_tokens = sampling_places(plan)
         if not ids:

@@ -32,7 +32,7 @@ class Executor(Protocol):
     ) -> Flight:
         """Queue a forward pass and sampling behind what is queued already.
 
-        A plan made ahead takes its tokens from the flight `before`.
+        A sequence that is ahead takes its token from the flight `before`.
         """
         ...
 
@@ -51,7 +51,7 @@ class Runner:
         """Queue a step: page moves and copies, one forward pass, sampling. `rows` by id of sampling
         requests.
 
-        A plan made ahead takes its tokens from the step `before`, which may still be running.
+        A plan made ahead takes tokens from the step `before`, which may still be running.
         """
         self._note_writes(plan)
         self.pools.move_pages(plan.moves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from milepost.cache.plans import Match
@@ -26,17 +26,22 @@ class Queue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that wait now, whatever happens to the queue meanwhile."""
-        return iter(tuple(self._requests))
+        return iter(self._requests)
+
+    def first(self, num: int) -> list[Request]:
+        """The most urgent ones, whatever happens to the queue from now on."""
+        return self._requests[:num]
 
     def add(self, request: Request) -> None:
-        index = bisect_right(self._requests, request.rank, key=lambda r: r.rank)
+        index = self._index(request)
         self._requests.insert(index, request)
         request.ticket = self._memory.expect(request.chain, index)
 
     def remove(self, request: Request) -> None:
         assert request.ticket is not None
-        self._requests.remove(request)
+        index = self._index(request)
+        assert self._requests[index] is request, "ranks differ, and stay as they are"
+        del self._requests[index]
         self._memory.forget(request.ticket)
         request.ticket = None
 
@@ -57,12 +62,16 @@ class Queue:
         """Remove a request that has found room."""
         self.remove(request)
         self._num_admitted += 1
-        request.blocked_at = None
+        request.blocked_at = request.awaits = None
 
-    def block(self, request: Request, match: Match) -> None:
-        """Note that a request found no room, and what it would resume from by now."""
+    def refresh(self, request: Request, match: Match) -> None:
+        """Note what a request would resume from by now."""
         assert request.ticket is not None
         self._memory.refresh(request.ticket, match)
+
+    def block(self, request: Request, match: Match) -> None:
+        """Note that a request found no room."""
+        self.refresh(request, match)
         request.blocked_at = self._room
 
     def is_blocked(self, request: Request) -> bool:
@@ -73,6 +82,13 @@ class Queue:
         now_admitted, now_pages, now_slots = self._room
         return now_admitted == num_admitted and now_pages <= num_pages and now_slots <= num_slots
 
+    def _index(self, request: Request) -> int:
+        return bisect_left(self._requests, request.rank, key=_rank)
+
     @property
     def _room(self) -> tuple[int, int, int]:
         return self._num_admitted, *self._memory.room
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank

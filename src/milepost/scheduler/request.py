@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from milepost.cache.chain import Chain
 from milepost.cache.plans import Lease
 from milepost.cache.report import CacheReport
 from milepost.cache.tree import Ticket
+
+if TYPE_CHECKING:
+    from milepost.scheduler.sharing import Shared
 
 
 class FinishReason(StrEnum):
@@ -51,8 +55,12 @@ class Request:
     """What room there was when it last found too little."""
     looked_at: int = 0
     """How many requests had been admitted when it last looked at what others compute."""
+    awaits: Shared | None = None
+    """The prefix that it waited for when it last looked at what others compute."""
     num_overtaken: int = 0
-    """Times that a later request was admitted while this one found no room."""
+    """Times that a later request was admitted while this one found no tokens or no room."""
+    num_idle_steps: int = 0
+    """Steps that it has gone without tokens while it ran."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +81,33 @@ class Request:
     @property
     def num_computed_tokens(self) -> int:
         return self.lease.position if self.lease is not None else 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of a running request that no step is planned for yet; the one that is being
+        sampled is among them.
+        """
+        assert self.lease is not None
+        return len(self.chain) - self.lease.planned or 1
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step that computes for it is planned, and its outcome not taken."""
+        return self.lease is not None and self.lease.planned > self.lease.position
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a step in flight samples a token for it, which is not known yet."""
+        return self.lease is not None and self.lease.planned == len(self.chain)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another step may follow those planned: the answer may have tokens behind the one
+        that is being sampled.
+        """
+        if self.finish_reason is not None:
+            return False
+        return self.num_output_tokens + int(self.is_sampling) < self.max_tokens
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -19,22 +19,37 @@ MIN_SAVED_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """The holder of `lease` is about to compute the tokens up to `position`, which others need."""
+    """The owner is about to compute, under `lease`, the tokens up to `position`, which others
+    need.
+    """
 
+    owner: Request
     lease: Lease
     position: int
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether those tokens are still to come."""
+        return self.owner.lease is self.lease and self.lease.position < self.position
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether the state at the position can still be asked for: no step planned passes it."""
+        return self.lease.planned < self.position
 
 
 class InFlight:
     """Digests of prompt pages that running prefills have yet to commit, with the first that
-    computes each.
+    computes each; and requests that are over, but for a step in flight that takes their state
+    further.
     """
 
-    __slots__ = ("_claims", "_owners")
+    __slots__ = ("_claims", "_leaving", "_owners")
 
     def __init__(self) -> None:
         self._owners: dict[bytes, Request] = {}
         self._claims: dict[Request, int] = {}
+        self._leaving: dict[Request, None] = {}
 
     def claim(self, request: Request) -> None:
         """Note that an admitted request computes the pages behind its cached path."""
@@ -43,6 +58,10 @@ class InFlight:
         for digest in request.chain.full_digests()[first:]:
             self._owners.setdefault(digest, request)
         self._claims[request] = first
+
+    def leave(self, request: Request) -> None:
+        """Note that a request is over, and leaves when the step in flight is done."""
+        self._leaving[request] = None
 
     def settle(self, request: Request) -> None:
         """Note that pages were committed; the last one ends the claim."""
@@ -54,16 +73,20 @@ class InFlight:
         self._disown(request, first, done)
         self._claims[request] = done
         if done >= num_pages:
-            self.drop(request)
+            del self._claims[request]
 
     def drop(self, request: Request) -> None:
         """Forget what a request claimed: it is done, preempted or gone."""
+        self._leaving.pop(request, None)
         first = self._claims.pop(request, None)
         if first is not None:
             self._disown(request, first, len(request.chain) // request.chain.page_size)
 
     def find(self, request: Request, match: Match) -> Shared | None:
         """The prefix that is worth waiting for, if there is one."""
+        for leaving in self._leaving:
+            if leaving.lease is not None and _continues(request, leaving, match):
+                return Shared(owner=leaving, lease=leaving.lease, position=leaving.lease.planned)
         if not self._owners:
             return None
         digests = request.chain.full_digests()
@@ -73,13 +96,26 @@ class InFlight:
         position = floor(min(depth * request.chain.page_size, len(request.chain) - 1))
         if position - match.state_length < MIN_SAVED_TOKENS or position <= match.kv_length:
             return None
-        lease = self._owners[digests[(position - 1) // request.chain.page_size]].lease
-        if lease is None or lease.position >= position:
+        owner = self._owners[digests[(position - 1) // request.chain.page_size]]
+        if owner.lease is None or owner.lease.position >= position:
             return None
-        return Shared(lease=lease, position=position)
+        return Shared(owner=owner, lease=owner.lease, position=position)
 
     def _disown(self, request: Request, first: int, end: int) -> None:
         digests = request.chain.digests(end)
         for digest in digests[first:end]:
             if self._owners.get(digest) is request:
                 del self._owners[digest]
+
+
+def _continues(request: Request, leaving: Request, match: Match) -> bool:
+    """Whether a request goes on where one ended that is about to leave its state there; as far as
+    full pages tell.
+    """
+    lease, chain = leaving.lease, leaving.chain
+    assert lease is not None
+    num_pages = lease.planned // chain.page_size
+    if not match.state_length < lease.planned < request.num_tokens or not num_pages:
+        return False
+    last = num_pages - 1
+    return request.chain.digests(num_pages)[last] == chain.digests(num_pages)[last]

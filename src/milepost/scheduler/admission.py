@@ -1,0 +1,178 @@
+"""Which of the waiting requests begin in a step.
+
+They are looked at in order. One is passed over if the step has no tokens for it, if it finds no
+room, or if it waits for a prefix that another one is computing; those behind it may go first, but
+no more than MAX_OVERTAKEN times. However many wait, a step looks at a bounded number.
+
+With more live conversations than fit, admitting each at once would evict what the next one needs,
+and nothing would ever hit. So a request for which the cache would have to give up what is likely to
+be asked for soon waits like one that finds no room, until enough others have gone first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from milepost.cache.plans import Lease, Match
+from milepost.scheduler.budget import Budget
+from milepost.scheduler.memory import Memory
+from milepost.scheduler.queue import Queue
+from milepost.scheduler.request import Request
+from milepost.scheduler.sharing import InFlight
+from milepost.scheduler.stats import SchedulerStats
+
+MAX_OVERTAKEN = 256
+"""Later requests that may be admitted past one that is passed over, before it holds the queue. A
+step without any prefill counts like one: the machine could have computed the request's prompt.
+With fewer, conversations that don't fit together take turns too fast to reuse much; none waits
+longer for it at the worst (docs/simulator.md, patience).
+"""
+
+MAX_PASSED_OVER = 128
+"""Waiting requests that a step passes over, before it looks at no more."""
+
+MAX_LOOKS = 16
+"""Prompts that a step looks up in the cache without admitting them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """The admissions of one step."""
+
+    num_seats: int
+    """Requests that may yet begin."""
+    overtaken: list[Request] = field(default_factory=list)
+    """Those that found no tokens or no room, the most urgent first."""
+    num_passed_over: int = 0
+    num_looks: int = 0
+    is_held: bool = False
+    """Whether one of them has been overtaken often enough."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody else is admitted in this step."""
+        return (
+            not self.num_seats
+            or self.is_held
+            or self.num_passed_over >= MAX_PASSED_OVER
+            or self.num_looks >= MAX_LOOKS
+        )
+
+    def pass_over(self, request: Request) -> bool:
+        """Note that a request finds no tokens or no room; False, as an admission's outcome."""
+        self.overtaken.append(request)
+        self.num_passed_over += 1
+        self.is_held = self.is_held or request.num_overtaken >= MAX_OVERTAKEN
+        return False
+
+
+class Admission:
+    """Admits from `waiting` into `running`."""
+
+    def __init__(
+        self, cache: Memory, waiting: Queue, running: list[Request], stats: SchedulerStats
+    ) -> None:
+        self.in_flight = InFlight()
+        self._stats = stats
+        self._cache = cache
+        self._waiting = waiting
+        self._running = running
+
+    def candidates(self, num_seats: int) -> list[Request]:
+        """The requests that a step may look at."""
+        return self._waiting.first(num_seats + MAX_PASSED_OVER) if num_seats else []
+
+    def consider(self, request: Request, step: Budget, turn: Round) -> bool:
+        """Admit a waiting request if it can begin in this step."""
+        if self._awaits(request):
+            turn.num_passed_over += 1
+            return False
+        if not step.can_begin(self._waiting.num_left(request)):
+            if self._waiting.looks(request):
+                turn.num_looks += 1
+                self._waits_for_prefix(request, self._cache.match(request.chain))
+            return turn.pass_over(request)
+        if self._running and self._waiting.is_blocked(request):
+            return turn.pass_over(request)
+        match = self._cache.match(request.chain)
+        if self._waits_for_prefix(request, match):
+            turn.num_looks += 1
+            turn.num_passed_over += 1
+            return False
+        if not step.can_begin(request.num_tokens - match.state_length):
+            turn.num_looks += 1
+            self._waiting.refresh(request, match)
+            return turn.pass_over(request)
+        if not self._admit(request, match):
+            turn.num_looks += 1
+            self._waiting.block(request, match)
+            return turn.pass_over(request)
+        turn.num_seats -= 1
+        for other in turn.overtaken:
+            other.num_overtaken += 1
+        return True
+
+    def close(self, step: Budget, turn: Round) -> None:
+        """A step without any prefill counts as one that went first."""
+        if turn.overtaken and not step.has_prefill:
+            turn.overtaken[0].num_overtaken += 1
+            turn.overtaken[0].blocked_at = None
+
+    def _awaits(self, request: Request) -> bool:
+        """Whether what a request was found to wait for is still to come."""
+        if request.awaits is None or not request.awaits.is_pending:
+            return False
+        self._stats.num_waits += 1
+        return True
+
+    def _waits_for_prefix(self, request: Request, match: Match) -> bool:
+        """Whether a running prefill computes this prefix; then it keeps its state there."""
+        shared = request.awaits = self.in_flight.find(request, match)
+        if shared is None:
+            return False
+        if shared.can_keep:
+            self._cache.add_junction(shared.lease, shared.position)
+        self._stats.num_waits += 1
+        return True
+
+    def _admit(self, request: Request, match: Match) -> bool:
+        lease = self._find_room(request, match)
+        if lease is None:
+            return False
+        if request.report is None:
+            request.report = lease.report
+        request.lease = lease
+        request.num_idle_steps = 0
+        self._waiting.admit(request)
+        self._running.append(request)
+        if self._cache.mode == "auto":
+            self.in_flight.claim(request)
+        return True
+
+    def _find_room(self, request: Request, match: Match) -> Lease | None:
+        """A lease from the deepest resume; a request that is alone gets a cold one if need be."""
+        first_time = request.report is None
+        lease = self._cache.admit(
+            request.chain,
+            match,
+            marks=request.marks,
+            first_time=first_time,
+            patience=self._patience(request),
+        )
+        if lease is None and not self._running:
+            match = self._cache.match(request.chain, limit=0)
+            lease = self._cache.admit(
+                request.chain, match, marks=request.marks, first_time=first_time
+            )
+            assert lease is not None, "a request that `add` took fits the pool when it is alone"
+        return lease
+
+    def _patience(self, request: Request) -> int:
+        """Requests that may yet go first, so that what they need is not evicted for this one. None
+        if nothing else runs, it has run before, or something less urgent does.
+        """
+        if not self._running or request.num_preemptions:
+            return 0
+        if any(other.priority > request.priority for other in self._running):
+            return 0
+        return max(MAX_OVERTAKEN - request.num_overtaken, 0)

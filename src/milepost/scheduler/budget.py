@@ -1,0 +1,84 @@
+"""The tokens of one step, and how they are shared out.
+
+Decodes have one each, and leave a grid step for a prefill. Where that leaves some of them out, they
+go first in the next step: `max_num_batched_tokens` is at least a grid step and at least
+`max_num_seqs` (`milepost.config.check_budget`), so
+
+- a decode has its token in one of two steps,
+- the first prefill, or the first waiting request that finds a seat and room, has a grid step in one
+  of two, and any other running prefill within MAX_IDLE_STEPS + 2 x max_num_seqs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from milepost.cache.placement import GRID, floor
+from milepost.scheduler.request import Request
+
+MAX_IDLE_STEPS = 16
+"""Steps that a running prefill may go without tokens, because others are more urgent, before it has
+a grid step ahead of them.
+"""
+
+
+class Budget:
+    """What the step that is being planned has given out, and has left."""
+
+    __slots__ = ("left", "num_tokens")
+
+    def __init__(self, num_tokens: int) -> None:
+        self.left = num_tokens
+        self.num_tokens: dict[Request, int] = {}
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(num_tokens > 1 for num_tokens in self.num_tokens.values())
+
+    def can_begin(self, num_left: int) -> bool:
+        """Whether there are tokens for a request with so many to compute: all, or a grid step. With
+        fewer it would hold memory and compute next to nothing.
+        """
+        return self.left >= min(GRID, num_left)
+
+    def give(self, request: Request, num_tokens: int) -> None:
+        if num_tokens:
+            self.num_tokens[request] = self.num_tokens.get(request, 0) + num_tokens
+            self.left -= num_tokens
+
+    def give_decodes(self, decodes: Sequence[Request]) -> None:
+        """Give a token to each that had none in the last step, then to as many as leave a grid step
+        for a prefill; to all, if there is none left to leave.
+        """
+        had_none = [request for request in decodes if request.num_idle_steps]
+        self.give_one_each(had_none)
+        others = [request for request in decodes if not request.num_idle_steps]
+        self.give_one_each(others if self.left < GRID else others[: self.left - GRID])
+
+    def give_one_each(self, decodes: Iterable[Request]) -> None:
+        """Give a token to those that have none yet, as long as there are any."""
+        for request in decodes:
+            if self.left and request not in self.num_tokens:
+                self.give(request, 1)
+
+    def give_chunk(self, request: Request, most: int | None = None) -> None:
+        """Give a request all that it has left to compute, or what ends on the grid; `most` bounds
+        it. That may be nothing.
+        """
+        most = self.left if most is None else min(most, self.left)
+        num_left = request.num_left - self.num_tokens.get(request, 0)
+        if num_left > most:
+            start = request.num_tokens - num_left
+            num_left = max(floor(start + most) - start, 0)
+        self.give(request, num_left)
+
+    def give_starved(self, prefills: Iterable[Request]) -> None:
+        """Give a grid step to those prefills that have had nothing for too long."""
+        starved = [r for r in prefills if r.num_idle_steps >= MAX_IDLE_STEPS]
+        for request in sorted(starved, key=lambda r: -r.num_idle_steps):
+            self.give_chunk(request, GRID)
+
+    def note_idle(self, requests: Iterable[Request]) -> None:
+        """Count the steps that running requests go without tokens."""
+        for request in requests:
+            request.num_idle_steps = 0 if request in self.num_tokens else request.num_idle_steps + 1
