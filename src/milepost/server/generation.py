@@ -43,9 +43,13 @@ class Generation:
         self._num_tokens = [0] * self.num_choices
         self._ended: dict[int, str] = {}
         self._last_at: dict[int, float] = {}
+        self._admitted_at: float | None = None
         self._first_at: float | None = None
         self._is_closed = False
         service.metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        service.metrics.asked_answers.observe(params.n)
+        if params.max_tokens is not None:
+            service.metrics.asked_tokens.observe(params.max_tokens)
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """What has arrived, each time something has."""
@@ -68,8 +72,12 @@ class Generation:
             self.reports.append(output.report)
             waited = max(output.report.admitted_at - self._arrival, 0.0)
             self._service.metrics.queue_time.observe(waited)
+            self._service.metrics.cached_tokens.inc(output.report.reused)
+            self._admitted_at = min(output.report.admitted_at, self._admitted_at or now)
         self._time(number, now)
         deltas = []
+        num_new = sum(len(delta.token_ids) for delta in output.deltas)
+        self._service.metrics.generation_tokens.inc(num_new)
         for delta in output.deltas:
             index = number * self._params.n + delta.index
             self._num_tokens[index] += len(delta.token_ids)
@@ -106,7 +114,6 @@ class Generation:
     def _close_record(self) -> None:
         now = time.monotonic()
         metrics, num_tokens = self._service.metrics, sum(self._num_tokens)
-        metrics.generation_tokens.inc(num_tokens)
         metrics.prompt_lengths.observe(self._num_prompt_tokens)
         if self._record.get("client_gone"):
             metrics.disconnects.inc()
@@ -114,10 +121,8 @@ class Generation:
             metrics.end_to_end.observe(now - self._arrival)
             for count in self._num_tokens:
                 metrics.answer_lengths.observe(count)
-            longest = max(self._num_tokens)
-            if longest > 1 and self._first_at is not None:
-                spent = max(self._last_at.values()) - self._first_at
-                metrics.time_per_output_token.observe(spent / (longest - 1))
+            self._observe_phases()
+        metrics.requests.labels("abort").inc(self.num_choices - len(self._ended))
         self._record.update(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=num_tokens,
@@ -127,6 +132,20 @@ class Generation:
         )
         if self._first_at is not None:
             self._record["ttft_s"] = round(self._first_at - self._arrival, 4)
+
+    def _observe_phases(self) -> None:
+        """Where the time of a request went whose answers have all ended."""
+        metrics, longest = self._service.metrics, max(self._num_tokens)
+        metrics.longest_answers.observe(longest)
+        if self._first_at is None:
+            return
+        last_at = max(self._last_at.values())
+        if longest > 1:
+            metrics.time_per_output_token.observe((last_at - self._first_at) / (longest - 1))
+        metrics.decode_time.observe(last_at - self._first_at)
+        if self._admitted_at is not None:
+            metrics.prefill_time.observe(max(self._first_at - self._admitted_at, 0.0))
+            metrics.inference_time.observe(max(last_at - self._admitted_at, 0.0))
 
 
 def _losses(reports: Sequence[Report]) -> dict[str, int]:

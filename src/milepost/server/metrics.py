@@ -1,17 +1,20 @@
 """What Prometheus scrapes: the engine's counters and gauges, and the latencies seen here.
 
-Names are vLLM's where the meaning is the same, with the prefix `milepost:`.
+Names are vLLM's where the meaning is the same, with the prefix `milepost:`; `vllm_metrics.py` shows
+those under vLLM's own prefix too. Memory, CPU time and file descriptors of both processes stand
+under `process_` and `milepost_engine_process_`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -20,6 +23,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from milepost.engine.metrics import Metric
+from milepost.server.vllm_metrics import Mirror
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,11 +36,17 @@ _SECONDS = (
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
+ENDS = ("stop", "length", "abort", "error")
+"""How answers end; a series for each is there from the start."""
+
+
 class RequestMetrics:
     """The HTTP side's own registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._exposed = CollectorRegistry()
+        self._exposed.register(_All(self._registry))
         self._engine = _Snapshot()
         self._registry.register(self._engine)
         self.time_to_first_token = self._seconds(
@@ -54,22 +64,58 @@ class RequestMetrics:
         self.queue_time = self._seconds(
             "request_queue_time_seconds", "From a request's arrival to its admission."
         )
+        self.inference_time = self._seconds(
+            "request_inference_time_seconds", "From a request's admission to its last token."
+        )
+        self.prefill_time = self._seconds(
+            "request_prefill_time_seconds", "From a request's admission to its first token."
+        )
+        self.decode_time = self._seconds(
+            "request_decode_time_seconds", "From a request's first token to its last."
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens that came from the cache."
+        )
         self.generation_tokens = self._counter("generation_tokens", "Tokens of answers.")
         self.prompt_lengths = self._tokens("request_prompt_tokens", "Prompt length.")
         self.answer_lengths = self._tokens("request_generation_tokens", "Answer length.")
+        self.longest_answers = self._tokens(
+            "request_max_num_generation_tokens", "Length of a request's longest answer."
+        )
+        self.asked_answers = self._tokens("request_params_n", "The parameter n.")
+        self.asked_tokens = self._tokens("request_params_max_tokens", "The parameter max_tokens.")
         self.requests = self._counter(
             "request_success", "Answers by how they ended.", ("finished_reason",)
         )
+        for end in ENDS:
+            self.requests.labels(end)
         self.refused = self._counter("request_refused", "Requests that got an error.", ("status",))
         self.disconnects = self._counter(
             "request_disconnects", "Requests whose client left or did not read."
         )
 
+    def add_vllm_names(
+        self,
+        model_name: str,
+        cache_config: Callable[[], Mapping[str, object]],
+        is_asleep: Callable[[], bool],
+    ) -> None:
+        """Show what vLLM has too under its names."""
+        mirror = Mirror(self._registry.collect, model_name, cache_config, is_asleep)
+        self._exposed.register(mirror)
+
+    def add_processes(self, engine_pid: Callable[[], int | None]) -> None:
+        """Show what this process and the engine's take."""
+        ProcessCollector(registry=self._exposed)
+        ProcessCollector(
+            namespace="milepost_engine", pid=lambda: engine_pid() or 0, registry=self._exposed
+        )
+
     def expose(self, engine: Sequence[Metric]) -> bytes:
         """The text format, with the engine's metrics of this moment."""
         self._engine.metrics = engine
-        return generate_latest(self._registry)
+        return generate_latest(self._exposed)
 
     def _seconds(self, name: str, text: str) -> Histogram:
         return Histogram(f"milepost:{name}", text, buckets=_SECONDS, registry=self._registry)
@@ -79,6 +125,19 @@ class RequestMetrics:
 
     def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(f"milepost:{name}", text, labels, registry=self._registry)
+
+
+class _All(Collector):
+    """Another registry, as it is."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def describe(self) -> Iterable[Family]:
+        return ()
+
+    def collect(self) -> Iterator[Family]:
+        yield from self._registry.collect()
 
 
 class _Snapshot(Collector):

@@ -84,6 +84,8 @@ class Service:
         self.names = list(names)
         self.started = int(time.time())
         self.metrics = RequestMetrics()
+        self.metrics.add_vllm_names(self.names[0], self._cache_config, lambda: self.is_asleep)
+        self.metrics.add_processes(lambda: client.pid)
         self.unknown = UnknownFields(strict=config.strict)
         template = getattr(tokenizer, "chat_template", None)
         self.template_variables = variables_of(template)
@@ -94,7 +96,20 @@ class Service:
             reasoning=config.reasoning_parser,
         )
         self.is_closing = False
+        self.is_asleep = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    def _cache_config(self) -> dict[str, object]:
+        info, config = self.client.info, self.client.config
+        return {
+            "block_size": info.page_size,
+            "num_gpu_blocks": info.num_pages,
+            "num_state_slots": info.num_slots,
+            "cache_dtype": "auto",
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "mamba_cache_mode": config.mamba_cache_mode,
+        }
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the response. Raises HttpError 404 for one that is not served."""
