@@ -1,7 +1,7 @@
 """The same metrics under vLLM's names, so that its dashboards, routers and autoscalers read them.
 
-A mirror: nothing is counted twice, each scrape copies what our own registry says. Labels are vLLM's,
-`model_name` and `engine`; what has more of them keeps those.
+A mirror: nothing is counted twice, each scrape copies what our own registry says. Labels are
+vLLM's, `model_name` and `engine`; what has more of them keeps those.
 """
 
 from __future__ import annotations
