@@ -126,7 +126,8 @@ def build(config: EngineConfig) -> Parts:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"CPU ({threads} thread{'s' * (threads != 1)})"
 
 
 def _captured(config: EngineConfig) -> list[Capacity]:

@@ -1,0 +1,31 @@
+// Elements are made here and filled with text alone: what a model or a person wrote is never markup.
+
+export const find = (selector) => document.querySelector(selector);
+
+export function make(name, className = "", text = "") {
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  if (text) element.textContent = text;
+  return element;
+}
+
+export function drawn(name, attributes = {}) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+// Set a text only where it has changed, so that screen readers hear news alone.
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// A bar of parts [class, size], each as wide as its share of the whole.
+export function fillBar(bar, parts, whole) {
+  parts.forEach(([className, size], place) => {
+    const piece = bar.children[place] ?? bar.appendChild(make("i"));
+    piece.className = className;
+    piece.style.width = `${whole ? (100 * size) / whole : 0}%`;
+  });
+  while (bar.children.length > parts.length) bar.lastChild.remove();
+}
