@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
 PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-gpu lint format bench clean
+.PHONY: demo test test-gpu fuzz lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
@@ -17,6 +17,10 @@ test: $(STAMP)
 # On a machine with a CUDA GPU: the kernels and the engine beside the references on the CPU.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PROCESSES) $(PYTEST_ARGS)
+
+# Scheduler and cache against an oracle: 2,000 random runs of 400 operations, for the night.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.scheduler.fuzz $(FUZZ_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

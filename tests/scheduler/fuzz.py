@@ -1,0 +1,391 @@
+"""Random runs of scheduler and cache against an oracle that knows what every page and slot holds.
+
+    python -m tests.scheduler.fuzz [--runs 2000] [--operations 400] [--seed S]
+
+A run is a seed: pools of a few pages and slots (one memory or two), prompts that part and meet at
+many places, salts, marks, priorities, stop tokens, steps ahead, steps that are cut short, aborts.
+After every operation each invariant is checked, and each cached page and state compared with the
+tokens that it is filed under. Every accepted request ends once, and with the answer of a model
+without any engine. A failure prints its seed and operation; `--seed S --runs 1` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from milepost.cache import Cache, Chain
+from milepost.cache.check import check
+from milepost.cache.storage import Arena, Split
+from milepost.cache.tree import Checkpoint, Node
+from milepost.errors import InvalidRequestError
+from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
+from milepost.scheduler.request import FinishReason, Request
+from milepost.scheduler.scheduler import Scheduler
+from tests.fakes import EMPTY, FakeRunner, cold_answer, consume, make_request, state_after
+
+NUM_RUNS, NUM_OPERATIONS = 2000, 400
+SALTS = ("", "", "", "", "tenant")
+VOCAB_SIZE = 4
+SPOILT = b"half written"
+
+
+class RunError(AssertionError):
+    """A run failed; says how to repeat it."""
+
+
+class WatchfulRunner(FakeRunner):
+    """Refuses to write what others may read too."""
+
+    def __init__(self, cache: Cache, pages_each: int) -> None:
+        super().__init__(page_size=cache.page_size, vocab_size=VOCAB_SIZE, pages_each=pages_each)
+        self.cache = cache
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for sequence in plan.sequences:
+            self._check_writes(sequence)
+        return super().run(plan)
+
+    def _check_writes(self, sequence: SequencePlan) -> None:
+        """KV that is written is behind all that is cached of its page, and nobody else's."""
+        tree, size = self.cache.tree, self.page_size
+        first = max(sequence.start, sequence.write_from)
+        for index in range(first // size, -(-sequence.end // size)):
+            page, start = sequence.page_table[index], max(first - index * size, 0)
+            assert page not in tree.at_page, f"page {page} is cached and written again"
+            tables = [lease for lease in self.cache.leases if page in lease.page_table]
+            assert len(tables) == 1, f"page {page} is shared and written"
+            tails = [len(c.tail) // 4 for c in tree.at_tail.get(page, ())]
+            assert start >= max(tails, default=0), f"page {page}: a cached tail is written again"
+
+    def spoil(self, plan: StepPlan, rng: random.Random) -> None:
+        """What is left of a step that was cut short: whatever it writes may be half written."""
+        for move in plan.moves:
+            if rng.random() < 0.5:
+                self._page(move.target)[:] = [SPOILT] * self.page_size
+        for sequence in plan.sequences:
+            for slot in (sequence.slot_out, *(export.slot for export in sequence.exports)):
+                self._write(slot, SPOILT, -1)
+            for position in range(max(sequence.start, sequence.write_from), sequence.end):
+                page = sequence.page_table[position // self.page_size]
+                self._page(page)[position % self.page_size] = SPOILT
+
+
+class Fuzz:
+    """One run. `operate` does one operation, `finish` runs what is left to its end."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        page_size = rng.choice([16, 16, 16, 32, 64])
+        num_pages, num_slots = rng.choice([4, 6, 8, 12, 20, 40]), rng.choice([2, 2, 3, 4, 6, 9])
+        pages_each = rng.choice([0, 0, 0, 1, 2, 3, 5, 8])
+        mode = rng.choice([*["auto"] * 9, "align", "all", "none"])
+        storage: Arena | Split = Split(num_pages, num_slots)
+        if pages_each:
+            storage = Arena(-(-num_pages // pages_each) + num_slots, pages_each)
+        grid = rng.choice([64, 64, page_size])
+        self.cache = Cache(
+            storage=storage, page_size=page_size, mode=mode, block_size=64, grid=grid
+        )
+        max_num_seqs = rng.choice([1, 2, 3, 5, 8])
+        budget = rng.choice([64, 70, 130, 512])
+        self.scheduler = Scheduler(
+            self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        )
+        self.runner = WatchfulRunner(self.cache, pages_each)
+        self.num_operations = 0
+        self.requests: list[Request] = []
+        self.answers: dict[Request, list[int]] = {}
+        self.known: list[list[int]] = [[]]
+        self.under_way: tuple[StepPlan, StepResult] | None = None
+        self.truth: dict[bytes, list[bytes]] = {}
+        self.shape = (
+            f"{num_pages} pages of {page_size}, {num_slots} slots, {pages_each} a slot, {mode}, "
+            f"grid {grid}, {max_num_seqs} sequences, {budget} tokens"
+        )
+        self._operations: list[tuple[Callable[[], None], int]] = [
+            (self.submit, 12),
+            (self.submit_siblings, 2),
+            (self.step, 36),
+            (self.many_steps, 3),
+            (self.cut_short, 3),
+            (self.abort, 3),
+            (self.look, 4),
+            (self.reset, 1),
+        ]
+
+    def operate(self) -> None:
+        self.num_operations += 1
+        verbs, weights = zip(*self._operations, strict=True)
+        self.rng.choices(verbs, weights)[0]()
+        self.check()
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def prompt(self) -> list[int]:
+        """Something known, most often something new, or a cut of it, then tokens of its own; as
+        long as the pool at most, most often.
+        """
+        rng = self.rng
+        base = rng.choice(self.known if rng.random() < 0.4 else self.known[-4:])
+        longest = self.cache.capacity - 4
+        cut = min(rng.choice([len(base), rng.randint(0, len(base))]), longest)
+        own = rng.randint(1, rng.choice([2, 10, 40, 200]))
+        if rng.random() < 0.98:
+            own = max(min(own, longest - cut), 1)
+        return [*base[:cut], *rng.choices(range(VOCAB_SIZE), k=own)]
+
+    def submit(self) -> None:
+        self.add(self.prompt())
+
+    def submit_siblings(self) -> None:
+        """Several prompts at once that part late."""
+        base = self.prompt()
+        for _ in range(self.rng.randint(2, 4)):
+            self.add([*base, *self.rng.choices(range(VOCAB_SIZE), k=self.rng.randint(1, 5))])
+
+    def add(self, prompt: list[int]) -> None:
+        rng = self.rng
+        room = max(self.cache.capacity - len(prompt), 1)
+        marks = tuple(sorted({rng.randint(1, len(prompt)) for _ in range(rng.randint(0, 2))}))
+        request = make_request(
+            self.cache,
+            f"r{len(self.requests)}",
+            prompt,
+            max_tokens=min(rng.choice([1, 2, 5, 17, 40, 90]), rng.choice([room, 90])),
+            salt=rng.choice(SALTS),
+            marks=marks,
+            priority=rng.choice([0, 0, 0, 1, -1]),
+        )
+        if rng.random() < 0.2:
+            request.stop_token_ids = frozenset({rng.randrange(VOCAB_SIZE)})
+            request.min_tokens = rng.choice([0, 3])
+        try:
+            self.scheduler.add(request)
+        except InvalidRequestError:
+            assert len(prompt) + request.max_tokens > self.cache.capacity
+            return
+        self.requests.append(request)
+        self.answers[request] = _answer(request, prompt)
+        self.known.append(prompt)
+        if len(self.known) > 24:
+            del self.known[rng.randrange(1, len(self.known))]
+
+    def step(self) -> None:
+        """One step; most often with the one behind it, if it is known."""
+        if not self.scheduler.has_work:
+            return
+        plan, result = self.under_way or self._run(self.scheduler.schedule())
+        assert plan.sequences, "work, but no plan"
+        follow = self.scheduler.follow(plan) if self.rng.random() < 0.7 else None
+        if follow is not None:
+            check(self.cache)
+        self.under_way = self._run(follow) if follow is not None else None
+        self._update(plan, result)
+        self._drain_if_idle()
+
+    def many_steps(self) -> None:
+        for _ in range(self.rng.randint(2, 20)):
+            self.step()
+            self.check()
+
+    def cut_short(self) -> None:
+        """A step, with the one behind it perhaps, whose outcome never comes in."""
+        if not self.scheduler.has_work:
+            return
+        plan = self.under_way[0] if self.under_way else self.scheduler.schedule()
+        assert plan.sequences, "work, but no plan"
+        if self.under_way is None and self.rng.random() < 0.5:
+            self.runner.run(plan)
+        follow = self.scheduler.follow(plan) if self.rng.random() < 0.7 else None
+        self.scheduler.retract(plan)
+        for step in (plan, follow):
+            if step is not None:
+                self.runner.spoil(step, self.rng)
+        self.under_way = None
+
+    def abort(self) -> None:
+        if not self.requests:
+            return
+        request = self.rng.choice(self.requests[-12:])
+        was_over = request.finish_reason is not None
+        ended = self.scheduler.finish(request.id, FinishReason.ABORT)
+        assert (ended is None) == was_over, "a request ends once"
+        self._drain_if_idle()
+
+    def look(self) -> None:
+        """A match changes nothing, and finds what trying everything finds."""
+        chain = self.cache.chain(self.prompt(), self.rng.choice(SALTS))
+        before = self.cache.version
+        found = self.cache.match(chain)
+        assert self.cache.version == before
+        if self.cache.enabled:
+            assert found.kv_length == self._longest_kv(chain)
+            assert found.state_length == self._longest_state(chain)
+        report = found.report
+        assert report.reused + sum(report.lost.values()) == len(chain)
+        assert all(num > 0 for num in report.lost.values())
+
+    def reset(self) -> None:
+        busy = bool(self.scheduler.running)
+        if self.rng.random() < 0.8 and not busy:
+            return
+        assert self.cache.reset() is not busy
+        if not busy:
+            assert self.cache.pages.num_free == self.cache.pages.total
+
+    def _run(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        return plan, self.runner.run(plan)
+
+    def _update(self, plan: StepPlan, result: StepResult) -> None:
+        was_over = [s.request for s in plan.sequences if s.request.finish_reason is not None]
+        for progress in self.scheduler.update(plan, result):
+            request, answer = progress.request, self.answers[progress.request]
+            assert request not in was_over, f"{request.id} goes on after its end"
+            num = request.num_output_tokens
+            assert progress.token == answer[num - 1], f"{request.id}: wrong token {num}"
+            assert (progress.finish_reason is not None) == (num == len(answer))
+            if progress.finish_reason is not None:
+                self.known.append(list(request.chain.tokens))
+
+    def _drain_if_idle(self) -> None:
+        if self.under_way is not None and not self.scheduler.has_work:
+            plan_and_result, self.under_way = self.under_way, None
+            self._update(*plan_and_result)
+
+    # --- the oracle -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        check(self.cache)
+        stats = self.cache.stats
+        assert stats.hits + sum(stats.lost.values()) == stats.queries
+        mover = self.cache.reclaimer.mover
+        moved = {move.target: move.source for move in reversed(mover.pending)} if mover else {}
+        for node in self.cache.tree.nodes.values():
+            assert self._holds(node.page, moved) == self._states(node), f"page {node.page} is wrong"
+        for checkpoint in self.cache.tree.at_slot.values():
+            self._check_checkpoint(checkpoint, moved)
+
+    def _check_checkpoint(self, checkpoint: Checkpoint, moved: dict[int, int]) -> None:
+        state = self._last_state(checkpoint.node)
+        states = list(_states(state, _unpacked(checkpoint.tail)))
+        assert self.runner.slots.get(checkpoint.slot) == (states or [state])[-1], (
+            f"slot {checkpoint.slot} is wrong"
+        )
+        if states:
+            assert checkpoint.tail_page is not None
+            held = self._holds(checkpoint.tail_page, moved)[: len(states)]
+            assert held == states, f"tail page {checkpoint.tail_page} is wrong"
+
+    def _holds(self, page: int, moved: dict[int, int]) -> list[bytes]:
+        """The contents of a page; a copy that no plan has made yet is still where it was."""
+        while page in moved:
+            page = moved[page]
+        return self.runner.kv.get(page, [])
+
+    def _states(self, node: Node) -> list[bytes]:
+        """What a node's page must hold."""
+        known = self.truth.get(node.digest)
+        if known is None:
+            assert node.parent is not None
+            states = _states(self._last_state(node.parent), _unpacked(node.tokens))
+            known = self.truth[node.digest] = list(states)
+        return known
+
+    def _last_state(self, node: Node) -> bytes:
+        return EMPTY if node.is_root else self._states(node)[-1]
+
+    def _longest_state(self, chain: Chain) -> int:
+        """By trying every cached slot."""
+        best = 0
+        for checkpoint in self.cache.tree.at_slot.values():
+            position = checkpoint.position
+            *_, root = checkpoint.node.ancestors()
+            if position < len(chain) and root.digest == chain.root and position > best:
+                holds = self.runner.slots[checkpoint.slot]
+                best = position if holds == state_after(chain.tokens[:position]) else best
+        return best
+
+    def _longest_kv(self, chain: Chain) -> int:
+        """By trying every page of the tree."""
+        size, pages = self.cache.page_size, set()
+        for node in self.cache.tree.nodes.values():
+            *_, root = node.ancestors()
+            if root.digest == chain.root:
+                pages.add(tuple(self._states(node)))
+        states = list(_states(EMPTY, chain.tokens))
+        length = 0
+        while length + size <= len(states) and tuple(states[length : length + size]) in pages:
+            length += size
+        return length
+
+    def finish(self) -> None:
+        """All that was accepted ends, and then nothing is held."""
+        most = 100 + sum(len(request.chain) + request.max_tokens for request in self.requests)
+        for _ in range(most):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+            self.check()
+        assert not self.scheduler.has_work, f"still at work after {most} steps"
+        for request in self.requests:
+            answer, expected = request.output_token_ids, self.answers[request]
+            assert answer == expected[: len(answer)]
+            assert request.finish_reason is not None
+            is_whole = len(answer) == len(expected)
+            assert is_whole or request.finish_reason is FinishReason.ABORT
+        pages, slots = self.cache.pages, self.cache.slots.pool
+        assert (pages.num_used, slots.num_used) == (0, 0)
+        assert self.cache.reset()
+        assert (pages.num_free, slots.num_free) == (pages.total, slots.total)
+
+
+def _answer(request: Request, prompt: Sequence[int]) -> list[int]:
+    """All tokens of a request's answer."""
+    answer = cold_answer(prompt, request.max_tokens, VOCAB_SIZE)
+    for num, token in enumerate(answer, start=1):
+        if token in request.stop_token_ids and num >= request.min_tokens:
+            return answer[:num]
+    return answer
+
+
+def _unpacked(tokens: bytes) -> Sequence[int]:
+    return memoryview(tokens).cast("I").tolist()
+
+
+def _states(state: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+    for token in tokens:
+        state = consume(state, token)
+        yield state
+
+
+def run(seed: int, num_operations: int = NUM_OPERATIONS) -> Fuzz:
+    """Raises RunError at the first thing that is not as it should be."""
+    fuzz = Fuzz(seed)
+    try:
+        while fuzz.num_operations < num_operations:
+            fuzz.operate()
+        fuzz.finish()
+    except Exception as error:
+        raise RunError(
+            f"seed {seed}, operation {fuzz.num_operations} ({fuzz.shape}): {error!r}"
+        ) from error
+    return fuzz
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=NUM_RUNS)
+    parser.add_argument("--operations", type=int, default=NUM_OPERATIONS)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    options = parser.parse_args()
+    last = options.seed + options.runs
+    for seed in range(options.seed, last):
+        run(seed, options.operations)
+        if (seed + 1) % 100 == 0 or seed + 1 == last:
+            print(f"seeds {options.seed} to {seed}: right", flush=True)
+
+
+if __name__ == "__main__":
+    main()
