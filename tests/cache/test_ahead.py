@@ -52,6 +52,12 @@ def test_a_junction_is_asked_for_before_any_step_passes_it():
     assert [export.position for export in cache.take_exports(lease, 300)] == [192, 256]
 
 
+def test_of_too_many_states_the_deepest_are_kept():
+    cache, _, lease = admitted(300, marks=(64, 128, 192))
+    assert [export.position for export in cache.take_exports(lease, 300, most=2)] == [192, 256]
+    assert cache.stats.checkpoints_skipped == 2
+
+
 def test_a_chunk_is_planned_once():
     cache, _, lease = admitted(300)
     cache.take_exports(lease, 128)

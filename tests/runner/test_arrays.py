@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,18 +144,19 @@ def test_ladder_stays_within_the_token_budget():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_step_fits_what_is_staged_for_the_largest(data):
-    """What an executor stages is sized by `largest_step` with a state behind each token."""
+    """What an executor stages is sized by `largest_step`."""
     budget, max_num_seqs = data.draw(st.sampled_from([(64, 3), (200, 8), (640, 40)]))
     largest = largest_step(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     tables = HostTables(num_slots=max_num_seqs, max_pages=64)
-    most = build(steps(), tables, SHAPES, replace(largest, num_exports=budget))
-    sequences = []
+    most = build(steps(), tables, SHAPES, largest)
+    sequences, num_exports = [], largest.num_exports
     for slot in range(1, data.draw(st.integers(1, max_num_seqs)) + 1):
         left = budget - sum(len(s.tokens) for s in sequences)
         if not left:
             break
         start, length = data.draw(st.integers(0, 3000)), data.draw(st.integers(1, left))
-        ends = data.draw(st.sets(st.integers(start + 1, start + length), max_size=20))
+        ends = data.draw(st.sets(st.integers(start + 1, start + length), max_size=num_exports))
+        num_exports -= len(ends)
         exports = [Export(position=end, slot=1, kind=Kind.MARK) for end in sorted(ends)]
         sequences.append(sequence(start, [1] * length, slot, exports=exports))
     plan = steps(*sequences)

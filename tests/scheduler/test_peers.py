@@ -15,6 +15,7 @@ from milepost.cache.check import check
 from milepost.cache.placement import Kind
 from milepost.cache.pool import State
 from milepost.errors import InvalidRequestError
+from milepost.scheduler.budget import max_num_exports
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, cold_answer, make_request, run_all, step
@@ -436,3 +437,15 @@ def test_a_page_still_filled_is_not_taken_over():
     bench.run()
     assert bench.is_right(first)
     assert bench.is_right(second)
+
+
+def test_prompts_with_many_marks_keep_no_more_states_than_a_step_has_memory_for():
+    """Each state off the grid costs a chunk: what the memory profile ran is the most there is."""
+    bench = Bench(num_pages=400, num_slots=200, budget=512, max_num_seqs=8)
+    marks = tuple(range(17, 60))
+    requests = [bench.submit(tokens(60, i), marks=marks, max_tokens=2) for i in range(8)]
+    counts = []
+    while bench.scheduler.has_work:
+        counts.append(sum(len(s.exports) for s in bench.step().sequences))
+    assert max(counts) == max_num_exports(8, 512) == 16
+    assert all(map(bench.is_right, requests))

@@ -281,8 +281,9 @@ class Cache:
         if position not in lease.facts.junctions:
             lease.facts.junctions = (*lease.facts.junctions, position)
 
-    def take_exports(self, lease: Lease, end: int) -> list[Export]:
-        """Plan the chunk that ends at `end`: slots for the states to keep in it.
+    def take_exports(self, lease: Lease, end: int, most: int | None = None) -> list[Export]:
+        """Plan the chunk that ends at `end`: slots for the states to keep in it, at most so many,
+        the deepest.
 
         Takes only slots that are free or cached: a state that finds none is skipped, never waited
         for.
@@ -292,7 +293,10 @@ class Cache:
         if not self._may_export(lease, start):
             return []
         num_taken = len(lease.exports)
-        for position, kind in self._place(lease.facts, start, end).items():
+        places = list(self._place(lease.facts, start, end).items())
+        num_left_out = max(len(places) - most, 0) if most is not None else 0
+        self.stats.checkpoints_skipped += num_left_out
+        for position, kind in places[num_left_out:]:
             if not self.storage.has_room(0, 1):
                 self.stats.checkpoints_skipped += 1
                 continue

@@ -7,7 +7,6 @@ themselves. Two steps may be under way at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -48,9 +47,7 @@ class DeviceExecutor:
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = PageTables(num_slots, max_pages, pools.device)
         self._shapes = _shapes(model, pools)
-        # A state can be asked for behind each token.
-        every = replace(largest, num_exports=largest.num_tokens)
-        most = arrays.build(_NOTHING, self._tables.host, self._shapes, every)
+        most = arrays.build(_NOTHING, self._tables.host, self._shapes, largest)
         self._staging = Staging(pools.device, num_staged_bytes(most))
         self._graphs = Graphs()
 

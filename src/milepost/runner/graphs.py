@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.cache.placement import GRID
 from milepost.runner.arrays import Capacity
+from milepost.scheduler.budget import max_num_exports
 from milepost.scheduler.plans import StepPlan
 
 _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512)
@@ -41,7 +41,7 @@ def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
         Capacity(
             num_tokens=num_tokens,
             num_sequences=num_sequences,
-            num_exports=num_sequences + num_tokens // GRID,
+            num_exports=max_num_exports(num_sequences, num_tokens),
             decodes=False,
         )
         for num_tokens in _MIXED_TOKENS
@@ -64,7 +64,7 @@ def largest_step(*, max_num_seqs: int, max_num_batched_tokens: int) -> Capacity:
     return Capacity(
         num_tokens=max_num_batched_tokens,
         num_sequences=num_sequences,
-        num_exports=num_sequences + max_num_batched_tokens // GRID,
+        num_exports=max_num_exports(num_sequences, max_num_batched_tokens),
         decodes=False,
     )
 

@@ -22,6 +22,14 @@ a grid step ahead of them.
 """
 
 
+def max_num_exports(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """States that one step keeps at most: one for each sequence, and one for each grid position
+    that it passes. Prompts with many marks a page could ask for more, and each that lies off the
+    grid costs a chunk's memory.
+    """
+    return max_num_seqs + max_num_batched_tokens // GRID
+
+
 class Budget:
     """What the step that is being planned has given out, and has left."""
 

@@ -21,7 +21,7 @@ from milepost.cache.placement import Kind
 from milepost.config import check_budget
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.admission import Admission, Round
-from milepost.scheduler.budget import Budget
+from milepost.scheduler.budget import Budget, max_num_exports
 from milepost.scheduler.memory import Memory
 from milepost.scheduler.plans import Progress, SequencePlan, StepPlan, StepResult
 from milepost.scheduler.queue import Queue
@@ -46,6 +46,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._steps: deque[StepPlan] = deque()
         self._num_added = 0
+        self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -142,7 +143,11 @@ class Scheduler:
         return step
 
     def _plan(self, step: Budget) -> StepPlan:
-        sequences = [self._sequence_plan(request, n) for request, n in step.num_tokens.items()]
+        sequences: list[SequencePlan] = []
+        num_exports = self._max_num_exports
+        for request, num_tokens in step.num_tokens.items():
+            sequences.append(self._sequence_plan(request, num_tokens, num_exports))
+            num_exports -= len(sequences[-1].exports)
         if not sequences:
             return StepPlan(sequences=())
         sequences.sort(key=_place_in_batch)
@@ -150,7 +155,7 @@ class Scheduler:
         self._steps.append(plan)
         return plan
 
-    def _sequence_plan(self, request: Request, num_tokens: int) -> SequencePlan:
+    def _sequence_plan(self, request: Request, num_tokens: int, num_exports: int) -> SequencePlan:
         lease, chain = request.lease, request.chain
         assert lease is not None
         is_first = not request.is_in_flight
@@ -164,7 +169,7 @@ class Scheduler:
             write_from=lease.write_from,
             slot_in=lease.slot_in if is_first else lease.slot_out,
             slot_out=lease.slot_out,
-            exports=tuple(self.cache.take_exports(lease, end)),
+            exports=tuple(self.cache.take_exports(lease, end, num_exports)),
             page_copy=lease.page_copy if is_first else None,
             samples=end >= len(chain),
             is_ahead=start == len(chain),

@@ -203,7 +203,7 @@ class OnePool:
         """Nobody waits for another one's prefill, so nobody asks."""
         raise AssertionError("a junction is asked for in mode auto alone")
 
-    def take_exports(self, lease: Lease, end: int) -> list[Export]:
+    def take_exports(self, lease: Lease, end: int, most: int | None = None) -> list[Export]:  # noqa: ARG002
         hold = self._holds[lease]
         start, lease.planned = lease.planned, end
         assert start < end, "A3: chunks are planned one behind the other"
