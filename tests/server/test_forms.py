@@ -30,7 +30,9 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_demanded_call_comes_and_is_parsed(client, choice):
-    done = client.chat.completions.create(**OPTIONS, tools=TOOLS, tool_choice=choice)
+    done = client.chat.completions.create(
+        **OPTIONS, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False
+    )
     choice = done.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
@@ -40,7 +42,7 @@ def test_a_demanded_call_comes_and_is_parsed(client, choice):
 
 
 def test_a_demanded_call_streamed(client):
-    options = {**OPTIONS, "tools": TOOLS, "tool_choice": "required"}
+    options = {**OPTIONS, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     whole = client.chat.completions.create(**options).choices[0].message.tool_calls[0]
     with client.chat.completions.stream(**options) as stream:
         for _ in stream:

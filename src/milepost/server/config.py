@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from milepost.errors import ConfigError
+from milepost.server.parsing.formats import REASONING, TOOL_CALLS
 
-ToolParser = Literal["auto", "hermes", "qwen3_xml", "none"]
-ReasoningParser = Literal["auto", "qwen3", "none"]
+ToolParser = Literal["auto", *TOOL_CALLS, "none"]  # type: ignore[valid-type]
+ReasoningParser = Literal["auto", *REASONING, "none"]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

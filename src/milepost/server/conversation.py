@@ -14,7 +14,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters
 from milepost.server.generation import Generation
 from milepost.server.messages import for_template, tools_for_template
-from milepost.server.parsing.answer import AnswerParser, ends_in_reasoning
+from milepost.server.parsing.answer import AnswerParser
 from milepost.server.parsing.events import CallArguments, CallStart, Event, Reasoning
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
@@ -46,11 +46,11 @@ async def begin(service: Service, request: ChatRequest, http: Request, *, field:
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
     )
-    is_open = service.format.has_reasoning and ends_in_reasoning(rendered.text)
+    is_open = service.format.is_open(rendered.text)
     if request.response_format or request.structured_outputs or request.tool_choice:
         form = await service.with_tokenizer(
             lambda tokenizer: forms.of_chat(
-                request, tools, service.format.calls, tokenizer, is_open=is_open
+                request, tools, service.format, tokenizer, is_open=is_open
             )
         )
         params = forms.apply(params, form)

@@ -4,13 +4,19 @@ import json
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from milepost.server.parsing.answer import Format, ends_in_reasoning, find_format
-from milepost.server.parsing.events import CallArguments, CallStart, Content, Reasoning
+from milepost.server.parsing import lark
+from milepost.server.parsing.answer import AnswerParser, Format, find_format
+from milepost.server.parsing.events import CallArguments, CallStart
+from milepost.server.parsing.formats import TOOL_CALLS
+from milepost.server.parsing.json_calls import JsonCalls
+from tests.server.parsing.written import Grammar, hermes, parsed, tool, xml
 
-HERMES = Format(has_reasoning=True, calls="hermes")
-XML = Format(has_reasoning=True, calls="qwen3_xml")
-PLAIN = Format(has_reasoning=False, calls="none")
+HERMES = Format(reasoning="qwen3", calls="hermes")
+XML = Format(reasoning="qwen3", calls="qwen3_xml")
+PLAIN = Format(reasoning="none", calls="none")
 TOOLS = [
     {
         "type": "function",
@@ -35,24 +41,6 @@ XML_CALL = (
 )
 
 
-def parsed(form, pieces, *, is_open=False, tools=TOOLS):
-    """(reasoning, content, [(name, arguments)])"""
-    parser = form.parser(tools=tools, is_open=is_open)
-    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
-    reasoning, content, calls = "", "", []
-    for event in events:
-        match event:
-            case Reasoning(text):
-                reasoning += text
-            case Content(text):
-                content += text
-            case CallStart(name):
-                calls.append([name, ""])
-            case CallArguments(text):
-                calls[-1][1] += text
-    return reasoning, content, calls
-
-
 def cuts(text):
     yield [text]
     yield list(text)
@@ -63,6 +51,7 @@ def cuts(text):
 
 
 def agreed(form, text, **options):
+    options = {"tools": TOOLS, **options}
     found = [parsed(form, pieces, **options) for pieces in cuts(text)]
     assert all(other == found[0] for other in found), found
     return found[0]
@@ -160,6 +149,175 @@ def test_format_is_read_off_the_template():
 
 
 def test_open_reasoning_is_seen():
-    assert ends_in_reasoning("<|im_start|>assistant\n<think>\n")
-    assert not ends_in_reasoning("<think>\n\n</think>\n\n")
-    assert not ends_in_reasoning("<think> a")
+    assert HERMES.is_open("<|im_start|>assistant\n<think>\n")
+    assert not HERMES.is_open("<think>\n\n</think>\n\n")
+    assert not HERMES.is_open("<think> a")
+
+
+# --- what models do besides -----------------------------------------------------------------------
+
+TAGS = '</tool_call> "}} <tool_call> </parameter> x </function> <parameter=q> </parameter>'
+
+
+@pytest.mark.parametrize(("form", "write"), [(HERMES, hermes), (XML, xml)])
+def test_tags_inside_a_string_belong_to_it(form, write):
+    text = write("f", {"s": TAGS, "a": 1}) + "\nand more"
+    _, content, [[_, arguments]] = agreed(form, text)
+    assert (json.loads(arguments), content) == ({"s": TAGS, "a": 1}, "and more")
+
+
+def test_tags_inside_json_of_the_tagged_form():
+    value = ["</parameter>\n</function>\n</tool_call>", {"k": "</parameter><parameter=a>"}]
+    _, _, [[_, arguments]] = agreed(XML, xml("f", {"l": value, "a": 1}))
+    assert json.loads(arguments) == {"l": value, "a": 1}
+
+
+@pytest.mark.parametrize(("form", "call"), [(HERMES, CALL), (XML, XML_CALL)])
+def test_content_behind_a_call_keeps_its_spaces(form, call):
+    text = f"one two\n{call}\nthree  four\n\nfive {call} "
+    _, content, calls = agreed(form, text)
+    assert (content, len(calls)) == ("one twothree  four\n\nfive", 2)
+
+
+def test_a_string_that_is_never_closed_ends_with_its_call():
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"s": "x}}}}\n</tool_call>\n{CALL}'
+    _, content, calls = agreed(HERMES, text)
+    assert [arguments for _, arguments in calls] == ['{"s": "x}}\n', '{"a": 1, "s": "}\\"{"}']
+    assert content == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "g"}</tool_call>',
+        '<tool_call>{"id": 1, "name": "f", "arguments": "{}"}{"name": "g", "arguments": null}',
+    ],
+)
+def test_json_calls_run_together(text):
+    assert agreed(HERMES, text) == ("", "", [["f", "{}"], ["g", "{}"]])
+
+
+def test_tagged_calls_run_together_and_without_their_first_tag():
+    call = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    text = f"so\n{call}\n</tool_call>\n<tool_call>{call}<tool_call>{call} end"
+    assert agreed(XML, text) == ("", "soend", [["f", '{"a": 1}']] * 3)
+    assert agreed(XML, "see <function=g>") == ("", "see <function=g>", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"arguments": {"a": 1}}\n</tool_call> so',
+        '<tool_call>{"name": 7, "arguments": {}} </tool_call>',
+        "<tool_call>[]</tool_call>",
+        "<tool_call> <function=>\n</function>",
+        '<tool_call>{"name": "' + "x" * 300,
+        "<tool_call><function=" + "x" * 3000 + ">",
+    ],
+)
+@pytest.mark.parametrize("form", [HERMES, XML])
+def test_what_has_no_name_is_content(form, text):
+    assert agreed(form, text) == ("", text, [])
+
+
+def test_junk_inside_and_behind_a_call_is_content():
+    text = CALL.replace("}\n</tool", "} oops\n</tool").replace('"{"}}', '"{"} no }')
+    assert agreed(HERMES, text)[1] == "no } oops"
+    text = XML_CALL.replace("<parameter=s>", "well <parameter=s>")
+    text = text.replace("</function>", "</function> ok")
+    _, content, [[_, arguments]] = agreed(XML, text)
+    assert content.split() == ["well", "ok"]
+    assert json.loads(arguments) == {"a": 1, "s": "x\n\ny", "b": True}
+
+
+def test_a_parameter_that_is_not_closed_ends_with_its_call():
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>\nso"
+    assert agreed(XML, text) == ("", "so", [["f", '{"a": 1}']])
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>"
+    assert agreed(XML, text) == ("", "", [["f", '{"a": 1}']])
+
+
+def test_an_unknown_function_is_the_clients_to_judge():
+    assert agreed(XML, xml("g", {"a": 1}))[2] == [["g", '{"a": "1"}']]
+    assert agreed(HERMES, hermes("g", {"a": 1}))[2] == [["g", '{"a": 1}']]
+
+
+@pytest.mark.parametrize(("form", "call"), [(HERMES, CALL), (XML, XML_CALL)])
+def test_a_call_ends_reasoning_that_is_not_closed(form, call):
+    reasoning, content, calls = agreed(form, f"I use <tool_call> now\n{call}", is_open=True)
+    assert (reasoning, content, len(calls)) == ("I use <tool_call> now", "", 1)
+    assert agreed(form, f"hm\n{call}", is_open=True, tools=None)[0] == f"hm\n{call}"
+    assert agreed(form, "<think>\nhm\n</think>\nyes", is_open=True) == ("hm", "yes", [])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "null"]}, "123", "123"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "1e5", "1e5"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "12.5", "12.5"),
+        ({"type": ["string", "integer"], "maximum": 9}, "12", "12"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["a", 1, None]}, "1", 1),
+        ({"const": 2.5}, "2.5", 2.5),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "number"}, "nan", "nan"),
+        ({"type": "number"}, "-1.5e3", -1500.0),
+        ({"type": "object"}, '{"a": "x\ny"}', {"a": "x\ny"}),
+        ({"type": "array"}, "[1,", "[1,"),
+        ({"type": ["array", "string"]}, "[1]", [1]),
+        ({"type": ["array", "string"]}, "[1", "[1"),
+        ({"$ref": "#/$defs/N"}, "7", 7),
+        ({"$ref": "#/$defs/Loop"}, "7", 7),
+        ({"$ref": "#/nowhere"}, "7", "7"),
+        ({"allOf": [{"$ref": "#/$defs/N"}], "description": "n"}, "7", 7),
+        ({"oneOf": [{"$ref": "#/$defs/N"}, {"type": "string"}]}, "x", "x"),
+        ({}, "7", "7"),
+        (True, "7", "7"),
+        ({"properties": {}}, "{}", {}),
+    ],
+)
+def test_values_follow_the_schema(schema, text, value):
+    definitions = {"N": {"type": "integer"}}
+    definitions["Loop"] = {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/N"}]}
+    tools = [tool({"properties": {"v": schema}, "$defs": definitions})]
+    text = f"<tool_call><function=f><parameter=v>\n{text}\n</parameter></function></tool_call>"
+    _, _, [[_, arguments]] = agreed(XML, text, tools=tools)
+    assert json.loads(arguments) == {"v": value}
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "<function=", "</function>", "<parameter=s>"),
+    *("<parameter=a>", "</parameter>", "</think>", "<think>", "\n", " ", "<", "</", "{", "}", '"'),
+    *('{"name": "f", "arguments": {', '{"arguments": {"a": 1}, ', '"s": "', "}}", "[", ",", "\\"),
+]
+WORDS = [f"w{number}." for number in range(5)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS + WORDS), max_size=14), st.booleans(), st.booleans())
+def test_no_text_is_lost(fragments, is_xml, is_open):
+    text = "".join(fragments)
+    reasoning, content, calls = agreed(XML if is_xml else HERMES, text, is_open=is_open)
+    found = " ".join([reasoning, content, *(part for call in calls for part in call)])
+    for word in WORDS:
+        assert found.count(word) == text.count(word)
+
+
+def test_formats_are_found_by_name_and_described_by_data():
+    assert {"hermes", "qwen3_coder", "qwen3_xml"} <= set(TOOL_CALLS)
+    listed = JsonCalls(open="<TOOLS>", close="</TOOLS>", is_list=True, layout=("", ""))
+    tools = [tool({"type": "object"}), tool({"type": "object"}, "g")]
+    text = '<TOOLS>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</TOOLS>'
+    rules = listed.grammar(tools, lark.text, is_single=False)
+    assert Grammar.of("\n".join(rules)).accepts(text)
+    parser = AnswerParser(None, listed.reader(tools), is_open=False)
+    events = [event for character in text for event in parser.feed(character)] + parser.finish()
+    assert [event.name for event in events if isinstance(event, CallStart)] == ["f", "g"]

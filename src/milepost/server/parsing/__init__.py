@@ -1,5 +1,19 @@
 """Takes an answer's text apart while it comes: reasoning, content, tool calls.
 
-A parser is fed pieces of text and gives events; `finish` gives what it still held. Nothing that was
-given is ever taken back. No I/O, no tokenizer.
+A parser is fed pieces of text and returns events; `finish` returns what it still held. Nothing that
+was given is ever taken back, and the events, joined, do not depend on where the text was cut. The
+work is linear in the text, however small the pieces. No I/O, no tokenizer.
+
+A *format* describes how models write calls (`JsonCalls`, `TaggedCalls`) or reasoning
+(`ThinkTags`). It is data: tags, keys, layout. From the one description come the parser of an answer
+and the grammar that a demanded call is kept to: what the grammar accepts is what the parser reads.
+
+To add a family of models, add one file to `families/`, with either or both of
+
+    TOOL_CALLS = {"name": JsonCalls(open=..., close=..., signs=(...))}
+    REASONING = {"name": ThinkTags(open=..., close=..., signs=(...))}
+
+The names become values of --tool-call-parser and --reasoning-parser (use vLLM's names); `signs` are
+what a chat template of the family contains, by which `auto` finds the format. A layout that neither
+class describes gets a class of its own in that file, with the two methods of `formats.ToolCalls`.
 """

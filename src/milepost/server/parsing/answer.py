@@ -1,82 +1,110 @@
-"""The parsers of one answer, chained: reasoning first, then tool calls in what is left."""
+"""One answer from left to right: reasoning first, then content and tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from milepost.server.config import ReasoningParser, ToolParser
-from milepost.server.parsing.calls import Calls, HermesBody, NoCalls, XmlBody
-from milepost.server.parsing.events import Content, Event
-from milepost.server.parsing.reasoning import NoReasoning, ThinkTags
-
-
-class Parser(Protocol):
-    def feed(self, text: str) -> list[Event]: ...
-    def finish(self) -> list[Event]: ...
+from milepost.server.parsing import lark
+from milepost.server.parsing.events import Event, Found
+from milepost.server.parsing.formats import REASONING, TOOL_CALLS, CallReader, ToolCalls, told_by
+from milepost.server.parsing.reasoning import ThinkTags
+from milepost.server.parsing.tape import Reading, Tape, tags, until
 
 
 class AnswerParser:
     """Text in, events out."""
 
-    def __init__(self, reasoning: Parser, calls: Parser) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
+    def __init__(
+        self, reasoning: ThinkTags | None, calls: CallReader | None, *, is_open: bool
+    ) -> None:
+        self._tape = Tape()
+        self._found = Found()
+        self._reading = self._read(reasoning, calls, is_open)
+        next(self._reading)
+
+    @property
+    def work(self) -> int:
+        """Characters looked at or moved so far."""
+        return self._tape.work
 
     def feed(self, text: str) -> list[Event]:
-        return self._through_calls(self._reasoning.feed(text))
+        if text:
+            self._tape.put(text)
+            self._reading.send(None)
+        return self._found.take()
 
     def finish(self) -> list[Event]:
-        return [*self._through_calls(self._reasoning.finish()), *self._calls.finish()]
+        """What was still held. Nothing can be fed any more."""
+        self._tape.is_over = True
+        for _ in self._reading:
+            raise AssertionError("a parser waits for text that cannot come")
+        return self._found.take()
 
-    def _through_calls(self, events: list[Event]) -> list[Event]:
-        found: list[Event] = []
-        for event in events:
-            found += self._calls.feed(event.text) if isinstance(event, Content) else [event]
-        return found
+    def _read(
+        self, reasoning: ThinkTags | None, calls: CallReader | None, is_open: bool
+    ) -> Reading[None]:
+        tape, found = self._tape, self._found
+        yield
+        if reasoning is not None:
+            ends = () if calls is None else calls.starts[:1]
+            yield from reasoning.read(tape, found, is_open=is_open, ends=ends)
+        if calls is not None:
+            yield from _read_calls(tape, found, calls)
+        else:
+            yield from _read_plain(tape, found)
+        found.end()
+
+
+def _read_plain(tape: Tape, found: Found) -> Reading[None]:
+    found.plain(tape.rest())
+    while not tape.is_over:
+        yield
+        found.plain(tape.rest())
+
+
+def _read_calls(tape: Tape, found: Found, calls: CallReader) -> Reading[None]:
+    starts, with_close = tags(*calls.starts), tags(*calls.starts, calls.close)
+    is_call = False
+    while tag := (yield from until(tape, with_close if is_call else starts, found.content)):
+        if tag == calls.close:
+            found.end_call()
+        is_call = tag != calls.close and (yield from calls.read(tape, found, tag))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How a model writes reasoning and calls."""
+    """How a model writes reasoning and calls: names of formats, or "none"."""
 
-    has_reasoning: bool
-    calls: ToolParser
-    """Never `auto`."""
+    reasoning: str
+    calls: str
 
-    def parser(self, *, tools: Sequence[Mapping[str, Any]] | None, is_open: bool) -> AnswerParser:
+    @property
+    def has_reasoning(self) -> bool:
+        return self.reasoning != "none"
+
+    @property
+    def thinking(self) -> ThinkTags | None:
+        return REASONING.get(self.reasoning)
+
+    @property
+    def tool_calls(self) -> ToolCalls | None:
+        return TOOL_CALLS.get(self.calls)
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a prompt has opened the reasoning at its end."""
+        return self.thinking is not None and self.thinking.is_open_in(prompt)
+
+    def parser(self, *, tools: lark.Tools | None, is_open: bool) -> AnswerParser:
         """For one answer; without `tools`, calls stay text."""
-        reasoning = ThinkTags(is_open=is_open) if self.has_reasoning else NoReasoning()
-        return AnswerParser(reasoning, self._calls(tools))
-
-    def _calls(self, tools: Sequence[Mapping[str, Any]] | None) -> Parser:
-        if not tools or self.calls == "none":
-            return NoCalls()
-        if self.calls == "hermes":
-            return Calls(HermesBody)
-        schemas = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
-        return Calls(lambda: XmlBody(schemas))
+        form = self.tool_calls
+        calls = form.reader(tools) if form is not None and tools else None
+        return AnswerParser(self.thinking, calls, is_open=is_open)
 
 
-def find_format(
-    template: str | None, *, calls: ToolParser = "auto", reasoning: ReasoningParser = "auto"
-) -> Format:
+def find_format(template: object, *, calls: str = "auto", reasoning: str = "auto") -> Format:
     """Settle what is `auto` by what the chat template writes itself."""
     text = template if isinstance(template, str) else ""
-    if calls == "auto":
-        has_calls = "<tool_call>" in text
-        calls = ("qwen3_xml" if "<function=" in text else "hermes") if has_calls else "none"
-    has_reasoning = reasoning == "qwen3" or (reasoning == "auto" and "</think>" in text)
-    return Format(has_reasoning=has_reasoning, calls=calls)
-
-
-def ends_in_reasoning(prompt: str) -> bool:
-    """Whether a prompt has opened the reasoning at its end."""
-    return prompt.rstrip().endswith("<think>")
-
-
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
+    return Format(
+        calls=told_by(text, TOOL_CALLS) if calls == "auto" else calls,
+        reasoning=told_by(text, REASONING) if reasoning == "auto" else reasoning,
+    )

@@ -32,10 +32,69 @@ class CallArguments:
 Event = Reasoning | Content | CallStart | CallArguments
 
 
-def held_back(text: str, markers: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that may be the beginning of a marker."""
-    longest = min(max(map(len, markers)) - 1, len(text))
-    for length in range(longest, 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
+class Found:
+    """The events of one answer; neighbours of one kind become one event.
+
+    White space beside a call belongs to neither, so white space at an end of the content waits.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[type[Event], str]] = []
+        self._spaces: list[str] = []
+        self._has_calls = self._has_content = False
+
+    def reasoning(self, text: str) -> None:
+        self._add(Reasoning, text)
+
+    def content(self, text: str) -> None:
+        length = len(text.rstrip())
+        if length:
+            if self._has_calls and not self._has_content:
+                self._spaces.clear()
+                text = text.lstrip()
+                length = len(text.rstrip())
+            self._add(Content, "".join(self._spaces) + text[:length])
+            self._spaces.clear()
+            self._has_content = True
+        if length < len(text):
+            self._spaces.append(text[length:])
+
+    def plain(self, text: str) -> None:
+        """Content beside which no call can come any more, so nothing waits."""
+        self._add(Content, "".join(self._spaces) + text)
+        self._spaces.clear()
+
+    def start(self, name: str) -> None:
+        self.end_call()
+        self._has_calls = True
+        self._pieces.append((CallStart, name))
+
+    def end_call(self) -> None:
+        self._spaces.clear()
+        self._has_content = False
+
+    def arguments(self, text: str) -> None:
+        self._add(CallArguments, text)
+
+    def end(self) -> None:
+        """The answer is over: white space at its end is content, but behind a call."""
+        if self._has_content or not self._has_calls:
+            self.plain("")
+
+    def take(self) -> list[Event]:
+        """What was found since the last time."""
+        events: list[Event] = []
+        start = 0
+        for place, (kind, _) in enumerate(self._pieces):
+            following = self._pieces[place + 1 : place + 2]
+            if kind is not CallStart and following and following[0][0] is kind:
+                continue
+            text = "".join(text for _, text in self._pieces[start : place + 1])
+            events.append(kind(text))
+            start = place + 1
+        self._pieces.clear()
+        return events
+
+    def _add(self, kind: type[Event], text: str) -> None:
+        if text:
+            self._pieces.append((kind, text))

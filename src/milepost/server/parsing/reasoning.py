@@ -1,85 +1,81 @@
-"""Reasoning between <think> and </think>, as the Qwen family writes it.
+"""Reasoning between two tags.
 
 Where the template's generation prompt opens the reasoning, the answer has only the closing tag.
-Line breaks beside the tags belong to neither side.
+Line breaks beside the tags belong to neither side. Reasoning that is never closed is all there is.
 """
 
 from __future__ import annotations
 
-from milepost.server.parsing.events import Content, Event, Reasoning, held_back
+import re
+from dataclasses import dataclass
 
-OPEN, CLOSE = "<think>", "</think>"
+from milepost.server.parsing.events import Found
+from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take, until
+
+_LINES = re.compile(r"\n*")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkTags:
-    """Splits one answer; `is_open` if the prompt ended inside the reasoning."""
+    """Tags of a family."""
 
-    def __init__(self, *, is_open: bool) -> None:
-        self._state = self._reason if is_open else self._begin
-        self._buffer = ""
+    open: str = "<think>"
+    close: str = "</think>"
+    signs: tuple[str, ...] = ("</think>",)
+
+    def is_open_in(self, prompt: str) -> bool:
+        """Whether a prompt has opened the reasoning at its end."""
+        return prompt[-1024:].rstrip().endswith(self.open)
+
+    def read(
+        self, tape: Tape, found: Found, *, is_open: bool, ends: tuple[str, ...]
+    ) -> Reading[None]:
+        """Read the reasoning with which an answer begins, if it does.
+
+        `is_open` if the prompt opened it. Models forget to close it before a call: so a tag of
+        `ends` at the beginning of a line ends it too, and is left to be read.
+        """
+        before = yield from spaces(tape)
+        is_named = yield from take(tape, tags(self.open))
+        if not is_named and not is_open:
+            found.content(before)
+            return
+        text = _Lines(found)
+        text.give("" if is_named else before)
+        marks = tags(self.close, *ends)
+        while mark := (yield from until(tape, marks, text.give)):
+            if mark == self.close:
+                yield from run(tape, _LINES)
+                return
+            if text.is_new:
+                tape.unread(mark)
+                return
+            text.give(mark)
+        text.end()
+
+
+class _Lines:
+    """Passes reasoning on, without line breaks at its start; those at its end wait."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._held: list[str] = []
         self._has_text = False
 
-    def feed(self, text: str) -> list[Event]:
-        self._buffer += text
-        events: list[Event] = []
-        while True:
-            state = self._state
-            events += state(is_end=False)
-            if self._state == state:
-                return events
+    @property
+    def is_new(self) -> bool:
+        """Whether a line begins here."""
+        return bool(self._held) or not self._has_text
 
-    def finish(self) -> list[Event]:
-        return self._state(is_end=True)
+    def give(self, text: str) -> None:
+        text = text if self._has_text else text.lstrip("\n")
+        kept = text.rstrip("\n")
+        if kept:
+            self._found.reasoning("".join(self._held) + kept)
+            self._held.clear()
+            self._has_text = True
+        if len(kept) < len(text):
+            self._held.append(text[len(kept) :])
 
-    def _begin(self, *, is_end: bool) -> list[Event]:
-        """Before anything but white space: reasoning may open here, and nowhere else."""
-        start = self._buffer.lstrip()
-        if start.startswith(OPEN):
-            self._buffer = start[len(OPEN) :]
-            self._state = self._reason
-        elif is_end or not OPEN.startswith(start):
-            self._state = self._pass
-            return self._pass(is_end=is_end)
-        return []
-
-    def _reason(self, *, is_end: bool) -> list[Event]:
-        end = self._buffer.find(CLOSE)
-        if end >= 0:
-            text, self._buffer = self._buffer[:end], self._buffer[end + len(CLOSE) :]
-            self._state = self._after
-            return self._reasoning(text.rstrip("\n"))
-        if not self._has_text:
-            self._buffer = self._buffer.lstrip("\n")
-        num_held = 0 if is_end else held_back(self._buffer, (CLOSE,))
-        cut = len(self._buffer) - num_held
-        cut = len(self._buffer[:cut].rstrip("\n")) if not is_end else cut
-        text, self._buffer = self._buffer[:cut], self._buffer[cut:]
-        return self._reasoning(text)
-
-    def _after(self, *, is_end: bool) -> list[Event]:
-        """Line breaks between the reasoning and the content."""
-        self._buffer = self._buffer.lstrip("\n")
-        if self._buffer or is_end:
-            self._state = self._pass
-            return self._pass(is_end=is_end)
-        return []
-
-    def _pass(self, *, is_end: bool) -> list[Event]:  # noqa: ARG002 - as the other states
-        text, self._buffer = self._buffer, ""
-        return [Content(text)] if text else []
-
-    def _reasoning(self, text: str) -> list[Event]:
-        if not self._has_text:
-            text = text.lstrip("\n")
-        self._has_text = self._has_text or bool(text)
-        return [Reasoning(text)] if text else []
-
-
-class NoReasoning:
-    """All of an answer is content."""
-
-    def feed(self, text: str) -> list[Event]:
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Event]:
-        return []
+    def end(self) -> None:
+        self._found.reasoning("".join(self._held))

@@ -1,0 +1,50 @@
+"""Reading costs the same for each character, however long the text and small the pieces."""
+
+import pytest
+
+from milepost.server.parsing.answer import Format
+from tests.server.parsing.written import tool
+
+KINDS = {"s": "string", "l": "array", "n": ["string", "null"]}
+TOOLS = [tool({"properties": {name: {"type": kind} for name, kind in KINDS.items()}})]
+HEAD = "<tool_call>\n<function=f>\n<parameter="
+TEXTS = {
+    "content": ("", "a b\n"),
+    "white space": ("", " "),
+    "beginnings of tags": ("", "<tool_cal"),
+    "empty calls": ("", "<tool_call>"),
+    "reasoning": ("<think>", "hm\n"),
+    "lines in reasoning": ("<think>", "\n"),
+    "beginnings of its end": ("<think>", "</"),
+    "a string": (f"{HEAD}s>\n", "line\n"),
+    "a string's tags": (f"{HEAD}s>\n", "</parameter>\n"),
+    "a string's spaces": (f"{HEAD}s>\nx</parameter>", " "),
+    "a list": (f"{HEAD}l>\n[", '"a\\"", '),
+    "an optional string": (f"{HEAD}n>\n", "\n"),
+    "a function's name": ("<tool_call><function=", "x"),
+    "a parameter's name": (HEAD, "x"),
+    "between parameters": ("<tool_call><function=f>", "\n<"),
+    "arguments": ('<tool_call>{"name": "f", "arguments": {"s": "', "x\\n"),
+    "depth": ('<tool_call>{"name": "f", "arguments": ', "{["),
+    "a name": ('<tool_call>{"name": "', "x"),
+    "a key": ('<tool_call>{"', "x"),
+    "arguments before the name": ('<tool_call>{"arguments": {"s": "', "x "),
+}
+
+
+def work(form, head, piece, length):
+    text = head + piece * (length // len(piece))
+    parser = form.parser(tools=TOOLS, is_open=False)
+    for character in text:
+        parser.feed(character)
+    parser.finish()
+    return parser.work / len(text)
+
+
+@pytest.mark.parametrize("calls", ["hermes", "qwen3_xml"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_work_is_linear(calls, name):
+    form = Format(reasoning="qwen3", calls=calls)
+    short, long = (work(form, *TEXTS[name], length) for length in (300, 3000))
+    assert long < 80
+    assert long < 1.5 * short
