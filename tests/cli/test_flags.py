@@ -22,7 +22,7 @@ def test_a_docstring_over_two_lines_is_one_paragraph():
 @pytest.mark.parametrize("flags", [ENGINE, SAMPLING])
 def test_no_flags_give_the_defaults(flags):
     defaults = {parameter.name: parameter.default for parameter in flags.parameters()}
-    assert flags.build(defaults) == flags.build({}) == flags.config()
+    assert flags.build(defaults) == flags.build({}) == flags.config(**flags.defaults)
 
 
 def test_the_commands_flags_have_different_names():

@@ -189,3 +189,10 @@ def test_flags_come_before_the_checkpoints_own_sampling(session):
     assert session.run("generate", "a b", "--top-p", "0.5") == 0
     (_, params) = session.requests[0]
     assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.5, 0)
+
+
+def test_answers_are_whole_by_default(session):
+    words = " ".join(str(number) for number in range(40))
+    assert session.run("generate", words) == 0
+    assert len(session.out.split()) == 40
+    assert session.requests[-1][1].max_tokens is None

@@ -130,6 +130,10 @@ class Screen:
         share = f" ({cached / tokens:.0%})" if tokens else ""
         self._line(Text(f"{cached} of {tokens} prompt tokens{share} came from the cache"))
 
+    def note(self, message: str) -> None:
+        """Something that is no answer."""
+        self._line(Text(message, style="dim"))
+
     def error(self, message: str) -> None:
         """One line that says what went wrong."""
         self._line(Text.assemble(("milepost: ", "bold"), ("error: ", "bold red"), message))

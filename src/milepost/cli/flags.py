@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter
@@ -23,13 +23,14 @@ class Flags(Generic[C]):
     """The flags of one dataclass.
 
     `renamed` maps a field to the flag's name where another dataclass has the same; `left_out` names
-    fields that only the Python API has.
+    fields that only the Python API has; `defaults` are the command's own.
     """
 
     config: type[C]
     group: Group
     renamed: Mapping[str, str]
     left_out: Collection[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> list[inspect.Parameter]:
         """One keyword-only parameter per flag, annotated for cyclopts."""
@@ -46,9 +47,10 @@ class Flags(Generic[C]):
         return self.config(**self.given(values))
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The dataclass' fields that a call names, with their values."""
+        """The dataclass' fields that a call names or the command sets, with their values."""
         names = {field.name: self._name(field.name) for field in fields(self.config)}  # type: ignore[arg-type]
-        return {field: values[name] for field, name in names.items() if name in values}
+        named = {field: values[name] for field, name in names.items() if name in values}
+        return {**self.defaults, **named}
 
     def _name(self, field: str) -> str:
         return self.renamed.get(field, field)
@@ -64,7 +66,7 @@ class Flags(Generic[C]):
         return inspect.Parameter(
             self._name(field.name),
             inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
+            default=self.defaults.get(field.name, field.default),
             annotation=Annotated[_flag_type(hint), flag],
         )
 

@@ -24,6 +24,7 @@ SAMPLING = Flags(
     group=Group("Sampling", sort_key=2),
     renamed={"seed": "sampling_seed"},
     left_out=("logit_bias", "structured_outputs"),
+    defaults={"max_tokens": None},  # an answer is shown whole
 )
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=3), renamed={})
 
@@ -92,7 +93,7 @@ def generate_command(
         config = ENGINE.build(settings)
         _check(system, chat, repeat, config)
         texts = _read_prompts(prompts, prompt_file or [], stdin)
-        _log_to_stderr(verbose or not config.disable_log_stats)
+        log_to_stderr(verbose or not config.disable_log_stats)
         with screen.waiting(f"loading {config.model or 'the embedded model'}"):
             engine = open_engine(config)
         params = replace(engine.get_default_sampling_params(), **SAMPLING.given(settings))
@@ -144,7 +145,7 @@ def _read_file(path: Path, stdin: TextIO) -> str:
     return text.removesuffix("\n")
 
 
-def _log_to_stderr(is_detailed: bool) -> None:
+def log_to_stderr(is_detailed: bool) -> None:
     logging.basicConfig(
         level=logging.INFO if is_detailed else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

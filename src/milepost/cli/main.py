@@ -18,6 +18,7 @@ from rich.console import Console
 
 import milepost
 from milepost.cli.bench import bench_command
+from milepost.cli.chat import chat_command
 from milepost.cli.display import Screen
 from milepost.cli.generate import Engine, generate_command
 from milepost.cli.serve import Serve, run_server, serve_command
@@ -68,6 +69,7 @@ def build_app(
         suppress_keyboard_interrupt=False,
     )
     app.command(generate_command(open_engine, screen, stdin))
+    app.command(chat_command(open_engine, screen, stdin))
     app.command(serve_command(serve))
     app.command(simulate_command(screen))
     app.command(bench_command(screen.reports))
