@@ -39,8 +39,8 @@ def main() -> None:
         clock=time.perf_counter,
     )
     params = SamplingParams(temperature=0, max_tokens=160)
-    with screen.waiting("loading the embedded model"):
-        llm = LLM(device="cpu")
+    screen.loading(None)
+    llm = LLM(device="cpu")
     history = [{"role": "system", "content": SYSTEM}]
     shown: list[Shown] = []
     for question in (*QUESTIONS, FOLLOW_UP):

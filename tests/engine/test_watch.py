@@ -19,6 +19,7 @@ FACTS = Facts(
     page_bytes=1,
     slot_bytes=1,
     cache_bytes=1,
+    is_shared=False,
     num_graphs=0,
 )
 

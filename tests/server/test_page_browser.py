@@ -201,6 +201,7 @@ def large_state():
         page_bytes=1,
         slot_bytes=1,
         cache_bytes=1,
+        is_shared=False,
         num_graphs=0,
     )
     watch = Watch(Scheduler(cache, max_num_seqs=1, max_num_batched_tokens=64), facts)

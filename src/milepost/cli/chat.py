@@ -56,8 +56,8 @@ def chat_command(
         if config.skip_tokenizer_init:
             raise InvalidRequestError("a chat needs the tokenizer: leave out --skip-tokenizer-init")
         log_to_stderr(verbose)
-        with screen.waiting(f"loading {config.model or 'the embedded model'}"):
-            engine = open_engine(config)
+        screen.loading(config.model)
+        engine = open_engine(config)
         params = replace(engine.get_default_sampling_params(), **SAMPLING.given(settings))
         screen.note("Type a message; /help says what else.")
         Conversation(engine=engine, screen=screen, params=params, system=system).run(stdin)

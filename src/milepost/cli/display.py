@@ -64,6 +64,11 @@ class Screen:
         with self.reports.status(Text(message, style="dim")) as status:
             yield status.stop
 
+    def loading(self, model: str | None) -> None:
+        """Say on a terminal what is being loaded; bars of what takes long follow below."""
+        if self.reports.is_terminal:
+            self.note(f"loading {model or 'the embedded model'}")
+
     def heading(self, number: int, total: int, label: str) -> None:
         """Announce one request of several."""
         title = Text.assemble((f"{number} of {total}", "bold"), f"  {snippet(label)}")

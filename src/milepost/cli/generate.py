@@ -94,8 +94,8 @@ def generate_command(
         _check(system, chat, repeat, config)
         texts = _read_prompts(prompts, prompt_file or [], stdin)
         log_to_stderr(verbose or not config.disable_log_stats)
-        with screen.waiting(f"loading {config.model or 'the embedded model'}"):
-            engine = open_engine(config)
+        screen.loading(config.model)
+        engine = open_engine(config)
         params = replace(engine.get_default_sampling_params(), **SAMPLING.given(settings))
         ask = _asking(engine, params, system, chat)
         visible = text_of if engine.get_tokenizer() and params.detokenize else ids_of

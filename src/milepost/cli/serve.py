@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
@@ -42,6 +42,8 @@ def serve_command(serve: Serve) -> Callable[..., int]:
             settings["model"] = checkpoint
         server, engine = SERVER.build(settings), ENGINE.build(settings)
         _log_to_stderr(verbose)
+        if sys.stderr.isatty():
+            print(f"loading {engine.model or 'the embedded model'}", file=sys.stderr)
         return serve(server, engine)
 
     serve_.__name__ = "serve"
@@ -59,7 +61,10 @@ def run_server(server: ServerConfig, engine: EngineConfig) -> int:
     return run(server, engine, announce=_announce)
 
 
-def _announce(address: str) -> None:
+def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
+    """The address goes to standard output, for programs; what a person wants to know stands above
+    it, on standard error."""
+    print("", *(f"{name:>13}  {words}" for name, words in subjects), "", sep="\n", file=sys.stderr)
     print(f"Milepost listens on {address}", flush=True)
 
 

@@ -21,5 +21,7 @@ class Facts:
     """Of one page and one state slot, over all layers."""
     cache_bytes: int
     """Of all pages and slots."""
+    is_shared: bool
+    """Whether pages and slots share one memory."""
     num_graphs: int
     """Captured steps."""

@@ -274,4 +274,5 @@ def _ready(engine: Engine) -> Ready:
         num_pages=cache.pages.capacity,
         num_slots=cache.slots.pool.capacity,
         sampling_defaults=dict(engine.sampling_defaults),
+        facts=engine.facts,
     )

@@ -25,7 +25,7 @@ from milepost.models.loading import find_folder, load_config, load_model, resolv
 from milepost.runner.arrays import Capacity
 from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
 from milepost.runner.graphs import ladder, largest_step
-from milepost.runner.memory import MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
+from milepost.runner.memory import MIN_UNITS, OneMemory, Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape
 from milepost.runner.runner import Executor, Runner
@@ -117,6 +117,7 @@ def build(config: EngineConfig) -> Parts:
             page_bytes=shape.page_bytes,
             slot_bytes=shape.slot_bytes,
             cache_bytes=sizes.num_bytes(shape),
+            is_shared=isinstance(sizes, OneMemory),
             num_graphs=len(captured),
         ),
         runs_ahead=_runs_ahead(config, device),

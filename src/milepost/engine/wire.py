@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from milepost.engine.facts import Facts
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import Logprob
 from milepost.engine.requests import Prompt
@@ -77,6 +78,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     num_slots: int
     sampling_defaults: dict[str, int | float]
     """Fields of SamplingParams for requests that do not set them."""
+    facts: Facts
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from milepost.errors import WeightsError
 from milepost.layers.parameters import Placement, Placements
@@ -32,6 +33,8 @@ _PREFIXES = ("model.language_model.", "model.")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_SHOWN_BYTES = 2**28
+"""Less is read in a moment."""
 _SKIPPED = re.compile("|".join(SKIPPED))
 
 
@@ -45,17 +48,31 @@ class WeightFiles:
         """Tensor's name -> the file that must hold it."""
 
     def read_into(self, placements: Placements) -> None:
-        """Store every tensor as placed; raises WeightsError naming file and tensor."""
+        """Store every tensor as placed; raises WeightsError naming file and tensor. Shows how far
+        it is where that takes more than a moment.
+        """
         for name in placements:
             if name not in self.by_name:
                 raise WeightsError(
                     f"{self.folder}: tensor {name!r} is missing; the checkpoint doesn't fit its "
                     "config.json, or was saved incompletely"
                 )
-        for file in sorted(set(self.by_name.values())):
-            self._read_file(file, placements)
+        files = sorted(set(self.by_name.values()))
+        total = sum(file.stat().st_size for file in files if file.is_file())
+        with tqdm(
+            total=total,
+            desc="loading weights",
+            unit="B",
+            unit_scale=True,
+            disable=total < _SHOWN_BYTES,
+            dynamic_ncols=True,
+        ) as bar:
+            for file in files:
+                self._read_file(file, placements, bar.update)
 
-    def _read_file(self, file: Path, placements: Placements) -> None:
+    def _read_file(
+        self, file: Path, placements: Placements, note_bytes: Callable[[int], object]
+    ) -> None:
         wanted = [name for name, holder in self.by_name.items() if holder == file]
         with _open(file) as tensors:
             held = set(tensors.keys())
@@ -66,7 +83,7 @@ class WeightFiles:
                         "download the checkpoint again"
                     )
                 if name in placements:
-                    _store(file, name, tensors, placements[name])
+                    note_bytes(_store(file, name, tensors, placements[name]))
                 elif not _SKIPPED.match(name):
                     raise WeightsError(
                         f"{file}: tensor {name!r} has no place in the model; the checkpoint "
@@ -86,7 +103,8 @@ def _find_prefix(names: Container[str]) -> str:
     return next(found, _PREFIXES[-1])
 
 
-def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> None:
+def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> int:
+    """Returns the tensor's bytes in the file."""
     view = tensors.get_slice(name)
     shape, dtype = tuple(view.get_shape()), view.get_dtype()
     if shape != placement.shape:
@@ -98,7 +116,9 @@ def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> N
         raise WeightsError(
             f"{file}: tensor {name!r} is {dtype}; use a checkpoint in {', '.join(_FLOATS)}"
         )
-    placement.store(tensors.get_tensor(name))
+    tensor = tensors.get_tensor(name)
+    placement.store(tensor)
+    return tensor.nbytes
 
 
 def _read_names(folder: Path) -> dict[str, Path]:

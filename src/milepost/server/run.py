@@ -30,8 +30,12 @@ from milepost.models.loading import find_folder
 from milepost.server import app
 from milepost.server.config import ServerConfig, read_keys
 from milepost.server.service import Service
+from milepost.server.started import describe
 
 logger = logging.getLogger(__name__)
+
+Announce = Callable[[str, Sequence[tuple[str, str]]], None]
+"""Told the address, and (subject, what there is to know of it)."""
 
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 2**17
@@ -43,11 +47,11 @@ LAST_WORDS_S = 5.0
 def run(
     server_config: ServerConfig,
     engine_config: EngineConfig,
-    announce: Callable[[str], None] = print,
+    announce: Announce,
 ) -> int:
     """Serve until told to stop; returns the exit status. Raises ConfigError and WeightsError.
 
-    `announce` is called with the address once requests are taken.
+    `announce` is called once requests are taken.
     """
     read_keys(server_config.key_file)
     with _listen(server_config) as sock:
@@ -60,7 +64,7 @@ async def _serve(
     config: ServerConfig,
     engine_config: EngineConfig,
     sock: socket.socket,
-    announce: Callable[[str], None],
+    announce: Announce,
 ) -> int:
     server: HttpServer | None = None
 
@@ -82,7 +86,7 @@ async def _serve(
         if client.death is not None:  # it died while the tokenizer was loaded
             return 1
         heap.settle()
-        announce(_address(config, sock))
+        announce(_address(config, sock), describe(service))
         await server.serve(sockets=[sock])
         service.close()
     finally:

@@ -1,0 +1,62 @@
+"""What stands above the address when a server has started."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from milepost.engine.facts import Facts
+from milepost.server.started import describe, size
+
+FACTS = {
+    "device": "NVIDIA H200",
+    "dtype": "bfloat16",
+    "state_dtype": "float32",
+    "weights_bytes": 65 * 2**30,
+    "page_bytes": 2**20,
+    "slot_bytes": 50 * 2**20,
+    "cache_bytes": 40 * 2**30,
+    "num_graphs": 51,
+}
+
+
+def service(**facts):
+    info = SimpleNamespace(
+        facts=Facts(**FACTS, **facts),
+        num_pages=20_000,
+        num_slots=400,
+        page_size=64,
+        max_model_len=262_144,
+    )
+    form = SimpleNamespace(calls="qwen3_xml", reasoning="qwen3")
+    return SimpleNamespace(client=SimpleNamespace(info=info), names=["a", "b"], format=form)
+
+
+def test_two_pools():
+    assert describe(service(is_shared=False)) == [
+        ("model", "a, b, up to 262,144 tokens"),
+        ("device", "NVIDIA H200, bfloat16, recurrent states in float32"),
+        ("graphs", "51 captured steps"),
+        ("memory", "weights 65 GiB, cache 40 GiB"),
+        ("pages", "20,000 of 64 tokens (1,280,000 tokens), 20 GiB"),
+        ("state slots", "400, 20 GiB"),
+        ("parsers", "tool calls qwen3_xml, reasoning qwen3"),
+    ]
+
+
+def test_one_memory():
+    rows = dict(describe(service(is_shared=True)))
+    assert rows["pages"] == "up to 20,000 of 64 tokens (1,280,000 tokens)"
+    assert rows["state slots"] == "up to 400, in the same memory as the pages"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**52, "4096 TiB")],
+)
+def test_size(num_bytes, words):
+    assert size(num_bytes) == words
+
+
+def test_the_block_stands_before_the_address(server):
+    lines = [line.split()[0] for line in server.log[:10] if line.strip()]
+    assert lines[:4] == ["model", "device", "memory", "pages"]
