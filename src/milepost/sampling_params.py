@@ -34,6 +34,8 @@ class StructuredOutputs:
     """In llguidance's dialect of Lark."""
     starts_after: int | None = None
     """Token id behind which the form begins, such as the end of the reasoning."""
+    field: str = "structured_outputs"
+    """What the caller knows this as; messages begin with it."""
 
     def __post_init__(self) -> None:
         given = [self.json, self.regex, self.choice, self.grammar]

@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 from milepost import LLM, SamplingParams
-from milepost.engine.guidance import check_structured
+from milepost.engine import grammars
+from milepost.engine.guidance import Guide
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import StructuredOutputs
 from tests import chatmodel
@@ -82,9 +84,76 @@ def test_form_begins_behind_a_token(llm):
         StructuredOutputs(grammar="begin: x"),
     ],
 )
-def test_forms_that_cannot_be_followed_are_refused(wanted):
+def test_forms_that_cannot_be_followed_are_refused(llm, wanted):
     with pytest.raises(InvalidRequestError, match="structured_outputs"):
-        check_structured(SamplingParams(structured_outputs=wanted))
+        llm.generate("a", SamplingParams(structured_outputs=wanted), use_tqdm=False)
+
+
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}])
+def test_a_form_says_where_an_answer_ends(llm, options):
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **options)
+    with pytest.raises(InvalidRequestError, match="structured_outputs: not with"):
+        llm.generate("a", params, use_tqdm=False)
+
+
+def test_a_form_is_compiled_once(llm):
+    """Whatever the number of answers and of requests, and wherever it begins."""
+    wanted = StructuredOutputs(json={"enum": ["compiled", "once"]})
+    answer(llm, wanted, seed=1)
+    num_compiled = llm.llm_engine._forms.num_compiled
+    params = SamplingParams(structured_outputs=wanted, n=4, seed=2, max_tokens=40)
+    llm.generate(["a", "b"], params, use_tqdm=False)
+    answer(llm, StructuredOutputs(json={"enum": ["compiled", "once"]}, field="other"), seed=1)
+    assert llm.llm_engine._forms.num_compiled == num_compiled
+
+
+def test_forms_are_forgotten_and_made_anew(llm, monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_KNOWN", 2)
+    monkeypatch.setattr(grammars, "MAX_FOLLOWED", 2)
+    tokenizer = llm.get_tokenizer()
+    forms = grammars.Forms(grammars.vocabulary_of(tokenizer, len(tokenizer), ()))
+    first, second, third = (StructuredOutputs(regex=text) for text in ("a", "b", "c"))
+    known = forms.compile(first)
+    forms.compile(second)
+    assert forms.compile(first) is known
+    forms.compile(third)
+    assert forms.compile(first) is known
+    assert forms.num_compiled == 3
+    forms.compile(second)
+    assert forms.num_compiled == 4
+    known.num_followed = 2
+    assert forms.compile(first) is not known
+
+
+LIMITED = StructuredOutputs(regex=r"[\s\S]*[a-z][\s\S]{200}[0-9]", field="response_format")
+
+
+def test_a_form_that_becomes_too_complex_is_an_error(llm, monkeypatch):
+    """And no answer that looks like one: it ended as what there was of it, with `stop`."""
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 200)
+    grammars._limits.cache_clear()
+    try:
+        params = SamplingParams(structured_outputs=LIMITED, seed=1, max_tokens=400)
+        output = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+    finally:
+        grammars._limits.cache_clear()
+    assert output.finish_reason == "error"
+    assert output.stop_reason.startswith("response_format: too complex")
+    assert "max_lexer_states" in output.stop_reason
+    assert answer(llm, StructuredOutputs(choice=["yes"])) == "yes"
+    assert llm.llm_engine._forms.compile(LIMITED).num_followed == 0
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model(llm):
+    """The mask is cut; before, the first form ended the engine."""
+    tokenizer = llm.get_tokenizer()
+    size = len(tokenizer) - 1
+    vocabulary = grammars.vocabulary_of(tokenizer, size, ())
+    assert vocabulary.num_tokens == len(tokenizer)
+    form = grammars.Forms(vocabulary).compile(StructuredOutputs(choice=["yes"]))
+    logits = torch.zeros(size)
+    Guide(form, size, (0,), None).constrain(logits)
+    assert 0 < int((logits == 0).sum()) < 10
 
 
 def test_exactly_one_form():

@@ -55,11 +55,14 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process that holds the engine: the child that is no resource tracker."""
+        (pid,) = self.children(b"spawn_main")
+        return pid
+
+    def children(self, word: bytes) -> list[int]:
+        """The server's child processes that have this in their command line."""
         threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        for pid in [pid for thread in threads for pid in (thread / "children").read_text().split()]:
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
-        raise AssertionError("the server has no engine process")
+        pids = [pid for thread in threads for pid in (thread / "children").read_text().split()]
+        return [int(pid) for pid in pids if word in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @contextlib.contextmanager

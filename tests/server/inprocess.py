@@ -31,6 +31,6 @@ def answered(config: ServerConfig, path: str, body=None, headers=None) -> httpx.
                 method = "GET" if body is None else "POST"
                 return await http.request(method, path, json=body, headers=headers)
         finally:
-            own.close()
+            await own.close()
 
     return asyncio.run(send())

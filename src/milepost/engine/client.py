@@ -180,6 +180,11 @@ class EngineClient:
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._num_ids = 0
         self._is_closing = False
+        self._process: Any = None
+        self._starting: asyncio.Future[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._has_heard = False
         self._hang = ""
 
@@ -195,7 +200,8 @@ class EngineClient:
         if self._make_engine is not None:
             arguments = (*arguments, self._make_engine)
         self._process = context.Process(target=process.main, args=arguments, name="engine")
-        await asyncio.to_thread(self._process.start)
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._process.start))
+        await asyncio.shield(self._starting)
         theirs.close()
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._frames: Frames[ToClient] = Frames(ToClient)
@@ -270,10 +276,13 @@ class EngineClient:
         return bool((await self._ask("reset_prefix_cache")).done)
 
     async def close(self) -> None:
-        """End the process; open streams raise EngineDeadError."""
+        """End the process, whatever it is doing; open streams raise EngineDeadError."""
         if self._is_closing:
             return
         self._is_closing = True
+        if self._reading is None or self._watching is None:
+            await self._end_loading()
+            return
         self._watching.cancel()
         if self.death is None:
             self._send(Stop())
@@ -295,6 +304,7 @@ class EngineClient:
             raise EngineDeadError("the engine was stopped")
 
     def _send(self, message: object) -> None:
+        assert self._writer is not None, "the engine has been started"
         self._writer.write(frame(message))
 
     async def _ask(self, what: str) -> Reply:
@@ -353,7 +363,8 @@ class EngineClient:
         self._process.kill()
 
     async def _die(self, reason: str) -> None:
-        self._watching.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.to_thread(self._process.join, STOP_S)
         self.death = reason or f"the engine process ended: {_ending(self._process.exitcode)}"
         logger.error("%s", self.death)
@@ -386,12 +397,21 @@ class EngineClient:
             if not future.done():
                 future.set_exception(error)
 
+    async def _end_loading(self) -> None:
+        """End a process that was never ready: it would first load the weights to their end."""
+        if self._starting is not None:
+            await self._starting
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
+            await self._end_process()
+
     async def _end_process(self) -> None:
         await asyncio.to_thread(self._process.join, STOP_S)
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _ending(exit_code: int | None) -> str:

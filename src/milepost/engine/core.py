@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.engine.detokenizer import detokenizer_for
-from milepost.engine.guidance import Guide, Guides, check_structured
+from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
+from milepost.engine.guidance import Guide
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Answer, Job, Prompt, feed_text
@@ -41,7 +42,7 @@ class Engine:
         self.facts = parts.facts
         self._end_token_ids = parts.end_token_ids
         self._answers: dict[str, tuple[Job, Answer]] = {}
-        self._guides: Guides | None = None
+        self._forms: Forms | None = None
         self._runs_ahead = parts.runs_ahead
         self._under_way: Flight | None = None
         self._num_requests = 0
@@ -52,7 +53,11 @@ class Engine:
         return self.scheduler.has_work
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise what `add` would: InvalidRequestError, or EngineDeadError."""
+        """Raise what `add` would: InvalidRequestError, or EngineDeadError. Compiles the form."""
+        self._check(prompt, params)
+        self.form_of(params)
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         self._check_alive()
         check_prompt(
             prompt,
@@ -61,16 +66,34 @@ class Engine:
             max_cache_marks=self.config.max_cache_marks,
         )
         params.check_vocab(self.vocab_size)
-        check_structured(params)
+        check_combination(params)
         detokenizer_for(self.tokenizer, params)
 
-    def add(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
-        """Queue a prompt. Raises InvalidRequestError, and then nothing has changed."""
-        self.check(prompt, params)
-        return self.queue(prompt, params, priority=priority)
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        form: Form | None = None,
+    ) -> Job:
+        """Queue a prompt; `form` is what `form_of` made for it, if it was called before.
 
-    def queue(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Job:
+        Raises InvalidRequestError, and then nothing has changed.
+        """
+        self._check(prompt, params)
+        return self.queue(prompt, params, priority=priority, form=form)
+
+    def queue(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        form: Form | None = None,
+    ) -> Job:
         """Queue a prompt that `check` has let pass."""
+        form = form or self.form_of(params)
         number = self._num_requests
         self._num_requests += 1
         job = Job(id=str(number), prompt=prompt, params=params)
@@ -78,7 +101,7 @@ class Engine:
             request = self._request(f"{number}-{index}", prompt, params, priority)
             seed = params.sample_seed(index, engine_seed=self.config.seed, request_number=number)
             text = detokenizer_for(self.tokenizer, params)
-            guide = self._guide(params)
+            guide = self._guide(params, form)
             answer = Answer(index=index, request=request, text=text, seed=seed, guide=guide)
             self.scheduler.add(request)
             job.answers.append(answer)
@@ -142,14 +165,24 @@ class Engine:
             priority=priority,
         )
 
-    def _guide(self, params: SamplingParams) -> Guide | None:
-        if params.structured_outputs is None:
+    def form_of(self, params: SamplingParams) -> Form | None:
+        """The form of the answers, compiled if it is not known; None for any. May be called from
+        another thread. Raises InvalidRequestError for one that cannot be kept to."""
+        wanted = params.structured_outputs
+        if wanted is None:
             return None
-        if self.tokenizer is None:
-            raise InvalidRequestError("structured_outputs need a tokenizer, and none is loaded")
-        if self._guides is None:
-            self._guides = Guides(self.tokenizer, self.vocab_size, self._end_token_ids)
-        return self._guides.make(params.structured_outputs)
+        if self._forms is None:
+            if self.tokenizer is None:
+                raise InvalidRequestError(f"{wanted.field}: no tokenizer is loaded")
+            ends = tuple(self._end_token_ids)
+            self._forms = Forms(vocabulary_of(self.tokenizer, self.vocab_size, ends))
+        return self._forms.compile(wanted)
+
+    def _guide(self, params: SamplingParams, form: Form | None) -> Guide | None:
+        if form is None:
+            return None
+        after = params.structured_outputs.starts_after
+        return Guide(form, self.vocab_size, self._end_token_ids, after)
 
     @contextmanager
     def _fatal(self, kind: type[BaseException]) -> Iterator[None]:
@@ -226,6 +259,10 @@ class Engine:
                 answer.stop_reason = progress.token if own else None
             if answer.guide is not None:
                 answer.guide.accept(progress.token)
+                if progress.finish_reason is not FinishReason.LENGTH and answer.guide.problem:
+                    self._end_without_form(answer, job.params)
+                    progressed[job] = None
+                    continue
             stop = feed_text(answer, progress.token, progress.finish_reason)
             if stop is not None:
                 self._end_at_stop_string(answer, stop)
@@ -236,6 +273,13 @@ class Engine:
         answer.stop_reason = stop
         self.scheduler.finish(answer.request.id, FinishReason.STOP)
         answer.request.finish_reason = FinishReason.STOP
+
+    def _end_without_form(self, answer: Answer, params: SamplingParams) -> None:
+        """The form turned out too complex to follow: what there is of the answer is none."""
+        answer.stop_reason = f"{params.structured_outputs.field}: {answer.guide.problem}"
+        self.scheduler.finish(answer.request.id, FinishReason.ERROR)
+        answer.request.finish_reason = FinishReason.ERROR
+        answer.text.flush()
 
     def _forget(self, job: Job) -> None:
         for answer in job.answers:

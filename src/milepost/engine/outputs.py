@@ -35,9 +35,11 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token, the token itself and the likeliest others, if they were asked for."""
     finish_reason: str | None = None
-    """`stop`: the model or a stop condition ended it; `length`: max_tokens or max_model_len."""
+    """`stop`: the model or a stop condition ended it; `length`: max_tokens or max_model_len;
+    `error`: its form could not be followed to the end."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for the model's own end."""
+    """The stop string or stop token id that ended it; None for the model's own end. Of an error,
+    what it was."""
 
     @property
     def finished(self) -> bool:

@@ -9,9 +9,11 @@ to finish answers first.
 from __future__ import annotations
 
 import logging
+import queue
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.core import Engine
+from milepost.engine.grammars import Form
 from milepost.engine.requests import Answer, Job
 from milepost.engine.watch import Watch
 from milepost.engine.wire import (
@@ -116,6 +119,51 @@ class _Task:
         )
 
 
+class _Compiling:
+    """Compiles forms in a thread, one after the other; `done` can be read when something is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wanted: queue.SimpleQueue[Add | None] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Add, Form | None, str]] = queue.SimpleQueue()
+        self.done, self._bell = socket.socketpair()
+        self._pending: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, message: Add) -> None:
+        """The first form starts the thread, which nobody waits for at the end."""
+        self._pending.add(message.id)
+        self._wanted.put(message)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="forms", daemon=True)
+            self._thread.start()
+
+    def forget(self, id_: int) -> None:
+        self._pending.discard(id_)
+
+    def take(self) -> list[tuple[Add, Form | None, str]]:
+        """What has become of the requests: the form, or what is wrong with it."""
+        self.done.recv(READ_BYTES)
+        found = []
+        while not self._made.empty():
+            made = self._made.get()
+            if made[0].id in self._pending:
+                self._pending.discard(made[0].id)
+                found.append(made)
+        return found
+
+    def _run(self) -> None:
+        while (message := self._wanted.get()) is not None:
+            form, problem = None, ""
+            if message.id in self._pending:
+                try:
+                    form = self._engine.form_of(message.params)
+                except BaseException as error:  # noqa: BLE001 - a panic in llguidance is one too
+                    problem = str(error) or repr(error)
+            self._made.put((message, form, problem))
+            self._bell.send(b".")
+
+
 class Loop:
     """Joins one engine with one socket."""
 
@@ -126,6 +174,7 @@ class Loop:
         self._tasks: dict[int, _Task] = {}
         self._by_job: dict[Job, _Task] = {}
         self._queued: dict[int, _Task] = {}
+        self._compiling = _Compiling(engine)
         self._watch = Watch(engine.scheduler, engine.facts)
         self._lookers: list[int] = []
         """Ids of questions that the look under way answers."""
@@ -143,26 +192,39 @@ class Loop:
                 self._step()
             self._look()
 
+    @property
+    def _sources(self) -> list[socket.socket]:
+        return [self._socket, self._compiling.done]
+
     def _rest(self) -> None:
         """Give memory back, unless something comes soon."""
         self._watch.note_time(time.monotonic())
-        if not select.select([self._socket], [], [], REST_S)[0]:
+        if not select.select(self._sources, [], [], REST_S)[0]:
             heap.give_back()
             self._has_rested = True
 
     def _receive(self, *, wait: bool) -> None:
         """Handle what has arrived; with `wait`, until there is something."""
         timeout = None if wait else 0
-        while self._is_open and select.select([self._socket], [], [], timeout)[0]:
-            data = self._socket.recv(READ_BYTES)
-            if not data:
-                self._is_open = False
-            for message in self._frames.feed(data):
-                self._handle(message)
+        while self._is_open and (ready := select.select(self._sources, [], [], timeout)[0]):
+            if self._compiling.done in ready:
+                for add, form, problem in self._compiling.take():
+                    self._add(add, form, problem)
+            if self._socket in ready:
+                self._read()
             timeout = 0
+
+    def _read(self) -> None:
+        data = self._socket.recv(READ_BYTES)
+        if not data:
+            self._is_open = False
+        for message in self._frames.feed(data):
+            self._handle(message)
 
     def _handle(self, message: ToEngine) -> None:
         match message:
+            case Add() if message.params.structured_outputs is not None:
+                self._compiling.begin(message)
             case Add():
                 self._add(message)
             case Abort():
@@ -175,9 +237,13 @@ class Loop:
             case Stop():
                 self._is_open = False
 
-    def _add(self, message: Add) -> None:
+    def _add(self, message: Add, form: Form | None = None, problem: str = "") -> None:
         try:
-            job = self._engine.add(message.prompt, message.params, priority=message.priority)
+            if problem:
+                raise InvalidRequestError(problem)
+            job = self._engine.add(
+                message.prompt, message.params, priority=message.priority, form=form
+            )
         except InvalidRequestError as error:
             self.send(Refused(id=message.id, message=str(error)))
             return
@@ -186,6 +252,7 @@ class Loop:
         self._by_job[job] = task
 
     def _abort(self, id_: int) -> None:
+        self._compiling.forget(id_)
         task = self._tasks.get(id_)
         if task is not None:
             self._engine.abort(task.job)

@@ -27,6 +27,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     form = forms.of_request(request)
     defaults = service.client.info.sampling_defaults
     params = forms.apply(parameters.of_completion(request, defaults), form)
+    params = await service.checked(params, forms.field_of(request))
     limit = service.client.info.max_model_len
     prompts = [
         shortened(prompt, request, params, limit) for prompt in await _prompts(service, request)

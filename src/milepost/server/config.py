@@ -46,6 +46,8 @@ class ServerConfig:
     """Longest time that a client may leave what it was sent unread; then its request is dropped."""
     shutdown_timeout_s: float = 30.0
     """Time that running requests get to finish after SIGTERM or Ctrl-C; then they are failed."""
+    grammar_timeout_s: float = 5.0
+    """Longest processor time that a schema, regular expression or grammar may take to compile."""
     max_request_bytes: int = 16 * 2**20
     """Largest request body."""
     strict: bool = False
@@ -63,7 +65,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port={self.port}: use 0 to 65535")
         _require(self.max_waiting >= 0, f"max_waiting={self.max_waiting}: use 0 or more")
-        for name in ("request_timeout_s", "write_timeout_s", "max_request_bytes"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             _require(value > 0, f"{name}={value}: use more than 0")
         for name in ("step_timeout_s", "shutdown_timeout_s"):
@@ -71,6 +73,9 @@ class ServerConfig:
             _require(value >= 0, f"{name}={value}: use 0 or more")
         for name in ("api_key", "admin_key", "served_model_name"):
             _require(all(getattr(self, name) or ["-"]), f"{name}='': use text that is not empty")
+
+
+_POSITIVE = ("request_timeout_s", "write_timeout_s", "grammar_timeout_s", "max_request_bytes")
 
 
 def read_keys(path: str | None) -> list[str]:

@@ -53,7 +53,7 @@ async def begin(service: Service, request: ChatRequest, http: Request, *, field:
                 request, tools, service.format, tokenizer, is_open=is_open
             )
         )
-        params = forms.apply(params, form)
+        params = await service.checked(forms.apply(params, form), forms.field_of(request))
     prompt = shortened(
         Prompt(
             token_ids=rendered.token_ids,

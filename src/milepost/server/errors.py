@@ -40,7 +40,7 @@ _TYPES = {
     415: "unsupported_media_type",
     500: "internal_error",
 }
-_FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?=")
+_FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?(?:=|: )")
 """How messages about one field begin."""
 
 

@@ -57,6 +57,13 @@ def of_chat(
     return form
 
 
+def field_of(request: Sampling) -> str:
+    """The field that asks for the form."""
+    if request.structured_outputs is not None:
+        return "structured_outputs"
+    return "response_format" if request.response_format is not None else "tool_choice"
+
+
 def apply(params: SamplingParams, form: StructuredOutputs | None) -> SamplingParams:
     """Raises InvalidRequestError for parameters that no form can be combined with."""
     return params if form is None else replace(params, structured_outputs=form)

@@ -9,6 +9,7 @@ from typing import Any
 from milepost.cache import Lost
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta, Output, Report
+from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server.service import Service
 
@@ -84,6 +85,8 @@ class Generation:
             if delta.finish_reason is not None:
                 self._ended[index] = delta.finish_reason
                 self._service.metrics.requests.labels(delta.finish_reason).inc()
+            if delta.finish_reason == "error":
+                raise InvalidRequestError(str(delta.stop_reason))
             deltas.append((index, delta))
         return deltas
 

@@ -14,8 +14,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvicorn
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.client import EngineClient
+from milepost.engine.grammar_process import FormChecks
+from milepost.engine.grammars import vocabulary_of
 from milepost.engine.setup import EMBEDDED_MODEL
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError, ServerClosingError
@@ -31,6 +34,8 @@ from milepost.server import app
 from milepost.server.config import ServerConfig, read_keys
 from milepost.server.service import Service
 from milepost.server.started import describe
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -78,21 +83,69 @@ async def _serve(
         step_timeout_s=config.step_timeout_s or None,
         on_death=stop,
     )
-    loading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine_config))
     try:
-        await client.start()
-        service = Service(config, client, await loading, _names(config, engine_config))
+        service = await _unless_told_to_stop(_load(config, engine_config, client))
+        if service is None:
+            return 0
         server = HttpServer(service)
         if client.death is not None:  # it died while the tokenizer was loaded
             return 1
         heap.settle()
         announce(_address(config, sock), describe(service))
         await server.serve(sockets=[sock])
-        service.close()
+        await service.close()
     finally:
         await client.close()
-        await asyncio.gather(loading, return_exceptions=True)
     return 0 if client.death is None else 1
+
+
+async def _load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
+    """Everything that requests need. Raises what `run` raises."""
+    loading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine_config))
+    try:
+        await client.start()
+    finally:
+        await asyncio.gather(loading, return_exceptions=True)
+    tokenizer = loading.result()
+    checks = await asyncio.to_thread(_form_checks, config, tokenizer, client.info.vocab_size)
+    await checks.start()
+    return Service(config, client, tokenizer, _names(config, engine_config), checks)
+
+
+def _form_checks(
+    config: ServerConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> FormChecks:
+    vocabulary, problem = None, ""
+    if tokenizer is not None:
+        try:
+            vocabulary = vocabulary_of(tokenizer, vocab_size, ())
+        except ConfigError as error:
+            problem = str(error)
+    return FormChecks(vocabulary, timeout_s=config.grammar_timeout_s, problem=problem)
+
+
+async def _unless_told_to_stop(work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if SIGTERM or Ctrl-C comes first, which cancels it."""
+    task = asyncio.ensure_future(work)
+    with _on_signals(lambda _: task.cancel()):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            logger.warning("told to stop before requests were taken")
+            return None
+
+
+@contextlib.contextmanager
+def _on_signals(handle: Callable[[int], object]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 class HttpServer(uvicorn.Server):
@@ -115,15 +168,8 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """A signal ends `serve`; uvicorn would then raise it again, before the engine is ended."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM)
-        for number in signals:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
+        with _on_signals(lambda number: self.handle_exit(number, None)):
             yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_closing = True

@@ -10,13 +10,15 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine import chat
 from milepost.engine.client import Bell, EngineClient, Stream
-from milepost.engine.guidance import check_structured
+from milepost.engine.grammar_process import FormChecks
+from milepost.engine.grammars import check_combination
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Output
@@ -77,10 +79,12 @@ class Service:
         client: EngineClient,
         tokenizer: PreTrainedTokenizerBase | None,
         names: Sequence[str],
+        form_checks: FormChecks | None = None,
     ) -> None:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
+        self.form_checks = form_checks or FormChecks(None, timeout_s=config.grammar_timeout_s)
         self.names = list(names)
         self.started = int(time.time())
         self.metrics = RequestMetrics()
@@ -172,6 +176,19 @@ class Service:
             )
         )
 
+    async def checked(self, params: SamplingParams, field: str) -> SamplingParams:
+        """With a form that can be kept to, if there is one; `field` is what errors about it name.
+
+        Raises InvalidRequestError.
+        """
+        if params.structured_outputs is None:
+            return params
+        wanted = replace(params.structured_outputs, field=field)
+        params = replace(params, structured_outputs=wanted)
+        check_combination(params)
+        await self.form_checks.check(wanted)
+        return params
+
     def submit(
         self,
         prompts: Sequence[Prompt],
@@ -204,7 +221,6 @@ class Service:
                 f"the {self.client.max_in_flight} that this server accepts at once"
             )
         self.client.check_room(num_answers)
-        check_structured(params)
         params.check_vocab(self.client.info.vocab_size)
         for prompt in prompts:
             self._check_prompt(prompt, params, field)
@@ -237,5 +253,6 @@ class Service:
         for stream in streams:
             stream.fail(RequestTimeoutError(f"the request took longer than {limit:g} seconds"))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        await self.form_checks.close()

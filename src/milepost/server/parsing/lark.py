@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from milepost.engine.grammars import JSON_OPTIONS
+
 Tools = Sequence[Mapping[str, Any]]
 """As a request has them."""
 
@@ -52,9 +54,6 @@ def _escaped(match: re.Match[str]) -> str:
 def json_value(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """A JSON value of a schema. What llguidance does not know of it is left out unless `is_strict`:
     then the request is refused."""
-    # here, since it imports torch, which naming formats need not
-    from milepost.engine.guidance import JSON_OPTIONS
-
     options = {**JSON_OPTIONS, "lenient": not is_strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 

@@ -1,0 +1,253 @@
+"""Tries out forms in a process of its own, which is killed when one takes too long.
+
+The process (`python -m milepost.engine.grammar_process`) compiles a form as an engine would, and
+makes the first masks. It says what is wrong, or nothing; the engine compiles again what has passed,
+so what is slow there has been slow here. It reads lines of JSON and answers each with a line; it
+ends when its input does, or by an alarm of its own.
+
+`FormChecks` is the other side, in an event loop: it starts the process, keeps verdicts, and kills
+and starts again what does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import signal
+import sys
+import time
+from collections import OrderedDict
+from dataclasses import asdict, fields
+from typing import Any
+
+from milepost.engine.grammars import Compiler, Vocabulary, grammar_of, problem_of
+from milepost.errors import ConfigError, InvalidRequestError
+from milepost.sampling_params import StructuredOutputs
+
+logger = logging.getLogger(__name__)
+
+MAX_VERDICTS = 1024
+MAX_BYTES = 2 * 2**30
+"""Memory that the process may ask the system for, besides what it starts with."""
+MAX_MASK_S = 0.05
+"""Processor time of one token's mask; the limits of `grammars` keep most far below."""
+_LINE_BYTES = 2**26
+_PATIENCE = 4.0
+"""The bound is one of processor time; on a busy machine it takes longer, but not so many times."""
+
+
+class FormChecks:
+    """Checks forms for a server. `await start()` before anything else, `close` at the end."""
+
+    def __init__(
+        self, vocabulary: Vocabulary | None, *, timeout_s: float, problem: str = ""
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._timeout_s = timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._verdicts: OrderedDict[str, str] = OrderedDict()
+        self.problem = problem
+        """Why no form can be kept to at all."""
+        self._trials: dict[str, _Trial] = {}
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the process; what is wrong with the tokenizer is known then (`problem`)."""
+        if self._vocabulary is None:
+            self.problem = self.problem or "this server has no tokenizer (--skip-tokenizer-init)"
+            return
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "milepost.engine.grammar_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is the server's to handle
+        )
+        first = await self._ask({**asdict(self._vocabulary), "timeout_s": self._timeout_s}, None)
+        self.problem = "its process did not start" if first is None else first
+        if self.problem:
+            logger.warning("no structured outputs: %s", self.problem)
+
+    async def check(self, wanted: StructuredOutputs) -> None:
+        """Raise InvalidRequestError, naming the form's field, for one that cannot be kept to, or
+        not within the bounds.
+
+        Forms are tried one after the other. When all callers that wait for one are cancelled, it
+        gives up its place.
+        """
+        text = _encoded(wanted)
+        verdict = self._verdicts.get(text)
+        if verdict is None:
+            trial = self._trials.get(text)
+            if trial is None:
+                trial = self._trials[text] = _Trial(asyncio.ensure_future(self._judge(text)))
+            verdict = await trial.outcome()
+        else:
+            self._verdicts.move_to_end(text)
+        if verdict:
+            raise InvalidRequestError(f"{wanted.field}: {verdict}")
+
+    async def _judge(self, text: str) -> str:
+        """What is wrong with a form; nothing, if nothing is."""
+        try:
+            async with self._turn:
+                verdict, is_sure = await self._tried(text)
+        finally:
+            del self._trials[text]
+        if is_sure:
+            self._verdicts[text] = verdict
+            while len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _tried(self, text: str) -> tuple[str, bool]:
+        """(What is wrong, whether it will be the next time)."""
+        if self._process is None and not self.problem:
+            await self.start()
+        if self.problem:
+            return self.problem, False
+        try:
+            verdict = await self._ask(json.loads(text), self._timeout_s * _PATIENCE)
+        except TimeoutError:
+            await self.close()
+            return f"its check did not end within {self._timeout_s * _PATIENCE:g} seconds", False
+        except asyncio.CancelledError:
+            self._kill()  # in the middle of a form; the next one starts a process
+            raise
+        if verdict is not None:
+            return verdict, True
+        process, self._process = self._process, None
+        status = await process.wait() if process is not None else None  # it has ended by itself
+        if status == -signal.SIGPROF:
+            bound = f"{self._timeout_s:g} seconds (--grammar-timeout-s)"
+        else:
+            bound = f"{MAX_BYTES >> 20} MiB"
+        return f"too complex: it takes more than {bound} to compile", True
+
+    async def _ask(self, message: Any, timeout_s: float | None) -> str | None:
+        """The answer; None if the process ends over it. Raises TimeoutError."""
+        process = self._process
+        assert process is not None, "a process is asked once it is started"
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            async with asyncio.timeout(timeout_s):
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+        except ConnectionError:
+            return None
+        return json.loads(line) if line else None
+
+    def _kill(self) -> asyncio.subprocess.Process | None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        return process
+
+    async def close(self) -> None:
+        """End the process."""
+        process = self._kill()
+        if process is not None:
+            await process.wait()
+
+
+class _Trial:
+    """A form that is being tried, or waits for that, and those who want to know."""
+
+    def __init__(self, task: asyncio.Future[str]) -> None:
+        self._task = task
+        self._num_waiting = 0
+
+    async def outcome(self) -> str:
+        self._num_waiting += 1
+        try:
+            return await asyncio.shield(self._task)
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._task.cancel()
+
+
+def _encoded(wanted: StructuredOutputs) -> str:
+    """As it is sent; where it begins and who asked makes no difference."""
+    form = {f.name: getattr(wanted, f.name) for f in fields(wanted)}
+    del form["starts_after"], form["field"]
+    try:
+        return json.dumps(form)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"{wanted.field}: {error}") from error
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer lines with lines, to the end of the input."""
+    start = json.loads(sys.stdin.buffer.readline())
+    timeout_s = start.pop("timeout_s")
+    try:
+        compiler = Compiler(Vocabulary(**start))
+    except ConfigError as error:
+        _say(str(error))
+        return
+    _bound_memory()
+    _say("")
+    for line in sys.stdin.buffer:
+        # Both end the process; the second one where nobody is left to do so.
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)
+        signal.setitimer(signal.ITIMER_REAL, 2 * _PATIENCE * timeout_s)
+        _say(_problem(compiler, StructuredOutputs(**json.loads(line), field="")))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(json.dumps(text) + "\n")
+    sys.stdout.flush()
+
+
+def _bound_memory() -> None:
+    """What does not fit then ends the process, and not the machine."""
+    with open("/proc/self/statm") as file:
+        own = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = own + MAX_BYTES
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )
+
+
+def _problem(compiler: Compiler, wanted: StructuredOutputs) -> str:
+    """Compile a form and take its first steps."""
+    try:
+        matcher = compiler.compile(grammar_of(wanted))
+    except (InvalidRequestError, ValueError) as error:
+        return str(error).removeprefix(": ")
+    start = time.process_time()
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    spent_s = time.process_time() - start
+    if not matcher.is_error() and mask:
+        lowest = (mask & -mask).bit_length() - 1
+        matcher.consume_token(lowest)  # rows are counted when they are left behind
+    problem = problem_of(matcher)
+    if problem is None and spent_s > MAX_MASK_S:
+        problem = (
+            f"too complex: which tokens may begin it takes {spent_s * 1000:.0f} ms to find, of "
+            f"{MAX_MASK_S * 1000:.0f}"
+        )
+    return problem or ""
+
+
+if __name__ == "__main__":
+    main()

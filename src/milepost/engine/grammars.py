@@ -1,0 +1,239 @@
+"""Turns the form that an answer must have into a grammar, and keeps those that were compiled.
+
+The work is llguidance's. Building a grammar takes a millisecond for most schemas and minutes for a
+hostile one; a copy of a built one takes microseconds. So a form is compiled once, by a thread that
+no step waits for (llguidance leaves the interpreter lock), and each answer follows a copy. Before
+it comes here, a server has a process that can be killed compile the same (`grammar_process`), so
+what is slow here has shown there that it ends.
+
+Copies share a lexer, which remembers what it has seen, up to a bound. A form is therefore used for
+so many tokens only, and made anew behind them: no answer fails for what others have used up.
+
+Does not know requests, HTTP, models or torch: the process imports little more than this.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from milepost.errors import ConfigError, InvalidRequestError
+from milepost.sampling_params import SamplingParams, StructuredOutputs
+
+MAX_GRAMMAR_LEN = 2**18
+"""Characters of a form."""
+MAX_KNOWN = 128
+"""Compiled forms that are kept."""
+MAX_KNOWN_LEN = 2**19
+"""Characters of their grammars together: one of them takes some 150 bytes when compiled."""
+MAX_FOLLOWED = 2**14
+"""Tokens that the copies of a form follow before it is made anew."""
+LIMITS = {
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 2**16,
+    "verbose_errors": False,
+}
+"""llguidance's own bounds where ours are tighter: what a token's mask may cost (5 and 1 ms), and
+what a form's lexer may keep (100 MB). JSON schemas with bounded strings need 16,000 states."""
+JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
+"""For JSON schemas: white space as people write it, but an end to it, which a small model does not
+always find."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What a grammar has to know of a tokenizer, as plain values."""
+
+    tokenizer_json: str
+    num_tokens: int
+    end_token_ids: tuple[int, ...]
+
+
+def vocabulary_of(tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...]) -> Vocabulary:
+    """Of a fast tokenizer, which may have tokens beyond the model's `vocab_size`.
+
+    Raises ConfigError for one that is not fast.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("structured outputs need a fast tokenizer (a tokenizer.json)")
+    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    plain["padding"] = plain["truncation"] = None
+    ids = tuple(end_token_ids) or (tokenizer.eos_token_id,)
+    return Vocabulary(
+        tokenizer_json=json.dumps(plain),
+        num_tokens=max(vocab_size, len(tokenizer)),
+        end_token_ids=tuple(id_ for id_ in ids if id_ is not None),
+    )
+
+
+def llguidance() -> Any:
+    """The library. Raises ConfigError if it is not installed."""
+    try:
+        import llguidance as library
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "structured outputs need llguidance: install it with `pip install 'milepost[server]'`"
+        ) from error
+    return library
+
+
+@cache
+def _limits() -> Any:
+    return llguidance()._lib.LLParserLimits(**LIMITS)
+
+
+def check_combination(params: SamplingParams) -> None:
+    """Raise InvalidRequestError for parameters that no form can be combined with."""
+    wanted = params.structured_outputs
+    if wanted is not None and (params.ignore_eos or params.min_tokens):
+        raise InvalidRequestError(
+            f"{wanted.field}: not with ignore_eos or min_tokens, the form says where an answer ends"
+        )
+
+
+def grammar_of(wanted: StructuredOutputs) -> str:
+    """In llguidance's own form. Raises InvalidRequestError."""
+    try:
+        kind, text = _text_of(wanted)
+        if len(text) > MAX_GRAMMAR_LEN:
+            raise ValueError(f"it has {len(text)} characters: use {MAX_GRAMMAR_LEN} or fewer")
+        matcher = llguidance().LLMatcher
+        if kind == "json":
+            return matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+        make = matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark
+        return make(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"{wanted.field}: {_first_line(str(error))}") from error
+
+
+def _text_of(wanted: StructuredOutputs) -> tuple[str, str]:
+    """Kind and text; equal ones are the same form."""
+    if wanted.json is not None:
+        schema = wanted.json
+        return "json", schema if isinstance(schema, str) else json.dumps(schema)
+    if wanted.regex is not None:
+        return "regex", wanted.regex
+    if wanted.grammar is not None:
+        return "lark", wanted.grammar
+    options = " | ".join(json.dumps(choice) for choice in wanted.choice or ())
+    return "lark", f"start: {options}"
+
+
+class Compiler:
+    """llguidance with one tokenizer. Raises ConfigError if it does not take the tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        library = llguidance()
+        self._matcher = library.LLMatcher
+        try:
+            self._tokenizer = library.LLTokenizer(
+                vocabulary.tokenizer_json,
+                n_vocab=vocabulary.num_tokens,
+                eos_token=list(vocabulary.end_token_ids) or None,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"structured outputs cannot use this tokenizer: {_first_line(str(error))}"
+            ) from error
+
+    def compile(self, grammar: str) -> Any:
+        """A matcher at its start. Raises ValueError saying what is wrong with the grammar.
+
+        Leaves the interpreter lock meanwhile.
+        """
+        matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        problem = problem_of(matcher)
+        if problem is not None:
+            raise ValueError(problem)
+        return matcher
+
+
+def problem_of(matcher: Any) -> str | None:
+    """Why a matcher follows no further, in one line."""
+    if not matcher.is_error():
+        return None
+    line = _first_line(matcher.get_error().removeprefix("Parser Error: "))
+    for name, limit in LIMITS.items():
+        if str(limit) in line:
+            return f"too complex: {line} ({name})"
+    is_bound = any(word in line for word in ("too many", "fuel", "max is", "too large", "limit"))
+    return f"too complex: {line}" if is_bound else line
+
+
+class Form:
+    """A compiled form, of which each answer follows a copy."""
+
+    def __init__(self, matcher: Any, length: int) -> None:
+        self._matcher = matcher
+        self.length = length
+        self.num_followed = 0
+        """Tokens that copies have followed."""
+
+    @property
+    def is_worn(self) -> bool:
+        return self.num_followed >= MAX_FOLLOWED
+
+    def wear_out(self) -> None:
+        """No answer that begins from now on uses it."""
+        self.num_followed = MAX_FOLLOWED
+
+    def copy(self) -> Any:
+        """A matcher at its start."""
+        return self._matcher.deep_copy()
+
+
+class Forms:
+    """The forms of one engine, the least recently used of which are forgotten.
+
+    Safe to use from several threads. The tokenizer is taken over with the first form.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._compiler: Compiler | None = None
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], Form] = OrderedDict()
+        self.num_compiled = 0
+
+    def prepare(self) -> Compiler:
+        """Take the tokenizer over now. Raises ConfigError."""
+        if self._compiler is None:
+            self._compiler = Compiler(self._vocabulary)
+        return self._compiler
+
+    def compile(self, wanted: StructuredOutputs) -> Form:
+        """The compiled form. Raises InvalidRequestError for one that cannot be kept to."""
+        try:
+            key = _text_of(wanted)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidRequestError(f"{wanted.field}: {_first_line(str(error))}") from error
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None and not known.is_worn:
+                self._known.move_to_end(key)
+                return known
+        grammar = grammar_of(wanted)
+        try:
+            form = Form(self.prepare().compile(grammar), len(grammar))
+        except (ValueError, ConfigError) as error:
+            raise InvalidRequestError(f"{wanted.field}: {error}") from error
+        with self._lock:
+            self.num_compiled += 1
+            self._known[key] = form
+            self._known.move_to_end(key)
+            while self._is_full():
+                self._known.popitem(last=False)
+        return form
+
+    def _is_full(self) -> bool:
+        total = sum(form.length for form in self._known.values())
+        return len(self._known) > MAX_KNOWN or (total > MAX_KNOWN_LEN and len(self._known) > 1)
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it cannot be read"])[0]
