@@ -31,6 +31,8 @@ class Flags(Generic[C]):
     renamed: Mapping[str, str]
     left_out: Collection[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    with_negative: Collection[str] = ()
+    """Fields that are off by default and have a flag that says so."""
 
     def parameters(self) -> list[inspect.Parameter]:
         """One keyword-only parameter per flag, annotated for cyclopts."""
@@ -57,10 +59,11 @@ class Flags(Generic[C]):
 
     def _parameter(self, field: Field[Any], hint: Any, doc: str) -> inspect.Parameter:
         assert field.default is not MISSING, f"a flag needs a default: {field.name}"
+        says_no = field.name in self.with_negative
         flag = Parameter(
             group=self.group,
             help=doc,
-            negative=() if field.default is False else None,
+            negative=() if field.default is False and not says_no else None,
             negative_iterable=(),
         )
         return inspect.Parameter(

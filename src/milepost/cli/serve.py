@@ -14,7 +14,12 @@ from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 from milepost.server.config import ServerConfig
 
-SERVER = Flags(config=ServerConfig, group=Group("Server", sort_key=1), renamed={})
+SERVER = Flags(
+    config=ServerConfig,
+    group=Group("Server", sort_key=1),
+    renamed={},
+    with_negative=("special_tokens_in_content",),
+)
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
 
 Serve = Callable[[ServerConfig, EngineConfig], int]

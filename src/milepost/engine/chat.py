@@ -8,6 +8,7 @@ position of this very prompt, whatever a template does to earlier messages.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from milepost.engine.special import CUT, cut
 from milepost.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -47,12 +49,14 @@ def render(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    special: re.Pattern[str] | None = None,
 ) -> ChatPrompt:
     """Token ids and marks of a conversation. With `continue_final_message` the text ends inside the
     last message, so that the answer goes on with it, and `add_generation_prompt` does nothing.
 
     A message, or a text part of one, with a `cache_control` gets a mark at its end; so does what
     the template itself marks: the end of the system prompt and tools, and of the last message.
+    What matches `special` in messages, tools or arguments is read as text.
 
     Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
     message has something other than text.
@@ -61,7 +65,11 @@ def render(
         ending = {"add_generation_prompt": False, "continue_final_message": True}
     else:
         ending = {"add_generation_prompt": add_generation_prompt}
-    conversation = _Conversation(tokenizer, tools, dict(chat_template_kwargs or {}))
+    template_kwargs = dict(chat_template_kwargs or {})
+    if special is not None:
+        messages, tools = cut(messages, special), cut(tools, special)
+        template_kwargs = cut(template_kwargs, special)
+    conversation = _Conversation(tokenizer, tools, template_kwargs)
     checked = [_checked(message) for message in messages]
     if not checked:
         raise InvalidRequestError("messages=[]: use one message or more")
@@ -74,9 +82,10 @@ def render(
         _body_end(conversation, checked, text),
         *_breakpoints(conversation, messages, checked, text, ending),
     ]
-    token_ids, positions = _tokenize(tokenizer, text, ends)
+    pieces = text.split(CUT) if special is not None else [text]
+    token_ids, positions = _tokenize(tokenizer, pieces, ends)
     marks = sorted({position for position in positions if 0 < position < len(token_ids)})
-    return ChatPrompt(text=text, token_ids=token_ids, marks=tuple(marks))
+    return ChatPrompt(text="".join(pieces), token_ids=token_ids, marks=tuple(marks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +254,30 @@ def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, ends: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, pieces: Sequence[str], ends: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """The text's token ids, and for each end (in characters) the number of tokens before it.
+    """The token ids of pieces of text, each tokenized by itself, and for each end the number of
+    tokens before it. An end counts the characters of all pieces, and one between two of them.
 
     A token that reaches over an end counts as after it.
     """
+    token_ids: list[int] = []
+    numbers = [0] * len(ends)
+    start = 0
+    for piece in pieces:
+        own = [min(end - start, len(piece)) for end in ends]
+        ids, counts = _tokenize_piece(tokenizer, piece, [max(end, 0) for end in own])
+        for place, count in enumerate(counts):
+            if own[place] > 0:
+                numbers[place] = len(token_ids) + count
+        token_ids += ids
+        start += len(piece) + 1
+    return token_ids, numbers
+
+
+def _tokenize_piece(
+    tokenizer: PreTrainedTokenizerBase, text: str, ends: Sequence[int]
+) -> tuple[list[int], list[int]]:
     if not tokenizer.is_fast:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         prefixes = [tokenizer.encode(text[:end], add_special_tokens=False) for end in ends]

@@ -57,6 +57,9 @@ class ServerConfig:
     """Form of the model's tool calls; `auto` reads it off the chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """Form of the model's reasoning; `auto` reads it off the chat template."""
+    special_tokens_in_content: bool = False
+    """Read special tokens in the text of messages as such: whoever writes a message can then end it
+    and go on in any role. By default they are text."""
     ui: bool = True
     """Serve a page at `/` to chat on, which shows the cache at work."""
     access_log: bool = True

@@ -21,6 +21,7 @@ from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import check_combination
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Prompt
+from milepost.engine.special import special_texts
 from milepost.engine.wire import Output
 from milepost.errors import (
     EngineDeadError,
@@ -94,6 +95,9 @@ class Service:
         template = getattr(tokenizer, "chat_template", None)
         self.template_variables = variables_of(template)
         self._token_bytes: TokenBytes | None = None
+        self._special = None
+        if tokenizer is not None and not config.special_tokens_in_content:
+            self._special = special_texts(tokenizer)
         self.format = find_format(
             template,
             calls=config.tool_call_parser,
@@ -173,6 +177,7 @@ class Service:
                 chat_template_kwargs=template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                special=self._special,
             )
         )
 
