@@ -30,13 +30,19 @@ def examples():
 
 def test_the_curl_examples_work_as_printed(tmp_path):
     commands = examples()
-    assert len(commands) == 5
+    assert len(commands) == 6
     with serving(None, "--served-model-name", "milepost-tiny") as server:
         for command in commands:
             line = command.strip().replace("http://127.0.0.1:8000", server.url)
             done = subprocess.run(["bash", "-c", f"{line} -sSf"], capture_output=True, text=True)
             assert done.returncode == 0, (command, done.stderr)
             assert done.stdout
+            if "tool_choice" in command:
+                (choice,) = json.loads(done.stdout)["choices"]
+                functions = [call["function"] for call in choice["message"]["tool_calls"]]
+                assert choice["finish_reason"] == "tool_calls"
+                assert {its["name"] for its in functions} == {"get_help"}
+                assert set(json.loads(functions[0]["arguments"])) == {"name", "section"}
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 

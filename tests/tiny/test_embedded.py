@@ -3,6 +3,7 @@ really answers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3_5ForCausalLM
 
 import milepost
+from milepost.server.parsing.answer import Format, find_format
 
 FOLDER = Path(milepost.__file__).parent / "tiny"
 HIDDEN, INTERMEDIATE, HEAD, HEADS, KV_HEADS = 256, 512, 64, 4, 2
@@ -110,8 +112,36 @@ def test_template_renders_roles(tokenizer):
 
 
 def test_template_refuses_an_unknown_role(tokenizer):
-    with pytest.raises(Exception, match="the roles are system, user and assistant"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="the roles are system, user, assistant and tool"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
+
+
+def test_template_renders_tools_calls_and_results(tokenizer):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    user = {"role": "user", "content": "Hi"}
+    bare = tokenizer.apply_chat_template([SYSTEM, user], tools=tools, tokenize=False)
+    head, _, rest = bare.partition("<|im_end|>\n")
+    assert SYSTEM["content"] in head
+    assert json.dumps(tools[0]) in head
+    assert rest == "<|im_start|>user\nHi<|im_end|>\n"
+    assert tokenizer.apply_chat_template([user], tools=tools, tokenize=False).endswith(rest)
+
+    functions = [{"name": "f", "arguments": given} for given in ({"a": "ü"}, '{"b": 1}')]
+    calls = {"role": "assistant", "tool_calls": [{"function": its} for its in functions]}
+    result = {"role": "tool", "content": "sunny"}
+    shown = tokenizer.apply_chat_template(
+        [SYSTEM, user, calls, result], tools=tools, tokenize=False
+    )
+    assert shown == (
+        f"{bare}<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "f", "arguments": {"b": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n"
+    )
+
+
+def test_template_tells_the_server_how_calls_are_written(tokenizer):
+    assert find_format(tokenizer.chat_template) == Format(reasoning="none", calls="hermes")
 
 
 def test_earlier_turns_are_a_prefix_of_later_ones(tokenizer):

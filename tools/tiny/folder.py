@@ -24,17 +24,7 @@ GENERIC = frozenset(
         "transformers_version",
     ]
 )
-TEMPLATE = """\
-{%- for message in messages %}
-    {%- if message.role not in ["system", "user", "assistant"] %}
-        {{- raise_exception("the roles are system, user and assistant, not " ~ message.role) }}
-    {%- endif %}
-    {{- "<|im_start|>" ~ message.role ~ "\\n" ~ message.content ~ "<|im_end|>\\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|im_start|>assistant\\n" }}
-{%- endif %}
-"""
+TEMPLATE = Path(__file__).parents[2] / "src/milepost/tiny/chat_template.jinja"
 
 
 def write_tokenizer(tokenizer: Path, folder: Path, context: int) -> None:
@@ -53,7 +43,8 @@ def write_tokenizer(tokenizer: Path, folder: Path, context: int) -> None:
         "model_max_length": context,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    template = TEMPLATE.read_text(encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def write_configuration(model: Tiny, folder: Path) -> None:
