@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -162,3 +164,50 @@ def test_without_text_there_is_none(tokenizer):
 def test_stop_strings_without_a_tokenizer_are_refused():
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         detokenizer_for(None, SamplingParams(stop="END"))
+
+
+def lines_run(work):
+    """Lines of the detokenizer's own code that `work` runs."""
+    count = 0
+    file = Detokenizer.append.__code__.co_filename
+
+    def trace(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return trace if frame.f_code.co_filename == file else None
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize(("stop", "text"), [("a" * 60 + "b", "a"), ("ab" * 30 + "c", "ab")])
+def test_looking_for_stop_strings_costs_the_same_for_each_character(tokenizer, stop, text):
+    def work(stop, length):
+        token_ids = bytes_of(tokenizer, text * (length // len(text)))
+        return lines_run(lambda: stream(tokenizer, token_ids, stop=stop))
+
+    assert work(stop, 800) < 10 * work(stop, 100)
+    assert work(stop, 400) < 2 * work(stop[-5:], 400), "however long the stop string"
+
+
+def test_bytes_that_never_become_a_character_do_not_pile_up(tokenizer):
+    backend = tokenizer.backend_tokenizer
+    byte = bytes_of(tokenizer, "é")[1]
+    widths = []
+
+    def decode(token_ids, **options):
+        widths.append(len(token_ids))
+        return backend.decode(token_ids, **options)
+
+    for token_ids in ([byte] * 200, ([byte] * 50 + bytes_of(tokenizer, "日é🙂")) * 3):
+        deltas, _ = stream(tokenizer, token_ids)
+        assert "".join(deltas) == tokenizer.decode(token_ids)
+    counted = Detokenizer(tokenizer, SamplingParams(max_tokens=None))
+    counted._pieces._decode = decode
+    for _ in range(500):
+        counted.append(byte)
+    assert max(widths) < 50

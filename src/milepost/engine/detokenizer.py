@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _INCOMPLETE = "\ufffd"
 """What decoding shows for bytes that are no whole character (yet)."""
 
+_MAX_PENDING = 32
+"""Tokens that may wait for the rest of a character, which has four bytes at most."""
+
 
 class AnswerText(Protocol):
     """The text side of one answer."""
@@ -76,24 +79,25 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
         self._pieces = _Pieces(tokenizer, params.skip_special_tokens)
-        self._stops = tuple(params.stop or ())
+        self._stops = [_Stop(text) for text in params.stop or ()]
         self._min_tokens = params.min_tokens
         self._keeps_stop = params.include_stop_str_in_output
         self._num_tokens = 0
-        self._decoded = ""
-        self._num_safe = 0
+        self._safe: list[str] = []
         self._num_handed_out = 0
+        self._held = ""
+        """May be the beginning of a stop string."""
         self._has_ended = False
 
     @property
     def text(self) -> str:
         """The text that is safe to show: after the end all of it, before it what cannot change."""
-        return self._decoded[: self._num_safe]
+        return "".join(self._safe)
 
     def delta(self) -> str:
         """The part of `text` that no earlier call returned."""
-        start, self._num_handed_out = self._num_handed_out, self._num_safe
-        return self._decoded[start : self._num_safe]
+        start, self._num_handed_out = self._num_handed_out, len(self._safe)
+        return "".join(self._safe[start:])
 
     def append(self, token_id: int) -> str | None:
         """Add a token; returns the stop string that it completes, with which the answer ends.
@@ -103,56 +107,84 @@ class Detokenizer:
         """
         assert not self._has_ended, "no token follows the end of an answer"
         self._num_tokens += 1
-        old_length = len(self._decoded)
-        self._decoded += self._pieces.append(token_id)
+        piece = self._pieces.append(token_id)
         if not self._stops:
-            self._num_safe = len(self._decoded)
+            self._safe.append(piece)
             return None
-        stop = self._find_stop(old_length) if self._num_tokens > self._min_tokens else None
+        held = self._held + piece
+        stop = self._find_stop(piece, held)
         if stop is None:
-            self._num_safe = max(self._num_safe, len(self._decoded) - self._num_held())
+            num_held = 0 if self._keeps_stop else max(stop.num_matched for stop in self._stops)
+            self._safe.append(held[: len(held) - num_held])
+            self._held = held[len(held) - num_held :]
         return stop
 
     def append_stop(self, token_id: int) -> None:
         """Add the token that ends the answer, and flush."""
         if self._keeps_stop:
-            self._decoded += self._pieces.append(token_id)
+            self._held += self._pieces.append(token_id)
         self.flush()
 
     def flush(self) -> None:
         """The answer ended without a stop string: whatever waited becomes text."""
-        self._decoded += self._pieces.flush()
-        self._num_safe = len(self._decoded)
+        self._safe.append(self._held + self._pieces.flush())
+        self._held = ""
         self._has_ended = True
 
-    def _find_stop(self, old_length: int) -> str | None:
-        """Look for stop strings that end after `old_length`; cut the text at the first one."""
-        found = [
-            (start, stop)
-            for stop in self._stops
-            if (start := self._decoded.find(stop, max(0, old_length - len(stop) + 1))) >= 0
-        ]
+    def _find_stop(self, piece: str, held: str) -> str | None:
+        """Look for stop strings that end in `piece`; cut the text at the one that begins first."""
+        finds = self._num_tokens > self._min_tokens
+        ends = [(stop.advance(piece, finds=finds), stop.text) for stop in self._stops]
+        found = [(end - len(text), end, text) for end, text in ends if end is not None]
         if not found:
             return None
-        start, stop = min(found, key=lambda match: match[0])
-        self._decoded = self._decoded[: start + len(stop) * self._keeps_stop]
-        self._num_safe = len(self._decoded)
+        start, end, text = min(found, key=lambda match: match[0])
+        cut = len(held) - len(piece) + (end if self._keeps_stop else start)
+        self._safe.append(held[:cut])
+        self._held = ""
         self._has_ended = True
-        return stop
-
-    def _num_held(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        if self._keeps_stop:
-            return 0
-        return max(_overlap(self._decoded, stop) for stop in self._stops)
+        return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning, not all, of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Stop:
+    """Follows how much of a stop string the text ends with (Knuth, Morris and Pratt, 1977): a few
+    steps for each character, whatever the two are."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0, 0]
+
+    def advance(self, piece: str, *, finds: bool) -> int | None:
+        """Take in more text; with `finds`, where in it the stop string first ends, if it does."""
+        text, matched, at = self.text, self.num_matched, 0
+        while at < len(piece):
+            if matched == 0:
+                at = piece.find(text[0], at)
+                if at < 0:
+                    break
+            character = piece[at]
+            while matched and text[matched] != character:
+                matched = self._border(matched)
+            matched += text[matched] == character
+            at += 1
+            if matched == len(text):
+                if finds:
+                    return at
+                matched = self._border(matched)
+        self.num_matched = matched
+        return None
+
+    def _border(self, length: int) -> int:
+        """The longest beginning of the stop string's first `length` characters, not all of them,
+        with which they end too."""
+        text, borders = self.text, self._borders
+        while len(borders) <= length:
+            last, border = text[len(borders) - 1], borders[-1]
+            while border and text[border] != last:
+                border = borders[border]
+            borders.append(border + (text[border] == last))
+        return borders[length]
 
 
 class _Pieces:
@@ -177,11 +209,23 @@ class _Pieces:
         text = self._decode(self._window)
         num_whole = len(text.rstrip(_INCOMPLETE))
         if num_whole <= self._num_shown:
-            return ""
+            is_waiting = len(self._window) - self._num_context <= _MAX_PENDING
+            return "" if is_waiting else self._give_up(text)
         piece = text[self._num_shown : num_whole]
         self._num_shown = num_whole
         if num_whole == len(text):
             self._move_window()
+        return piece
+
+    def _give_up(self, text: str) -> str:
+        """Show what can be no character any more, so that the window does not grow: all but the
+        last tokens, if the bytes of none of them belong to the same sequence as those before."""
+        old, last = self._window[:-4], self._window[-4:]
+        shown = self._decode(old)
+        if shown + self._decode(last) != text:
+            return ""
+        piece = shown[self._num_shown :]
+        self._window, self._num_context, self._num_shown = last, 0, 0
         return piece
 
     def flush(self) -> str:
