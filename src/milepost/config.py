@@ -41,8 +41,8 @@ class EngineConfig:
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
     generation_config: GenerationConfig = "auto"
-    """`auto` samples as the checkpoint's generation_config.json says where a request says nothing;
-    `none` (or `vllm`, the same) leaves that to the request alone."""
+    """`auto` takes sampling parameters that a request does not set from the checkpoint's
+    generation_config.json; `none` (or `vllm`) ignores that file."""
     seed: int = 0
     """Seeds dummy weights, and sampling where a request names no seed of its own."""
 
@@ -58,9 +58,10 @@ class EngineConfig:
     page_size: int = 64
     """Tokens in a KV page; a power of two from 16 to 1024."""
     num_pages: int | None = None
-    """KV pages; by default what the memory profile leaves."""
+    """Number of KV pages; by default as many as the measured memory has room for."""
     num_slots: int | None = None
-    """Recurrent state slots besides the zero slot; by default what the memory profile leaves."""
+    """Number of slots for recurrent states; by default as many as the measured memory has room
+    for."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     cpu_cache_gib: float = 1.0
@@ -71,9 +72,9 @@ class EngineConfig:
     GPU where the model and the options allow it."""
 
     max_model_len: int | None = None
-    """Longest prompt plus answer, in tokens; by default the model's own."""
+    """Maximum length of prompt plus answer, in tokens; by default the model's own."""
     max_num_seqs: int = 64
-    """Most requests that run at once."""
+    """Maximum number of requests that run at once."""
     max_num_batched_tokens: int = 8192
     """Token budget of one step; longer prompts are prefilled in chunks."""
     enforce_eager: bool = False
@@ -81,7 +82,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Launch a decode step before the tokens of the one before are read; by default on a GPU."""
     max_cache_marks: int = 16
-    """Most `cache_marks` that one prompt may carry."""
+    """Maximum number of `cache_marks` in one prompt."""
     disable_log_stats: bool = True
     """Do not log the engine's counters at intervals."""
 

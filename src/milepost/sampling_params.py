@@ -61,9 +61,9 @@ class SamplingParams:
     min_p: float = 0.0
     """Leave out tokens less likely than this share of the likeliest one's probability."""
     max_tokens: int | None = 16
-    """Most tokens of an answer; `None` for as many as max_model_len leaves."""
+    """Maximum length of the answer in tokens; `None` for as many as max_model_len leaves."""
     min_tokens: int = 0
-    """Tokens that an answer has before anything but max_tokens may end it."""
+    """Minimum length of the answer in tokens; before that only max_tokens ends it."""
     stop: Sequence[str] | str | None = None
     """Text that ends the answer when it appears."""
     stop_token_ids: Sequence[int] | None = None

@@ -23,45 +23,45 @@ class ServerConfig:
     port: int = 8000
     """TCP port; 0 takes a free one and says which."""
     uds: str | None = None
-    """Listen on this Unix domain socket in place of host and port."""
+    """Listen on this Unix domain socket instead of host and port."""
     served_model_name: Sequence[str] | None = None
     """Names that requests may call the model by; by default the checkpoint's. May be given several
     times."""
     api_key: Sequence[str] | None = None
-    """Serve only requests that bear one of these keys (all but /health). May be given several
-    times."""
+    """Serve only requests that carry one of these keys (except /health and the page's files). May
+    be given several times."""
     admin_key: Sequence[str] | None = None
-    """Only these keys open /metrics and /reset_prefix_cache, which tell and do more than one client
-    should; by default the API keys do. May be given several times."""
+    """Only these keys open /metrics, /reset_prefix_cache and the page's view of the cache; by
+    default the API keys do. May be given several times."""
     key_file: str | None = None
-    """Read more API keys from this file, one a line: a command line can be seen by others."""
+    """Read more API keys from this file, one per line. A command line is visible to other users."""
     max_waiting: int = 1024
-    """Answers that may wait beyond the max_num_seqs that run; more are refused with 429."""
+    """How many answers may wait while max_num_seqs run; more are refused with 429."""
     request_timeout_s: float = 600.0
-    """Longest time that a request may take, queueing included."""
+    """Time limit for a request, including its time in the queue."""
     step_timeout_s: float = 600.0
-    """Longest time that the engine may take for a step; then it counts as hung: it is killed,
-    requests fail, and the server ends with status 1. 0 for no limit."""
+    """Time limit for one step of the engine. An engine that takes longer counts as hung and is
+    killed: requests fail, and the server exits with status 1. 0 means no limit."""
     write_timeout_s: float = 30.0
-    """Longest time that a client may leave what it was sent unread; then its request is dropped."""
+    """How long a client may read nothing of a stream before its request is dropped."""
     shutdown_timeout_s: float = 30.0
-    """Time that running requests get to finish after SIGTERM or Ctrl-C; then they are failed."""
+    """How long running requests may go on after SIGTERM or Ctrl-C before they fail."""
     grammar_timeout_s: float = 5.0
-    """Longest processor time that a schema, regular expression or grammar may take to compile."""
+    """Limit on the processor time for compiling a schema, regular expression or grammar."""
     max_request_bytes: int = 16 * 2**20
     """Largest request body."""
     strict: bool = False
-    """Refuse requests with fields that nobody knows; else these are ignored, and named in the log
-    and in the response's header `x-milepost-ignored`."""
+    """Refuse requests with unknown fields. By default such fields are ignored, and named in the log
+    and in the response header `x-milepost-ignored`."""
     tool_call_parser: ToolParser = "auto"
-    """Form of the model's tool calls; `auto` reads it off the chat template."""
+    """Format of the model's tool calls; `auto` detects it from the chat template."""
     reasoning_parser: ReasoningParser = "auto"
-    """Form of the model's reasoning; `auto` reads it off the chat template."""
+    """Format of the model's reasoning; `auto` detects it from the chat template."""
     special_tokens_in_content: bool = False
-    """Read special tokens in the text of messages as such: whoever writes a message can then end it
-    and go on in any role. By default they are text."""
+    """Recognise special tokens in the text of messages. Whoever writes a message can then end it
+    and go on in any role; by default special tokens there are plain text."""
     ui: bool = True
-    """Serve a page at `/` to chat on, which shows the cache at work."""
+    """Serve a page at `/` with a chat and a live view of the cache."""
     access_log: bool = True
     """Write one JSON line per request to standard error, with the request's cache report."""
 
