@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.cache.eviction import Order
+from milepost.cache.order import Order
 
 ITEM = st.integers(0, 7)
 OPERATION = st.one_of(

@@ -117,7 +117,7 @@ def test_a_run_that_is_asked_after_is_listed_before_larger_ones():
     for token in range(20):
         planted.plant(Chain([token] * PAGE * 3, PAGE))
     planted.plant(Chain([99] * PAGE, PAGE))
-    (small,) = planted.tree.walk(Chain([99] * PAGE, PAGE))
+    small = planted.tree.deepest(Chain([99] * PAGE, PAGE))
     view, _ = finish(survey(planted.tree, [small], max_runs=4))
     assert view.runs[view.places[small]].num_pages == 1
 

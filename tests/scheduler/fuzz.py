@@ -98,6 +98,7 @@ class Fuzz:
         self.requests: list[Request] = []
         self.answers: dict[Request, list[int]] = {}
         self.known: list[list[int]] = [[]]
+        self.cut = 0
         self.under_way: tuple[StepPlan, StepResult] | None = None
         self.truth: dict[bytes, list[bytes]] = {}
         self.shape = (
@@ -130,7 +131,8 @@ class Fuzz:
         rng = self.rng
         base = rng.choice(self.known if rng.random() < 0.4 else self.known[-4:])
         longest = self.cache.capacity - 4
-        cut = min(rng.choice([len(base), rng.randint(0, len(base))]), longest)
+        cut = rng.choice([len(base), max(len(base) - 1, 0), rng.randint(0, len(base))])
+        self.cut = cut = min(cut, longest)
         own = rng.randint(1, rng.choice([2, 10, 40, 200]))
         if rng.random() < 0.98:
             own = max(min(own, longest - cut), 1)
@@ -148,7 +150,8 @@ class Fuzz:
     def add(self, prompt: list[int]) -> None:
         rng = self.rng
         room = max(self.cache.capacity - len(prompt), 1)
-        marks = tuple(sorted({rng.randint(1, len(prompt)) for _ in range(rng.randint(0, 2))}))
+        places = [min(max(self.cut, 1), len(prompt)), rng.randint(1, len(prompt))]
+        marks = tuple(sorted({rng.choice(places) for _ in range(rng.randint(0, 2))}))
         request = make_request(
             self.cache,
             f"r{len(self.requests)}",

@@ -7,6 +7,7 @@ listed in README.md.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from milepost.cache.chain import Chain
@@ -146,33 +147,62 @@ class Cache:
         """
         assert match.version == self.version, "A1: admit needs a match of this moment"
         num_pages = -(-len(chain) // self.page_size)
-        checkpoint = match.checkpoint
-        fresh = num_pages - len(match.path.nodes)
-        pages, slots = self._reserved(match, fresh, patience)
+        fresh = num_pages - match.path.num_pages
+        if not self._may_have_room(match, fresh, patience):
+            return None
         self._pin(match)
         takes_over = not self.storage.has_room(fresh, 1)
-        if not takes_over and not self.storage.has_room(fresh + pages, 1 + slots):
-            self._unpin(match)
-            return None
-        if takes_over and not self._can_take_over(checkpoint, fresh):
+        if takes_over and not self._can_take_over(match.checkpoint, fresh):
             self._unpin(match)
             return None
         self._change()
         end = self._arrive(match, first_time=first_time)
-        if match.checkpoint is not None:
+        checkpoint = match.checkpoint
+        if checkpoint is not None:
             self.stats.checkpoints_used += 1
-            self.reclaimer.used(match.checkpoint, end)
+            self.reclaimer.used(checkpoint, end)
         lease = self._lease(match, end, num_pages, takes_over)
         lease.facts.marks = marks
         self.leases[lease] = None
         self.stats.admitted(match.report, first_time=first_time)
         return lease
 
+    def _may_have_room(self, match: Match, fresh: int, patience: int) -> bool:
+        """Whether there can be room once the match is pinned, found without pinning it: a request
+        may wait for long, and ask in every step. Costs the logarithm of the path's pages.
+        """
+        pages, slots = self._revived(match)
+        if self.storage.has_room(fresh + pages, 1 + slots):
+            reserved_pages, reserved_slots = self._reserved(match, fresh, patience)
+            wanted = fresh + pages + reserved_pages
+            return self.storage.has_room(wanted, 1 + slots + reserved_slots)
+        checkpoint = match.checkpoint
+        if checkpoint is None or not slots:
+            return False
+        num_own_pages = 0 if checkpoint.tail_page is None else 1  # its tail, which needs no copy
+        return self.storage.has_room(fresh + pages - num_own_pages, slots)
+
+    def _revived(self, match: Match) -> tuple[int, int]:
+        """Pages and slots of a match that are only cached, and no room once they are pinned."""
+        path, checkpoint = match.path, match.checkpoint
+        pages, nodes, digests = self.pages, self.tree.nodes, path.chain.digests(path.num_pages)
+        # Whoever holds a page holds all before it.
+        first = bisect_left(
+            range(path.num_pages),
+            True,
+            key=lambda index: not pages.live_refs(nodes[digests[index]].page),
+        )
+        num_pages = path.num_pages - first
+        if checkpoint is None:
+            return num_pages, 0
+        num_pages += sum(1 for page in _tail(match) if not pages.live_refs(page))
+        return num_pages, int(not self.slots.pool.live_refs(checkpoint.slot))
+
     def _reserved(self, match: Match, num_pages: int, patience: int) -> tuple[int, int]:
         """Pages and slots that are no room, since others are likely to ask for them soon."""
         if not patience or self.storage.is_free(num_pages, 1):
             return 0, 0
-        return self._reserve.beside(match.path, patience, self.version)
+        return self._reserve.beside(match.checkpoint, patience, self.version)
 
     def _arrive(self, match: Match, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""

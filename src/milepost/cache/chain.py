@@ -3,8 +3,9 @@
 Owns the token ids of a prompt and its answer. Knows nothing of pages or slots.
 
 The digest of page i is blake2b(digest of page i - 1, the page's token ids as uint32), 16 bytes, and
-the root's is seeded with whatever must not be mixed. So one digest stands for a page and everything
-before it, two salts never meet, and the digest can serve as a key outside this process.
+the root's is that of the salt. So one digest stands for a page and everything
+before it, and two salts never meet. It is a key in one cache only: what the KV of these tokens is
+depends on the model, which it says nothing of.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ assert array("I").itemsize == TOKEN_BYTES
 
 
 class Chain:
-    """Token ids with the digests of their full pages, extended as tokens are appended.
+    """A copy of token ids with the digests of their full pages, extended as tokens are appended.
 
     Raises OverflowError for a token id outside uint32.
     """
@@ -29,7 +30,7 @@ class Chain:
     __slots__ = ("_digests", "_unsalted", "page_size", "root", "salt", "tokens")
 
     def __init__(self, tokens: Iterable[int], page_size: int, salt: str = "") -> None:
-        self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
+        self.tokens = array("I", tokens)
         self.page_size = page_size
         self.salt = salt
         self.root = blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"milepost").digest()
@@ -71,7 +72,8 @@ class Chain:
         if not self.salt:
             return self
         if self._unsalted is None:
-            self._unsalted = Chain(self.tokens, self.page_size)
+            self._unsalted = Chain((), self.page_size)
+            self._unsalted.tokens = self.tokens
         return self._unsalted
 
     def token_bytes(self, start: int, end: int) -> bytes:

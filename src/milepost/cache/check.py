@@ -44,6 +44,9 @@ def _check_tree(cache: Cache) -> None:
         home = cache.tree.roots if parent.is_root else cache.tree.nodes
         assert home.get(parent.digest) is parent, "T6: a resident page's parent is resident"
         children[parent] += 1
+        is_fork = parent.num_children > 1
+        assert is_fork == (parent.fork is not None), "T10: a fork knows its children"
+        assert node is parent.last_child or node in (parent.fork or ()), "T10: an only child, too"
     assert len(cache.tree.at_page) == len(cache.tree.nodes), "T1: a page has one node"
     for node in [*cache.tree.roots.values(), *cache.tree.nodes.values()]:
         assert node.num_children == children[node], "T7: num_children is exact"

@@ -6,41 +6,62 @@ A new kind (a sliding window, say) is one more class with `longest_usable`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from milepost.cache.chain import TOKEN_BYTES, Chain
 from milepost.cache.tree import Checkpoint, Node
 
 
-@dataclass(frozen=True, slots=True)
 class Path:
-    """A prompt's known prefix: its chain, the root if there is one, and the nodes that match."""
+    """A prompt's known prefix: its chain, the root if there is one, and the deepest node that
+    matches, the root itself if need be. To look from there upwards costs what is looked at; `nodes`
+    costs the whole path.
+    """
 
-    chain: Chain
-    root: Node | None
-    nodes: Sequence[Node]
+    __slots__ = ("_nodes", "chain", "end", "root")
+
+    def __init__(self, chain: Chain, root: Node | None, end: Node | None) -> None:
+        self.chain = chain
+        self.root = root
+        self.end = end
+        self._nodes: list[Node] | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Resident full pages."""
+        return self.end.depth if self.end is not None else 0
 
     @property
     def kv_length(self) -> int:
         """Tokens in the resident full pages."""
-        return len(self.nodes) * self.chain.page_size
+        return self.num_pages * self.chain.page_size
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The nodes that match, without the root, shallowest first."""
+        if self._nodes is None:
+            self._nodes = [node for node in self._upwards() if not node.is_root]
+            self._nodes.reverse()
+        return self._nodes
+
+    def _upwards(self) -> Iterator[Node]:
+        """The nodes that match, the deepest first, the root last."""
+        return iter(()) if self.end is None else self.end.ancestors()
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
         """The deepest checkpoint at or before `limit` whose tail matches the prompt too."""
-        usable_pages = min(limit // self.chain.page_size, len(self.nodes))
-        for index in range(usable_pages - 1, -1, -1):
-            if self.nodes[index].checkpoints:
-                best = self.deepest_on(self.nodes[index], limit)
+        usable_pages = limit // self.chain.page_size
+        for node in self._upwards():
+            if node.checkpoints and node.depth <= usable_pages:
+                best = self.deepest_on(node, limit)
                 if best is not None:
                     return best
-        return self.deepest_on(self.root, limit) if self.root is not None else None
+        return None
 
     def deepest_tail(self, limit: int) -> Checkpoint | None:
         """Like `deepest_checkpoint`, but only where the resident full pages end."""
-        end = self.nodes[-1] if self.nodes else self.root
-        return self.deepest_on(end, limit) if end is not None else None
+        return self.deepest_on(self.end, limit) if self.end is not None else None
 
     def deepest_on(self, node: Node, limit: int) -> Checkpoint | None:
         """The deepest matching checkpoint that hangs on `node`, up to `limit`."""
@@ -57,25 +78,24 @@ class Path:
 
     def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints that a longer prompt on this path could use, shallowest first."""
-        nodes = [self.root, *self.nodes] if self.root is not None else list(self.nodes)
         return [
             checkpoint
-            for node in nodes
+            for node in reversed(list(self._upwards()))
             if node.checkpoints
             for checkpoint in sorted(node.checkpoints.values(), key=lambda c: c.position)
             if self._has_tail(checkpoint)
         ]
 
-    def evicted_position(self) -> int:
-        """Where the deepest state was that has been evicted from this path; 0 if none is known."""
-        for node in reversed(self.nodes):
+    def evicted_position(self, above: int) -> int:
+        """Where the deepest state behind `above` was that has been evicted from this path; 0 if
+        none is known.
+        """
+        for node in self._upwards():
+            if (node.depth + 1) * self.chain.page_size <= above:
+                break
             if node.evicted_tail is not None and self._continues(node, node.evicted_tail):
                 return self._position(node, node.evicted_tail)
-        root = self.root
-        if root is None or root.evicted_tail is None:
-            return 0
-        matches = self._continues(root, root.evicted_tail)
-        return self._position(root, root.evicted_tail) if matches else 0
+        return 0
 
     def _has_tail(self, checkpoint: Checkpoint) -> bool:
         return self._continues(checkpoint.node, checkpoint.tail)

@@ -32,24 +32,27 @@ class Finder:
         self._page_size = page_size
         self._grid = grid
         self._enabled = enabled
-        self._last_walk: tuple[object, list[Node]] = (None, [])
+        self._last_walk: tuple[object, Node | None] = (None, None)
 
     def find(self, chain: Chain, limit: int | None, version: int) -> Match:
-        """What the cache holds of a prompt, for a cache of this version."""
+        """What the cache holds of a prompt, for a cache of this version.
+
+        Where the prompt's digests are known, costs the logarithm of its pages, the resident pages
+        behind the state that it resumes from, and the evicted ones that are remembered.
+        """
         last = len(chain) - 1
         limit = last if limit is None else min(limit, last)
         path = self._path(chain, version)
-        nodes = path.nodes
         position = longest_usable(self._kinds, path, limit) if self._enabled else 0
         checkpoint = path.deepest_checkpoint(position) if position else None
         resident = path.kv_length + self._tokens_past_nodes(path) if self._enabled else 0
-        num_seen = self._tree.ghost_depth(chain, len(nodes)) if self._enabled else 0
+        num_seen = self._tree.ghost_depth(chain, path.num_pages) if self._enabled else 0
         return Match(
             path=path,
             checkpoint=checkpoint,
             junctions=self._junctions(min(resident, last), position),
             num_seen=num_seen,
-            report=self._report(path, position, resident, num_seen),
+            report=self._report(path, position, resident, num_seen, limit),
             version=version,
         )
 
@@ -75,23 +78,28 @@ class Finder:
         over hundreds of pages is kept."""
         root = self._tree.roots.get(chain.root)
         if not self._enabled:
-            return Path(chain, root, [])
+            return Path(chain, root, None)
         moment = (chain, len(chain), version)
         if self._last_walk[0] != moment:
-            self._last_walk = (moment, self._tree.walk(chain))
+            self._last_walk = (moment, self._tree.deepest(chain))
         return Path(chain, root, self._last_walk[1])
 
-    def _report(self, path: Path, reused: int, resident: int, num_seen: int) -> CacheReport:
+    def _report(
+        self, path: Path, reused: int, resident: int, num_seen: int, limit: int
+    ) -> CacheReport:
         num_tokens = len(path.chain)
         if not self._enabled:
             lost = {Lost.DISABLED: num_tokens}
             return CacheReport(
                 prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
             )
+        num_given_up = path.evicted_position(reused)
+        if limit < num_tokens - 1:  # a state behind it has to give way to the request itself
+            num_given_up = max(num_given_up, longest_usable(self._kinds, path, num_tokens - 1))
         salt_depth = self._tree.other_salt_depth(path.chain, num_seen)
         seen = Seen(
             reused=reused,
-            checkpoint_evicted=path.evicted_position(),
+            checkpoint_evicted=num_given_up,
             kv_grid=floor(resident, self._grid),
             resident=max(resident, reused),
             ghost=num_seen * self._page_size,
@@ -107,12 +115,11 @@ class Finder:
 
     def _tokens_past_nodes(self, path: Path) -> int:
         """Tokens behind the last matching page that agree with a page or tail known there."""
-        end = path.nodes[-1] if path.nodes else path.root
+        end = path.end
         if end is None:
             return 0
         start = path.kv_length
         rest = path.chain.token_bytes(start, start + self._page_size)
         known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
-        if end.last_child is not None:
-            known.append(end.last_child.tokens)
+        known += self._tree.alike(end, rest)
         return max((common_tokens(rest, tokens) for tokens in known), default=0)

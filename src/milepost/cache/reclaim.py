@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from itertools import islice
 
-from milepost.cache.eviction import Order, Shelves
+from milepost.cache.eviction import Shelves
 from milepost.cache.links import follow, link, unlink
 from milepost.cache.moving import Mover
+from milepost.cache.order import Order
 from milepost.cache.report import Stats
 from milepost.cache.storage import Arena, Storage
 from milepost.cache.tree import Checkpoint, End, Node, Ticket, Tree

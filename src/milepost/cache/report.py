@@ -16,7 +16,9 @@ class Lost(StrEnum):
     DISABLED = "disabled"
     """Prefix caching is off, for the engine or the request."""
     CHECKPOINT_EVICTED = "checkpoint_evicted"
-    """A state was kept behind these tokens and has been evicted."""
+    """A state was kept behind these tokens and has been evicted, or has to give way to the request
+    itself, which finds no room beside it.
+    """
     NO_CHECKPOINT = "no_checkpoint"
     """Their KV is there; no state was ever kept behind them."""
     GRID = "grid"

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from milepost.cache.kinds import Path
 from milepost.cache.storage import Storage
 from milepost.cache.tree import Checkpoint, Tree
 from milepost.cache.worth import Worth
 
+MAX_LOOKS = 64
+"""Checkpoints that are looked at when the cache has changed. Of more of them some are as they were
+a few changes ago: it is an estimate in any case.
+"""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Expected:
     """Cached pages and slots of the deepest checkpoints whose return is likely, and the pages of
     what they build on.
     """
 
-    num_tokens: int
-    num_slots: int
-    counted: dict[Checkpoint, int]
+    num_tokens: int = 0
+    num_slots: int = 0
+    counted: dict[Checkpoint, int] = field(default_factory=dict)
     """Tokens behind the next shallower one, for each whose pages are not in use."""
 
 
-class Reserve:
-    """Remembers what it found until the cache changes: many requests may ask in one step."""
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """One look at all checkpoints, which takes several changes of the cache if there are many."""
 
-    __slots__ = ("_found", "_page_size", "_pages", "_slots", "_tree", "_version", "_worth")
+    version: int = -1
+    ahead: list[Checkpoint] = field(default_factory=list)
+    found: Expected = field(default_factory=Expected)
+    last: Expected | None = None
+    """What the round before has found."""
+
+
+class Reserve:
+    """Goes round the checkpoints, a round for each power of two of requests to look ahead."""
+
+    __slots__ = ("_page_size", "_pages", "_rounds", "_slots", "_tree", "_worth")
 
     def __init__(self, tree: Tree, storage: Storage, worth: Worth, page_size: int) -> None:
         self._tree = tree
@@ -34,39 +49,52 @@ class Reserve:
         self._pages = storage.pages
         self._slots = storage.slots.pool
         self._page_size = page_size
-        self._version = -1
-        self._found: dict[int, Expected] = {}
+        self._rounds: dict[int, Round] = {}
 
-    def beside(self, own: Path, within: int, version: int) -> tuple[int, int]:
-        """Cached pages and slots that are likely to be asked for within so many requests, without
-        the pages of the path `own`, in a cache of this version.
+    def beside(self, own: Checkpoint | None, within: int, version: int) -> tuple[int, int]:
+        """Cached pages and slots that are likely to be asked for within about so many requests, in
+        a cache of this version, without the pages of the checkpoint `own` and those above it.
         """
-        if version != self._version:
-            self._version = version
-            self._found.clear()
-        expected = self._found.get(within)
-        if expected is None:
-            expected = self._found[within] = self._expected(within)
-        num_tokens = expected.num_tokens
-        for node in own.nodes:
-            for checkpoint in node.checkpoints.values():
-                num_tokens -= expected.counted.get(checkpoint, 0)
-        return num_tokens // self._page_size, expected.num_slots
+        expected = self._expected(1 << (within - 1).bit_length(), version)
+        num_tokens, here = expected.num_tokens, own
+        while here is not None:
+            num_tokens -= expected.counted.get(here, 0)
+            here = here.above
+        num_pages = min(num_tokens // self._page_size, self._pages.num_cached)
+        return num_pages, min(expected.num_slots, self._slots.num_cached)
 
-    def _expected(self, within: int) -> Expected:
-        num_slots = 0
-        counted: dict[Checkpoint, int] = {}
-        for checkpoint in self._tree.at_slot.values():
-            if checkpoint.below or self._slots.live_refs(checkpoint.slot):
+    def _expected(self, within: int, version: int) -> Expected:
+        turn = self._rounds.setdefault(within, Round())
+        if turn.version != version:
+            turn.version = version
+            self._go_on(turn, within)
+        return turn.last if turn.last is not None else turn.found
+
+    def _go_on(self, turn: Round, within: int) -> None:
+        """Look at the next checkpoints, at least one and MAX_LOOKS at most."""
+        if not turn.ahead:
+            turn.ahead, turn.found = list(self._tree.at_slot.values()), Expected()
+        found, num_looks = turn.found, 0
+        while turn.ahead and num_looks < MAX_LOOKS:
+            checkpoint = turn.ahead.pop()
+            num_looks += 1
+            if not self._is_expected(checkpoint, within):
                 continue
-            if not self._worth.is_expected(checkpoint, within):
-                continue
-            num_slots += 1
+            found.num_slots += 1
             for here in self._unused_path(checkpoint):
-                if here in counted:
+                if here in found.counted:
                     break
-                counted[here] = here.replay_tokens
-        return Expected(num_tokens=sum(counted.values()), num_slots=num_slots, counted=counted)
+                found.counted[here] = here.replay_tokens
+                found.num_tokens += here.replay_tokens
+                num_looks += 1
+        if not turn.ahead:
+            turn.last = found
+
+    def _is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
+        is_kept = self._tree.at_slot.get(checkpoint.slot) is checkpoint
+        if not is_kept or checkpoint.below or self._slots.live_refs(checkpoint.slot):
+            return False
+        return self._worth.is_expected(checkpoint, within)
 
     def _unused_path(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
         """This checkpoint and those above it, up to where pages are in use anyway."""

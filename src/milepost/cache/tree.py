@@ -11,20 +11,22 @@ be 100,000 nodes deep.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 from milepost.cache.chain import Chain
+from milepost.cache.order import Order
 
 
 class Node:
     """A full page of a known prefix, or a root (depth 0, no page). Compared and hashed by identity.
 
     `checkpoints` are keyed by their tails: several continuations may have ended inside the next
-    page.
+    page. `fork` holds the children where there are several, in the order of their tokens, so that
+    those most alike stand side by side; `last_child` is the newest, or the only one.
     """
 
     __slots__ = (
@@ -32,6 +34,7 @@ class Node:
         "depth",
         "digest",
         "evicted_tail",
+        "fork",
         "last_child",
         "num_children",
         "num_reaching",
@@ -50,6 +53,7 @@ class Node:
         self.num_children = 0
         self.num_reaching = 0
         self.last_child: Node | None = None
+        self.fork: list[Node] | None = None
         self.checkpoints: dict[bytes, Checkpoint] = NO_CHECKPOINTS
         self.evicted_tail: bytes | None = None
         self.twin: bytes | None = None
@@ -94,7 +98,7 @@ class Checkpoint:
     Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
     past the node. `above` is the next shallower checkpoint on its path, `below` those that have
     this one above them, the path that was used last at the end. `tickets` are those of waiting
-    requests that would resume here, in order. `saved` is for the worth to note.
+    requests that would resume here, the earliest first. `saved` is for the worth to note.
     """
 
     __slots__ = (
@@ -136,7 +140,7 @@ class Checkpoint:
         self.saved = 0.0
         self.above: Checkpoint | None = None
         self.below: dict[Checkpoint, None] = {}
-        self.tickets: dict[Ticket, None] = NO_TICKETS
+        self.tickets: Order[Ticket] = NO_TICKETS
 
     @property
     def deeper(self) -> Checkpoint | None:
@@ -150,7 +154,7 @@ class Checkpoint:
 
 
 NO_PAGE: Final = -1
-NO_TICKETS: Final[dict[Ticket, None]] = {}
+NO_TICKETS: Final[Order[Ticket]] = Order()
 """Shared by the checkpoints that nobody waits for; never written."""
 NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 """Shared by the many nodes without checkpoints; never written."""
@@ -190,31 +194,31 @@ class Tree:
         self._twins: dict[bytes, int] = {}
         self._max_ghosts = max_ghosts
 
-    def walk(self, chain: Chain) -> list[Node]:
-        """Nodes of the longest known prefix, shallowest first.
+    def deepest(self, chain: Chain) -> Node | None:
+        """Where the longest known prefix ends, at the root if need be; None without a root. Costs
+        the logarithm of the pages whose digests are known, and the other pages that match.
 
         A page that holds the same tokens as the newest one there has its digest too, which need not
         be computed: most prompts go on where the last one did.
         """
-        known = chain.known_digests()
+        root, known = self.roots.get(chain.root), chain.known_digests()
         # Only leaves are evicted, so behind a page that is not here none is.
-        path = list(filter(None, map(self.nodes.get, known)))
-        if len(path) < len(known):
-            return path
-        node = path[-1] if path else self.roots.get(chain.root)
-        first = len(path)
-        pages = chain.page_bytes(first, len(chain) // chain.page_size) if node is not None else []
-        while node is not None and len(path) < first + len(pages):
-            run = _newest_run(node, pages, len(path) - first)
+        depth = bisect_left(known, True, key=lambda digest: digest not in self.nodes)
+        node = self.nodes[known[depth - 1]] if depth else root
+        if depth < len(known) or node is None:
+            return node
+        pages = chain.page_bytes(depth, len(chain) // chain.page_size)
+        while node.depth < depth + len(pages):
+            run = _newest_run(node, pages, node.depth - depth)
             if run:
-                chain.learn(len(path), [newest.digest for newest in run])
-                path.extend(run)
+                chain.learn(node.depth, [newest.digest for newest in run])
                 node = run[-1]
-            else:
-                node = self.nodes.get(chain.digests(len(path) + 1)[len(path)])
-                if node is not None:
-                    path.append(node)
-        return path
+                continue
+            following = self.nodes.get(chain.digests(node.depth + 1)[node.depth])
+            if following is None:
+                break
+            node = following
+        return node
 
     def root(self, digest: bytes) -> Node:
         """The root with this digest, made if it isn't there."""
@@ -237,6 +241,8 @@ class Tree:
             self.nodes[digest] = node
             self.at_page[page] = node
             parent.num_children += 1
+            if parent.num_children > 1:
+                _fork(parent, node)
             parent.last_child = node
             run.append(node)
             parent = node
@@ -267,6 +273,8 @@ class Tree:
             parent.num_children -= 1
             if parent.last_child is node:
                 parent.last_child = None
+            if parent.fork is not None:
+                _unfork(parent, node)
             if node.twin is not None:
                 self._forget_twin(node.twin)
         self.changed.extend(self.at_tail.get(run[-1].page, ()))
@@ -320,9 +328,9 @@ class Tree:
 
     def ghost_depth(self, chain: Chain, depth: int) -> int:
         """Pages of the chain's prefix that are known from `depth` on, counting evicted ones."""
-        ghosts, nodes = self._ghosts, self.nodes
-        for digest in islice(chain.full_digests(), depth, None):
-            if digest not in ghosts and digest not in nodes:
+        ghosts, nodes, digests = self._ghosts, self.nodes, chain.full_digests()
+        while depth < len(digests):
+            if digests[depth] not in ghosts and digests[depth] not in nodes:
                 break
             depth += 1
         return depth
@@ -344,6 +352,14 @@ class Tree:
 
     def forget_ghosts(self) -> None:
         self._ghosts.clear()
+
+    def alike(self, node: Node, tokens: bytes) -> list[bytes]:
+        """Tokens of those children of a node that begin most like `tokens`; two at most."""
+        fork = node.fork
+        if fork is None:
+            return [node.last_child.tokens] if node.last_child is not None else []
+        place = bisect_left(fork, tokens, key=_tokens)
+        return [child.tokens for child in fork[max(place - 1, 0) : place + 1]]
 
     def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
         sharing = self.at_tail[page]
@@ -371,6 +387,27 @@ class Tree:
     def _prune(self, node: Node) -> None:
         if node.is_root and not node.num_children and not node.checkpoints:
             self.roots.pop(node.digest, None)
+
+
+def _tokens(node: Node) -> bytes:
+    return node.tokens
+
+
+def _fork(parent: Node, node: Node) -> None:
+    """Take a further child in among the others."""
+    if parent.fork is None:
+        assert parent.last_child is not None, "T10: an only child is known"
+        parent.fork = [parent.last_child]
+    insort(parent.fork, node, key=_tokens)
+
+
+def _unfork(parent: Node, node: Node) -> None:
+    """Take a child out; a node with one child left is no fork any more."""
+    fork = parent.fork
+    assert fork is not None
+    del fork[bisect_left(fork, node.tokens, key=_tokens)]
+    if len(fork) == 1:
+        parent.last_child, parent.fork = fork[0], None
 
 
 def _newest_run(node: Node, pages: Sequence[bytes], first: int) -> list[Node]:

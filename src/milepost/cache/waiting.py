@@ -7,6 +7,7 @@ next shallower one when it is evicted.
 
 from __future__ import annotations
 
+from milepost.cache.order import Order
 from milepost.cache.tree import NO_TICKETS, Checkpoint, Ticket
 
 
@@ -16,22 +17,21 @@ def hang(ticket: Ticket, checkpoint: Checkpoint | None) -> None:
     if checkpoint is None:
         return
     if checkpoint.tickets is NO_TICKETS:
-        checkpoint.tickets = {}
-    checkpoint.tickets[ticket] = None
+        checkpoint.tickets = Order()
+    checkpoint.tickets.push(ticket, ticket.due)
 
 
 def take(ticket: Ticket) -> Checkpoint | None:
     """Take a ticket off its checkpoint, and give that."""
     checkpoint = ticket.checkpoint
     if checkpoint is not None:
-        del checkpoint.tickets[ticket]
+        checkpoint.tickets.discard(ticket)
         ticket.checkpoint = None
     return checkpoint
 
 
 def pass_on(checkpoint: Checkpoint) -> None:
     """Hand the tickets of a checkpoint that is about to go to the next shallower one."""
-    heir = checkpoint.above
-    for ticket in list(checkpoint.tickets):
-        take(ticket)
-        hang(ticket, heir)
+    tickets, checkpoint.tickets = checkpoint.tickets, NO_TICKETS
+    for ticket in tickets:
+        hang(ticket, checkpoint.above)

@@ -26,11 +26,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import log, log2
 from typing import Protocol
 
 from milepost.cache.chain import TOKEN_BYTES, Chain
 from milepost.cache.laws import MAX_RETURNS, PRIOR_EVENTS, Cuts, Law
+from milepost.cache.links import MAX_TAILS_COMPARED
 from milepost.cache.placement import SPARSE, Kind, floor
 from milepost.cache.tree import Checkpoint, End, Node
 
@@ -276,14 +278,18 @@ def _has_parted(chain: Chain, node: Node, position: int) -> bool:
     """
     start = node.depth * chain.page_size
     num_bytes = (position - start) * TOKEN_BYTES
-    known = [*node.checkpoints, *([node.evicted_tail] if node.evicted_tail else [])]
-    tails = [tail for tail in known if len(tail) == num_bytes]
-    return bool(num_bytes and tails) and chain.token_bytes(start, position) not in tails
+    own = chain.token_bytes(start, position)
+    if not num_bytes or own in node.checkpoints or own == node.evicted_tail:
+        return False
+    known = [node.evicted_tail or b"", *islice(reversed(node.checkpoints), MAX_TAILS_COMPARED)]
+    return any(len(tail) == num_bytes for tail in known)
 
 
 def _due(checkpoint: Checkpoint) -> int:
     """When the first that waits for it has its turn."""
-    return next(iter(checkpoint.tickets)).due
+    earliest = checkpoint.tickets.first()
+    assert earliest is not None, "W2: asked only where somebody waits"
+    return earliest.due
 
 
 def _half_magnitude(num: float) -> int:

@@ -90,7 +90,7 @@ class InFlight:
         if not self._owners:
             return None
         digests = request.chain.full_digests()
-        depth = len(match.path.nodes)
+        depth = match.path.num_pages
         while depth < len(digests) and digests[depth] in self._owners:
             depth += 1
         position = floor(min(depth * request.chain.page_size, len(request.chain) - 1))

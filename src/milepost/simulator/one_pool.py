@@ -93,7 +93,7 @@ class OnePool:
             found -= 1
         report = self._report(chain, ends[:num_kv], found)
         return Match(
-            path=Path(chain, None, ()),
+            path=Path(chain, None, None),
             checkpoint=None,
             junctions=(num_kv * self.block_size,) if num_kv > found else (),
             num_seen=0,

@@ -1,0 +1,145 @@
+"""What a verb does is bounded, however much is cached and however long a prompt is: counted, not
+timed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from milepost.cache import Cache, Kind
+from milepost.cache.reserve import MAX_LOOKS
+from milepost.cache.storage import Arena
+
+PAGE_SIZE = 16
+
+
+def run(cache, tokens, kind=Kind.ANSWER_END):
+    chain = cache.chain(tokens)
+    lease = cache.admit(chain, cache.match(chain))
+    exports = cache.take_exports(lease, len(chain))
+    written = {export.slot: export.position for export in exports}
+    cache.commit(lease, len(chain), {lease.slot_out: len(chain)} | written)
+    cache.release(lease, kind)
+
+
+def num_events(call):
+    """Function calls and lines of Python that a call takes."""
+    num = 0
+
+    def count(frame, event, argument):
+        nonlocal num
+        num += 1
+        return count
+
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return num
+
+
+def waiting_events(num_pages, num_states):
+    """Of a request that waits: a match, a refresh, and an admission that finds no room, where a
+    prompt of `num_pages` is cached, and `num_states` others.
+    """
+    cache = Cache(num_pages=num_pages + num_states + 8, num_slots=num_states + 8, page_size=16)
+    for seed in range(num_states):
+        run(cache, [seed] * PAGE_SIZE, kind=Kind.ANSWER_END)
+    tokens = [7] * (num_pages * PAGE_SIZE)
+    run(cache, tokens)
+    chain = cache.chain([*tokens, *range(16 * (num_states + 16))])
+    ticket = cache.expect(chain, num_ahead=3)
+    cache.match(chain)
+    events = []
+    for _ in range(3):
+        cache.version += 1  # something else has changed
+
+        def ask():
+            match = cache.match(chain)
+            cache.refresh(ticket, match)
+            assert cache.admit(chain, match, patience=256) is None
+
+        events.append(num_events(ask))
+    return max(events)
+
+
+@pytest.mark.parametrize("num_states", [10, 400])
+def test_a_request_that_waits_costs_next_to_nothing(num_states):
+    short, long = waiting_events(32, num_states), waiting_events(4096, num_states)
+    assert long < short + 200, "the logarithm of its pages"
+    assert long < 2000
+
+
+def test_a_step_asks_few_of_many_states_whether_they_are_likely_to_return(monkeypatch):
+    """And in the end has asked all of them."""
+    num_states = 1000
+    cache = Cache(num_pages=num_states, num_slots=num_states + 8, page_size=PAGE_SIZE)
+    for seed in range(num_states):
+        run(cache, [seed] * PAGE_SIZE)
+    asked = []
+    monkeypatch.setattr(
+        type(cache.worth), "is_expected", lambda _, checkpoint, __: not asked.append(checkpoint)
+    )
+    chain = cache.chain([5000] * (num_states - 1) * PAGE_SIZE)
+    num_rounds = -(-num_states // (MAX_LOOKS // 2))
+    for _ in range(num_rounds):
+        before = len(asked)
+        for patience in (256, 255, 200):
+            assert cache.admit(chain, cache.match(chain), patience=patience) is None
+        assert 0 < len(asked) - before <= MAX_LOOKS
+        cache.version += 1
+    assert len(set(asked)) == num_states
+
+
+def test_many_who_wait_for_one_state_cost_no_more_than_a_few():
+    def events(num_waiting):
+        cache = Cache(num_pages=64, num_slots=8, page_size=PAGE_SIZE)
+        run(cache, [1] * 64)
+        chain = cache.chain([*[1] * 64, 0])
+        tickets = [cache.expect(chain, num_ahead) for num_ahead in range(num_waiting)]
+        cache.reclaimer.settle()
+
+        def come_and_go():
+            cache.forget(tickets[0])
+            cache.expect(chain, 0)
+            cache.reclaimer.settle()
+
+        return num_events(come_and_go)
+
+    assert events(3000) < events(3) + 100
+
+
+def test_a_state_inside_one_of_many_pages_is_pinned_alone():
+    """Others that end inside the same page are not looked at when somebody goes on from there."""
+
+    def events(num_tails):
+        cache = Cache(num_pages=num_tails + 40, num_slots=num_tails + 8, page_size=PAGE_SIZE)
+        for seed in range(num_tails):
+            run(cache, [*[1] * 16, seed + 2, 3])
+        chain = cache.chain([*[1] * 16, 2, 3, *[4] * 30])
+        match = cache.match(chain)
+        assert match.state_length == 18
+
+        def admit():
+            cache.release(cache.admit(chain, match))
+            cache.reclaimer.settle()
+
+        return num_events(admit)
+
+    assert events(1000) < events(10) + 200
+
+
+def test_units_are_not_searched_again_before_one_can_have_become_idle():
+    """All are held by requests that run; whoever waits for a slot asks in every step."""
+
+    def events(num_units):
+        cache = Cache(storage=Arena(num_units, 4), page_size=PAGE_SIZE)
+        chain = cache.chain([1] * ((num_units - 1) * 4 * PAGE_SIZE))
+        lease = cache.admit(chain, cache.match(chain))
+        cache.commit(lease, 64, {lease.slot_out: 64})
+        other = cache.chain([2])
+        return num_events(lambda: cache.admit(other, cache.match(other)))
+
+    assert events(1000) < events(10) + 50
