@@ -103,6 +103,8 @@ class Cache:
     def match(self, chain: Chain, limit: int | None = None) -> Match:
         """Find what of the prompt is cached; changes nothing.
 
+        A prompt that waits may be matched again and again: once its digests are known, that costs
+        the logarithm of its pages, and what lies behind the state to resume from.
         At least the last token is left to compute; `limit` lowers the position to resume from
         further.
         """
@@ -119,7 +121,9 @@ class Cache:
         return ticket
 
     def refresh(self, ticket: Ticket, match: Match) -> None:
-        """Note what a waiting request would resume from by now."""
+        """Note what a waiting request would resume from by now. Costs the logarithm of those that
+        wait for the same; until then its ticket passes on by itself when a state goes.
+        """
         if match.checkpoint is not ticket.checkpoint:
             self.reclaimer.claim(ticket, match.checkpoint)
 
@@ -143,7 +147,10 @@ class Cache:
         Gives None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
         checkpoint to resume from, the request takes over its slot and tail page. What is likely to
-        be asked for within `patience` requests is no room.
+        be asked for within about `patience` requests is no room.
+
+        None costs no more than a match, and a look at reserve.MAX_LOOKS states if the cache has
+        changed since somebody asked last.
         """
         assert match.version == self.version, "A1: admit needs a match of this moment"
         num_pages = -(-len(chain) // self.page_size)

@@ -6,7 +6,7 @@ Knows nothing of references. Which ids are handed out depends on the calls alone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 
@@ -113,9 +113,9 @@ class FreePages:
         """Free pages in units that hold others."""
         return self._num_loose
 
-    def emptiest(self) -> list[int]:
-        """Units that hold pages and have free ones too; first those with most."""
-        return sorted(self._loose, key=lambda unit: -len(self._loose[unit]))
+    def loose(self) -> Iterator[tuple[int, int]]:
+        """Units that hold pages and have free ones too, and how many of those."""
+        return ((unit, len(found)) for unit, found in self._loose.items())
 
     def held_in(self, unit: int) -> list[int]:
         """Pages of a unit that are not free."""

@@ -25,7 +25,10 @@ class State(IntEnum):
 
 
 class Pool:
-    """The ids of `free`, all free at the start."""
+    """The ids of `free`, all free at the start.
+
+    `num_let_go` counts how often one of them ceased to be used.
+    """
 
     __slots__ = (
         "_cached_refs",
@@ -35,6 +38,7 @@ class Pool:
         "_watched",
         "first",
         "num_cached",
+        "num_let_go",
         "num_used",
     )
 
@@ -42,6 +46,7 @@ class Pool:
         self.first = free.first
         self.num_used = 0
         self.num_cached = 0
+        self.num_let_go = 0
         self._free = free
         self._live_refs = [0] * free.end
         self._cached_refs = [0] * free.end
@@ -131,6 +136,7 @@ class Pool:
                     num_cached += 1
                 else:
                     freed.append(id_)
+        self.num_let_go += num_cached + len(freed)
         self.num_used -= num_cached + len(freed)
         self.num_cached += num_cached
         self._free.give(freed)

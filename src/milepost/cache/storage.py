@@ -86,6 +86,7 @@ class Arena:
         self.pages_a_slot = pages_each
         self.max_pages = (num_units - 1) * pages_each
         self.usual_slots = max(int(num_units * USUAL_SHARE), 1)
+        self._missed = 0, -1
 
     @property
     def room(self) -> tuple[int, int]:
@@ -113,10 +114,11 @@ class Arena:
 
     def unit_to_clear(self) -> int | None:
         """A unit of which only the cache holds pages, as few as can be."""
-        for unit in self._free_pages.emptiest():
-            if self._is_idle(unit):
-                return unit
-        return next(self._idle_page_units(), None)
+        emptiest, most = None, 0
+        for unit, num_free in self._free_pages.loose():
+            if num_free > most and self._is_idle(unit):
+                emptiest, most = unit, num_free
+        return emptiest if emptiest is not None else next(self._idle_page_units(), None)
 
     def make_way(self, unit: int) -> list[tuple[int, int]]:
         """Free such a unit: each of its pages and the one that takes its place, whose contents are
@@ -130,7 +132,16 @@ class Arena:
         return moves
 
     def _has_idle_page_units(self, num: int) -> bool:
-        return sum(1 for _ in islice(self._idle_page_units(), num)) == num
+        """Whether so many units hold cached pages alone. Where too few did, it looks again only
+        once some page has been let go: whoever waits may ask in every step.
+        """
+        num_missed, num_let_go = self._missed
+        if num >= num_missed and num_let_go == self.pages.num_let_go:
+            return False
+        is_found = sum(1 for _ in islice(self._idle_page_units(), num)) == num
+        if not is_found:
+            self._missed = num, self.pages.num_let_go
+        return is_found
 
     def _idle_page_units(self) -> Iterator[int]:
         return filter(self._is_idle, range(1, self.units.num_units + 1))
