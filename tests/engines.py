@@ -13,7 +13,8 @@ import torch
 from milepost import LLM, CompletionOutput, RequestOutput, SamplingParams
 from milepost.cache.check import check
 from milepost.models import load_model
-from milepost.runner.sampling import SampledToken, SamplingRow, choose
+from milepost.runner.choice import SampledToken
+from milepost.runner.sampling import SamplingRow, choose
 from tests.batches import Part, build_pools
 from tests.checkpoints import build
 
@@ -195,8 +196,8 @@ class Tiny:
     ) -> SamplingRow:
         return SamplingRow(
             params=params,
-            prompt_token_ids=list(token_ids),
-            output_token_ids=list(found),
+            tokens=[*token_ids, *found],
+            num_prompt_tokens=len(token_ids),
             seed=params.sample_seed(index, engine_seed=0, request_number=0),
         )
 

@@ -6,7 +6,7 @@ memory, pages in every other unit and slots between them. All but unit 0 holds N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from milepost.cache.plans import PageCopy
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools, PoolShape
 from milepost.runner.runner import Executor, Runner
-from milepost.runner.sampling import SamplingRow
 from milepost.runner.shared import allocate_shared, unit_of
 from milepost.scheduler.plans import SequencePlan, StepPlan
 from tests.engines import answer, ask, greedy, tokens
@@ -43,11 +42,9 @@ class SharedRunner(Runner):
         self._swapped ^= 1
         self._tables.clear()
 
-    def launch(
-        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None = None
-    ) -> Flight:
+    def launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
         moved = StepPlan(sequences=tuple(map(self._move, plan.sequences)))
-        return replace(super().launch(moved, rows, before), plan=plan)
+        return replace(super().launch(moved, before), plan=plan)
 
     def _move(self, sequence: SequencePlan) -> SequencePlan:
         table = sequence.page_table

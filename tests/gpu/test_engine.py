@@ -15,7 +15,7 @@ from milepost.engine import setup
 from milepost.engine.setup import EMBEDDED_MODEL
 from milepost.kernels import moe
 from milepost.models import load_model
-from milepost.runner import device, plain
+from milepost.runner import device
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.plain import PlainExecutor
@@ -87,14 +87,13 @@ def dtype(request) -> str:
 def seen(monkeypatch) -> list[torch.Tensor]:
     """Logits of the rows that sampled, step by step."""
     found: list[torch.Tensor] = []
-    choose = device.choose
+    for kind in (DeviceExecutor, PlainExecutor):
 
-    def note(logits, rows, best=None):
-        found.append(logits.float().cpu())
-        return choose(logits, rows, best)
+        def note(self, flight, rows, sample=kind.sample):
+            found.append(flight.logits.float().cpu())
+            sample(self, flight, rows)
 
-    for module in (device, plain):
-        monkeypatch.setattr(module, "choose", note)
+        monkeypatch.setattr(kind, "sample", note)
     return found
 
 
@@ -349,10 +348,10 @@ def _state_lost(llm: LLM, position: int) -> Iterator[None]:
     states = runner.pools.states.values()
     pools = [pool for state in states for pool in (state.conv, state.recurrent)]
 
-    def lose(plan, rows, before):
+    def lose(plan, before):
         slots = [sequence.slot_out for sequence in plan.sequences if sequence.end == position]
         kept = [pool[slots] for pool in pools]
-        flight = launch(plan, rows, before)
+        flight = launch(plan, before)
         for pool, values in zip(pools, kept, strict=True):
             pool[slots] = values
         return flight

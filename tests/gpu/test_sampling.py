@@ -71,7 +71,7 @@ def test_the_host_does_not_wait(name: str) -> None:
 def _row(temperature: float, **options: float) -> SamplingRow:
     return SamplingRow(
         params=SamplingParams(temperature=temperature, **options),
-        prompt_token_ids=[3, 4, 4],
-        output_token_ids=[7, 7, 9],
+        tokens=[3, 4, 4, 7, 7, 9],
+        num_prompt_tokens=3,
         seed=5,
     )

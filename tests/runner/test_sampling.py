@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import sample
 
+from milepost.kernels.sampling import reference
 from milepost.runner import sampling
 from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
@@ -17,8 +18,8 @@ VOCAB = 40
 def row(*, prompt=(), output=(), seed=0, suppressed=(), **params):
     return SamplingRow(
         params=SamplingParams(**params),
-        prompt_token_ids=prompt,
-        output_token_ids=output,
+        tokens=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
         seed=seed,
         suppressed_ids=suppressed,
     )
@@ -37,7 +38,7 @@ def draws(logits, num_draws, **params):
     """Token counts over `num_draws` draws from one row of logits, each at its own output index."""
     params = SamplingParams(**params)
     rows = [
-        SamplingRow(params=params, prompt_token_ids=(), output_token_ids=[0] * i, seed=1)
+        SamplingRow(params=params, tokens=[0] * i, num_prompt_tokens=0, seed=1)
         for i in range(num_draws)
     ]
     return Counter(ids(sample(logits.expand(num_draws, -1), rows)))
@@ -101,7 +102,7 @@ def test_draws_follow_the_distribution(params):
 def test_top_p_sorts_on_when_the_first_candidates_do_not_suffice(monkeypatch):
     logits = random_logits(5, scale=0.1)
     wide = draws(logits, 500, top_p=0.95)
-    monkeypatch.setattr(sampling, "_CANDIDATES", 4)
+    monkeypatch.setattr(reference, "_CANDIDATES", 4)
     assert draws(logits, 500, top_p=0.95) == wide
     assert set(wide) <= set(plain_distribution(logits[0], top_p=0.95))
 
@@ -141,7 +142,7 @@ def test_draws_depend_on_seed_and_index_alone():
 
 
 def test_noise_is_finite_and_masked_tokens_stay_out():
-    noise = sampling._gumbel(0, 0, torch.empty(2_000_000))
+    noise = reference.gumbel([0], [0], 2_000_000, torch.device("cpu"))
     assert torch.isfinite(noise).all()
     assert abs(noise.mean().item() - 0.5772) < 0.01
 

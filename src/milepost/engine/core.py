@@ -14,14 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from milepost.config import EngineConfig
 from milepost.engine.detokenizer import detokenizer_for
 from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
-from milepost.engine.guidance import Guide
+from milepost.engine.guidance import Guide, masks
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Answer, Job, Prompt, feed_text
 from milepost.engine.setup import Parts, build
 from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.runner.runner import Flight, RunnerOutput
-from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason, Request
@@ -135,6 +134,10 @@ class Engine:
             output = self.runner.collect(flight)
         with self._fatal(BaseException):
             jobs = self._take(flight.plan, output)
+        ahead = self._under_way
+        if ahead is not None and not ahead.is_sampled:
+            with self._retracting(ahead.plan):
+                self._sample(ahead, num_ahead=0)
         for job in jobs:
             if job.is_finished:
                 self._forget(job)
@@ -203,20 +206,43 @@ class Engine:
         if not plan.sequences:
             return None
         with self._retracting(plan):
-            return self.runner.launch(plan, self._sampling_rows(plan))
+            flight = self.runner.launch(plan)
+            self._sample(flight, num_ahead=0)
+        return flight
 
     def _start_ahead(self, flight: Flight) -> Flight | None:
-        """Launch the step behind one that is under way, if it is known without its tokens."""
+        """Launch the step behind one that is under way, if it is known without its tokens.
+
+        It samples at once unless it has to know them for that; then it samples when they are taken.
+        """
         if not self._runs_ahead:
-            return None
-        answers = [self._answers.get(s.request.id) for s in flight.plan.sequences]
-        if any(known and known[1].needs_last_token(known[0].params) for known in answers):
             return None
         with self._fatal(BaseException):
             plan = self.scheduler.follow(flight.plan)
         if plan is None:
             return None
-        return self.runner.launch(plan, self._sampling_rows(plan), before=flight)
+        ahead = self.runner.launch(plan, before=flight)
+        if not any(s.is_ahead and self._waits_for_tokens(s.request) for s in plan.sequences):
+            self._sample(ahead, num_ahead=1)
+        return ahead
+
+    def _waits_for_tokens(self, request: Request) -> bool:
+        job, answer = self._answers[request.id]
+        keeps_counts = self.runner.executor.keeps_counts
+        return answer.waits_for_tokens(job.params, counts_are_kept=keeps_counts)
+
+    def _sample(self, flight: Flight, *, num_ahead: int) -> None:
+        """Have a launched step sample. Of its sequences that are ahead, so many tokens are not
+        known yet."""
+        sampling = [sequence for sequence in flight.plan.sequences if sequence.samples]
+        pairs = [self._answers[sequence.request.id] for sequence in sampling]
+        allowed = masks([answer.guide for _, answer in pairs])
+        rows = {}
+        for sequence, (job, answer), mask in zip(sampling, pairs, allowed, strict=True):
+            unknown = num_ahead if sequence.is_ahead else 0
+            row = answer.sampling_row(job.params, num_ahead=unknown, mask=mask)
+            rows[sequence.request.id] = row
+        self.runner.sample(flight, rows)
 
     def _drain(self) -> None:
         """Take the outcome of a step that turned out to be for nothing: every answer is over."""
@@ -238,15 +264,6 @@ class Engine:
                 if self._death is None:  # else it was planning that was interrupted
                     self.scheduler.retract(plan)
                 raise
-
-    def _sampling_rows(self, plan: StepPlan) -> dict[str, SamplingRow]:
-        rows = {}
-        for sequence in plan.sequences:
-            if sequence.samples:
-                job, answer = self._answers[sequence.request.id]
-                ahead = int(sequence.is_ahead)
-                rows[sequence.request.id] = answer.sampling_row(job.params, num_ahead=ahead)
-        return rows
 
     def _take(self, plan: StepPlan, output: RunnerOutput) -> list[Job]:
         """Hand the outcome to the scheduler, then each new token to its answer."""

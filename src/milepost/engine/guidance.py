@@ -1,19 +1,23 @@
 """Follows one answer that keeps to a JSON schema, a regular expression, a choice or a grammar.
 
-A guide belongs to one answer and follows its tokens; it is asked before each choice which tokens
-may come. How a form is compiled is `grammars`' affair.
+A guide belongs to one answer and follows its tokens; before each choice it says which tokens may
+come. How a form is compiled is `grammars`' affair.
+
+Legend: W words of a mask, 32 tokens each.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from milepost.engine.grammars import Form, problem_of
+from milepost.engine.grammars import Form, llguidance, problem_of
+
+Mask = NDArray[np.int32]
 
 
 class Guide:
@@ -26,32 +30,27 @@ class Guide:
         end_token_ids: Sequence[int],
         starts_after: int | None,
     ) -> None:
+        self.matcher = form.copy()
+        self.vocab_size = vocab_size
         self._form = form
-        self._matcher = form.copy()
-        self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
         self._starts_after = starts_after
 
     @property
     def problem(self) -> str | None:
         """Why the form could not be followed to its end; None as long as it could."""
-        return problem_of(self._matcher)
+        return problem_of(self.matcher)
 
-    def constrain(self, logits: Tensor) -> None:
-        """Set the logits [V] of tokens that may not come now to minus infinity, in place.
+    @property
+    def is_bound(self) -> bool:
+        """Whether the answer has come to its form."""
+        return self._starts_after is None
 
-        A form that turns out too complex to follow lets the answer end; `problem` says so.
-        """
-        if self._starts_after is not None:
-            return
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
-            allowed[list(self._end_token_ids)] = True
-        else:
-            flags = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-            allowed = torch.from_numpy(flags.astype(bool))
-        logits.masked_fill_(~allowed.to(logits.device), -math.inf)
+    def ends(self) -> Mask:
+        """[W], the tokens that end an answer."""
+        flags = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
+        flags[list(self._end_token_ids)] = 1
+        return np.packbits(flags, bitorder="little").view(np.int32)
 
     def accept(self, token_id: int) -> None:
         """Take note of the token that was chosen."""
@@ -60,7 +59,35 @@ class Guide:
                 self._starts_after = None
             return
         self._form.num_followed += 1
-        if not self._matcher.is_error() and not self._matcher.is_stopped():
-            self._matcher.consume_token(token_id)
-        if self._matcher.is_error():
+        if not self.matcher.is_error() and not self.matcher.is_stopped():
+            self.matcher.consume_token(token_id)
+        if self.matcher.is_error():
             self._form.wear_out()
+
+
+def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
+    """For each answer the tokens that may come now, [W]: bit i of word w is token 32 w + i. None
+    where all may. Found side by side, on other threads.
+
+    A form that turns out too complex to follow lets its answer end; `Guide.problem` says so.
+    """
+    bound = {i: guide for i, guide in enumerate(guides) if guide is not None and guide.is_bound}
+    found: list[Mask | None] = [None] * len(guides)
+    if not bound:
+        return found
+    num_words = -(-max(guide.vocab_size for guide in bound.values()) // 32)
+    # A tokenizer may have more tokens than the model; what does not fit is cut.
+    words = np.zeros((len(guides), num_words), np.int32)
+    matchers = [(g.matcher, i) for i, g in bound.items() if not g.matcher.is_error()]
+    if matchers:
+        _executor().unsafe_compute_mask_ptr(
+            matchers, words.ctypes.data, words.strides[0], len(words)
+        )
+    for i, guide in bound.items():
+        found[i] = guide.ends() if guide.matcher.is_error() else words[i]
+    return found
+
+
+@cache
+def _executor() -> Any:
+    return llguidance().LLExecutor()

@@ -9,6 +9,8 @@ from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.detokenizer import AnswerText
@@ -19,7 +21,8 @@ from milepost.engine.outputs import (
     RequestOutput,
     token_logprobs,
 )
-from milepost.runner.sampling import SampledToken, SamplingRow
+from milepost.runner.choice import SampledToken
+from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.request import FinishReason, Request
 
@@ -55,27 +58,27 @@ class Answer:
     guide: Guide | None = None
     """Keeps the answer to a form, if one was asked for."""
 
-    def needs_last_token(self, params: SamplingParams) -> bool:
-        """Whether the choice of a token depends on the one before other than through the model."""
-        return params.has_penalties or self.guide is not None
+    def waits_for_tokens(self, params: SamplingParams, *, counts_are_kept: bool) -> bool:
+        """Whether the host has to know every token before it can have the next one sampled; with
+        `counts_are_kept` penalties don't ask for that.
+        """
+        return self.guide is not None or (params.has_penalties and not counts_are_kept)
 
-    def sampling_row(self, params: SamplingParams, *, num_ahead: int = 0) -> SamplingRow:
+    def sampling_row(
+        self, params: SamplingParams, *, num_ahead: int, mask: NDArray[np.int32] | None
+    ) -> SamplingRow:
         """What the choice of the next token depends on; `num_ahead` tokens before it are not known
         yet.
         """
         request = self.request
-        # Only this penalty reads the prompt, which may be long.
-        reads_prompt = params.repetition_penalty != 1
         is_below_min = request.num_output_tokens + num_ahead < params.min_tokens
         return SamplingRow(
             params=params,
-            prompt_token_ids=(
-                request.chain.tokens[: request.num_prompt_tokens] if reads_prompt else ()
-            ),
-            output_token_ids=request.chain.tokens[request.num_prompt_tokens :],
             seed=self.seed,
+            tokens=request.chain.tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
             suppressed_ids=sorted(request.stop_token_ids) if is_below_min else (),
-            constrain=self.guide.constrain if self.guide is not None else None,
+            mask=mask,
             num_ahead=num_ahead,
         )
 

@@ -6,7 +6,7 @@ themselves. Two steps may be under way at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -17,11 +17,12 @@ from milepost.layers.context import DeviceBatch, StepArrays
 from milepost.models.hybrid import HybridLayer, HybridModel
 from milepost.runner import arrays
 from milepost.runner.arrays import Capacity, Shapes
+from milepost.runner.choice import choice_of
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
-from milepost.runner.sampling import SamplingRow, choose
+from milepost.runner.sampling import SamplingRow, are_plain, choose
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
@@ -32,6 +33,8 @@ _NOTHING = StepPlan(sequences=())
 class DeviceExecutor:
     """Runs `model` over `pools` on their GPU; `max_model_len` bounds any sequence, `largest` any
     step."""
+
+    keeps_counts = False
 
     def __init__(
         self,
@@ -52,10 +55,8 @@ class DeviceExecutor:
         self._graphs = Graphs()
 
     @torch.inference_mode()
-    def launch(
-        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None
-    ) -> Flight:
-        """Queue one forward pass and sampling."""
+    def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
+        """Queue one forward pass."""
         ids, last_tokens = sampling_places(plan)
         self._tables.bring(plan.sequences)
         captured = self._graphs.find(plan)
@@ -74,10 +75,19 @@ class DeviceExecutor:
             assert views is not None
             outcome = self._run(views, num_rows=len(ids))
         if not ids:
-            return Flight(plan=plan, ids=ids, choice=None)
+            return Flight(plan=plan, ids=ids)
         num = len(ids)
-        choice = choose(outcome.logits[:num], [rows[id_] for id_ in ids], best=outcome.best[:num])
-        return Flight(plan=plan, ids=ids, choice=choice)
+        return Flight(plan=plan, ids=ids, logits=outcome.logits[:num], best=outcome.best[:num])
+
+    def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
+        """Queue the sampling of a flight's tokens."""
+        assert flight.logits is not None
+        assert flight.best is not None
+        if are_plain(rows):
+            params = [row.params for row in rows]
+            flight.choice = choice_of(flight.best, flight.logits, params)
+        else:
+            flight.choice = choose(flight.logits, rows)
 
     def compile(self, capacities: Sequence[Capacity]) -> None:
         """Compile the kernels of such steps; shows progress."""

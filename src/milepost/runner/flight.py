@@ -7,18 +7,29 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from milepost.runner.sampling import Choice, SampledToken
+from milepost.runner.choice import Choice, SampledToken
 from milepost.scheduler.plans import StepPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Flight:
     """A step that was launched and may still be running."""
 
     plan: StepPlan
     ids: Sequence[str]
     """Requests that sample, in the order of the choice's rows."""
-    choice: Choice | None
+    logits: Tensor | None = None
+    """[R, vocabulary], what their tokens are sampled from; None where nobody samples. Overwritten
+    by a later step."""
+    best: Tensor | None = None
+    """[R], the likeliest token of each, where the step finds it."""
+    choice: Choice | None = None
+    """None until the tokens are being sampled."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the sampling of its tokens has been launched, if anybody samples."""
+        return self.choice is not None or not self.ids
 
     @property
     def token_ids(self) -> Tensor:
@@ -35,5 +46,6 @@ class Flight:
 
     def read(self) -> dict[str, SampledToken]:
         """Wait for the tokens; by request id."""
+        assert self.is_sampled, "only what was sampled can be read"
         tokens = self.choice.read() if self.choice is not None else []
         return dict(zip(self.ids, tokens, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +17,8 @@ from milepost.scheduler.plans import StepPlan
 class PlainExecutor:
     """Runs `model` over `pools`, launch by launch; `max_model_len` bounds any sequence."""
 
+    keeps_counts = False
+
     def __init__(
         self, model: HybridModel, pools: Pools, *, num_slots: int, max_model_len: int
     ) -> None:
@@ -25,10 +27,8 @@ class PlainExecutor:
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = PageTables(num_slots, max_pages, pools.device)
 
-    def launch(
-        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None
-    ) -> Flight:
-        """One forward pass and sampling."""
+    def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
+        """One forward pass."""
         token_ids, context = build(plan, self._pools, self._tables)
         if before is not None:
             places = before.places(plan)
@@ -37,9 +37,14 @@ class PlainExecutor:
         hidden = self.model.forward(token_ids, context)
         ids, last_tokens = sampling_places(plan)
         if not ids:
-            return Flight(plan=plan, ids=ids, choice=None)
+            return Flight(plan=plan, ids=ids)
         logits = self.model.compute_logits(hidden[torch.tensor(last_tokens, device=hidden.device)])
-        return Flight(plan=plan, ids=ids, choice=choose(logits, [rows[id_] for id_ in ids]))
+        return Flight(plan=plan, ids=ids, logits=logits)
+
+    def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
+        """By the definition."""
+        assert flight.logits is not None
+        flight.choice = choose(flight.logits, rows)
 
 
 def sampling_places(plan: StepPlan) -> tuple[list[str], list[int]]:

@@ -6,13 +6,14 @@ slot that holds another one than the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from milepost.runner.choice import SampledToken
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
-from milepost.runner.sampling import SampledToken, SamplingRow
+from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import StepPlan, StepResult
 
 
@@ -27,12 +28,19 @@ class RunnerOutput:
 class Executor(Protocol):
     """Computes a step; launches may return before the device is done."""
 
-    def launch(
-        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None
-    ) -> Flight:
-        """Queue a forward pass and sampling behind what is queued already.
+    keeps_counts: bool
+    """Whether it counts the tokens of answers itself, so that penalties wait for none."""
+
+    def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
+        """Queue a forward pass behind what is queued already.
 
         A sequence that is ahead takes its token from the flight `before`.
+        """
+        ...
+
+    def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
+        """Queue the sampling of a flight's tokens, with a row for each of its ids, in their order.
+        Before the next forward pass, and once.
         """
         ...
 
@@ -45,11 +53,9 @@ class Runner:
         self.pools = pools
         self._positions = [0] + [-1] * num_slots
 
-    def launch(
-        self, plan: StepPlan, rows: Mapping[str, SamplingRow], before: Flight | None = None
-    ) -> Flight:
-        """Queue a step: page moves and copies, one forward pass, sampling. `rows` by id of sampling
-        requests.
+    def launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
+        """Queue a step: page moves and copies, one forward pass. What it samples is sampled by
+        `sample`.
 
         A plan made ahead takes tokens from the step `before`, which may still be running.
         """
@@ -59,7 +65,12 @@ class Runner:
             copy = sequence.page_copy
             if copy is not None:
                 self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
-        return self.executor.launch(plan, rows, before)
+        return self.executor.launch(plan, before)
+
+    def sample(self, flight: Flight, rows: Mapping[str, SamplingRow]) -> None:
+        """Queue the sampling of a step's tokens; `rows` by id of the requests that sample."""
+        if flight.ids:
+            self.executor.sample(flight, [rows[id_] for id_ in flight.ids])
 
     def collect(self, flight: Flight) -> RunnerOutput:
         """Wait for a step's tokens."""
