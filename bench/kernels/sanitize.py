@@ -32,6 +32,7 @@ from triton.experimental.gluon import language as gl
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.attention_cases import Case, Step, build_projection
+from tests.kernels.draws import defined, drawn, make_logits, make_rows, sampler_for
 from tests.kernels.mixers import (
     Batch,
     Shapes,
@@ -41,10 +42,9 @@ from tests.kernels.mixers import (
     make_projected,
     make_weights,
 )
-from tests.kernels.nuclei import kept_by_sorting, random_logits
 from tests.numbers import relative_error
 
-from milepost.kernels import attention, linear, moe, sampling
+from milepost.kernels import attention, linear, moe
 from milepost.kernels.moe import few, reference
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
@@ -149,14 +149,11 @@ def check_attention() -> None:
 
 
 def check_sampling() -> None:
-    """The search of a nucleus, over two blocks of logits, and a row that is known."""
-    scaled, floor = random_logits(3, 9000), torch.full((3, 1), -torch.inf)
-    kept, wanted = kept_by_sorting(scaled, floor, 0.5)
-    is_known = torch.tensor([[False], [True], [False]])
-    given = (scaled, floor, wanted, torch.zeros_like(floor), is_known)
-    found = sampling.nucleus_floor(*(each.cuda() for each in given)).cpu()
-    assert found[1] == 0
-    assert (((scaled >= found) != kept).sum(-1)[[0, 2]] <= 1).all()
+    """Rows of every kind over two blocks of logits."""
+    rows = make_rows(9000, 3)
+    logits = make_logits(len(rows), 9000, 3, DTYPE)
+    found = drawn(sampler_for(logits.cuda()), logits.cuda(), rows)
+    assert found == defined(logits, rows)
 
 
 def check_divided() -> None:

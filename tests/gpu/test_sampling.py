@@ -1,77 +1,129 @@
-"""Sampling on a GPU: the same tokens as by sorting, and nothing that waits for the device."""
+"""Sampling on a GPU: the definition's tokens, and nothing that waits for the device."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from milepost.kernels import sampling as kernels
-from milepost.runner.sampling import SamplingRow, choose
+from milepost.kernels.sampling import reference, triton_draw
+from milepost.runner import choice
 from milepost.sampling_params import SamplingParams
-from tests.kernels.nuclei import kept_by_sorting, random_logits
+from tests.kernels.draws import WISHES, defined, drawn, make_logits, make_rows, sampler_for
+from tests.kernels.nuclei import random_logits
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.999])
-def test_nucleus_floor(share: float) -> None:
-    scaled = random_logits(9, 151_936, "cuda")
-    floor = torch.full((9, 1), -torch.inf, device="cuda")
-    floor[3] = -2.0
-    expected, wanted = kept_by_sorting(scaled, floor, share)
-    none_known = torch.zeros((9, 1), dtype=torch.bool, device="cuda")
-    found = kernels.nucleus_floor(scaled, floor, wanted, torch.zeros_like(floor), none_known)
-    differing = ((scaled >= found) != expected).sum(-1)
-    assert (differing <= 1).all()  # a token whose mass above is the share, but for rounding
+VOCAB = 151_936
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_likeliest(num_rows: int, dtype: torch.dtype) -> None:
     """In bfloat16 many logits are equal: the first counts."""
-    logits = random_logits(num_rows, 151_936, "cuda").to(dtype)
+    logits = random_logits(num_rows, VOCAB, "cuda").to(dtype)
     assert torch.equal(kernels.likeliest(logits), logits.argmax(-1))
 
 
-PARAMS = {
-    "top_p": {"top_p": 0.9},
-    "top_k": {"top_k": 50, "top_p": 0.8},
-    "min_p": {"min_p": 0.1},
-    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
-    "logprobs": {"logprobs": 3},
-}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab_size", [331, 50_257, VOCAB])
+def test_tokens_are_the_definitions(vocab_size: int, dtype: torch.dtype) -> None:
+    """But where rounding decides: a token whose noise is within 1e-5 of the best one's, or the last
+    that top_p leaves."""
+    wishes = list(WISHES) * 5  # more rows than fit at once
+    rows = make_rows(vocab_size, vocab_size, wishes)
+    logits = make_logits(len(rows), vocab_size, vocab_size, dtype).cuda()
+    sampler = sampler_for(logits)
+    found = drawn(sampler, logits, rows)
+    expected = defined(logits, rows)
+    differing = [
+        (wish, ours, theirs)
+        for wish, ours, theirs in zip(wishes, found, expected, strict=True)
+        if ours != theirs
+    ]
+    assert len(differing) <= len(rows) // 30, differing
+    again = sampler_for(logits)
+    assert drawn(again, logits, rows) == found
 
 
-@pytest.mark.parametrize("name", PARAMS)
-def test_choices_are_those_of_a_cpu(name: str) -> None:
-    logits = 3 * random_logits(2, 5000)
-    rows = [_row(temperature, **PARAMS[name]) for temperature in (0, 1e-4)]
-    choices = choose(logits.cuda(), rows), choose(logits, rows)
-    for token, expected in zip(*(choice.read() for choice in choices), strict=True):
-        assert token.token_id == expected.token_id
-        assert token.rank == expected.rank
+def test_what_remains_is_the_definitions() -> None:
+    """The lowest logit kept, beside the one by sorting; of flat logits and of steep ones."""
+    wishes = [name for name, wish in WISHES.items() if "top_k" in wish or "top_p" in wish] * 6
+    rows = [
+        replace(row, mask=None, suppressed_ids=(), params=SamplingParams(**WISHES[wish]))
+        for wish, row in zip(wishes, make_rows(VOCAB, 1, wishes), strict=True)
+    ]
+    logits = make_logits(len(rows), VOCAB, 4, torch.bfloat16).cuda()
+    for start in range(0, len(rows), 32):
+        some, here = rows[start : start + 32], logits[start : start + 32]
+        sampler = sampler_for(here)
+        drawn(sampler, here, some)
+        work = sampler._work
+        for place, row in enumerate(some):
+            if row.takes_the_best:
+                continue
+            x = here[place : place + 1].float()
+            scaled = (x - x.max()) / max(row.params.temperature, 1e-30)
+            lowest = reference.lowest_kept(
+                scaled,
+                floor=torch.tensor([[row.params.min_p]], device="cuda").log(),
+                top_k=torch.tensor([[row.params.top_k or VOCAB]], device="cuda"),
+                top_p=torch.tensor([[row.params.top_p]], device="cuda", dtype=torch.float64),
+            )
+            found = -work.found[place, 3].view(torch.float32)
+            kept, expected = scaled >= found, scaled >= lowest
+            differing = scaled[kept != expected].unique()
+            assert len(differing) <= 1, (row.params, found, lowest)
+
+
+def test_noise_is_the_definitions() -> None:
+    """Through draws of equal logits, which the noise decides."""
+    logits = torch.zeros(64, 5000, device="cuda")
+    rows = [
+        replace(row, params=SamplingParams(), mask=None, suppressed_ids=(), seed=2**64 - 1 - number)
+        for number, row in enumerate(make_rows(5000, 2, ["all"] * 64))
+    ]
+    assert drawn(sampler_for(logits), logits, rows) == defined(logits, rows)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("name", PARAMS)
-def test_the_host_does_not_wait(name: str) -> None:
-    logits, rows = random_logits(2, 5000, "cuda"), [_row(1, **PARAMS[name])] * 2
-    choose(logits, rows)
+def test_the_host_does_not_wait() -> None:
+    rows = make_rows(5000, 3)
+    rows = [replace(row, params=replace(row.params, logprobs=3)) for row in rows]
+    logits = make_logits(len(rows), 5000, 3, torch.bfloat16).cuda()
+    sampler, best = sampler_for(logits), logits.argmax(-1)
+    ids = [str(number) for number in range(len(rows))]
+
+    def sample() -> None:
+        token_ids = sampler.choose(ids, logits, best, rows)
+        choice.choice_of(token_ids, logits, [row.params for row in rows])
+
+    sample()
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        choose(logits, rows)
+        sample()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _row(temperature: float, **options: float) -> SamplingRow:
-    return SamplingRow(
-        params=SamplingParams(temperature=temperature, **options),
-        tokens=[3, 4, 4, 7, 7, 9],
-        num_prompt_tokens=3,
-        seed=5,
-    )
+def test_rehearsal_compiles_what_steps_launch() -> None:
+    logits = make_logits(14, VOCAB, 3, torch.bfloat16).cuda()
+    sampler = sampler_for(logits)
+    sampler.rehearse(torch.bfloat16)
+    kernels_of = [
+        getattr(triton_draw, name) for name in vars(triton_draw) if name.endswith("_kernel")
+    ]
+    before = [_num_compiled(kernel) for kernel in kernels_of]
+    for num in (1, 3, 14):
+        drawn(sampler, logits[:num], make_rows(VOCAB, num)[:num])
+    assert [_num_compiled(kernel) for kernel in kernels_of] == before
+
+
+def _num_compiled(kernel: object) -> int:
+    return sum(len(cache[0]) for cache in kernel.device_caches.values())

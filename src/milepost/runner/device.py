@@ -22,7 +22,7 @@ from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
-from milepost.runner.sampling import SamplingRow, are_plain, choose
+from milepost.runner.sampling import SamplingRow, are_plain
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
@@ -34,7 +34,7 @@ class DeviceExecutor:
     """Runs `model` over `pools` on their GPU; `max_model_len` bounds any sequence, `largest` any
     step."""
 
-    keeps_counts = False
+    keeps_counts = True
 
     def __init__(
         self,
@@ -53,6 +53,10 @@ class DeviceExecutor:
         most = arrays.build(_NOTHING, self._tables.host, self._shapes, largest)
         self._staging = Staging(pools.device, num_staged_bytes(most))
         self._graphs = Graphs()
+        # Imported where it is used: machines without a GPU need not have triton.
+        from milepost.runner.sampler import Sampler
+
+        self._sampler = Sampler(largest.num_sequences, model.vocab_size, pools.device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
@@ -79,25 +83,30 @@ class DeviceExecutor:
         num = len(ids)
         return Flight(plan=plan, ids=ids, logits=outcome.logits[:num], best=outcome.best[:num])
 
+    @torch.inference_mode()
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a flight's tokens."""
         assert flight.logits is not None
         assert flight.best is not None
-        if are_plain(rows):
-            params = [row.params for row in rows]
-            flight.choice = choice_of(flight.best, flight.logits, params)
-        else:
-            flight.choice = choose(flight.logits, rows)
+        token_ids = flight.best
+        if not are_plain(rows):
+            token_ids = self._sampler.choose(flight.ids, flight.logits, flight.best, rows)
+        flight.choice = choice_of(token_ids, flight.logits, [row.params for row in rows])
+
+    @property
+    def num_sampling_bytes(self) -> int:
+        """Of the device's memory, kept for sampling."""
+        return self._sampler.num_bytes
 
     def compile(self, capacities: Sequence[Capacity]) -> None:
         """Compile the kernels of such steps; shows progress."""
-        # Imported where it is used: machines without a GPU need not have triton.
         from milepost.runner.compiling import compiling_only
 
         layers = self.model.one_of_each_kind()
         with compiling_only():
             for capacity in capacities:
                 self._run(self._padding(capacity), num_rows=capacity.num_sequences, layers=layers)
+            self._sampler.rehearse(self.model.dtype)
 
     def capture(self, capacities: Sequence[Capacity]) -> None:
         """Record graphs of such steps; shows progress."""
@@ -151,7 +160,8 @@ def measure_activations(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     executor.warm_up(largest)
-    return torch.cuda.max_memory_allocated(device) - before
+    step = torch.cuda.max_memory_allocated(device) - before
+    return step + executor.num_sampling_bytes
 
 
 def _shapes(model: HybridModel, pools: Pools) -> Shapes:

@@ -37,6 +37,11 @@ class Staging:
         self._next = 0
 
     @property
+    def num_bytes(self) -> int:
+        """The most that a step may send."""
+        return self._device_buffer.nbytes
+
+    @property
     def num_pinned_bytes(self) -> int:
         """Of the host's buffers together."""
         return sum(buffer.nbytes for buffer in self._host_buffers)

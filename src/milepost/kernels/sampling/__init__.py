@@ -1,8 +1,7 @@
-"""Sampling's steps that need kernels of their own: `likeliest` and `nucleus_floor`.
+"""Sampling: `likeliest`, the door to greedy choices; `reference` defines a draw, and `triton_draw`
+makes draws on a GPU (`runner.sampling` and `runner.sampler` say of what).
 
-This is the door to the ops. Torch's argmax is the definition of the first, and takes several times
-as long on a GPU. Sorting, as `runner.sampling` does on a CPU, is that of the second; on a GPU
-`triton` finds the same without sorting, and the host needn't know which rows need it.
+Torch's argmax is the definition of `likeliest`, and takes several times as long on a GPU.
 """
 
 from __future__ import annotations
@@ -20,18 +19,3 @@ def likeliest(logits: Tensor) -> Tensor:
     from milepost.kernels.sampling import triton
 
     return triton.likeliest(logits)
-
-
-def can_search(scaled: Tensor) -> bool:
-    """Whether `nucleus_floor` takes these logits."""
-    is_here = scaled.is_cuda and find_spec("triton") is not None
-    return is_here and scaled.dtype == torch.float32
-
-
-def nucleus_floor(
-    scaled: Tensor, floor: Tensor, wanted: Tensor, known: Tensor, is_known: Tensor
-) -> Tensor:
-    """See `triton.nucleus_floor`."""
-    from milepost.kernels.sampling import triton
-
-    return triton.nucleus_floor(scaled, floor, wanted, known, is_known)

@@ -1,0 +1,99 @@
+"""How often each running answer has each token, on the device: what penalties read.
+
+A row belongs to one request, and is filled from its tokens when it is new or was away; from then on
+sampling adds what it chooses, so that the host need not know it. A row that says another number of
+tokens than the request has (a step was taken back, say) is filled again. Rows need not be given
+back: one whose request is not in the step is taken when none is free.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from milepost.runner.sampling import SamplingRow
+from milepost.runner.staging import Staging
+
+IN_PROMPT = -(2**15)
+"""Added where the prompt has the token too, if a penalty reads that."""
+MAX_COUNT = 2**15 - 1
+_AT_ONCE = 1 << 16
+"""Entries that one copy brings."""
+_ENTRY_BYTES = 8 + 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    indices: Any
+    values: Any
+
+
+class Counts:
+    """Rows for as many requests as may sample in one step."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.table: Tensor = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
+        """[rows, V]"""
+        self._staging = Staging(device, _ENTRY_BYTES * _AT_ONCE + 64)
+        self._free = list(range(num_rows))
+        self._held: dict[str, tuple[int, int]] = {}
+        """Request id -> its row, and the number of tokens counted there."""
+
+    def places(self, ids: Sequence[str], rows: Sequence[SamplingRow]) -> list[int]:
+        """Row of the table for each request that has penalties, -1 for the others. They count all
+        tokens before the one to be sampled, and will count that one."""
+        places, entries = [], []
+        wanted = {id_ for id_, row in zip(ids, rows, strict=True) if row.params.has_penalties}
+        for id_, row in zip(ids, rows, strict=True):
+            if id_ not in wanted:
+                places.append(-1)
+                continue
+            place, num_counted = self._held.get(id_, (-1, -1))
+            if place < 0:
+                place = self._take(wanted)
+            if num_counted != row.index:
+                assert not row.num_ahead, "a row is filled from tokens that are known"
+                entries.append(self._fill(place, row))
+            self._held[id_] = place, row.index + 1
+            places.append(place)
+        self._send(entries)
+        return places
+
+    def _take(self, wanted: set[str]) -> int:
+        """A free row, or one whose request is not in this step."""
+        if self._free:
+            return self._free.pop()
+        other = next(id_ for id_ in self._held if id_ not in wanted)
+        return self._held.pop(other)[0]
+
+    def _fill(self, place: int, row: SamplingRow) -> _Entries:
+        vocab_size = self.table.shape[1]
+        self.table[place].zero_()
+        tokens = np.array(row.tokens, np.int64)
+        counts = np.bincount(tokens[row.num_prompt_tokens :], minlength=vocab_size)
+        counts = np.minimum(counts, MAX_COUNT)
+        if row.params.repetition_penalty != 1:
+            is_there = np.zeros(vocab_size, bool)
+            is_there[tokens[: row.num_prompt_tokens]] = True
+            counts += is_there * IN_PROMPT
+        ids = np.flatnonzero(counts)
+        return _Entries(ids + place * vocab_size, counts[ids].astype(np.int16))
+
+    def _send(self, entries: Sequence[_Entries]) -> None:
+        if not entries:
+            return
+        indices = np.concatenate([each.indices for each in entries])
+        values = np.concatenate([each.values for each in entries])
+        for first in range(0, len(indices), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            new = _Entries(indices[part], values[part])
+            self._staging.send(new)
+            views = self._staging.views(new)
+            self.table.view(-1).index_copy_(0, views.indices, views.values)
