@@ -4,9 +4,9 @@
 
 Dummy weights and random token ids from a seed. One JSON row for each setting and number of
 sequences, with its rate as a share of greedy's of the same round (medians over the rounds; settings
-take turns), and one for each with what the sampler alone takes a step, host and device. Dummy
-weights: drawn tokens differ more from sequence to sequence than greedy ones, so a step of many
-reads more experts, which the share holds too; `experts` says how many greedy sequences read.
+take turns), and one for each with what the sampler alone takes a step, host and device. Drawn
+tokens of dummy weights differ more from sequence to sequence than greedy ones, so a step of many
+may read more experts: the share holds that too.
 """
 
 from __future__ import annotations

@@ -472,38 +472,30 @@ def _settle_kernel(
         source, below = listed + place * _CAPACITY, tl.where(top_k > 0, 0, below)
         if number > _CAPACITY:
             source, below, number = adjusted + place * vocab_size, below * 0, vocab_size
-        lowest = _bisected(
-            source, number, low, high, below, target, top, temperature, top_k, floor, CHUNK
-        )
+        # The first logits are read once, and most often there are no others.
+        offset = tl.arange(0, CHUNK)
+        x = tl.load(source + offset, mask=offset < number, other=float("nan"))
+        distance = _distance(x, top, temperature)
+        mass = _mass(distance, floor)
+        weight = tl.where(top_k > 0, tl.full([CHUNK], 1, tl.int64), mass)
+        others = (source, number, top, temperature, floor)
+        lowest = _bisected(distance, weight, low, high, below, target, top_k, others, CHUNK)
         if (top_k > 0) & (share < 1):
             # Of equal logits at the end only as many count as top_k has room for.
-            above = _below(source, number, lowest, top, temperature, top_k, floor, CHUNK)
-            mass = _below(source, number, lowest, top, temperature, top_k * 0, floor, CHUNK)
-            total = mass + (target - above) * _mass(lowest, floor)
-            lowest = _bisected(
-                source,
-                number,
-                lowest * 0,
-                lowest + 1,
-                below,
-                _share(share, total),
-                top,
-                temperature,
-                top_k * 0,
-                floor,
-                CHUNK,
-            )
+            above = _below(distance, weight, lowest, top_k, others, CHUNK)
+            total = _below(distance, mass, lowest, top_k * 0, others, CHUNK)
+            target = _share(share, total + (target - above) * _mass(lowest, floor))
+            low, high = lowest * 0, lowest + 1
+            lowest = _bisected(distance, mass, low, high, below, target, top_k * 0, others, CHUNK)
         tl.store(found + place * 4 + 3, tl.minimum(lowest, floor))
 
 
 @triton.jit
-def _bisected(
-    source, number, low, high, below, target, top, temperature, top_k, floor, CHUNK: tl.constexpr
-):
+def _bisected(distance, weight, low, high, below, target, top_k, others, CHUNK: tl.constexpr):
     """The least distance from `low` to below `high` at which the sum reaches the target."""
     while high - low > 1:
         middle = low + (high - low) // 2
-        here = _below(source, number, middle, top, temperature, top_k, floor, CHUNK)
+        here = _below(distance, weight, middle, top_k, others, CHUNK)
         is_reached = below + here >= target
         low = tl.where(is_reached, low, middle)
         high = tl.where(is_reached, middle, high)
@@ -511,14 +503,16 @@ def _bisected(
 
 
 @triton.jit
-def _below(source, number, bound, top, temperature, top_k, floor, CHUNK: tl.constexpr):
-    """What the logits weigh whose distance is less than the bound."""
-    total = tl.zeros([CHUNK], tl.int64)
-    for start in range(0, number, CHUNK):
+def _below(distance, weight, bound, top_k, others, CHUNK: tl.constexpr):
+    """What the logits weigh whose distance is less than the bound: those that were read, and
+    those behind them."""
+    source, number, top, temperature, floor = others
+    total = tl.where(distance < bound, weight, 0)
+    for start in range(CHUNK, number, CHUNK):
         offset = start + tl.arange(0, CHUNK)
         x = tl.load(source + offset, mask=offset < number, other=float("nan"))
-        distance = _distance(x, top, temperature)
-        total += tl.where(distance < bound, _weight(distance, top_k, floor), 0)
+        other = _distance(x, top, temperature)
+        total += tl.where(other < bound, _weight(other, top_k, floor), 0)
     return tl.sum(total, 0)
 
 
