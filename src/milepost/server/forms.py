@@ -51,7 +51,7 @@ def of_chat(
     if demanded:
         if form is not None:
             raise InvalidRequestError(f"tool_choice={_name(request)!r}: not with response_format")
-        form = _calls_form(request, demanded, format_.tool_calls, tokenizer)
+        form = _calls_form(request, demanded, format_.tool_calls, tokenizer, is_open=is_open)
     if form is not None and is_open:
         form = replace(form, starts_after=_end_of_reasoning(format_, tokenizer))
     return form
@@ -87,6 +87,8 @@ def _calls_form(
     tools: lark.Tools,
     calls: ToolCalls | None,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_open: bool,
 ) -> StructuredOutputs:
     """One call where a function is named, or calls in parallel are not wanted."""
     if calls is None:
@@ -97,7 +99,8 @@ def _calls_form(
         rules = calls.grammar(tools, lambda tag: _tag(tokenizer, tag), is_single=is_single)
     except RecursionError as error:
         raise InvalidRequestError("tools: the parameters are nested too deeply") from error
-    return StructuredOutputs(grammar="\n".join(rules))
+    before = r'("\n" | "\n\n")? ' if is_open else ""  # as models write it behind their reasoning
+    return StructuredOutputs(grammar="\n".join([f"start: {before}calls", *rules]))
 
 
 def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:

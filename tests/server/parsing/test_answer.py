@@ -317,7 +317,7 @@ def test_formats_are_found_by_name_and_described_by_data():
     tools = [tool({"type": "object"}), tool({"type": "object"}, "g")]
     text = '<TOOLS>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</TOOLS>'
     rules = listed.grammar(tools, lark.text, is_single=False)
-    assert Grammar.of("\n".join(rules)).accepts(text)
+    assert Grammar.of(["start: calls", *rules]).accepts(text)
     parser = AnswerParser(None, listed.reader(tools), is_open=False)
     events = [event for character in text for event in parser.feed(character)] + parser.finish()
     assert [event.name for event in events if isinstance(event, CallStart)] == ["f", "g"]

@@ -5,11 +5,17 @@ What the grammar accepts is read as arguments that the schema allows."""
 import json
 
 import jsonschema_rs
+import llguidance.hf
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
+from milepost.engine.guidance import grammar_of
+from milepost.server import forms
 from milepost.server.parsing.answer import Format
+from milepost.server.protocol import ChatRequest
+from tests import chatmodel
 from tests.server.parsing.written import WRITERS, Grammar, parsed, tool, xml
 
 XML = Format(reasoning="none", calls="qwen3_xml")
@@ -204,3 +210,32 @@ def test_what_a_grammar_accepts_is_read_as_the_schema_allows(name):
         _, content, [[_, given]] = parsed(XML, [text], tools)
         assert check.is_valid(json.loads(given)), (text, given)
         assert content == ""
+
+
+@pytest.mark.parametrize("calls", WRITERS)
+def test_several_calls_come_where_several_may(calls):
+    tools = [tool({"type": "object", "properties": {"a": {"type": "null"}}}, name) for name in "fg"]
+    written = [WRITERS[calls](name, {"a": None}) for name in "fg"]
+    assert Grammar(calls, tools, is_single=False).accepts("\n".join(written))
+    assert Grammar(calls, tools).accepts(written[1])
+    assert not Grammar(calls, tools).accepts("\n".join(written))
+
+
+@pytest.mark.parametrize("newlines", ["", "\n", "\n\n"])
+def test_a_demanded_call_behind_reasoning_may_begin_with_line_breaks(newlines):
+    form = Format(reasoning="qwen3", calls="hermes")
+    text = newlines + WRITERS["hermes"]("f", {})
+    tools = [tool({"type": "object"})]
+    request = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
+    )
+    tokenizer = chatmodel.make_tokenizer()
+    wanted = forms.of_chat(request, tools, form, tokenizer, is_open=True)
+    assert tokenizer.decode(wanted.starts_after) == "</think>"
+    library = llguidance.hf.from_tokenizer(tokenizer)
+    matcher = LLMatcher(library, grammar_of(wanted))
+    tokens = tokenizer.encode(text)
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
+    pieces = ["hm</think>", text]
+    assert parsed(form, pieces, tools, is_open=True) == ("hm", "", [["f", "{}"]])

@@ -70,15 +70,16 @@ class Grammar:
 
     def __init__(self, calls, tools, *, is_single=True):
         form = Format(reasoning="none", calls=calls).tool_calls
-        self._compile("\n".join(form.grammar(tools, lark.text, is_single=is_single)))
+        self._compile(["start: calls", *form.grammar(tools, lark.text, is_single=is_single)])
 
     @classmethod
-    def of(cls, text):
+    def of(cls, rules):
         self = cls.__new__(cls)
-        self._compile(text)
+        self._compile(rules)
         return self
 
-    def _compile(self, text):
+    def _compile(self, rules):
+        text = "\n".join(rules)
         cls = type(self)
         if cls.tokenizer is None:
             cls.tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)

@@ -34,7 +34,7 @@ class ToolCalls(Protocol):
     def reader(self, tools: lark.Tools) -> CallReader: ...
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> Sequence[str]:
-        """Rules of which `start` is one call of these tools, or several."""
+        """Rules of which `calls` is one call of these tools, or several."""
 
 
 class _Signed(Protocol):

@@ -42,7 +42,7 @@ class JsonCalls:
         return _Reader(self)
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        """Rules of which `start` is the calls."""
+        """Rules of which `calls` is the whole."""
         names = [f"tool{i}" for i in range(len(tools))]
         rules = [self._rule(name, tool) for name, tool in zip(names, tools, strict=True)]
         one = f"({' | '.join(names)})"
@@ -50,9 +50,9 @@ class JsonCalls:
         opened, closed = f"{tag(self.open)} {before}", f"{after} {tag(self.close)}"
         if self.is_list:
             more = "" if is_single else f'(", " {one})*'
-            return [f'start: {opened} "[" {one} {more} "]" {closed}', *rules]
+            return [f'calls: {opened} "[" {one} {more} "]" {closed}', *rules]
         more = "" if is_single else '("\\n" call)*'
-        return [f"start: call {more}", f"call: {opened} {one} {closed}", *rules]
+        return [f"calls: call {more}", f"call: {opened} {one} {closed}", *rules]
 
     def _rule(self, rule: str, tool: Mapping[str, Any]) -> str:
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)

@@ -56,11 +56,11 @@ class TaggedCalls:
     # --- grammar ----------------------------------------------------------------------------------
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
-        """Rules of which `start` is the calls."""
+        """Rules of which `calls` is the whole."""
         names = [f"tool{i}" for i in range(len(tools))]
         more = "" if is_single else '("\\n" call)*'
         call = f'{tag(self.open)} "\\n" ({" | ".join(names)}) "\\n" {tag(self.close)}'
-        rules = [f"start: call {more}", f"call: {call}"]
+        rules = [f"calls: call {more}", f"call: {call}"]
         for rule, tool in zip(names, tools, strict=True):
             rules += self._function(rule, tool)
         return rules
