@@ -31,14 +31,14 @@ class Browser:
     def __init__(self, url: str, size: tuple[int, int]) -> None:
         found = programs()
         assert found is not None, "there is no browser here"
-        self._http = httpx.Client(base_url=url, timeout=120)
+        self._http = httpx.Client(base_url=url, timeout=330)
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         arguments += [f"--window-size={size[0]},{size[1]}", "--disable-dev-shm-usage"]
         options = {"binary": found[0], "args": arguments}
         wanted = {
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL"},
-            "timeouts": {"script": 100_000},
+            "timeouts": {"script": 300_000},
         }
         made = self._post("/session", {"capabilities": {"alwaysMatch": wanted}})
         self._session = f"/session/{made['sessionId']}"

@@ -1,5 +1,6 @@
 """A look between steps: bounded, shared, and nothing is done for it between looks."""
 
+import itertools
 import json
 
 import pytest
@@ -39,12 +40,13 @@ def seen(scheduler, name, tokens):
 
 
 def look(watch, now=0.0):
+    """A whole look, and how many steps it lasted."""
     watch.look()
-    slices = 0
-    while (state := watch.go_on(now)) is None:
-        slices += 1
+    num_steps = 0
+    while (state := watch.go_on(lambda: now)) is None:
+        num_steps += 1
     assert not watch.is_looking
-    return json.loads(state), slices
+    return json.loads(state), num_steps
 
 
 def test_samples_are_taken_every_two_seconds_and_end(scheduler):
@@ -93,3 +95,18 @@ def test_two_that_look_share_one_survey(scheduler, monkeypatch):
     watch.look()
     look(watch)
     assert len(begun) == 1
+
+
+def test_a_look_gives_way_to_steps(scheduler):
+    """Each reading of the clock is a millisecond later: two slices between two steps."""
+    tree = scheduler.cache.tree
+    for path in range(8):
+        chain = scheduler.cache.chain([path] * 64 * 2000)
+        tree.insert(chain, tree.root(chain.root), range(2000 * path, 2000 * path + 2000))
+    watch = Watch(scheduler, FACTS)
+    watch.look()
+    now, num_steps = itertools.count(), 0
+    while watch.go_on(lambda: next(now) / 1000) is None:
+        num_steps += 1
+    assert 3 <= num_steps <= 6
+    assert look(watch)[1] == 0

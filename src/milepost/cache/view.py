@@ -220,13 +220,13 @@ class _Surveyor:
         """Keep the heaviest, by powers of two. Whatever is kept hangs on what is kept: a run weighs
         no less than those below it, and of equal ones the upper is looked at first."""
         classes: dict[int, list[int]] = {}
-        for place, number in enumerate(reversed(self._bottom_up)):
+        for place, number in enumerate(reversed(self._bottom_up), start=1):
             classes.setdefault(self._weight[number].bit_length(), []).append(number)
             if place % self._num_runs == 0:
                 yield
         kept: dict[int, None] = {_NONE: None}
         for size in sorted(classes, reverse=True):
-            for place, number in enumerate(classes[size]):
+            for place, number in enumerate(classes[size], start=1):
                 if len(kept) <= max_runs and self._above[number] in kept:
                     kept[number] = None
                 if place % self._visits == 0:

@@ -267,8 +267,8 @@ class Loop:
         return Reply(id=ask.id)
 
     def _look(self) -> None:
-        """A slice of the look under way, if there is one, and its answer when it is whole."""
-        state = self._watch.go_on(time.monotonic())
+        """Some of the look under way, if there is one, and its answer when it is whole."""
+        state = self._watch.go_on(time.monotonic)
         if state is not None:
             lookers, self._lookers = self._lookers, []
             for id_ in lookers:

@@ -1,6 +1,6 @@
 """What a person who looks at a running engine sees: its tree, its memory, its last minutes.
 
-A look is asked for between steps and made in slices, one between two steps, so that no step waits
+A look is asked for between steps and made in slices, a few between two steps, so that no step waits
 for it. Between looks next to nothing is done: some numbers every two seconds in which there are
 steps, and those of the last prompts. Positions and lengths leave, never tokens, text or salts.
 """
@@ -8,7 +8,7 @@ steps, and those of the last prompts. Positions and lengths leave, never tokens,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +26,9 @@ MAX_SAMPLES = 150
 MAX_PROMPTS = 24
 MAX_RUNNING = 512
 """Running requests that are shown, the oldest; the others are counted."""
+
+SLICE_S = 0.002
+"""A look takes no more of the time between two steps, but for the slice under way."""
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -112,15 +115,17 @@ class Watch:
             wanted = [node for _, node in self._running] + hits
             self._survey = survey(self._scheduler.cache.tree, [n for n in wanted if n is not None])
 
-    def go_on(self, now: float) -> bytes | None:
-        """One slice of the look under way; returns it, as JSON, once it is whole."""
+    def go_on(self, clock: Callable[[], float]) -> bytes | None:
+        """Some slices of the look under way; returns it, as JSON, once it is whole."""
         if self._survey is None:
             return None
+        start = clock()
         try:
-            next(self._survey)
+            while clock() - start < SLICE_S:
+                next(self._survey)
         except StopIteration as end:
             self._survey = None
-            return _ENCODER.encode(self._state(end.value, now))
+            return _ENCODER.encode(self._state(end.value, start))
         return None
 
     def _node(self, request: Request) -> Node | None:
