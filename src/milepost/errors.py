@@ -6,6 +6,7 @@
     │   └── UnsupportedModelError           an architecture or a feature that we do not run
     ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
     ├── TraceError (ValueError)             a trace or cost model that the simulator cannot read
+    ├── EngineAsleepError (RuntimeError)    the engine was put to sleep
     ├── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
     ├── QueueFullError (RuntimeError)       a server has as many requests as it accepts; try again
     ├── RequestTimeoutError (TimeoutError)  a request took longer than a server allows
@@ -52,6 +53,10 @@ class QueueFullError(MilepostError, RuntimeError):
 
 class RequestTimeoutError(MilepostError, TimeoutError):
     """A request took longer than it may."""
+
+
+class EngineAsleepError(MilepostError, RuntimeError):
+    """The engine was put to sleep and takes no requests."""
 
 
 class ServerClosingError(MilepostError, RuntimeError):

@@ -50,7 +50,8 @@ class Flags(Generic[C]):
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The dataclass' fields that a call names or the command sets, with their values."""
-        names = {field.name: self._name(field.name) for field in fields(self.config)}  # type: ignore[arg-type]
+        own = [field.name for field in fields(self.config) if field.name not in self.left_out]  # type: ignore[arg-type]
+        names = {name: self._name(name) for name in own}
         named = {field: values[name] for field, name in names.items() if name in values}
         return {**self.defaults, **named}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from milepost.cli.flags import Flags, add_flags
+from milepost.cli.vllm_flags import VllmFlags
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 from milepost.server.config import ServerConfig
@@ -21,6 +23,8 @@ SERVER = Flags(
     with_negative=("special_tokens_in_content",),
 )
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
+_KNOWN = {field.name for config in (ServerConfig, EngineConfig) for field in fields(config)}
+VLLM = Flags(config=VllmFlags, group=Group("From vLLM", sort_key=3), renamed={}, left_out=_KNOWN)
 
 Serve = Callable[[ServerConfig, EngineConfig], int]
 
@@ -45,6 +49,7 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         """
         if checkpoint is not None:
             settings["model"] = checkpoint
+        VLLM.build(settings).into(settings)
         server, engine = SERVER.build(settings), ENGINE.build(settings)
         _log_to_stderr(verbose)
         if sys.stderr.isatty():
@@ -52,7 +57,7 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         return serve(server, engine)
 
     serve_.__name__ = "serve"
-    return add_flags(serve_, [SERVER, ENGINE])
+    return add_flags(serve_, [SERVER, ENGINE, VLLM])
 
 
 def run_server(server: ServerConfig, engine: EngineConfig) -> int:

@@ -39,6 +39,8 @@ class ChatPrompt:
     token_ids: list[int]
     marks: tuple[int, ...]
     """Token positions inside the prompt, ascending."""
+    breakpoints: tuple[int, ...] = ()
+    """Those of the marks that a `cache_control` made."""
 
 
 def render(
@@ -84,8 +86,14 @@ def render(
     ]
     pieces = text.split(CUT) if special is not None else [text]
     token_ids, positions = _tokenize(tokenizer, pieces, ends)
-    marks = sorted({position for position in positions if 0 < position < len(token_ids)})
-    return ChatPrompt(text="".join(pieces), token_ids=token_ids, marks=tuple(marks))
+    inside = range(1, len(token_ids))
+    marks = sorted({position for position in positions if position in inside})
+    return ChatPrompt(
+        text="".join(pieces),
+        token_ids=token_ids,
+        marks=tuple(marks),
+        breakpoints=tuple(position for position in positions[2:] if position in inside),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,10 @@ class EngineClient:
         """
         return (await self._ask("state")).state or b"{}"
 
+    async def release_cache(self) -> bool:
+        """Forget everything cached and return its memory; False while requests are running."""
+        return bool((await self._ask("release_cache")).done)
+
     async def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests are running."""
         return bool((await self._ask("reset_prefix_cache")).done)

@@ -149,6 +149,14 @@ class Engine:
         """Forget everything cached; False while requests are running."""
         return self.scheduler.cache.reset()
 
+    def release_cache(self) -> bool:
+        """Forget everything cached and return its memory to the system, as far as `Pools.release`
+        can; False while requests are running."""
+        is_done = self.reset_prefix_cache()
+        if is_done:
+            self.runner.pools.release()
+        return is_done
+
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
         return collect(self.scheduler)

@@ -261,6 +261,10 @@ class Loop:
     def _answer(self, ask: Ask) -> Reply:
         if ask.what == "reset_prefix_cache":
             return Reply(id=ask.id, done=self._engine.reset_prefix_cache())
+        if ask.what == "release_cache":
+            done = self._engine.release_cache()
+            heap.give_back()
+            return Reply(id=ask.id, done=done)
         if ask.what == "metrics":
             return Reply(id=ask.id, metrics=self._engine.get_metrics())
         assert ask.what == "alive", f"no such question: {ask.what!r}"

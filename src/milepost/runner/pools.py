@@ -8,6 +8,8 @@ Legend: pages and slots as in the cache; slot 0 is all zeros and nothing writes 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -100,6 +102,20 @@ class Pools:
             assert self.all_kv is not None, "what moves are pages of KV"
             self.all_kv[move.target].copy_(self.all_kv[move.source])
 
+    def release(self) -> None:
+        """Return what the pools hold to the system: all of it reads as zeros then.
+
+        Only memory of the CPU. On a GPU it stays: captured graphs hold its addresses.
+        """
+        if self.device.type != "cpu":
+            return
+        own = [] if self.all_kv is None else [self.all_kv]
+        for state in self.states.values():
+            own += [state.conv, state.recurrent]
+        storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, own)}
+        for storage in storages.values():
+            _drop(storage.data_ptr(), storage.nbytes())
+
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the KV of a page's first tokens to another page, in every layer."""
         if self.all_kv is not None:
@@ -132,6 +148,22 @@ def zeros(num_bytes: int, device: torch.device) -> Tensor:
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[first : first + num_bytes])
+
+
+def _drop(address: int, num_bytes: int) -> None:
+    """Zero a range of memory by giving its whole pages back to the system."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end <= start:
+        ctypes.memset(address, 0, num_bytes)
+        return
+    ctypes.memset(address, 0, start - address)
+    ctypes.memset(end, 0, address + num_bytes - end)
+    dropped = hasattr(mmap, "MADV_DONTNEED") and not ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED
+    )
+    if not dropped:
+        ctypes.memset(start, 0, end - start)
 
 
 def by_layer(

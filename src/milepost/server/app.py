@@ -16,7 +16,10 @@ from starlette.responses import Response
 import milepost
 from milepost.engine.metrics import Metric
 from milepost.errors import EngineDeadError, MilepostError
-from milepost.server import errors
+from milepost.server import cors, errors, operation
+from milepost.server.anthropic import endpoint as anthropic
+from milepost.server.anthropic.errors import body_for
+from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.bodies import JsonRoute
 from milepost.server.chat import chat
 from milepost.server.completions import complete
@@ -32,6 +35,9 @@ from milepost.server.protocol import (
     TokenizeRequest,
     field_names,
 )
+from milepost.server.responses import endpoint as responses
+from milepost.server.responses.protocol import ResponsesRequest
+from milepost.server.responses.store import Store
 from milepost.server.service import Service
 from milepost.server.ui import page
 
@@ -49,7 +55,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def build(service: Service) -> Gate:
+def build(service: Service) -> Any:
     """The whole application around a service."""
     app = FastAPI(
         title="Milepost",
@@ -60,19 +66,25 @@ def build(service: Service) -> Gate:
     )
     app.router.route_class = JsonRoute
     _add_openai(app, service)
+    _add_anthropic(app, service)
+    _add_responses(app, service)
     _add_text(app, service)
     _add_operation(app, service)
+    operation.add(app, service)
     if service.config.ui:
         page.add(app, service.client)
     _add_errors(app, service)
     config = service.config
-    return Gate(
+    gate = Gate(
         app,
         api_keys=[*(config.api_key or ()), *read_keys(config.key_file)],
         admin_keys=config.admin_key or (),
         max_request_bytes=config.max_request_bytes,
         log=config.access_log,
+        root_path=config.root_path,
+        sends_request_id=config.enable_request_id_headers,
     )
+    return cors.wrap(gate, config)
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
@@ -93,6 +105,42 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
     async def model(name: str) -> dict[str, Any]:
         return _model(service, service.check_model(name))
+
+
+def _add_anthropic(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", responses=ERRORS, response_class=Response)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        service.unknown.settle(body, request.scope)
+        return await anthropic.answer(service, body, request)
+
+    @app.post("/v1/messages/count_tokens", responses=ERRORS)
+    async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:
+        service.unknown.settle(body, request.scope)
+        return await anthropic.count_tokens(service, body, request)
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    store = Store()
+
+    @app.post("/v1/responses", responses=ERRORS, response_class=Response)
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        service.unknown.settle(body, request.scope)
+        return await responses.respond(service, store, body, request)
+
+    @app.get("/v1/responses/{id_}", responses={404: ERRORS[404]})
+    async def stored(id_: str, request: Request) -> dict[str, Any]:
+        return responses.find(store, request, id_).body
+
+    @app.get("/v1/responses/{id_}/input_items", responses={404: ERRORS[404]})
+    async def input_items(id_: str, request: Request) -> dict[str, Any]:
+        items = responses.find(store, request, id_).input_items
+        ids = [item["id"] for item in items]
+        ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
+        return {"object": "list", "data": items, **ends}
+
+    @app.delete("/v1/responses/{id_}", responses={404: ERRORS[404]})
+    async def delete(id_: str, request: Request) -> dict[str, Any]:
+        return responses.delete(store, request, id_)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -187,14 +235,14 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 def _add_errors(app: FastAPI, service: Service) -> None:
     fields = field_names()
 
-    def answer(error: Exception) -> Response:
-        response = errors.response_of(error)
+    def answer(request: Request, error: Exception) -> Response:
+        response = errors.response_of(error, body_for(request.scope["milepost.path"], error))
         service.metrics.refused.labels(str(response.status_code)).inc()
         return response
 
     async def of_ours(request: Request, error: Exception) -> Response:
         request.scope["milepost.record"]["error"] = errors.message_of(error)
-        return answer(error)
+        return answer(request, error)
 
     async def of_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

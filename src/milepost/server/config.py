@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,29 @@ class ServerConfig:
     strict: bool = False
     """Refuse requests with unknown fields. By default such fields are ignored, and named in the log
     and in the response header `x-milepost-ignored`."""
+    chat_template: str | None = None
+    """File with a chat template, or the template itself, in place of the tokenizer's own."""
+    root_path: str = ""
+    """Path under which a proxy in front shows this server."""
+    enable_request_id_headers: bool = False
+    """Send back each request's X-Request-Id, or one made here, as a header."""
+    enable_sleep_mode: bool = False
+    """Serve /sleep, /wake_up and /is_sleeping."""
+    allowed_origins: Sequence[str] | None = None
+    """Origins whose pages may ask this server from a browser, `*` for all; none by default. May be
+    given several times, or once as a JSON list."""
+    allowed_methods: Sequence[str] | None = None
+    """Methods that they may use; by default all."""
+    allowed_headers: Sequence[str] | None = None
+    """Headers that they may send; by default all."""
+    allow_credentials: bool = False
+    """Let them send cookies and the like."""
+    ssl_keyfile: str | None = None
+    """File with the key of the TLS certificate."""
+    ssl_certfile: str | None = None
+    """File with the TLS certificate; with it the server speaks HTTPS."""
+    ssl_ca_certs: str | None = None
+    """File with the authorities that sign clients' certificates, which are then required."""
     tool_call_parser: ToolParser = "auto"
     """Format of the model's tool calls; `auto` detects it from the chat template."""
     reasoning_parser: ReasoningParser = "auto"
@@ -66,6 +90,16 @@ class ServerConfig:
     """Write one JSON line per request to standard error, with the request's cache report."""
 
     def __post_init__(self) -> None:
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            default = () if name == "allowed_origins" else ("*",)
+            object.__setattr__(self, name, _listed(getattr(self, name)) or default)
+        root = self.root_path
+        is_path = not root or (root.startswith("/") and not root.endswith("/"))
+        _require(is_path, f"root_path={root!r}: begin it with / and do not end it with one")
+        has_key = self.ssl_certfile is not None or (
+            self.ssl_keyfile is None and self.ssl_ca_certs is None
+        )
+        _require(has_key, f"ssl_keyfile={self.ssl_keyfile!r}: give ssl_certfile too")
         _require(0 <= self.port < 65536, f"port={self.port}: use 0 to 65535")
         _require(self.max_waiting >= 0, f"max_waiting={self.max_waiting}: use 0 or more")
         for name in _POSITIVE:
@@ -79,6 +113,31 @@ class ServerConfig:
 
 
 _POSITIVE = ("request_timeout_s", "write_timeout_s", "grammar_timeout_s", "max_request_bytes")
+
+
+def _listed(given: Sequence[str] | None) -> list[str]:
+    """Texts as they are, and those in JSON lists, as vLLM's flags have them."""
+    found: list[str] = []
+    for text in given or ():
+        if not text.startswith("["):
+            found.append(text)
+            continue
+        try:
+            found += [str(one) for one in json.loads(text)]
+        except ValueError as error:
+            raise ConfigError(f"{text!r}: this is no JSON list: {error}") from error
+    return found
+
+
+def read_template(given: str | None) -> str | None:
+    """A chat template from a file, or as it was given. Raises ConfigError for a file that is not
+    there."""
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={given!r}: {error}") from error
 
 
 def read_keys(path: str | None) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 
+from milepost.engine.chat import ChatPrompt
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta
 from milepost.sampling_params import SamplingParams
@@ -28,24 +29,28 @@ class Turn:
     """The answers to one conversation, being made."""
 
     prompt: Prompt
+    breakpoints: tuple[int, ...]
+    """Where the request's own `cache_control`s stand in the prompt."""
     generation: Generation
     answers: list[AnswerEvents]
 
 
-async def begin(service: Service, request: ChatRequest, http: Request, *, field: str) -> Turn:
-    """Render, check and submit. `field` is what errors about the prompt name.
+async def begin(
+    service: Service,
+    request: ChatRequest,
+    http: Request,
+    *,
+    field: str,
+    fits_max_tokens: bool = False,
+) -> Turn:
+    """Render, check and submit. `field` is what errors about the prompt name; with
+    `fits_max_tokens` an answer may be as long as max_model_len leaves, where more was asked for.
 
     Raises what the steps on the way raise; whoever gets a Turn closes its generation.
     """
     params = parameters.of_chat(request, service.client.info.sampling_defaults)
-    tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
-    rendered = await service.render(
-        for_template(request.messages),
-        tools=tools,
-        template_kwargs=template_kwargs(service, request, http.scope),
-        add_generation_prompt=request.add_generation_prompt is not False,
-        continue_final_message=bool(request.continue_final_message),
-    )
+    tools = _tools(request)
+    rendered = await render(service, request, http)
     is_open = service.format.is_open(rendered.text)
     if request.response_format or request.structured_outputs or request.tool_choice:
         form = await service.with_tokenizer(
@@ -54,16 +59,16 @@ async def begin(service: Service, request: ChatRequest, http: Request, *, field:
             )
         )
         params = await service.checked(forms.apply(params, form), forms.field_of(request))
-    prompt = shortened(
-        Prompt(
-            token_ids=rendered.token_ids,
-            cache_salt=request.cache_salt or "",
-            cache_marks=rendered.marks[: service.client.config.max_cache_marks],
-        ),
-        request,
-        params,
-        service.client.info.max_model_len,
+    prompt = Prompt(
+        token_ids=rendered.token_ids,
+        cache_salt=request.cache_salt or "",
+        cache_marks=rendered.marks[: service.client.config.max_cache_marks],
     )
+    max_model_len = service.client.info.max_model_len
+    prompt = shortened(prompt, request, params, max_model_len)
+    if fits_max_tokens and params.max_tokens is not None:
+        room = max(max_model_len - len(prompt.token_ids), 1)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
     generation = Generation(
@@ -82,7 +87,24 @@ async def begin(service: Service, request: ChatRequest, http: Request, *, field:
         )
         for _ in range(params.n)
     ]
-    return Turn(prompt=prompt, generation=generation, answers=answers)
+    return Turn(
+        prompt=prompt, breakpoints=rendered.breakpoints, generation=generation, answers=answers
+    )
+
+
+async def render(service: Service, request: ChatRequest, http: Request) -> ChatPrompt:
+    """The conversation as the model reads it."""
+    return await service.render(
+        for_template(request.messages),
+        tools=_tools(request),
+        template_kwargs=template_kwargs(service, request, http.scope),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+    )
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    return None if request.tool_choice == "none" else tools_for_template(request.tools)
 
 
 def template_kwargs(service: Service, request: ChatRequest, scope: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from milepost.errors import (
+    EngineAsleepError,
     EngineDeadError,
     InvalidRequestError,
     MilepostError,
@@ -28,6 +29,7 @@ _STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
     (InvalidRequestError, 400, "invalid_request_error"),
     (QueueFullError, 429, "rate_limit_error"),
     (ServerClosingError, 503, "service_unavailable"),
+    (EngineAsleepError, 503, "service_unavailable"),
     (EngineDeadError, 503, "service_unavailable"),
     (RequestTimeoutError, 504, "timeout"),
 )
@@ -100,15 +102,15 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def response_of(error: Exception) -> Response:
-    """The whole response."""
+def response_of(error: Exception, body: Mapping[str, Any]) -> Response:
+    """The whole response around a body."""
     status = status_of(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
         headers["retry-after"] = str(RETRY_AFTER_S)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return json_response(body_of(error), status, headers)
+    return json_response(body, status, headers)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

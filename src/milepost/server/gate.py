@@ -10,9 +10,11 @@ import hmac
 import json
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from milepost.server.anthropic.errors import body_for
 from milepost.server.errors import HttpError, message_of, response_of
 from milepost.server.stream import ClientGoneError
 from milepost.server.ui import page
@@ -23,7 +25,7 @@ access = logging.getLogger("milepost.access")
 OPEN_PATHS = frozenset(("/health", *page.FILES))
 """Served without a key: a load balancer can ask, and the page can ask for the key."""
 
-ADMIN_PATHS = frozenset(("/metrics", "/reset_prefix_cache", page.STATE_PATH))
+ADMIN_PATHS = frozenset(("/metrics", "/reset_prefix_cache", "/sleep", "/wake_up", page.STATE_PATH))
 """Opened by the admin keys alone, if there are any."""
 
 QUIET_PATHS = frozenset((*page.FILES, page.STATE_PATH))
@@ -41,12 +43,16 @@ class Gate:
         admin_keys: Sequence[str],
         max_request_bytes: int,
         log: bool,
+        root_path: str = "",
+        sends_request_id: bool = False,
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
         self._admin_keys = [key.encode() for key in admin_keys]
         self._max_bytes = max_request_bytes
         self._log = log
+        self._root_path = root_path
+        self._sends_request_id = sends_request_id
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -57,7 +63,13 @@ class Gate:
         scope["milepost.arrival"] = exchange.arrival
         scope["milepost.send"] = exchange.send
         scope["milepost.headers"] = exchange.headers
-        scope["milepost.abort"] = _aborter(send)
+        scope.setdefault("milepost.abort", aborter(send))
+        scope["milepost.path"] = scope["path"]
+        if self._root_path:
+            scope = {**scope, **_rooted(scope["path"], self._root_path)}
+        if self._sends_request_id:
+            own = _header(scope, b"x-request-id") or uuid.uuid4().hex.encode()
+            exchange.headers.append((b"x-request-id", own))
         try:
             self._check_key(scope)
             self._check_length(scope)
@@ -67,18 +79,22 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - the last place where one can be answered
             await self._fail(error, scope, receive, exchange)
         finally:
-            if self._log and not (exchange.status == 200 and scope["path"] in QUIET_PATHS):
+            if self._log and not (exchange.status == 200 and scope["milepost.path"] in QUIET_PATHS):
                 access.info("%s", json.dumps(exchange.line(scope), ensure_ascii=True))
 
     def _check_key(self, scope: Any) -> None:
-        is_admin = bool(self._admin_keys) and scope["path"] in ADMIN_PATHS
+        is_admin = bool(self._admin_keys) and scope["milepost.path"] in ADMIN_PATHS
         keys = self._admin_keys if is_admin else [*self._keys, *self._admin_keys]
-        if not (self._keys or is_admin) or scope["path"] in OPEN_PATHS:
+        if not (self._keys or is_admin) or scope["milepost.path"] in OPEN_PATHS:
             return
         kind, _, key = _header(scope, b"authorization").partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), own) for own in keys]
-        if kind.lower() != b"bearer" or True not in matches:
-            raise HttpError(401, "send a valid key as 'Authorization: Bearer KEY'")
+        given = [key.strip()] if kind.lower() == b"bearer" else []
+        given.append(_header(scope, b"x-api-key"))
+        matches = [hmac.compare_digest(one, own) for one in given for own in keys]
+        if True not in matches:
+            raise HttpError(
+                401, "send a valid key as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
+            )
 
     def _check_length(self, scope: Any) -> None:
         length = _header(scope, b"content-length")
@@ -103,7 +119,7 @@ class Gate:
         return HttpError(413, f"the body is larger than the {self._max_bytes} bytes allowed here")
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, exchange: _Exchange) -> None:
-        response = response_of(error)
+        response = response_of(error, body_for(scope["milepost.path"], error))
         exchange.record["error"] = message_of(error)
         if response.status_code == 500:
             logger.exception("a request failed", exc_info=error)
@@ -152,7 +168,16 @@ def _header(scope: Any, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
-def _aborter(send: Any) -> Callable[[], None]:
+def _rooted(path: str, root: str) -> dict[str, Any]:
+    """The path with and without the root, whether the proxy in front has cut it off or not: what is
+    guarded by its path is what the application serves.
+    """
+    if path == root or path.startswith(f"{root}/"):
+        path = path[len(root) :] or "/"
+    return {"root_path": root, "path": root + path, "milepost.path": path}
+
+
+def aborter(send: Any) -> Callable[[], None]:
     """Drops the connection at once. ASGI has no word for it, so this asks uvicorn's transport."""
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     return getattr(transport, "abort", lambda: None)

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError, ServerClosingError
 from milepost.models.loading import find_folder
 from milepost.server import app
-from milepost.server.config import ServerConfig, read_keys
+from milepost.server.config import ServerConfig, read_keys, read_template
 from milepost.server.service import Service
 from milepost.server.started import describe
 
@@ -59,6 +60,8 @@ def run(
     `announce` is called once requests are taken.
     """
     read_keys(server_config.key_file)
+    read_template(server_config.chat_template)
+    _check_tls(server_config)
     with _listen(server_config) as sock:
         loop_factory = uvicorn.Config(app=None, log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -107,6 +110,9 @@ async def _load(config: ServerConfig, engine_config: EngineConfig, client: Engin
     finally:
         await asyncio.gather(loading, return_exceptions=True)
     tokenizer = loading.result()
+    template = read_template(config.chat_template)
+    if tokenizer is not None and template is not None:
+        tokenizer.chat_template = template
     checks = await asyncio.to_thread(_form_checks, config, tokenizer, client.info.vocab_size)
     await checks.start()
     return Service(config, client, tokenizer, _names(config, engine_config), checks)
@@ -160,6 +166,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                **_tls(service.config),
                 timeout_graceful_shutdown=int(limit + LAST_WORDS_S) + 1,
             )
         )
@@ -219,11 +226,37 @@ def _listen_uds(path: Path) -> socket.socket:
     return sock
 
 
+def _tls(config: ServerConfig) -> dict[str, Any]:
+    """uvicorn's settings."""
+    requires = ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED
+    return {
+        "ssl_keyfile": config.ssl_keyfile,
+        "ssl_certfile": config.ssl_certfile,
+        "ssl_ca_certs": config.ssl_ca_certs,
+        "ssl_cert_reqs": requires,
+    }
+
+
+def _check_tls(config: ServerConfig) -> None:
+    """Raise ConfigError for a certificate that cannot be used."""
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # ssl.SSLError is one
+        where = f"{config.ssl_certfile!r}, ssl_keyfile={config.ssl_keyfile!r}"
+        raise ConfigError(f"ssl_certfile={where}: {error}") from error
+
+
 def _address(config: ServerConfig, sock: socket.socket) -> str:
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:

@@ -24,6 +24,7 @@ from milepost.engine.requests import Prompt
 from milepost.engine.special import special_texts
 from milepost.engine.wire import Output
 from milepost.errors import (
+    EngineAsleepError,
     EngineDeadError,
     InvalidRequestError,
     RequestTimeoutError,
@@ -119,6 +120,11 @@ class Service:
             "mamba_cache_mode": config.mamba_cache_mode,
         }
 
+    def switched_on(self, variable: str) -> dict[str, bool] | None:
+        """Template arguments with this variable, if the template reads it."""
+        known = self.template_variables
+        return {variable: True} if known is not None and variable in known else None
+
     def check_model(self, name: str | None) -> str:
         """The model's name for the response. Raises HttpError 404 for one that is not served."""
         if name is None:
@@ -208,6 +214,8 @@ class Service:
             raise ServerClosingError("the server is shutting down")
         if self.client.death is not None:
             raise EngineDeadError(self.client.death)
+        if self.is_asleep:
+            raise EngineAsleepError("the engine sleeps: POST /wake_up wakes it")
         self._check(prompts, params, field)
         bell = Bell()
         streams = [

@@ -31,6 +31,15 @@ def event(body: Any) -> bytes:
     return b"data: " + _ENCODER.encode(body) + b"\n\n"
 
 
+def named_event(name: str, body: Any) -> bytes:
+    """The same with a name."""
+    return b"event: " + name.encode() + b"\n" + event(body)
+
+
+def _failure(error: Exception) -> bytes:
+    return event(body_of(error))
+
+
 class Chunks:
     """Writes the events of one stream, which differ in their choice alone: what stands around it is
     encoded once.
@@ -68,7 +77,12 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], None], *, write_timeout_s: float
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        *,
+        write_timeout_s: float,
+        failed: Callable[[Exception], bytes] = _failure,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -81,6 +95,7 @@ class EventStream(Response):
         )
         self._events = events
         self._close = close
+        self._failed = failed
         self._write_timeout_s = write_timeout_s
         self._writes_since: float | None = None
 
@@ -125,7 +140,7 @@ class EventStream(Response):
                 await self._write(send, _body(chunk, more=True))
         except MilepostError as error:
             scope["milepost.record"]["error"] = message_of(error)
-            await self._write(send, _body(event(body_of(error)), more=True))
+            await self._write(send, _body(self._failed(error), more=True))
         await self._write(send, _body(b"", more=False))
 
     async def _write(self, send: Send, message: Any) -> None:

@@ -1,0 +1,162 @@
+"""Anthropic's requests as chat requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from milepost.server import protocol as openai
+from milepost.server.anthropic.protocol import Block, CountTokensRequest, Message, MessagesRequest
+
+_BILLING = "x-anthropic-billing-header:"
+"""A line that coding agents put before the system prompt. It differs with each request, so nothing
+behind it could be reused, and it says nothing to a model."""
+
+
+def to_chat(request: CountTokensRequest) -> openai.ChatRequest:
+    """The same conversation; raises ValueError (pydantic's own) for what no chat request can say.
+
+    An assistant's message at the end is the beginning of the answer.
+    """
+    messages = _system(request)
+    for message in request.messages:
+        messages += _messages(message)
+    goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
+    own: dict[str, Any] = {}
+    if isinstance(request, MessagesRequest):
+        own = {
+            "max_tokens": request.max_tokens,
+            "stop": request.stop_sequences or None,
+            "stream": request.stream,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "cache_salt": request.cache_salt,
+            "user": _user(request),
+        }
+    return openai.ChatRequest(
+        model=request.model,
+        messages=messages,
+        tools=_tools(request),
+        continue_final_message=goes_on or None,
+        **_tool_choice(request),
+        **_output(request),
+        **own,
+    )
+
+
+def has_breakpoints(request: CountTokensRequest) -> bool:
+    """Whether a `cache_control` asks for anything to be cached."""
+    blocks = [b for m in request.messages if isinstance(m.content, list) for b in m.content]
+    system = request.system if isinstance(request.system, list) else []
+    places = [request, *blocks, *system, *(request.tools or ())]
+    return any(place.cache_control is not None for place in places)
+
+
+def _user(request: MessagesRequest) -> str | None:
+    user = (request.metadata or {}).get("user_id")
+    return user[:1024] if isinstance(user, str) else None
+
+
+def _system(request: CountTokensRequest) -> list[openai.Message]:
+    given = request.system
+    if not given:
+        return []
+    if isinstance(given, str):
+        return [openai.Message(role="system", content=given)]
+    parts = [
+        openai.TextPart(type="text", text=block.text, cache_control=block.cache_control)
+        for block in given
+        if not block.text.startswith(_BILLING)
+    ]
+    return [openai.Message(role="system", content=parts)] if parts else []
+
+
+def _messages(message: Message) -> list[openai.Message]:
+    """A tool's results become messages of their own, before what the user says beside them."""
+    if isinstance(message.content, str):
+        return [openai.Message(role=message.role, content=message.content)]
+    if message.role == "assistant":
+        return [_assistant(message.content)]
+    results = [_result(block) for block in message.content if block.type == "tool_result"]
+    parts = [_text(block) for block in message.content if block.type == "text"]
+    rest = [openai.Message(role=message.role, content=parts)] if parts else []
+    return [*results, *rest] or [openai.Message(role=message.role, content="")]
+
+
+def _assistant(blocks: list[Block]) -> openai.Message:
+    calls = [
+        openai.ToolCall(
+            id=block.id,
+            function=openai.FunctionCall(
+                name=block.name or "", arguments=json.dumps(block.input or {})
+            ),
+        )
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
+    marks = [block.cache_control for block in blocks if block.cache_control]
+    return openai.Message(
+        role="assistant",
+        content=[_text(block) for block in blocks if block.type == "text"] or None,
+        reasoning_content="\n".join(thoughts) or None,
+        tool_calls=calls or None,
+        cache_control=marks[-1] if marks and calls else None,
+    )
+
+
+def _text(block: Block) -> openai.TextPart:
+    return openai.TextPart(type="text", text=block.text, cache_control=block.cache_control)
+
+
+def _result(block: Block) -> openai.Message:
+    content = block.content or ""
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    return openai.Message(
+        role="tool",
+        tool_call_id=block.tool_use_id,
+        content=content,
+        cache_control=block.cache_control,
+    )
+
+
+def _tools(request: CountTokensRequest) -> list[openai.Tool] | None:
+    return [
+        openai.Tool(
+            type="function",
+            function=openai.Function(
+                name=tool.name, description=tool.description, parameters=tool.input_schema
+            ),
+        )
+        for tool in request.tools or ()
+    ] or None
+
+
+def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
+    choice = request.tool_choice
+    if choice is None:
+        return {}
+    kind: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    if kind is None:
+        name = openai.FunctionName(name=choice.name or "")
+        kind = openai.NamedToolChoice(type="function", function=name)
+    return {
+        "tool_choice": kind,
+        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+    }
+
+
+def _output(request: CountTokensRequest) -> dict[str, Any]:
+    """Effort and form; thinking that is switched off is no effort."""
+    found: dict[str, Any] = {}
+    config = request.output_config
+    if request.thinking is not None and request.thinking.type == "disabled":
+        found["reasoning_effort"] = "none"
+    elif config is not None and config.effort is not None:
+        found["reasoning_effort"] = config.effort
+    if config is not None and config.format is not None:
+        schema = openai.JsonSchema(schema=config.format.schema_)
+        found["response_format"] = openai.ResponseFormat(type="json_schema", json_schema=schema)
+    return found

@@ -1,0 +1,207 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from milepost.engine.wire import Delta
+from milepost.server import conversation
+from milepost.server.anthropic.convert import has_breakpoints, to_chat
+from milepost.server.anthropic.errors import body_of
+from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from milepost.server.blocks import Block, Blocks, Closed, Gained, Opened, Step
+from milepost.server.conversation import Turn
+from milepost.server.errors import HttpError, json_response
+from milepost.server.protocol import ChatRequest
+from milepost.server.service import Service
+from milepost.server.stream import EventStream, named_event, unless_disconnected
+
+SIGNATURE = "milepost"
+"""Stands in thinking blocks, which must have one; it is not looked at when it comes back."""
+
+_BLOCKS = {
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": "", "citations": None},
+    "call": {"type": "tool_use", "input": {}},
+}
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+async def answer(service: Service, request: MessagesRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    model = service.check_model(request.model)
+    turn = await conversation.begin(
+        service, _chat(service, request, http), http, field="messages", fits_max_tokens=True
+    )
+    writer = _Writer(turn, model, request)
+    http.scope["milepost.record"]["id"] = writer.id
+    close = turn.generation.close
+    if request.stream:
+        limit = service.config.write_timeout_s
+        return EventStream(writer.events(), close, write_timeout_s=limit, failed=_failed)
+    return json_response(await unless_disconnected(http, writer.whole(), close))
+
+
+async def count_tokens(
+    service: Service, request: CountTokensRequest, http: Request
+) -> dict[str, Any]:
+    """How long the prompt is."""
+    service.check_model(request.model)
+    rendered = await conversation.render(service, _chat(service, request, http), http)
+    return {"input_tokens": len(rendered.token_ids)}
+
+
+def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatRequest:
+    """Raises HttpError 400 for what no chat request can say."""
+    try:
+        chat = to_chat(request)
+    except ValidationError as error:
+        raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    thinking = request.thinking
+    if thinking is not None and thinking.budget_tokens is not None:
+        service.unknown.tell(["thinking.budget_tokens"], http.scope)
+    if thinking is not None and thinking.type != "disabled" and chat.reasoning_effort is None:
+        chat.chat_template_kwargs = service.switched_on("enable_thinking")
+    return chat
+
+
+def _failed(error: Exception) -> bytes:
+    return named_event("error", body_of(error))
+
+
+class _Writer:
+    """Gives the response its form."""
+
+    def __init__(self, turn: Turn, model: str, request: MessagesRequest) -> None:
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._turn = turn
+        self._model = model
+        self._stops = request.stop_sequences or ()
+        self._has_breakpoints = has_breakpoints(request)
+        self._blocks = Blocks()
+        self._end: Delta | None = None
+
+    async def whole(self) -> dict[str, Any]:
+        async for deltas in self._turn.generation.deltas():
+            for _, delta in deltas:
+                for _ in self._steps(delta):
+                    pass
+        content = [_whole(block) for block in self._blocks.all]
+        return {**self._message(content), **self._ending(), "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        arrived = self._turn.generation.deltas()
+        has_begun = False
+        try:
+            async for deltas in arrived:
+                pieces = [] if has_begun else [self._start()]
+                has_begun = True
+                for _, delta in deltas:
+                    pieces += [_event(step) for step in self._steps(delta)]
+                yield b"".join(pieces)
+            end = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+            yield named_event("message_delta", end)
+            yield named_event("message_stop", {"type": "message_stop"})
+        finally:
+            await arrived.aclose()
+
+    def _steps(self, delta: Delta) -> Iterator[Step]:
+        yield from self._blocks.feed(self._turn.answers[0].feed(delta))
+        if delta.finish_reason is not None:
+            self._end = delta
+            yield from self._blocks.end()
+
+    def _start(self) -> bytes:
+        message = {**self._message([]), "stop_reason": None, "stop_sequence": None}
+        body = {"type": "message_start", "message": {**message, "usage": self._usage()}}
+        return named_event("message_start", body)
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+        }
+
+    def _ending(self) -> dict[str, Any]:
+        assert self._end is not None, "an answer ends"
+        stop, reason = self._end.stop_reason, "end_turn"
+        is_sequence = self._end.finish_reason == "stop" and stop in self._stops
+        if self._end.finish_reason == "length":
+            reason = "max_tokens"
+        elif is_sequence:
+            reason = "stop_sequence"
+        elif any(block.kind == "call" for block in self._blocks.all):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": stop if is_sequence else None}
+
+    def _usage(self) -> dict[str, int]:
+        """What was read from the cache, what breakpoints asked to be kept of the rest, and what
+        remains, add up to the prompt.
+        """
+        usage = self._turn.generation.usage()
+        read = usage["prompt_tokens_details"]["cached_tokens"]
+        kept = max(self._turn.breakpoints, default=0) if self._has_breakpoints else 0
+        created = max(kept - read, 0)
+        return {
+            "input_tokens": usage["prompt_tokens"] - read - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": read,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _named(block: Block) -> dict[str, Any]:
+    return {"id": f"toolu_{block.id}", "name": block.name} if block.kind == "call" else {}
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    body = {**_BLOCKS[block.kind], **_named(block)}
+    if block.kind == "call":
+        body["input"] = _arguments(block.text)
+    elif block.kind == "reasoning":
+        body |= {"thinking": block.text, "signature": SIGNATURE}
+    else:
+        body["text"] = block.text
+    return body
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Those of a call that was cut off are none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _event(step: Step) -> bytes:
+    index = step.block.index
+    match step:
+        case Opened(block):
+            body = {**_BLOCKS[block.kind], **_named(block)}
+            kind, own = "content_block_start", {"content_block": body}
+        case Gained(block, text):
+            name, key = _DELTAS[block.kind]
+            kind, own = "content_block_delta", {"delta": {"type": name, key: text}}
+        case Closed(block):
+            kind, own = "content_block_stop", {}
+    event = named_event(kind, {"type": kind, "index": index, **own})
+    if isinstance(step, Closed) and step.block.kind == "reasoning":
+        signed = {"type": "signature_delta", "signature": SIGNATURE}
+        body = {"type": "content_block_delta", "index": index, "delta": signed}
+        event = named_event("content_block_delta", body) + event
+    return event

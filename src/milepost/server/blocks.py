@@ -1,0 +1,86 @@
+"""An answer as a row of blocks: reasoning, text, calls. The Messages and Responses endpoints both
+write it so, each block with a beginning, its gains and an end.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from milepost.server.parsing.events import CallArguments, CallStart, Event, Reasoning
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block, as far as it has come."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    name: str = ""
+    """Of the function that a call names."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The reasoning, the text, or the arguments as JSON text."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Gained:
+    block: Block
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    block: Block
+
+
+Step = Opened | Gained | Closed
+
+
+class Blocks:
+    """Gathers events into blocks; one at most is open."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+
+    def feed(self, events: Iterable[Event]) -> Iterator[Step]:
+        for found in events:
+            if isinstance(found, CallStart):
+                yield from self._begin("call", found.name)
+                continue
+            kind = _kind(found)
+            if self._open is None or self._open.kind != kind:
+                yield from self._begin(kind)
+            assert self._open is not None
+            self._open.pieces.append(found.text)
+            yield Gained(self._open, found.text)
+
+    def end(self) -> Iterator[Step]:
+        """The answer is over."""
+        if self._open is not None:
+            yield Closed(self._open)
+            self._open = None
+
+    def _begin(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[Step]:
+        yield from self.end()
+        self._open = Block(kind, len(self.all), name)
+        self.all.append(self._open)
+        yield Opened(self._open)
+
+
+def _kind(found: Event) -> Literal["reasoning", "text", "call"]:
+    if isinstance(found, Reasoning):
+        return "reasoning"
+    return "call" if isinstance(found, CallArguments) else "text"

@@ -1,0 +1,103 @@
+"""/v1/responses: make one, and what is stored of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from milepost.server import conversation
+from milepost.server.errors import HttpError, json_response
+from milepost.server.responses.convert import has_logprobs, items_of, to_chat
+from milepost.server.responses.protocol import Item, ResponsesRequest
+from milepost.server.responses.store import Store, Stored
+from milepost.server.responses.writer import Writer
+from milepost.server.service import Service
+from milepost.server.stream import EventStream, unless_disconnected
+
+
+async def respond(
+    service: Service, store: Store, request: ResponsesRequest, http: Request
+) -> Response:
+    """Make a response."""
+    model = service.check_model(request.model)
+    if request.text is not None and request.text.verbosity is not None:
+        service.unknown.tell(["text.verbosity"], http.scope)
+    owner = owner_of(http)
+    before = _conversation_before(store, owner, request.previous_response_id)
+    own = items_of(request.input)
+    items = [*before, *own]
+    try:
+        chat = to_chat(request, items)
+    except ValidationError as error:
+        raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    octets = await service.token_bytes() if has_logprobs(request) else None
+    turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
+
+    def keep(body: dict[str, Any]) -> None:
+        if request.store is not False:
+            store.put(owner, body["id"], _stored(body, own, items))
+
+    writer = Writer(request, turn, model, octets, keep)
+    http.scope["milepost.record"]["id"] = writer.id
+    close = turn.generation.close
+    if request.stream:
+        limit = service.config.write_timeout_s
+        return EventStream(writer.events(), close, write_timeout_s=limit, failed=writer.failed)
+    return json_response(await unless_disconnected(http, writer.whole(), close))
+
+
+def find(store: Store, http: Request, id_: str) -> Stored:
+    """A stored response of the caller's. Raises HttpError 404."""
+    stored = store.get(owner_of(http), id_)
+    if stored is None:
+        raise _no_such(id_, "response_id")
+    return stored
+
+
+def delete(store: Store, http: Request, id_: str) -> dict[str, Any]:
+    """Raises HttpError 404."""
+    if not store.delete(owner_of(http), id_):
+        raise _no_such(id_, "response_id")
+    return {"id": id_, "object": "response", "deleted": True}
+
+
+def owner_of(http: Request) -> str:
+    """Who asks, as far as the key says."""
+    key = http.headers.get("authorization") or http.headers.get("x-api-key") or ""
+    return hashlib.sha256(key.removeprefix("Bearer ").encode()).hexdigest()
+
+
+def _conversation_before(store: Store, owner: str, id_: str | None) -> Sequence[Item]:
+    if id_ is None:
+        return ()
+    stored = store.get(owner, id_)
+    if stored is None:
+        raise _no_such(id_, "previous_response_id")
+    return stored.conversation
+
+
+def _no_such(id_: str, field: str) -> HttpError:
+    return HttpError(
+        404,
+        f"{field}={id_!r}: no such response is stored here: it was made with store=false, with "
+        "another key, or long ago",
+        param=field,
+    )
+
+
+def _stored(body: dict[str, Any], own: Sequence[Item], items: Sequence[Item]) -> Stored:
+    said = [Item.model_validate(item) for item in body["output"]]
+    conversation_ = (*items, *said)
+    plain = [item.model_dump(exclude_none=True) for item in conversation_]
+    num_bytes = len(msgspec.json.encode(plain)) + len(msgspec.json.encode(body))
+    listed = [
+        {"id": item.id or f"item_{place}", **item.model_dump(exclude_none=True)}
+        for place, item in enumerate(own)
+    ]
+    return Stored(body=body, input_items=listed, conversation=conversation_, num_bytes=num_bytes)

@@ -1,0 +1,144 @@
+"""What routers, proxies, browsers and operators ask for."""
+
+import ssl
+import subprocess
+
+import httpx
+import pytest
+
+from milepost.cli.main import main
+from milepost.errors import ConfigError
+from milepost.server.config import ServerConfig
+from milepost.server.run import _check_tls
+from tests.server.conftest import serving
+from tests.server.inprocess import answered
+
+PROMPT = {"model": "tiny", "prompt": "the quick brown fox " * 40, "max_tokens": 2}
+HELLO = [{"role": "user", "content": "the quick"}]
+
+
+def test_what_routers_ask(http):
+    assert http.get("/ping").status_code == http.post("/ping").status_code == 200
+    assert http.get("/load").json() == {"server_load": 0}
+    info = http.get("/server_info?config_format=json").json()
+    assert info == http.get("/get_server_info").json()
+    assert info["vllm_config"]["cache_config"]["block_size"] == info["block_size"] == 64
+    assert info["vllm_config"]["model_config"]["served_model_name"] == ["tiny"]
+    assert info["model_id"] == "tiny"
+    assert http.post("/sleep").status_code == 404, "only with --enable-sleep-mode"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-keyout", "key.pem", "-out", "cert.pem", *names]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_a_server_with_all_of_it(folder, certificate):
+    """TLS, a root path, cross-origin requests, request ids, a template and sleep, in one."""
+    cert, key = map(str, certificate)
+    flags = ["--ssl-certfile", cert, "--ssl-keyfile", key, "--root-path", "/api"]
+    flags += ["--enable-request-id-headers", "--enable-sleep-mode", "--trust-remote-code"]
+    flags += ["--allowed-origins", '["https://a.example"]', "--enable-auto-tool-choice"]
+    flags += ["--chat-template", "{% for m in messages %}{{ m.content }}{% endfor %}"]
+    with serving(folder, *flags) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=cert)
+        with httpx.Client(base_url=server.url, verify=context, timeout=60) as http:
+            check_tls_paths_and_headers(http)
+            check_sleep(http)
+
+
+def check_tls_paths_and_headers(http):
+    asked = {"origin": "https://a.example", "x-request-id": "mine"}
+    got = http.get("/api/health", headers=asked)
+    assert (got.status_code, got.headers["x-request-id"]) == (200, "mine")
+    assert got.headers["access-control-allow-origin"] == "https://a.example"
+    assert http.get("/health").headers["x-request-id"], "one is made"
+    assert "/api/openapi.json" in http.get("/api/docs").text
+    plain = http.post("/tokenize", json={"prompt": "the quick"}).json()["tokens"]
+    assert http.post("/tokenize", json={"messages": HELLO}).json()["tokens"] == plain
+
+
+def check_sleep(http):
+    assert http.post("/v1/completions", json=PROMPT).status_code == 200
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert http.post("/sleep?level=1").json() == {"status": "sleeping", "level": 1}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    refused = http.post("/v1/completions", json=PROMPT)
+    assert (refused.status_code, "wake_up" in refused.text) == (503, True)
+    assert 'sleep_state="awake"} 0.0' in http.get("/metrics").text
+    assert http.post("/sleep?level=2").status_code == 400, "weights are not dropped"
+    assert http.post("/wake_up").json() == {"status": "awake"}
+    woken = http.post("/v1/completions", json=PROMPT).json()
+    assert woken["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "it was forgotten"
+
+
+def test_a_root_path_opens_nothing():
+    """What an admin key guards is guarded under every spelling of its path."""
+    config = ServerConfig(api_key=["k"], admin_key=["a"], root_path="/api")
+    headers = {"authorization": "Bearer k"}
+    for path, status in (
+        ("/metrics", 401),
+        ("/api/metrics", 401),
+        ("/api/api/metrics", 404),
+        ("/api/v1/models", 200),
+        ("/apiary", 404),
+    ):
+        assert answered(config, path, headers=headers).status_code == status, path
+    assert answered(config, "/api/v1/models").status_code == 401
+
+
+def test_other_origins_get_nothing_unless_they_may():
+    origin = {"origin": "https://b.example"}
+    response = answered(ServerConfig(), "/v1/models", headers=origin)
+    assert "access-control-allow-origin" not in response.headers
+    config = ServerConfig(allowed_origins=["https://a.example"], api_key=["k"])
+    response = answered(config, "/v1/models", headers=origin)
+    assert "access-control-allow-origin" not in response.headers
+    mine = answered(config, "/v1/models", headers={"origin": "https://a.example"})
+    assert mine.status_code == 401
+    assert mine.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_flags_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="root_path"):
+        ServerConfig(root_path="api")
+    with pytest.raises(ConfigError, match="ssl_certfile"):
+        ServerConfig(ssl_keyfile="k")
+    with pytest.raises(ConfigError, match="JSON"):
+        ServerConfig(allowed_origins=["["])
+    (tmp_path / "no.pem").write_text("no")
+    with pytest.raises(ConfigError, match=r"no\.pem"):
+        _check_tls(ServerConfig(ssl_certfile=str(tmp_path / "no.pem")))
+
+
+VLLM = (
+    "--trust-remote-code --dtype auto --max-model-len 512 --enable-auto-tool-choice "
+    "--tool-call-parser hermes --reasoning-parser qwen3 --enable-prompt-tokens-details "
+    "--disable-log-requests --enable-log-requests --uvicorn-log-level warning --block-size 32 "
+    "--served-model-name a --gpu-memory-utilization 0.8 --enable-chunked-prefill --swap-space 4 "
+    "--no-enable-prefix-caching --max-num-seqs 4 --max-num-batched-tokens 2048 --seed 1 "
+    "--generation-config vllm --disable-uvicorn-access-log --tensor-parallel-size 1 "
+    "--kv-cache-dtype auto --tokenizer-mode auto --root-path /v --enforce-eager --api-key k"
+)
+
+
+def test_vllms_flags_are_taken():
+    asked = []
+    main(["serve", "./m", *VLLM.split()], serve=lambda *configs: asked.append(configs) or 0)
+    ((server, engine),) = asked
+    assert (engine.page_size, engine.max_model_len, server.access_log) == (32, 512, False)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--quantization fp8", "--kv-cache-dtype fp8", "--enable-lora", "--pipeline-parallel-size 2"],
+)
+def test_vllms_flags_that_would_change_what_is_served_are_refused(flags, capsys):
+    assert main(["serve", *flags.split()], serve=lambda *_: 0) == 2
+    assert f"{flags.split()[0]}" in capsys.readouterr().err
