@@ -151,8 +151,8 @@ class Engine:
 
     def release_cache(self) -> bool:
         """Forget everything cached and return its memory to the system, as far as `Pools.release`
-        can; False while requests are running."""
-        is_done = self.reset_prefix_cache()
+        can; False while requests are running or waiting."""
+        is_done = not self.has_work and self.reset_prefix_cache()
         if is_done:
             self.runner.pools.release()
         return is_done
