@@ -1,8 +1,10 @@
 """The cache core's own cost per page of a 100,000-token prompt, in an empty and in a full cache.
 
+And what the scheduler takes to plan a step while 10,000 requests wait.
+
     python bench/core.py
 
-Writes JSON rows; the ratio of the two is what counts (within one run, on one machine).
+The ratio of the rows is what counts (within one run, on one machine).
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from array import array
 from collections.abc import Callable
 
 from milepost.cache import Cache, Kind, Lease
+from milepost.scheduler.request import Request
+from milepost.scheduler.scheduler import Scheduler
+from milepost.simulator.loop import outcome
 
 PAGE_SIZE = 64
 PROMPT_TOKENS = 100_000
@@ -74,7 +79,60 @@ def measure(num_cached: int, *, warm: bool, repeats: int = 21) -> dict[str, floa
     return {verb: 1e6 * seconds / PAGES for verb, seconds in medians.items()}
 
 
+NUM_WAITING = 10_000
+NUM_STATES = 5_000
+
+
+def waiting(cache: Cache, *, num_running: int, shared: bool) -> Scheduler:
+    """A scheduler that decodes `num_running` requests while many wait: for a prefix that one of
+    them is computing, if it is `shared`.
+    """
+    scheduler = Scheduler(cache, max_num_seqs=64, max_num_batched_tokens=8192)
+
+    def add(name: str, tokens: array[int], max_tokens: int) -> None:
+        scheduler.add(Request(id=name, chain=cache.chain(tokens), max_tokens=max_tokens))
+
+    for number in range(num_running):
+        add(f"r{number}", prompt(20_000 + number, 500), 1000)
+    while scheduler.waiting:
+        step(scheduler)
+    first = prompt(30_000, 64_000)
+    if shared:
+        add("first", first, 8)
+    for number in range(NUM_WAITING):
+        own = array("I", (number,))
+        add(f"w{number}", first[:1920] + own if shared else prompt(40_000 + number, 1921), 8)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> float:
+    """Plan and take a step; seconds to plan it."""
+    start = time.perf_counter()
+    plan = scheduler.schedule()
+    spent = time.perf_counter() - start
+    scheduler.update(plan, outcome(plan))
+    return spent
+
+
+def measure_steps(case: str, *, num_steps: int = 50) -> tuple[float, float]:
+    """Milliseconds to plan a step, the median and the most, with 100,000 cached pages."""
+    num_running = {"a prefix": 32, "memory": 60, "a seat": 64}[case]
+    used = num_running * -(-1500 // PAGE_SIZE)
+    spare = 1200 if case == "a prefix" else used // 2
+    cache = Cache(num_pages=100_000 + spare, num_slots=NUM_STATES + 70)
+    pages_each = 2 * 100_000 // NUM_STATES
+    for seed in range(NUM_STATES // 2):
+        run(cache, prompt(10_000 + seed, pages_each * PAGE_SIZE))
+    scheduler = waiting(cache, num_running=num_running, shared=case == "a prefix")
+    gc.collect()
+    spent = sorted(step(scheduler) for _ in range(num_steps))
+    return 1e3 * spent[num_steps // 2], 1e3 * spent[-1]
+
+
 def main() -> None:
+    for case in ("a prefix", "memory", "a seat"):
+        median, most = measure_steps(case)
+        print(f"{NUM_WAITING} wait for {case}: schedule() {median:.2f} ms, at most {most:.2f} ms")
     for warm in (False, True):
         for num_cached in (1_000, 100_000):
             row = measure(num_cached, warm=warm)

@@ -92,15 +92,11 @@ def test_what_is_passed_over_for_want_of_tokens_ages():
     load.step()
     assert first.lease is not None
     long = load.ask(500)
-    admitted = 0
-    for _ in range(MAX_OVERTAKEN):
-        load.ask(1, max_tokens=1)
-    while long.num_overtaken < MAX_OVERTAKEN:
-        before = long.num_overtaken
-        load.ask(1, max_tokens=1)
+    for num_short in range(MAX_OVERTAKEN):
+        assert long.num_overtaken == num_short
+        short = load.ask(1, max_tokens=1)
         load.step()
-        admitted += long.num_overtaken - before
-        assert admitted <= MAX_OVERTAKEN + 64
+        assert short.report is not None
     late = load.ask(1, max_tokens=1)
     load.step()
     assert late.lease is late.report is None, "it waits behind the long one"
@@ -170,7 +166,7 @@ def test_budgets_that_cannot_make_progress_are_refused(budget, max_num_seqs, nam
     num_pages=st.sampled_from([40, 80, 4096]),
     num_slots=st.sampled_from([2, 5, 600]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_bounds_for_random_loads(seed, budget, max_num_seqs, num_pages, num_slots):
     """Prompts of 1 to 600 tokens keep coming, more than can be served. A running decode computes in
     one of two steps, a running prefill within MAX_IDLE_STEPS + 2 x max_num_seqs. A request is
@@ -183,7 +179,7 @@ def test_bounds_for_random_loads(seed, budget, max_num_seqs, num_pages, num_slot
     idle: dict[Request, int] = {}
     waited: dict[Request, int] = {}
     bounds: dict[Request, int] = {}
-    for _ in range(250):
+    for _ in range(150):
         if rng.random() < 0.3:
             num_tokens = rng.choice([1, 20, 63, 64, 300, 600])
             request = load.ask(num_tokens, max_tokens=rng.randint(1, longest_answer))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from milepost.cache import Cache
+from milepost.cache.check import check
+from milepost.cache.storage import Arena
+from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, Loop, cold_answer, make_request
@@ -195,3 +199,99 @@ def test_what_ended_keeps_its_memory_until_the_step_ahead_is_over(ends_itself):
     while loop.scheduler.has_work:
         loop.step(is_ahead=True)
     assert other.output_token_ids == cold_answer([2] * 20, 8, 4)
+
+
+# --- two steps taken back -------------------------------------------------------------------------
+
+
+def busy_arena(seed: int) -> Loop:
+    """One memory, so small that pages are moved now and then."""
+    cache = Cache(storage=Arena(14, 3), page_size=16)
+    scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=128)
+    loop = Loop(scheduler, FakeRunner(page_size=16, pages_each=3))
+    rng = random.Random(seed)
+    known = [[0]]
+    for number in range(40):
+        base = rng.choice(known)
+        own = rng.choices(range(4), k=rng.randint(1, 90))
+        known.append([*base[: rng.randint(0, 150)], *own])
+        add(loop, f"r{number}", known[-1], max_tokens=rng.randint(1, 20))
+    return loop
+
+
+def steps_whose_followers_move_pages(loop: Loop) -> Iterator[StepPlan]:
+    """Plans that move no pages, while the step planned behind each does."""
+    scheduler, runner = loop.scheduler, loop.runner
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        result = runner.run(plan)
+        behind = scheduler.follow(plan)
+        if behind is not None and behind.moves and not plan.moves:
+            yield plan
+            continue
+        taken = [(plan, result)]
+        if behind is not None:
+            taken.append((behind, runner.run(behind)))
+        for step in taken:
+            scheduler.update(*step)
+
+
+def test_moves_of_the_step_ahead_may_be_half_done_when_both_are_taken_back():
+    found = 0
+    for seed in range(6):
+        loop = busy_arena(seed)
+        for plan in steps_whose_followers_move_pages(loop):
+            loop.scheduler.retract(plan)
+            check(loop.scheduler.cache)
+            assert not loop.scheduler.running
+            assert not loop.scheduler.cache.tree.nodes, "nobody knows what is where"
+            found += 1
+    assert found >= 3
+
+
+def test_both_steps_are_taken_back_together():
+    """Also a request that only the second computes for, and what both export."""
+    loop = loop_of(max_num_batched_tokens=128, num_pages=64)
+    first = add(loop, "a", [1] * 200, max_tokens=4, marks=(64, 192))
+    plan = loop.scheduler.schedule()
+    second = add(loop, "b", [2] * 20, max_tokens=4)
+    behind = loop.scheduler.follow(plan)
+    assert [s.request.id for s in behind.sequences] == ["a", "b"]
+    assert len(first.lease.exports) == 2
+    loop.scheduler.retract(plan)
+    check(loop.scheduler.cache)
+    assert first.lease is second.lease is None
+    assert loop.scheduler.cache.slots.pool.num_used == 0
+    run(loop)
+    assert first.output_token_ids == cold_answer([1] * 200, 4, 4)
+    assert second.output_token_ids == cold_answer([2] * 20, 4, 4)
+
+
+def test_one_that_computes_in_neither_step_goes_on():
+    loop = loop_of(max_num_batched_tokens=64, num_pages=64)
+    patient = add(loop, "a", [1] * 300, max_tokens=4, priority=1)
+    loop.step(is_ahead=False)
+    urgent = add(loop, "b", [2] * 300, max_tokens=4)
+    plan = loop.scheduler.schedule()
+    loop.scheduler.follow(plan)
+    loop.scheduler.retract(plan)
+    check(loop.scheduler.cache)
+    assert urgent.lease is None
+    assert patient.lease is not None
+    run(loop)
+    assert patient.output_token_ids == cold_answer([1] * 300, 4, 4)
+
+
+def test_an_abort_during_a_step_ahead_keeps_what_the_step_uses():
+    loop = loop_of(max_num_batched_tokens=64, num_pages=64)
+    request = add(loop, "a", [1] * 300, max_tokens=4)
+    other = add(loop, "b", [2] * 20, max_tokens=4)
+    loop.step(is_ahead=True)
+    loop.scheduler.finish("a", FinishReason.ABORT)
+    assert request.lease is not None
+    loop.step(is_ahead=True)
+    assert request.lease is None
+    run(loop)
+    assert other.output_token_ids == cold_answer([2] * 20, 4, 4)
+    chain = loop.scheduler.cache.chain([1] * 300)
+    assert loop.scheduler.cache.match(chain).state_length == 128

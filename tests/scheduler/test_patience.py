@@ -28,11 +28,23 @@ def test_a_request_that_is_alone_never_waits():
     assert newcomer.lease is not None
 
 
-def test_a_newcomer_lets_known_chats_go_first_but_not_forever():
+def test_a_newcomer_is_not_held_back_while_the_machine_idles():
+    """Nobody else waits, so nobody would go first."""
     bench, chats = full_of_chats()
     bench.submit(chats[0], max_tokens=300)
     bench.step()
     newcomer = bench.submit(tokens(300, 9), max_tokens=2)
+    bench.step()
+    assert newcomer.lease is not None
+
+
+def test_with_a_backlog_a_newcomer_lets_known_chats_go_first_but_not_forever(monkeypatch):
+    monkeypatch.setattr("milepost.scheduler.admission.BACKLOG_STEPS", 0)
+    bench, chats = full_of_chats()
+    bench.submit(chats[0], max_tokens=300)
+    bench.step()
+    newcomer = bench.submit(tokens(300, 9), max_tokens=2)
+    bench.submit(tokens(500, 10), max_tokens=2)
     bench.step()
     assert newcomer.lease is None, "the other chats are likely to go on"
     follow_up = bench.submit(chats[1], max_tokens=2)

@@ -28,6 +28,11 @@ With fewer, conversations that don't fit together take turns too fast to reuse m
 longer for it at the worst (docs/simulator.md, patience).
 """
 
+BACKLOG_STEPS = 4
+"""Steps that the prompts of other waiting requests would fill. With fewer nobody is held back: the
+machine would idle, and the request wait, for a few hits more.
+"""
+
 MAX_PASSED_OVER = 128
 """Waiting requests that a step passes over, before it looks at no more."""
 
@@ -45,6 +50,8 @@ class Round:
     """Those that found no tokens or no room, the most urgent first."""
     num_passed_over: int = 0
     num_looks: int = 0
+    num_waiting_tokens: int | None = None
+    """Tokens that waiting requests have yet to compute, once somebody has asked."""
     is_held: bool = False
     """Whether one of them has been overtaken often enough."""
 
@@ -70,8 +77,15 @@ class Admission:
     """Admits from `waiting` into `running`."""
 
     def __init__(
-        self, cache: Memory, waiting: Queue, running: list[Request], stats: SchedulerStats
+        self,
+        cache: Memory,
+        waiting: Queue,
+        running: list[Request],
+        stats: SchedulerStats,
+        *,
+        max_num_batched_tokens: int,
     ) -> None:
+        self._max_num_batched_tokens = max_num_batched_tokens
         self.in_flight = InFlight()
         self._stats = stats
         self._cache = cache
@@ -103,7 +117,7 @@ class Admission:
             turn.num_looks += 1
             self._waiting.refresh(request, match)
             return turn.pass_over(request)
-        if not self._admit(request, match):
+        if not self._admit(request, match, turn):
             turn.num_looks += 1
             self._waiting.block(request, match)
             return turn.pass_over(request)
@@ -135,8 +149,8 @@ class Admission:
         self._stats.num_waits += 1
         return True
 
-    def _admit(self, request: Request, match: Match) -> bool:
-        lease = self._find_room(request, match)
+    def _admit(self, request: Request, match: Match, turn: Round) -> bool:
+        lease = self._find_room(request, match, turn)
         if lease is None:
             return False
         if request.report is None:
@@ -149,7 +163,7 @@ class Admission:
             self.in_flight.claim(request)
         return True
 
-    def _find_room(self, request: Request, match: Match) -> Lease | None:
+    def _find_room(self, request: Request, match: Match, turn: Round) -> Lease | None:
         """A lease from the deepest resume; a request that is alone gets a cold one if need be."""
         first_time = request.report is None
         lease = self._cache.admit(
@@ -157,7 +171,7 @@ class Admission:
             match,
             marks=request.marks,
             first_time=first_time,
-            patience=self._patience(request),
+            patience=self._patience(request, turn),
         )
         if lease is None and not self._running:
             match = self._cache.match(request.chain, limit=0)
@@ -167,11 +181,20 @@ class Admission:
             assert lease is not None, "a request that `add` took fits the pool when it is alone"
         return lease
 
-    def _patience(self, request: Request) -> int:
+    def _is_backlogged(self, request: Request, turn: Round) -> bool:
+        """Whether other waiting requests would keep the machine busy for some steps."""
+        if turn.num_waiting_tokens is None:
+            first = self._waiting.first(MAX_PASSED_OVER)
+            turn.num_waiting_tokens = sum(map(self._waiting.num_left, first))
+        others = turn.num_waiting_tokens - self._waiting.num_left(request)
+        return others > BACKLOG_STEPS * self._max_num_batched_tokens
+
+    def _patience(self, request: Request, turn: Round) -> int:
         """Requests that may yet go first, so that what they need is not evicted for this one. None
-        if nothing else runs, it has run before, or something less urgent does.
+        if nothing else runs, few tokens wait to be computed, it has run before, or something less
+        urgent does.
         """
-        if not self._running or request.num_preemptions:
+        if not self._running or request.num_preemptions or not self._is_backlogged(request, turn):
             return 0
         if any(other.priority > request.priority for other in self._running):
             return 0

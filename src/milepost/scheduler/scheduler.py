@@ -42,7 +42,13 @@ class Scheduler:
         self.waiting = Queue(cache)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
-        self._admission = Admission(cache, self.waiting, self.running, self.stats)
+        self._admission = Admission(
+            cache,
+            self.waiting,
+            self.running,
+            self.stats,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         self._requests: dict[str, Request] = {}
         self._steps: deque[StepPlan] = deque()
         self._num_added = 0

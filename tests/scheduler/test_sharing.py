@@ -1,0 +1,60 @@
+"""Who waits for a prefix that another one is computing, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from milepost.scheduler.request import FinishReason
+from tests.scheduler.test_peers import Bench, tokens
+
+
+def submit_pair(bench: Bench, prompt: list[int]):
+    """One that computes the prompt in several steps, and one that waits for it."""
+    first = bench.submit(prompt, max_tokens=2)
+    bench.step()
+    second = bench.submit([*prompt, 5], max_tokens=2)
+    before = bench.scheduler.stats.num_waits
+    bench.step()
+    assert second.lease is None
+    assert bench.scheduler.stats.num_waits == before + 1
+    return first, second
+
+
+def test_who_waits_resumes_where_the_other_has_got():
+    bench = Bench(budget=128)
+    prompt = tokens(500)
+    _, second = submit_pair(bench, prompt)
+    bench.run()
+    assert second.report.reused == 448
+    assert bench.is_right(second)
+
+
+def test_who_waits_for_one_that_goes_away_goes_on_at_once():
+    bench = Bench(budget=128)
+    first, second = submit_pair(bench, tokens(500))
+    bench.scheduler.finish(first.id, FinishReason.ABORT)
+    bench.step()
+    assert second.lease is not None
+    bench.run()
+    assert bench.is_right(second)
+
+
+@pytest.mark.parametrize("ending", ["done", "aborted", "retracted"])
+def test_a_claim_ends_with_its_request(ending):
+    """What one computed and was forgotten is the next one's to compute, and to be waited for."""
+    bench = Bench(budget=128)
+    prompt = tokens(500)
+    first = bench.submit(prompt, max_tokens=2)
+    bench.step()
+    if ending == "done":
+        bench.run()
+    elif ending == "retracted":
+        bench.scheduler.retract(bench.scheduler.schedule())
+    bench.scheduler.finish(first.id, FinishReason.ABORT)
+    assert bench.cache.reset()
+    _, second = submit_pair(bench, prompt)
+    bench.run()
+    assert second.report.reused == 448
+    in_flight = bench.scheduler._admission.in_flight
+    assert not in_flight._owners
+    assert not in_flight._claims

@@ -1,0 +1,137 @@
+"""What a step costs does not grow with what waits: counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+
+from milepost.scheduler.admission import MAX_LOOKS, MAX_PASSED_OVER
+from milepost.scheduler.request import FinishReason
+from milepost.simulator.loop import outcome
+from tests.fakes import make_request
+from tests.scheduler.test_fairness import Load
+
+FEW, MANY = 300, 3000
+"""Requests that wait; more than a step looks at."""
+
+
+def queue_up(load: Load, num: int, prompt: list[int]) -> None:
+    """Requests that share a prompt but for their last tokens."""
+    for number in range(num):
+        own = [*prompt, 7_000_000 + number]
+        load.scheduler.add(make_request(load.cache, f"w{number}", own, max_tokens=40))
+
+
+def waiting_for_a_prefix(num: int) -> Load:
+    """All share what one that runs has yet to compute."""
+    load = Load(budget=128, max_num_seqs=8)
+    shared = list(range(400))
+    load.scheduler.add(make_request(load.cache, "first", shared))
+    load.step()
+    queue_up(load, num, shared)
+    return load
+
+
+def waiting_for_tokens(num: int) -> Load:
+    """One that runs takes all tokens of a step."""
+    load = Load(budget=128, max_num_seqs=8)
+    load.ask(5000)
+    load.step()
+    queue_up(load, num, list(range(200)))
+    return load
+
+
+def waiting_for_room(num: int) -> Load:
+    """Others hold the pages, and what is cached besides is many states."""
+    load = Load(budget=512, max_num_seqs=8, num_pages=600, slots=300)
+    for _ in range(100):
+        load.ask(70, max_tokens=1)
+    while load.scheduler.has_work:
+        load.step()
+    for _ in range(2):
+        load.ask(4000, max_tokens=200)
+    while any(request.num_output_tokens < 2 for request in load.scheduler.running) or (
+        load.scheduler.waiting
+    ):
+        load.step()
+    queue_up(load, num, list(range(2000)))
+    return load
+
+
+def waiting_for_a_seat(num: int) -> Load:
+    load = Load(budget=128, max_num_seqs=2)
+    for _ in range(2):
+        load.ask(20, max_tokens=500)
+    load.step()
+    queue_up(load, num, list(range(200)))
+    return load
+
+
+def work_of_steps(load: Load, num_steps: int) -> list[Counter[str]]:
+    """What each of so many steps calls, by name; steps are planned alone."""
+    found = []
+    for _ in range(num_steps):
+        calls: Counter[str] = Counter()
+
+        def count(frame, event, _argument, calls=calls):
+            if event == "call":
+                calls["all"] += 1
+                calls[frame.f_code.co_name] += 1
+
+        sys.setprofile(count)
+        plan = load.scheduler.schedule()
+        sys.setprofile(None)
+        load.scheduler.update(plan, outcome(plan))
+        found.append(calls)
+    return found
+
+
+@pytest.mark.parametrize(
+    "made",
+    [waiting_for_a_prefix, waiting_for_tokens, waiting_for_room, waiting_for_a_seat],
+)
+def test_a_step_does_the_same_however_many_wait(made):
+    few, many = (work_of_steps(made(num), 12) for num in (FEW, MANY))
+    for less, more in zip(few, many, strict=True):
+        assert more["match"] == less["match"] <= MAX_LOOKS + 8
+        assert more["is_expected"] == less["is_expected"]
+        assert more["all"] <= less["all"] + 60, "but for the search in the queue"
+        assert more["is_blocked"] <= MAX_PASSED_OVER
+
+
+def test_who_waits_for_a_prefix_is_looked_up_once():
+    load = waiting_for_a_prefix(FEW)
+    looks = [work["match"] for work in work_of_steps(load, 2)]
+    assert looks == [MAX_LOOKS, MAX_LOOKS]
+    load = waiting_for_a_prefix(10)
+    looks = [work["match"] for work in work_of_steps(load, 2)]
+    assert looks == [10, 0]
+
+
+def test_who_finds_no_room_is_looked_up_once():
+    load = waiting_for_room(10)
+    before = work_of_steps(load, 1)[0]
+    assert before["match"] == 10
+    later = work_of_steps(load, 3)
+    assert all(work["match"] <= 1 for work in later), "the first may look again as it ages"
+
+
+def test_a_queue_of_thousands_is_searched_and_not_walked():
+    counts = []
+    for num in (FEW, MANY):
+        load = waiting_for_a_seat(num)
+        calls = 0
+
+        def count(_frame, event, _argument):
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        load.scheduler.finish(f"w{num // 2}", FinishReason.ABORT)
+        late = load.ask(20)
+        sys.setprofile(None)
+        assert late.lease is None
+        counts.append(calls)
+    assert counts[1] <= counts[0] + 20
