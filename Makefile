@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
 PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-gpu fuzz lint format bench clean
+.PHONY: demo test test-gpu fuzz compile-matrix compile-matrix-all lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
@@ -21,6 +21,15 @@ test-gpu: $(STAMP)
 # Scheduler and cache against an oracle: 2,000 random runs of 400 operations, for the night.
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.scheduler.fuzz $(FUZZ_ARGS)
+
+# Every kernel for every chip, with Triton's own compiler: needs no GPU. What is known to compile is
+# kept in tools/compile_matrix/known; `make compile-matrix MATRIX_ARGS=--keep` writes it.
+compile-matrix: $(STAMP)
+	$(BIN)/python tools/compile_matrix $(MATRIX_ARGS)
+
+# Nightly: every case and size, nothing taken from a record.
+compile-matrix-all: $(STAMP)
+	$(BIN)/python tools/compile_matrix --all --fresh
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

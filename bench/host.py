@@ -30,9 +30,15 @@ from milepost.simulator.loop import outcome
 
 VOCAB_SIZE = 151_936
 SHAPES = arrays.Shapes(
-    num_kv_heads=2, heads_per_kv=8, page_size=64, page_rows=64 * 2 * 10, has_recurrent=True
+    num_kv_heads=2,
+    heads_per_kv=8,
+    page_size=64,
+    page_rows=64 * 2 * 10,
+    has_recurrent=True,
+    wide_rows=128,
+    num_programs=132,
 )
-"""Of the 35B-A3B shape."""
+"""Of the 35B-A3B shape on an H200."""
 
 T = TypeVar("T")
 

@@ -77,6 +77,9 @@ class EngineConfig:
     """Maximum number of requests that run at once."""
     max_num_batched_tokens: int = 8192
     """Token budget of one step; longer prompts are prefilled in chunks."""
+    hopper_kernels: bool = True
+    """Run the kernels that are for Hopper alone where they can run; without them a Hopper chip
+    runs what every other one does."""
     enforce_eager: bool = False
     """Launch kernels one by one: no CUDA graphs."""
     async_scheduling: bool | None = None

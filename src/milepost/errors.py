@@ -5,6 +5,7 @@
     ├── ConfigError (ValueError)            the engine's configuration
     │   └── UnsupportedModelError           an architecture or a feature that we do not run
     ├── WeightsError (ValueError)           weight files that are missing, truncated or do not fit
+    ├── KernelError (RuntimeError)          a kernel that does not run on this GPU
     ├── TraceError (ValueError)             a trace or cost model that the simulator cannot read
     ├── EngineAsleepError (RuntimeError)    the engine was put to sleep
     ├── EngineDeadError (RuntimeError)      the step loop failed; no request can be answered
@@ -37,6 +38,10 @@ class UnsupportedModelError(ConfigError):
 
 class WeightsError(MilepostError, ValueError):
     """The weight files do not hold what the model needs."""
+
+
+class KernelError(MilepostError, RuntimeError):
+    """A kernel does not compile for the GPU, or asks for more than it has."""
 
 
 class TraceError(MilepostError, ValueError):

@@ -55,7 +55,7 @@ def lay_out(step: Step, heads_per_kv: int, **options: object) -> work.AttentionI
         heads_per_kv=heads_per_kv,
         num_kv_heads=2,
         page_size=PAGE_SIZE,
-        **options,
+        **{"num_programs": 132, **options},
     )
 
 

@@ -16,7 +16,15 @@ from milepost.runner.graphs import exact_capacity, ladder, largest_step, smalles
 from milepost.runner.staging import num_staged_bytes
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
-SHAPES = Shapes(num_kv_heads=2, heads_per_kv=4, page_size=64, page_rows=1000, has_recurrent=True)
+SHAPES = Shapes(
+    num_kv_heads=2,
+    heads_per_kv=4,
+    page_size=64,
+    page_rows=1000,
+    has_recurrent=True,
+    wide_rows=128,
+    num_programs=132,
+)
 
 
 def sequence(start: int, tokens: list[int], slot: int, **changes) -> SequencePlan:

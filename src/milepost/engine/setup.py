@@ -19,11 +19,12 @@ from milepost.config import DType, EngineConfig
 from milepost.engine.facts import Facts
 from milepost.engine.generation_config import end_token_ids, sampling_defaults
 from milepost.engine.tokenizer import load_tokenizer
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, KernelError
+from milepost.kernels.device import allow_hopper_kernels, describe, why_plain
 from milepost.models.hybrid import HybridModel
 from milepost.models.loading import find_folder, load_config, load_model, resolve_dtype
 from milepost.runner.arrays import Capacity
-from milepost.runner.device import DeviceExecutor, has_fast_kernels, measure_activations
+from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.memory import MIN_UNITS, OneMemory, Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.plain import PlainExecutor
@@ -72,13 +73,17 @@ def build(config: EngineConfig) -> Parts:
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
     shape = _pool_shape(config, model)
-    is_fast = device.type == "cuda" and has_fast_kernels(model)
+    is_fast = _announce_kernels(config, device, model.dtype)
     largest = largest_step(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     activations, captured = 0, _captured(config) if is_fast else []
     if is_fast:
-        activations = measure_activations(model, shape, largest, captured)
+        try:
+            activations = measure_activations(model, shape, largest, captured)
+        except KernelError as error:
+            logger.warning("kernels: reference, many times slower; of the fused ones %s", error)
+            is_fast, captured = False, []
     sizes = _sizes(config, shape, device, activations)
     cache = Cache(
         storage=sizes.storage(),
@@ -129,6 +134,16 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"CPU ({threads} thread{'s' * (threads != 1)})"
+
+
+def _announce_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Say which kernels run and why not others; whether those for a GPU do."""
+    allow_hopper_kernels(config.hopper_kernels)
+    reason = why_plain(device, dtype)
+    is_unexpected = reason and device.type == "cuda"
+    log = logger.warning if is_unexpected else logger.info
+    log("kernels: %s", describe(device, dtype))
+    return not reason
 
 
 def _captured(config: EngineConfig) -> list[Capacity]:

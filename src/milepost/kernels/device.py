@@ -1,22 +1,150 @@
-"""What kernels ask of the device that they run on."""
+"""What kernels ask of the device that they run on, and which of them run there.
+
+This can be imported without triton, which Gluon's kernels and the fused ones need.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
-import triton
 from torch import Tensor
+
+_GLUON_TRITONS = ((3, 6), (3, 9))
+"""First and last version whose Gluon our kernels are compiled with in tests; it may change with
+every Triton."""
+_OLDEST = (8, 0)
+"""Compute capability from which on there is arithmetic in bfloat16."""
+_UNLIMITED = 1 << 30
+_AMD_SHARED_BYTES = 64 << 10
+"""Of AMD's chips for which torch does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """What of a GPU decides how kernels are cut up."""
+
+    arch: str
+    """As compilers call it: sm_90, gfx942; cpu for Triton's interpreter."""
+    capability: tuple[int, int]
+    """NVIDIA's compute capability; (0, 0) for AMD."""
+    is_amd: bool
+    num_processors: int
+    """Multiprocessors, or AMD's compute units."""
+    shared_bytes: int
+    """Shared memory that a program may ask for."""
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a kernel's launch can overlap with the one before (see `overlap`)."""
+        return self.capability >= (9, 0)
+
+    @property
+    def has_copy_engine(self) -> bool:
+        """Whether boxes of a tensor come to shared memory by themselves; elsewhere Triton makes a
+        descriptor's loads of so many instructions that plain addresses are better."""
+        return self.capability >= (9, 0)
+
+    def choose_stages(self, wanted: int, step_bytes: int) -> int:
+        """How many steps of a loop may be under way, each with so many bytes in shared memory: one
+        of them is in registers. AMD's loads go through registers, where more than two don't fit.
+        """
+        most = 2 if self.is_amd else wanted
+        return max(2, min(wanted, most, 1 + self.shared_bytes // step_bytes))
+
+
+_INTERPRETER = Chip(
+    arch="cpu", capability=(9, 0), is_amd=False, num_processors=1, shared_bytes=_UNLIMITED
+)
+"""It goes the way of the largest chip."""
+
+
+@lru_cache
+def probe(device: torch.device) -> Chip:
+    """The chip behind a device."""
+    if device.type == "cpu":
+        return _INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    is_amd = torch.version.hip is not None
+    major, minor = torch.cuda.get_device_capability(device)
+    return Chip(
+        arch=properties.gcnArchName.split(":")[0] if is_amd else f"sm_{major}{minor}",
+        capability=(0, 0) if is_amd else (major, minor),
+        is_amd=is_amd,
+        num_processors=properties.multi_processor_count,
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", _AMD_SHARED_BYTES),
+    )
+
+
+class _Choice:
+    """What the configuration says."""
+
+    allows_hopper = True
+
+
+def allow_hopper_kernels(allowed: bool) -> None:
+    """Whether kernels for Hopper alone run where they can; those for every chip take over."""
+    _Choice.allows_hopper = allowed
 
 
 def runs_gluon(tensor: Tensor) -> bool:
     """Whether kernels in Gluon for Hopper run where the tensor is. Asked before such a kernel is
-    imported: Gluon may change with every Triton."""
-    if not (tensor.is_cuda and triton.__version__.startswith("3.6.")):
-        return False
-    return torch.cuda.get_device_capability(tensor.device) == (9, 0)
+    imported."""
+    return tensor.is_cuda and not why_no_gluon(probe(tensor.device))
+
+
+def why_no_gluon(chip: Chip) -> str:
+    """Why the kernels for Hopper don't run on the chip; empty if they do."""
+    if chip.capability != (9, 0):
+        return "they need sm_90"
+    if not _Choice.allows_hopper:
+        return "hopper_kernels is off"
+    oldest, newest = _GLUON_TRITONS
+    if not oldest <= triton_version() <= newest:
+        return "they are tested with Triton {}.{} to {}.{}".format(*oldest, *newest)
+    return ""
+
+
+@lru_cache
+def triton_version() -> tuple[int, int]:
+    """Major and minor version; (0, 0) where triton is missing."""
+    try:
+        major, minor = version("triton").split(".")[:2]
+    except PackageNotFoundError:
+        return (0, 0)
+    return int(major), int(minor)
+
+
+def why_plain(device: torch.device, dtype: torch.dtype) -> str:
+    """Why a model runs with the reference kernels on the device; empty if the fused ones run."""
+    if device.type != "cuda":
+        return f"the fused ones need a GPU, this is {device.type}"
+    if triton_version() == (0, 0):
+        return "the fused ones need triton: pip install 'milepost[gpu]'"
+    if dtype == torch.float64:
+        return "the fused ones do not add up in float64"
+    chip = probe(device)
+    if not chip.is_amd and chip.capability < _OLDEST:
+        return f"the fused ones need sm_80, this is {chip.arch}"
+    return ""
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Which kernels run and why not others, in a line for the log."""
+    reason = why_plain(device, dtype)
+    if reason:
+        return f"reference; {reason}"
+    chip = probe(device)
+    limits = f"{chip.num_processors} multiprocessors, {chip.shared_bytes >> 10} KiB shared memory"
+    reason = why_no_gluon(chip)
+    hopper = f"not those for Hopper ({reason})" if reason else "those for Hopper"
+    overlap = "overlapping launches" if chip.can_overlap else "no overlapping launches (sm_90)"
+    triton = "{}.{}".format(*triton_version())
+    return f"fused for {chip.arch} ({limits}), Triton {triton}; {hopper}; {overlap}"
 
 
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for Triton's interpreter."""
-    if device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return probe(device).num_processors

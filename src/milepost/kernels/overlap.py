@@ -18,11 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from milepost.kernels.device import probe
+
 _CAN_OVERLAP = (
     not triton.knobs.runtime.interpret
     and torch.cuda.is_available()
-    and torch.version.hip is None
-    and torch.cuda.get_device_capability() >= (9, 0)
+    and probe(torch.device("cuda")).can_overlap
 )
 _OVERLAPS = tl.constexpr(_CAN_OVERLAP)
 

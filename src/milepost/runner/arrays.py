@@ -42,6 +42,10 @@ class Shapes:
     page_rows: int
     """Rows of KV from one page to the next."""
     has_recurrent: bool
+    wide_rows: int
+    """Of attention's wide items."""
+    num_programs: int
+    """That the device runs at a time."""
 
 
 class HostTables:
@@ -154,6 +158,8 @@ def _attention(
         num_kv_heads=shapes.num_kv_heads,
         page_size=shapes.page_size,
         tables=tables.rows,
+        wide_rows=shapes.wide_rows,
+        num_programs=shapes.num_programs,
         capacity=None
         if capacity.is_exact
         else items.Capacity(num_tokens=capacity.num_tokens, num_sequences=capacity.num_sequences),

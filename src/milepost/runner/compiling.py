@@ -6,7 +6,7 @@ Met one after the other, kernels that Triton's cache does not hold yet take half
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,18 +14,26 @@ import triton
 from tqdm import tqdm
 from triton.runtime.jit import JITFunction
 
+from milepost.errors import KernelError
+from milepost.kernels.device import Chip
+
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
+def compiling_only(chip: Chip) -> Iterator[None]:
     """Inside, launches of Triton's kernels have them compiled, on other threads, and run nothing:
     what they would have written holds anything. All are compiled at the end; shows progress.
+
+    Raises KernelError at the end if one of them does not run on the chip.
     """
     launch = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
         return launch(kernel, *args, **(options | {"warmup": True}))
 
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool) as mode:
+    with (
+        ThreadPoolExecutor() as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
+    ):
         JITFunction.run = compile_only
         try:
             yield
@@ -33,5 +41,21 @@ def compiling_only() -> Iterator[None]:
             JITFunction.run = launch
         compiled = as_completed(mode.raw_futures)
         num_kernels = len(mode.raw_futures)
-        for _ in tqdm(compiled, desc="compiling kernels", total=num_kernels, dynamic_ncols=True):
-            pass
+        futures = list(
+            tqdm(compiled, desc="compiling kernels", total=num_kernels, dynamic_ncols=True)
+        )
+    complaints = sorted({complaint for future in futures if (complaint := _complain(future, chip))})
+    if complaints:
+        raise KernelError("; ".join(complaints))
+
+
+def _complain(future: Future[Any], chip: Chip) -> str:
+    """Why a kernel does not run on the chip; empty if it does."""
+    error = future.exception()
+    if error is not None:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+    kernel = future.result()
+    asked = kernel.metadata.shared
+    if asked <= chip.shared_bytes:
+        return ""
+    return f"{kernel.name} asks for {asked} bytes of shared memory, there are {chip.shared_bytes}"

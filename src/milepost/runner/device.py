@@ -7,11 +7,12 @@ themselves. Two steps may be under way at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from tqdm import tqdm
 
+from milepost.kernels.attention import choose_wide_rows
+from milepost.kernels.device import probe
 from milepost.kernels.sampling import likeliest
 from milepost.layers.context import DeviceBatch, StepArrays
 from milepost.models.hybrid import HybridLayer, HybridModel
@@ -99,11 +100,12 @@ class DeviceExecutor:
         return self._sampler.num_bytes
 
     def compile(self, capacities: Sequence[Capacity]) -> None:
-        """Compile the kernels of such steps; shows progress."""
+        """Compile the kernels of such steps; shows progress. Raises KernelError."""
+        # Imported where it is used: machines without a GPU need not have triton.
         from milepost.runner.compiling import compiling_only
 
         layers = self.model.one_of_each_kind()
-        with compiling_only():
+        with compiling_only(probe(self._pools.device)):
             for capacity in capacities:
                 self._run(self._padding(capacity), num_rows=capacity.num_sequences, layers=layers)
             self._sampler.rehearse(self.model.dtype)
@@ -141,16 +143,11 @@ class DeviceExecutor:
         return Outcome(logits=logits, best=likeliest(logits))
 
 
-def has_fast_kernels(model: HybridModel) -> bool:
-    """Whether the fused kernels can run the model: they need triton, and no float64."""
-    return model.dtype != torch.float64 and find_spec("triton") is not None
-
-
 def measure_activations(
     model: HybridModel, shape: PoolShape, largest: Capacity, captured: Sequence[Capacity]
 ) -> int:
     """Bytes that the `largest` step takes besides weights and pools. Compiles its kernels, and
-    those of the steps that are `captured` later."""
+    those of the steps that are `captured` later; raises KernelError if one does not run."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, device=device)
     executor = DeviceExecutor(
@@ -167,10 +164,13 @@ def measure_activations(
 def _shapes(model: HybridModel, pools: Pools) -> Shapes:
     config = model.config
     has_attention = "full_attention" in config.layer_types
+    chip = probe(pools.device)
     return Shapes(
         num_kv_heads=config.num_key_value_heads if has_attention else 0,
         heads_per_kv=config.num_attention_heads // config.num_key_value_heads,
         page_size=pools.page_size,
         page_rows=pools.page_rows,
         has_recurrent="linear_attention" in config.layer_types,
+        wide_rows=choose_wide_rows(config.head_dim, chip.shared_bytes),
+        num_programs=chip.num_processors,
     )

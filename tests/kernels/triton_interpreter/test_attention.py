@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.attention.items import Capacity
+from milepost.kernels.attention.items import Capacity, choose_wide_rows
+from milepost.kernels.device import Chip
 from tests.batches import spread
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
@@ -35,6 +36,18 @@ CASES = {
     "one_program": Case(starts=(600, 100), lengths=(1, 100), num_programs=1),
 }
 
+CHIPS = {
+    "sm_89": Chip(
+        arch="sm_89", capability=(8, 9), is_amd=False, num_processors=58, shared_bytes=99 << 10
+    ),
+    "gfx942": Chip(
+        arch="gfx942", capability=(0, 0), is_amd=True, num_processors=304, shared_bytes=64 << 10
+    ),
+}
+HOPPER = replace(
+    CHIPS["sm_89"], arch="sm_90", capability=(9, 0), num_processors=132, shared_bytes=227 << 10
+)
+
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attend_matches_reference(case: Case) -> None:
@@ -49,6 +62,18 @@ def test_attend_with_room_for_more_matches_reference(name: str) -> None:
 
 def test_attend_in_half_precision_matches_reference() -> None:
     assert error(replace(CASES["mixed"], dtype=torch.float16)) < 2e-3
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_attend_as_cut_for_chips_with_less_room(monkeypatch, head_dim: int, chip: Chip) -> None:
+    monkeypatch.setattr(attention, "probe", lambda _: chip)
+    rows = choose_wide_rows(head_dim, chip.shared_bytes)
+    wide = attention.choose_shape(rows, head_dim, torch.float16, chip)
+    assert wide.block < attention.choose_shape(rows, head_dim, torch.float16, HOPPER).block
+    assert wide.shared_bytes(rows, head_dim) <= chip.shared_bytes
+    case = Case(starts=(130, 40), lengths=(1, 37), head_dim=head_dim, page_size=16, wide_rows=rows)
+    assert error(replace(case, dtype=torch.float16)) < 2e-3
 
 
 def test_attend_without_boxes_matches_reference(monkeypatch) -> None:

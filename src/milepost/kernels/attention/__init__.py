@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels.attention.items import AttentionItems, Capacity, lay_out
+from milepost.kernels.attention.items import (
+    AttentionItems,
+    Capacity,
+    choose_wide_rows,
+    lay_out,
+)
 from milepost.kernels.attention.pages import (
     DecodePages,
     PrefillPages,
@@ -26,6 +31,7 @@ __all__ = [
     "DecodePages",
     "PrefillPages",
     "attend",
+    "choose_wide_rows",
     "decode",
     "lay_out",
     "lay_out_decodes",

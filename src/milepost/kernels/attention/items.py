@@ -38,6 +38,7 @@ the result). A tile is an item that is not cut yet: its ordinal is that of its f
 ITEM_SIZE = 8
 
 NARROW_ROWS = 16
+_WIDE_ROWS = 128
 UNIT = 128
 """KV ranges begin at multiples of this."""
 
@@ -80,6 +81,12 @@ class AttentionItems:
     """Tokens from here on have no partial results."""
 
 
+def choose_wide_rows(head_dim: int, shared_bytes: int) -> int:
+    """Rows of wide items on a chip: queries take up to half of a program's shared memory."""
+    fit = shared_bytes // 2 >= _WIDE_ROWS * head_dim * 2
+    return _WIDE_ROWS if fit else _WIDE_ROWS // 2
+
+
 def lay_out(
     starts: Sequence[int],
     lengths: Sequence[int],
@@ -88,10 +95,10 @@ def lay_out(
     heads_per_kv: int,
     num_kv_heads: int,
     page_size: int,
+    num_programs: int,
     tables: NDArray[Any] | None = None,
     capacity: Capacity | None = None,
-    wide_rows: int = 128,
-    num_programs: int = 132,
+    wide_rows: int = _WIDE_ROWS,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
     `rows` of the page tables.

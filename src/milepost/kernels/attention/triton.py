@@ -10,7 +10,7 @@ Legend: T tokens, H query heads, G KV heads, R = H / G, E head_dim, P partial re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,13 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
 from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
-from milepost.kernels.device import runs_gluon
+from milepost.kernels.device import Chip, probe, runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
 _COMBINED_AT_ONCE = 32
-_CROWD = 160
-"""More narrow programs than processors, and then some."""
+_CROWD = 1.25
+"""Narrow programs for each processor, from which on they are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,45 @@ class Shape:
     num_stages: int
     tail_stages: int
 
+    def shared_bytes(self, rows: int, head_dim: int) -> int:
+        """Shared memory of a program in 16-bit types, no less than it takes: its queries, and
+        the blocks of KV that are under way."""
+        blocks = max(self.num_stages - 1, self.tail_stages + 1) + 0.5
+        return int((rows + blocks * self.block) * head_dim * 2)
 
-def choose_shape(rows: int, head_dim: int, dtype: torch.dtype, num_programs: int) -> Shape:
-    """The shape measured best on an H200 (see bench/kernels/attention.py)."""
+
+_TESTED = Shape(16, 4, 1, 1)
+"""For float32, whose products are unrolled multiplications, slow to compile."""
+_CROWDED = (Shape(64, 4, 2, 2), Shape(32, 4, 2, 2))
+"""Several share a processor, and each other's waits."""
+_NARROW_LARGE = (Shape(64, 4, 5, 2), Shape(32, 4, 4, 2), Shape(32, 4, 2, 2))
+"""A page is looked up two blocks before its KV is loaded, and that two before it is used."""
+_NARROW = (Shape(128, 4, 5, 2), Shape(64, 4, 4, 2), Shape(64, 4, 2, 2))
+_HALF = (Shape(64, 4, 3, 2), Shape(32, 4, 3, 2), Shape(16, 4, 2, 2))
+_WIDE_LARGE = (Shape(64, 8, 3, 2), Shape(32, 8, 3, 2), Shape(16, 8, 2, 2))
+_WIDE = (Shape(128, 8, 3, 2), Shape(64, 8, 3, 2), Shape(32, 8, 2, 2))
+
+
+def choose_shape(
+    rows: int, head_dim: int, dtype: torch.dtype, chip: Chip, *, are_many: bool = False
+) -> Shape:
+    """Of the shapes that fit the chip the first: that measured best on an H200 (see
+    bench/kernels/attention.py), then ever smaller ones."""
     if dtype == torch.float32:
-        # For tests: products in float32 are unrolled multiplications, slow to compile.
-        return Shape(16, 4, 1, 1)
+        return _TESTED
     large = head_dim > 128
     if rows == NARROW_ROWS:
-        if large and num_programs > _CROWD:
-            # Several share a processor, and each other's waits.
-            return Shape(64, 4, 2, 2)
-        # A page is looked up two blocks before its KV is loaded, and that two before it is used.
-        return Shape(64, 4, 5, 2) if large else Shape(128, 4, 5, 2)
-    if rows < 128:
-        return Shape(64, 4, 3, 2)
-    return Shape(64, 8, 3, 2) if large else Shape(128, 8, 3, 2)
+        shapes = _CROWDED if large and are_many else _NARROW_LARGE if large else _NARROW
+    elif rows < 128:
+        shapes = _HALF
+    else:
+        shapes = _WIDE_LARGE if large else _WIDE
+    block_e = max(16, triton.next_power_of_2(head_dim))
+    room = chip.shared_bytes
+    fitting = (shape for shape in shapes if shape.shared_bytes(rows, block_e) <= room)
+    shape = next(fitting, shapes[-1])
+    stages = chip.choose_stages(shape.num_stages, shape.block * block_e * 2)
+    return replace(shape, num_stages=stages)
 
 
 def attend(
@@ -77,17 +100,18 @@ def attend(
     partials = query.new_empty(items.num_partials, num_heads, head_dim, dtype=torch.float32)
     sums = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
     common = (query, gate, output, pool, tables, items.bases, partials, sums, scale)
+    kind, chip = (head_dim, query.dtype), probe(query.device)
     if len(items.wide):
         hopper = None if wide_shape else _hopper_kernel(query, pool, items.wide_rows)
         if hopper:
             hopper(items.wide, *common)
         else:
-            shape = wide_shape or choose_shape(items.wide_rows, head_dim, query.dtype, 0)
+            shape = wide_shape or choose_shape(items.wide_rows, *kind, chip)
             _launch(items.wide, items.wide_rows, shape, *common)
     if len(items.narrow):
         # Decodes are most of them; how many items are padding is not known here.
-        num_programs = num_tokens * pool.shape[3]
-        shape = narrow_shape or choose_shape(NARROW_ROWS, head_dim, query.dtype, num_programs)
+        are_many = num_tokens * pool.shape[3] > _CROWD * chip.num_processors
+        shape = narrow_shape or choose_shape(NARROW_ROWS, *kind, chip, are_many=are_many)
         _launch(items.narrow, NARROW_ROWS, shape, *common)
     if items.num_combined:
         _combine_kernel[(items.num_combined, num_heads)](
@@ -135,7 +159,8 @@ def _launch(
     block_e = max(16, triton.next_power_of_2(head_dim))
     kv = as_rows(pool).flatten(1)
     # The copy engine moves boxes: a block must lie in one page, and no wider than the head.
-    boxed = page_size >= shape.block and block_e == head_dim and len(kv) < MAX_ROWS
+    boxed = probe(query.device).has_copy_engine and page_size >= shape.block
+    boxed = boxed and block_e == head_dim and len(kv) < MAX_ROWS
     _attend_kernel[(num_kv_heads, len(work))](
         query,
         gate,

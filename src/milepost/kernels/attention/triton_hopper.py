@@ -18,12 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
+from milepost.kernels.gluon import load_box
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
@@ -175,11 +175,11 @@ def _produce(
         mbarrier.wait(bars.index(STAGES + stage), phase)
         loaded = bars.index(stage)
         mbarrier.expect(loaded, size)
-        tma.async_copy_global_to_shared(kv, [row, column], loaded, keys.index(stage))
+        load_box(kv, [row, column], loaded, keys.index(stage))
         mbarrier.wait(bars.index(3 * STAGES + stage), phase)
         loaded = bars.index(2 * STAGES + stage)
         mbarrier.expect(loaded, size)
-        tma.async_copy_global_to_shared(kv, [row + PAGE_SIZE, column], loaded, values.index(stage))
+        load_box(kv, [row + PAGE_SIZE, column], loaded, values.index(stage))
         block += 1  # noqa: SIM113
 
 

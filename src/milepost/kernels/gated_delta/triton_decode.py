@@ -27,6 +27,7 @@ from milepost.kernels.gated_delta.triton_parts import (
     unit_scale,
 )
 from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CONVOLVE = {"num_warps": 1}
 _UPDATE = {"num_warps": 4}
@@ -50,8 +51,6 @@ def decode(
     key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
     mixed = projected.new_empty(num_sequences, channels, dtype=torch.float32)
     output = projected.new_empty(num_sequences, value_heads * value_dim)
-    # The second launch may start, and load what the first doesn't write, while the first runs.
-    overlap = projected.is_cuda
     sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
     _convolve[(num_sequences, 2 * key_heads + value_heads)](
         projected,
@@ -67,7 +66,6 @@ def decode(
         TAPS=num_taps,
         BLOCK_TAPS=triton.next_power_of_2(num_taps),
         BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
-        OVERLAP=overlap,
         **_CONVOLVE,
     )
     _update[(value_heads, num_sequences)](
@@ -88,9 +86,8 @@ def decode(
         VALUE_HEADS=value_heads,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_W=triton.next_power_of_2(value_dim),
-        OVERLAP=overlap,
-        launch_pdl=overlap,
         **_UPDATE,
+        **OVERLAPPED,
     )
     return output
 
@@ -121,12 +118,11 @@ def _convolve(
     TAPS: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One head: convolution, SiLU, L2 norm of queries and keys into `mixed` [D, C] float32; moves
     the head's convolution state on by one input."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    # The second launch may start, and load what this one doesn't write.
+    let_next_start()
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     written = tl.load(slot_out + sequence).to(tl.int64)
     if written < 0:
@@ -175,7 +171,6 @@ def _update(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One value head: its state [K, W] moves on by one token, is read, and the gated norm of what
     was read goes to `output` [D, V * W]."""
@@ -185,6 +180,8 @@ def _update(
     output_at = output + (sequence * VALUE_HEADS + head) * VALUE_DIM + column
     written = tl.load(slot_out + sequence).to(tl.int64)
     if written < 0:
+        # Padding waits too: a launch that is nothing else must not end before the one before it.
+        wait_for_inputs()
         tl.store(output_at, tl.zeros([BLOCK_W], output.dtype.element_ty), is_column)
         return
     state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
@@ -200,8 +197,7 @@ def _update(
     decay = tl.exp(log_decay(rate, bias, tl.load(gates + VALUE_HEADS)))
     weight = tl.load(norm_weight + column, is_column, 0)
     # From here on the first launch has ended.
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs()
 
     query_at = mixed + sequence * channels + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
     query = tl.load(query_at, is_row, 0)

@@ -19,11 +19,12 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import num_processors
 from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
@@ -210,7 +211,7 @@ def _decode_kernel(
             state = places.index(number % STAGES).load(BY_LINE).reshape([SIZE, SIZE])
             state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
             # All threads have the state: its place is free.
-            gl.thread_barrier()
+            thread_barrier()
             _fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
             number += 1
             change = (value - gl.sum(state * key, 0)) * beta
@@ -250,7 +251,7 @@ def _fetch(
         mbarrier.arrive(bar, count=1, pred=is_real == 0)
         for at in gl.static_range(0, LINES, BOX):
             part = place.slice(at, BOX)
-            tma.async_copy_global_to_shared(states, [line + at, 0], bar, part, pred=is_real)
+            load_box(states, [line + at, 0], bar, part, pred=is_real)
 
 
 @gluon.jit

@@ -9,14 +9,14 @@ Legend: T tokens, I inputs, O outputs, S splits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.device import runs_gluon
+from milepost.kernels.device import Chip, num_processors, probe, runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
@@ -32,17 +32,17 @@ class Tiles:
     is_swapped: bool = False
     """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
 
+    def fitted(self, chip: Chip) -> Tiles:
+        """The same with as many stages as the chip has room for in 16-bit types."""
+        step = (self.rows + self.columns) * self.depth * 2
+        return replace(self, stages=chip.choose_stages(self.stages, step))
+
 
 _FEW_ROWS = Tiles(rows=16, columns=64, depth=128, warps=4, stages=4, is_swapped=True)
 _FEW_LONG_ROWS = Tiles(rows=16, columns=64, depth=128, warps=4, stages=5, is_swapped=True)
 _LONG = 4096
 """Inputs from which on another stage pays."""
 _MORE_ROWS = Tiles(rows=64, columns=32, depth=128, warps=4, stages=4)
-_PROGRAMS = 128
-"""A product is cut along its inputs until it has so many programs."""
-_FEW_PROGRAMS = 64
-"""Up to so many start while the kernel before still runs; more would crowd on the few processors
-that are free by then."""
 _FEW_OUTPUTS = 1024
 """Up to so many outputs torch's product leaves most multiprocessors idle."""
 
@@ -75,6 +75,7 @@ def multiply_few(
         tiles = _MORE_ROWS
     else:
         return None
+    tiles = tiles.fitted(probe(hidden.device))
     return multiply(hidden, weight, bias, tiles, _choose_splits(weight, tiles))
 
 
@@ -92,9 +93,20 @@ def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
 def _choose_splits(weight: Tensor, tiles: Tiles) -> int:
     num_outputs, num_inputs = weight.shape
     splits, programs = 1, triton.cdiv(num_outputs, tiles.columns)
-    while programs * splits < _PROGRAMS and num_inputs >= 4 * splits * tiles.depth:
+    while (
+        programs * splits < _num_programs(weight.device) and num_inputs >= 4 * splits * tiles.depth
+    ):
         splits *= 2
     return splits
+
+
+def _num_programs(device: torch.device) -> int:
+    """A product is cut along its inputs until it has so many: one for nearly each processor.
+
+    Up to half as many start while the kernel before still runs; more would crowd on the few
+    processors that are free by then.
+    """
+    return 1 << (num_processors(device).bit_length() - 1)
 
 
 def multiply(
@@ -131,7 +143,7 @@ def multiply(
         SWAPPED=tiles.is_swapped,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **(OVERLAPPED if grid[0] * grid[1] <= _FEW_PROGRAMS else {}),
+        **(OVERLAPPED if 2 * grid[0] * grid[1] <= _num_programs(hidden.device) else {}),
     )
     return output if splits == 1 else output.transpose(0, 1)
 

@@ -22,13 +22,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import num_processors
+from milepost.kernels.gluon import load_box
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
@@ -302,7 +302,7 @@ def _fetch_weights(
         place = weights.index(stage * PARTS + part)
         for first in gl.static_range(0, COLUMNS, BOX):
             at = [part * OUTPUTS + tile * COLUMNS + first, step * DEPTH]
-            tma.async_copy_global_to_shared(weight, at, bar, place.slice(first, BOX))
+            load_box(weight, at, bar, place.slice(first, BOX))
 
 
 @gluon.jit
@@ -310,7 +310,7 @@ def _fetch_inputs(produced, step, stage):
     hidden, _, _, inputs, _, bars = produced
     DEPTH: gl.constexpr = inputs.type.shape[2]
     at = [0, step * DEPTH]
-    tma.async_copy_global_to_shared(hidden, at, bars.index(stage), inputs.index(stage))
+    load_box(hidden, at, bars.index(stage), inputs.index(stage))
 
 
 @gluon.jit

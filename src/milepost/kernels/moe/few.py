@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.device import probe
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _ROWS = 16
@@ -54,7 +55,7 @@ def expand(hidden: Tensor, experts: Tensor, gate_up: Tensor, active: Tensor) -> 
         INPUTS=hidden.shape[1],
         SIZE=size,
         ROWS=_ROWS,
-        **_EXPAND,
+        **_fitted(_EXPAND, 2, hidden),
         **OVERLAPPED,
     )
 
@@ -74,9 +75,17 @@ def contract(active: Tensor, weights: Tensor, experts: Tensor, down: Tensor, par
         SIZE=size,
         OUTPUTS=num_outputs,
         ROWS=_ROWS,
-        **_CONTRACT,
+        **_fitted(_CONTRACT, 1, active),
         **OVERLAPPED,
     )
+
+
+def _fitted(tiles: dict[str, int], weights: int, inputs: Tensor) -> dict[str, int]:
+    """The same with as many stages as the chip has room for; a step holds the tile of so many
+    weights."""
+    step = (_ROWS + weights * tiles["COLUMNS"]) * tiles["DEPTH"] * inputs.element_size()
+    stages = probe(inputs.device).choose_stages(tiles["num_stages"], step)
+    return tiles | {"num_stages": stages}
 
 
 @triton.jit

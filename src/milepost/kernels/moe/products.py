@@ -5,12 +5,13 @@ Legend: P choices, N choices of a token, H hidden size, I an expert's size, M ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.device import Chip
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -27,6 +28,12 @@ class Tiles:
     stages: int
     is_swapped: bool = False
     """The weights are the left operand: with few rows they fill the tensor cores' tall side."""
+
+    def fitted(self, rows: int, weights: int, chip: Chip) -> Tiles:
+        """The same with as many stages as the chip has room for in 16-bit types; a step holds
+        `rows` inputs and the tile of so many `weights`."""
+        step = (rows + weights * self.columns) * self.depth * 2
+        return replace(self, stages=chip.choose_stages(self.stages, step))
 
 
 def expand(

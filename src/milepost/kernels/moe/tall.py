@@ -13,18 +13,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from milepost.kernels.device import num_processors
+from milepost.kernels.device import num_processors, probe
 from milepost.kernels.moe.grouping import Groups
 
 ROWS = 128
 _COLUMNS = 128
 _DEPTH = 64
+_SHARED_BYTES = 128 << 10
+"""That the first product takes, and then some."""
 _PROGRAMS = 2
 """Programs of the second product that share a multiprocessor."""
 
 
 def suits(hidden: Tensor, gate_up: Tensor) -> bool:
-    """Whether sizes are whole tiles of a 16-bit type."""
+    """Whether the chip has the engine and room, and sizes are whole tiles of a 16-bit type."""
+    chip = probe(hidden.device)
+    if not chip.has_copy_engine or chip.shared_bytes < _SHARED_BYTES:
+        return False
     size, num_inputs = gate_up.shape[1] // 2, gate_up.shape[2]
     return hidden.element_size() == 2 and size % _COLUMNS == 0 and num_inputs % _COLUMNS == 0
 

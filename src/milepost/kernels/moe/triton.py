@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from milepost.kernels.device import probe
 from milepost.kernels.moe import few, products, tall, vectors
 from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.products import Tiles
@@ -99,8 +100,11 @@ def parts(
     regime = _choose_regime(hidden.dtype, num_choices / num_experts)
     group = group_many if num_choices > _MANY_CHOICES else group_few
     groups = group(experts, num_experts, regime.rows)
-    products.expand(hidden, gate_up, active, groups, regime.rows, regime.expand)
-    products.contract(active, weights, down, output, groups, regime.rows, regime.contract)
+    chip = probe(hidden.device)
+    first, second = regime.expand.fitted(regime.rows, 2, chip), regime.contract
+    products.expand(hidden, gate_up, active, groups, regime.rows, first)
+    second = second.fitted(regime.rows, 1, chip)
+    products.contract(active, weights, down, output, groups, regime.rows, second)
     return output
 
 

@@ -1,0 +1,50 @@
+"""The matrix of kernels and chips finds what it is for, and sees what an engine launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels are compiled by the package triton")
+REPOSITORY = Path(__file__).parents[2]
+HOPPER = REPOSITORY / "tools" / "compile_matrix" / "hopper.jsonl"
+"""Shapes that were measured on an H200 (docs/benchmarks.md)."""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).parent / "planted.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_instruction_of_a_later_chip_is_found(found):
+    assert "error" in found["planted"]["waits sm_80"].lower()
+    assert found["planted"]["waits sm_90"] == ""
+
+
+def test_a_tile_too_large_for_a_chip_is_found(found):
+    assert "bytes of shared memory, sm_89 has 101376" in found["planted"]["holds sm_89"]
+    assert found["planted"]["holds sm_80"] == ""
+
+
+def test_on_hopper_kernels_are_cut_as_they_were_measured(found):
+    measured = [json.loads(line) for line in HOPPER.read_text(encoding="utf-8").splitlines()]
+    launched = [row for row in found["hopper"] if not row["kernel"].startswith("sampling.")]
+    assert len(launched) >= 50
+    names = {row["kernel"] for row in launched}
+    assert {
+        "attention.triton_hopper._attend_kernel",
+        "gated_delta.triton_hopper._decode_kernel",
+        "linear.triton_hopper._multiply_kernel",
+        "moe.tall._expand_kernel",
+    } <= names
+    assert [row for row in launched if row not in measured] == []

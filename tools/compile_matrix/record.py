@@ -1,0 +1,225 @@
+"""What an engine would launch on a chip: its own steps are run with launches noted, not done."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+REPOSITORY = Path(__file__).parents[2]
+_EAGER = (600, 2048, 8192)
+"""Tokens of prefills that no graph holds; the last is the default max_num_batched_tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A kernel with everything that it is compiled for."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        module = self.kernel.__module__.removeprefix("milepost.kernels.")
+        return f"{module}.{self.kernel.__name__}"
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """By name; of tuples of arguments none is a constant."""
+        names = list(self.signature)
+        return {names[path[0]]: value for path, value in self.constexprs.items() if len(path) == 1}
+
+    def describe(self) -> dict[str, Any]:
+        """What tells launches apart, for people and for JSON."""
+        constants = {name: value for name, value in self.constants.items() if name.isupper()}
+        options = {
+            name: self.options[name]
+            for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+            if self.options.get(name)
+        }
+        return {"kernel": self.name, **constants, **options}
+
+    def key(self, target: object) -> str:
+        """Of all that the compiled kernel depends on: its source and that of what it calls
+        (wherever in a file it stands), types, constants, options, the chip, Triton."""
+        parts = (
+            self.kernel.cache_key,
+            dict(self.signature),
+            sorted(self.constexprs.items(), key=repr),
+            sorted(self.attributes.items(), key=repr),
+            sorted((k, str(v)) for k, v in self.options.items() if k != "extern_libs"),
+            str(target),
+            triton.__version__,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model as an engine would run it."""
+
+    model: str
+    """A folder of the repository."""
+    page_size: int = 64
+    overrides: Mapping[str, Any] | None = None
+    """Of its configuration."""
+    dtype: str = "auto"
+    only_attention: bool = False
+    """Where nothing else differs from another case."""
+    max_num_seqs: int = 64
+
+
+_35B, _9B = "bench/models/hybrid-35b-a3b", "bench/models/hybrid-9b"
+_TINY = "src/milepost/tiny"
+CASES: Sequence[Case] = (
+    Case(model=_35B),
+    *(Case(model=_35B, page_size=size, only_attention=True) for size in (16, 128)),
+    *(
+        Case(model=_35B, page_size=size, overrides={"head_dim": head_dim}, only_attention=True)
+        for head_dim in (64, 128)
+        for size in (16, 64, 128)
+    ),
+    Case(model=_9B),
+    Case(model=_TINY),
+    Case(model=_TINY, page_size=16),
+)
+"""All that is claimed to run."""
+CI_CASES: Sequence[Case] = (
+    Case(model=_35B),
+    Case(model=_35B, page_size=16, only_attention=True),
+    Case(model=_TINY),
+)
+"""The extremes: the widest heads and states, with pages as long as a block and far shorter; and the
+narrowest ones. What lies between takes less shared memory of the same kernels."""
+_BOUNDS = {"INPUTS", "OUTPUTS", "EXPERTS", "SIZE", "HEADS", "KV_HEADS", "KEY_HEADS", "VALUE_HEADS"}
+"""Constants that only bound loops and addresses: shared memory does not depend on them."""
+
+
+def one_of_each_kind(launches: Sequence[Launch]) -> list[Launch]:
+    """Of launches that differ in nothing but `_BOUNDS` the first."""
+    kinds: dict[str, Launch] = {}
+    for launch in launches:
+        kind = {name: value for name, value in launch.describe().items() if name not in _BOUNDS}
+        kinds.setdefault(repr(kind), launch)
+    return list(kinds.values())
+
+
+def record(cases: Sequence[Case]) -> list[Launch]:
+    """Every launch of the cases' steps once. Inside `chips.pretend` only."""
+    found: dict[tuple[str, str], Launch] = {}
+    with noting(found):
+        for case in cases:
+            _run_steps(case)
+    _forget_lines()
+    return sorted(found.values(), key=lambda launch: (launch.name, repr(launch.describe())))
+
+
+@contextmanager
+def noting(found: dict[tuple[str, str], Launch]) -> Iterator[None]:
+    """Inside, Triton's launches are added to `found`."""
+    do_compile: Callable[..., Any] = JITFunction._do_compile
+
+    def note(
+        kernel: Any,
+        key: str,
+        signature: dict[str, str],
+        _device: int,
+        constexprs: dict[Any, Any],
+        options: Any,
+        attributes: dict[Any, Any],
+        _warmup: bool,
+    ) -> None:
+        launch = Launch(
+            kernel=kernel,
+            signature=signature,
+            constexprs=constexprs,
+            attributes=attributes,
+            options=dict(options.__dict__),
+        )
+        found.setdefault((launch.name, key), launch)
+
+    JITFunction._do_compile = note
+    try:
+        yield
+    finally:
+        JITFunction._do_compile = do_compile
+
+
+def _forget_lines() -> None:
+    """Let a kernel's key not depend on the line on which it begins."""
+    for name, module in sys.modules.items():
+        if name.startswith("milepost.kernels."):
+            for kernel in vars(module).values():
+                if isinstance(kernel, JITFunction):
+                    kernel.starting_line_number, kernel.hash = 0, None
+
+
+def _run_steps(case: Case) -> None:
+    """Have an engine compile what it compiles before its first step."""
+    # Imported here: kernels ask for the chip as they are imported.
+    from milepost.layers.parameters import ParameterKind
+    from milepost.models.hybrid import HybridModel
+    from milepost.models.loading import find_architecture, load_config, resolve_dtype
+    from milepost.runner import device
+    from milepost.runner.arrays import Capacity
+    from milepost.runner.graphs import ladder, largest_step
+    from milepost.runner.pools import PoolShape
+
+    config = load_config(REPOSITORY / case.model)
+    text = config.get_text_config()
+    for name, value in (case.overrides or {}).items():
+        setattr(text, name, value)
+    text.layer_types = ["full_attention"] if case.only_attention else text.layer_types[:4]
+    text.num_hidden_layers = len(text.layer_types)
+    kind = ParameterKind(dtype=resolve_dtype(case.dtype, config), device=torch.device("meta"))
+    model = HybridModel(
+        text, find_architecture(config.model_type), kind, is_tied=config.tie_word_embeddings
+    )
+    shape = PoolShape(
+        specs=model.layer_specs,
+        page_size=case.page_size,
+        dtype=kind.dtype,
+        state_dtype=torch.float32,
+    )
+    limits = {"max_num_seqs": case.max_num_seqs, "max_num_batched_tokens": _EAGER[-1]}
+    steps = [
+        Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
+        for num_tokens in _EAGER
+    ]
+    with torch.inference_mode(), _without_copies():
+        device.measure_activations(
+            model, shape, largest_step(**limits), [*steps, *ladder(**limits)]
+        )
+
+
+@contextmanager
+def _without_copies() -> Iterator[None]:
+    """Inside, a step's arrays stay on the host: it is only said where on the device they would
+    lie."""
+    from milepost.runner import device, staging, tables
+
+    class Nowhere(staging.Staging):
+        def __init__(self, device: torch.device, num_bytes: int) -> None:
+            super().__init__(torch.device("cpu"), num_bytes)
+            self._device_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        def send(self, batch: Any) -> None:
+            pass
+
+    with (
+        mock.patch.object(device, "Staging", Nowhere),
+        mock.patch.object(tables, "Staging", Nowhere),
+    ):
+        yield
