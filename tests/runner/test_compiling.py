@@ -41,5 +41,5 @@ def test_an_engine_whose_kernels_do_not_run_takes_the_reference(monkeypatch, cap
     monkeypatch.setattr(setup, "_announce_kernels", lambda *_: True)
     monkeypatch.setattr(setup, "measure_activations", refuse)
     llm = LLM(device="cpu", cpu_cache_gib=0.05)
-    assert isinstance(llm.engine.runner.executor, PlainExecutor)
+    assert isinstance(llm.llm_engine.runner.executor, PlainExecutor)
     assert "kernels: reference, many times slower; of the fused ones solve asks" in caplog.text

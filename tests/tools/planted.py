@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "compile_matrix"))
 
 from chips import CHIPS, pretend
-from compiling import compile_launch
+from compiling import Result, Results, compile_launch
 from record import CI_CASES, noting, record
 
 
@@ -49,7 +50,21 @@ def complaint(kernel, arch: str) -> str:
             source = torch.empty(256, 1024, device="meta", dtype=torch.bfloat16)
             kernel[(1,)](source, target, SIZE=1024, num_stages=5)
         (launch,) = found.values()
-        return compile_launch(launch, chip).complaint(chip)
+        result = compile_launch(launch, chip)
+    return looked_up(launch.key(chip.target), result).complaint(chip)
+
+
+def looked_up(key: str, result: Result) -> Result:
+    """By another process, once it stands in a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "new.jsonl"
+        Results([path], new=path).add(key, result)
+        results = Results([path], new=path)
+        results.write(path, [key])
+        found = Results([path], new=path)
+        assert found.find("another") is None
+        assert found.find(key) == result
+        return found.find(key)
 
 
 def main() -> None:

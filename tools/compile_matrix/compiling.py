@@ -51,7 +51,8 @@ class Results:
             if path.exists():
                 for line in path.read_text(encoding="utf-8").splitlines():
                     row = json.loads(line)
-                    self._results[row.pop("key")] = Result(**row)
+                    key = row.pop("key")
+                    self._results[key] = Result(**row)
 
     def find(self, key: str) -> Result | None:
         return self._results.get(key)
