@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
 PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-gpu fuzz compile-matrix compile-matrix-all lint format bench clean
+.PHONY: demo test test-gpu fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
@@ -30,6 +30,15 @@ compile-matrix: $(STAMP)
 # Nightly: every case and size, nothing taken from a record.
 compile-matrix-all: $(STAMP)
 	$(BIN)/python tools/compile_matrix --all --fresh
+
+# Nightly: Hopper's kernels with the other versions of Triton that come with a torch that we allow.
+compile-matrix-tritons: $(STAMP)
+	for version in 3.7.1 3.8.0 3.9.0; do \
+		$(BIN)/python -m pip install --quiet --no-deps --target .cache/triton-$$version \
+			triton==$$version && \
+		PYTHONPATH=.cache/triton-$$version $(BIN)/python tools/compile_matrix --chips=sm_90 \
+			--cache .cache/compile_matrix-$$version || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
