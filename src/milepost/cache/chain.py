@@ -30,7 +30,10 @@ class Chain:
     __slots__ = ("_digests", "_unsalted", "page_size", "root", "salt", "tokens")
 
     def __init__(self, tokens: Iterable[int], page_size: int, salt: str = "") -> None:
-        self.tokens = array("I", tokens)
+        if isinstance(tokens, array) and tokens.typecode == "I":
+            self.tokens: array[int] = tokens[:]
+        else:
+            self.tokens = array("I", tokens)
         self.page_size = page_size
         self.salt = salt
         self.root = blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"milepost").digest()

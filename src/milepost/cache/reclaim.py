@@ -77,12 +77,26 @@ class Reclaimer:
         changed = self._tree.changed
         if not changed:
             return
+        checkpoints: dict[Checkpoint, None] = {}
         for thing in dict.fromkeys(changed):
-            if isinstance(thing, Node):
+            if isinstance(thing, Checkpoint):
+                checkpoints[thing] = None
+            elif isinstance(thing, Node):
                 self._rank(thing)
-            elif isinstance(thing, Checkpoint):
-                self._rank_checkpoint(thing)
+                # The others there carry a page whatever becomes of the node's.
+                at_end = thing.checkpoints.get(b"")
+                if at_end is not None and not self._is_carrier_known(at_end):
+                    checkpoints[at_end] = None
         changed.clear()
+        for checkpoint in checkpoints:
+            self._rank_checkpoint(checkpoint)
+
+    def _is_carrier_known(self, checkpoint: Checkpoint) -> bool:
+        """Whether the carriers are right about a checkpoint, as far as its node goes."""
+        carriers = self._carriers
+        return carriers is self._states or (checkpoint in carriers) == self._carries_page(
+            checkpoint
+        )
 
     def allocate_pages(self, num: int) -> list[int]:
         """Pages with one live reference each; evicts what is missing.
@@ -146,9 +160,6 @@ class Reclaimer:
                 self._strays.push(node, self._stray_clock)
         else:
             self._strays.discard(node)
-        at_end = node.checkpoints.get(b"")
-        if at_end is not None:  # the others carry a page whatever becomes of the node's
-            self._rank_checkpoint(at_end)
 
     def _rank_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Bring the orders in step with one checkpoint."""
