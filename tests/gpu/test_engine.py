@@ -241,6 +241,24 @@ def test_sampled_answers_repeat(tiny):
     assert first.token_ids[0] == second.token_ids[0]
 
 
+def test_penalties_count_tokens_that_the_host_does_not_know(tiny):
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        presence_penalty=1.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        seed=5,
+        max_tokens=30,
+        ignore_eos=True,
+    )
+    ahead, plain = (
+        ask(_open(tiny, "float32", async_scheduling=is_ahead), tokens(80), params=params)
+        for is_ahead in (True, False)
+    )
+    assert ahead[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+
+
 def test_embedded_model_answers_as_on_a_cpu():
     prompts = ["def add(a, b):\n    ", "import os\nimport", "class Stack:\n    def push(self"]
     params = SamplingParams(temperature=0, max_tokens=48)
