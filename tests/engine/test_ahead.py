@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from milepost.cache.check import check
+from milepost.engine.requests import Prompt
 from tests.engines import (
     answer,
     ask,
@@ -115,3 +116,56 @@ def test_a_step_ahead_is_taken(tiny, monkeypatch):
     monkeypatch.setattr(llm.llm_engine.runner, "launch", note)
     ask(llm, tokens(100))
     assert launched == [False] + [True] * 19
+
+
+def test_min_tokens_counts_the_token_that_is_not_known_yet(tiny, llm):
+    prompt = tokens(90)
+    full = tiny.expected(prompt, greedy())
+    num = next(i for i in range(3, len(full)) if full[i] not in full[:i])
+    (output,) = ask(llm, prompt, params=greedy(stop_token_ids=[full[num]], min_tokens=num))
+    assert answer(output) == full[: num + 1]
+
+
+def test_requests_come_and_go_between_steps(tiny):
+    """Prefills in chunks, shared prefixes, late arrivals and an abort, with a step under way."""
+    llm = tiny.open(async_scheduling=True, max_num_batched_tokens=128, max_num_seqs=4)
+    engine, shared, jobs = llm.llm_engine, tokens(300, 5), []
+
+    def add(prompt):
+        jobs.append(engine.add(Prompt(token_ids=prompt), greedy()))
+
+    def step(num):
+        for _ in range(num):
+            engine.step()
+            check(engine.scheduler.cache)
+
+    add(tokens(200))
+    step(3)
+    add([*shared, *tokens(20, 6)])
+    step(2)
+    add([*shared, *tokens(20, 7)])
+    add(tokens(150, 8))
+    step(2)
+    engine.abort(jobs[3])
+    step(1)
+    add([*tokens(150, 8), 3])
+    add([*shared, *tokens(20, 9)])
+    while engine.has_work:
+        step(1)
+    tiny.check(job.output() for job in jobs if job is not jobs[3])
+    assert cached([jobs[2].output(), jobs[5].output()]) == [256, 256]
+    assert num_held(llm) == (0, 0)
+
+
+def test_prefills_and_admissions_are_taken_ahead(tiny, monkeypatch):
+    llm = tiny.open(async_scheduling=True, max_num_batched_tokens=128, max_num_seqs=4)
+    runner, behind = llm.llm_engine.runner, []
+    launch = runner.launch
+
+    def note(plan, *args, **options):
+        behind.append(options.get("before") is not None)
+        return launch(plan, *args, **options)
+
+    monkeypatch.setattr(runner, "launch", note)
+    tiny.check(ask(llm, tokens(300), tokens(400, 1), tokens(90, 2)))
+    assert behind == [False] + [True] * (len(behind) - 1)
