@@ -86,8 +86,9 @@ class EngineConfig:
     """Launch a decode step before the tokens of the one before are read; by default on a GPU."""
     max_cache_marks: int = 16
     """Maximum number of `cache_marks` in one prompt."""
-    disable_log_stats: bool = True
-    """Do not log the engine's counters at intervals."""
+    disable_log_stats: bool = False
+    """Do not log the engine's counters: by a server at intervals, by `LLM` (where this is the
+    default) behind each call."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

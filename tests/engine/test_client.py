@@ -16,6 +16,7 @@ from milepost.errors import (
     InvalidRequestError,
     QueueFullError,
     RequestTimeoutError,
+    ServerClosingError,
     UnsupportedModelError,
 )
 from milepost.sampling_params import SamplingParams
@@ -235,6 +236,25 @@ def test_a_killed_process_fails_streams_and_questions(config):
 
     run(config, scenario, on_death=deaths.append)
     assert len(deaths) == 1
+
+
+def test_a_question_to_an_engine_that_hangs_has_an_end(config):
+    async def scenario(client):
+        stream = client.add(PROMPT, LONG)
+        async for _ in stream:
+            break
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(RequestTimeoutError):
+            await client.reset_prefix_cache(timeout_s=0.01)
+        asked = asyncio.ensure_future(client.reset_prefix_cache())
+        await asyncio.sleep(0)
+        client.fail_questions(ServerClosingError("the server is shutting down"))
+        with pytest.raises(ServerClosingError):
+            await asked
+        os.kill(client.pid, signal.SIGCONT)
+        stream.close()
+
+    run(config, scenario)
 
 
 def test_a_step_that_fails_says_why(config):

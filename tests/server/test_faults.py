@@ -262,11 +262,6 @@ def test_a_unix_socket(folder, tmp_path):
             assert http.get("/health").status_code == 200
 
 
-def test_an_engine_that_cannot_be_built_ends_the_command(tmp_path):
-    with pytest.raises(AssertionError, match="no-such"), serving(tmp_path / "no-such"):
-        pass
-
-
 def test_a_port_in_use_is_found_before_loading(folder):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

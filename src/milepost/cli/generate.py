@@ -93,7 +93,7 @@ def generate_command(
         config = ENGINE.build(settings)
         _check(system, chat, repeat, config)
         texts = _read_prompts(prompts, prompt_file or [], stdin)
-        log_to_stderr(verbose or not config.disable_log_stats)
+        log_to_stderr(verbose)
         screen.loading(config.model)
         engine = open_engine(config)
         params = replace(engine.get_default_sampling_params(), **SAMPLING.given(settings))

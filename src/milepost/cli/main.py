@@ -6,7 +6,6 @@ error, no traceback), 130 Ctrl-C, 141 a reader of the output that went away.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from milepost.cli.bench import bench_command
 from milepost.cli.chat import chat_command
 from milepost.cli.display import Screen
 from milepost.cli.generate import Engine, generate_command
-from milepost.cli.serve import Serve, run_server, serve_command
+from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.simulate import simulate_command
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
@@ -52,7 +51,7 @@ def main(
         screen.reports.print()
         return 130
     except BrokenPipeError:
-        _forget_stdout()
+        forget_stdout()
         return 141
     return status if isinstance(status, int) else 0
 
@@ -84,8 +83,3 @@ def open_llm(config: EngineConfig) -> Engine:
 def _process_screen() -> Screen:
     reports = Console(stderr=True, highlight=False)
     return Screen(answers=sys.stdout, reports=reports, clock=time.perf_counter)
-
-
-def _forget_stdout() -> None:
-    """Keep the interpreter from flushing into the closed pipe when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

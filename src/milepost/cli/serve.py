@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -25,6 +26,8 @@ SERVER = Flags(
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
 _KNOWN = {field.name for config in (ServerConfig, EngineConfig) for field in fields(config)}
 VLLM = Flags(config=VllmFlags, group=Group("From vLLM", sort_key=3), renamed={}, left_out=_KNOWN)
+
+logger = logging.getLogger(__name__)
 
 Serve = Callable[[ServerConfig, EngineConfig], int]
 
@@ -74,19 +77,35 @@ def run_server(server: ServerConfig, engine: EngineConfig) -> int:
 def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
     """The address goes to standard output, for programs; what a person wants to know stands above
     it, on standard error."""
-    print("", *(f"{name:>13}  {words}" for name, words in subjects), "", sep="\n", file=sys.stderr)
-    print(f"Milepost listens on {address}", flush=True)
+    try:
+        lines = (f"{name:>13}  {words}" for name, words in subjects)
+        print("", *lines, "", sep="\n", file=sys.stderr)
+        print(f"Milepost listens on {address}", flush=True)
+    except OSError as error:  # closed or full: nobody reads it, but requests are taken all the same
+        logger.warning("the address, %s, cannot be written: %s", address, error.strerror)
+        forget_stdout()
+
+
+def forget_stdout() -> None:
+    """Keep the interpreter from flushing into a closed pipe when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _log_to_stderr(is_detailed: bool) -> None:
     logging.basicConfig(
         level=logging.INFO if is_detailed else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=_FORM,
         stream=sys.stderr,
     )
-    access = logging.getLogger("milepost.access")
-    access.setLevel(logging.INFO)
-    access.propagate = False
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    access.handlers = [handler]
+    for name, form in _ALWAYS_LOGGED.items():
+        own = logging.getLogger(name)
+        own.setLevel(logging.INFO)
+        own.propagate = False
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(form))
+        own.handlers = [handler]
+
+
+_FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_ALWAYS_LOGGED = {"milepost.access": "%(message)s", "milepost.stats": _FORM}
+"""Logs that have switches of their own, and their form."""

@@ -36,7 +36,13 @@ from milepost.engine.wire import (
     ToClient,
     frame,
 )
-from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError, QueueFullError
+from milepost.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    MilepostError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 from milepost.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -261,6 +267,12 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.fail(error)
 
+    def fail_questions(self, error: MilepostError) -> None:
+        """End every question that is not answered yet with an error."""
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(error)
+
     async def metrics(self) -> list[Metric]:
         """The engine's counters and gauges. Waits for the step under way."""
         return (await self._ask("metrics")).metrics or []
@@ -275,9 +287,18 @@ class EngineClient:
         """Forget everything cached and return its memory; False while requests are running."""
         return bool((await self._ask("release_cache")).done)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False while requests are running."""
-        return bool((await self._ask("reset_prefix_cache")).done)
+    async def reset_prefix_cache(self, timeout_s: float | None = None) -> bool:
+        """Forget everything cached; False while requests are running.
+
+        Raises RequestTimeoutError if the engine does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return bool((await self._ask("reset_prefix_cache")).done)
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"the engine did not answer within {timeout_s:g} seconds"
+            ) from None
 
     async def close(self) -> None:
         """End the process, whatever it is doing; open streams raise EngineDeadError."""
@@ -397,9 +418,7 @@ class EngineClient:
 
     def _fail_everything(self, error: EngineDeadError) -> None:
         self.fail_all(error)
-        for future in self._asked.values():
-            if not future.done():
-                future.set_exception(error)
+        self.fail_questions(error)
 
     async def _end_loading(self) -> None:
         """End a process that was never ready: it would first load the weights to their end."""

@@ -37,6 +37,7 @@ class LLM:
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         _refuse_unknown(options)
         model = str(model) if isinstance(model, PathLike) else model
+        options.setdefault("disable_log_stats", True)
         self.llm_engine = Engine(EngineConfig(model=model, **options))
 
     def generate(

@@ -80,6 +80,7 @@ def build(service: Service) -> Any:
         api_keys=[*(config.api_key or ()), *read_keys(config.key_file)],
         admin_keys=config.admin_key or (),
         max_request_bytes=config.max_request_bytes,
+        body_timeout_s=config.body_timeout_s,
         log=config.access_log,
         root_path=config.root_path,
         sends_request_id=config.enable_request_id_headers,
@@ -219,7 +220,7 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
     @app.post("/reset_prefix_cache", responses={409: {"description": "Requests are running."}})
     async def reset_prefix_cache() -> dict[str, Any]:
-        if not await service.client.reset_prefix_cache():
+        if not await service.client.reset_prefix_cache(timeout_s=service.config.request_timeout_s):
             raise HttpError(409, "requests are running: the cache is reset only between them")
         return {"reset": True}
 

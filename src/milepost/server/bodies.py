@@ -16,10 +16,10 @@ import numpy as np
 from fastapi.routing import APIRoute
 from pydantic import Field
 from pydantic_core import from_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from milepost.server.errors import HttpError
+from milepost.server.errors import ClientGoneError, HttpError
 
 MAX_VALUES: Final = 2**21
 """Elements of all lists and objects of a body, nearly all of them token ids."""
@@ -53,6 +53,13 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
+    async def body(self) -> bytes:
+        try:
+            return await super().body()
+        except ClientDisconnect as error:
+            self.scope["milepost.record"]["client_gone"] = True
+            raise ClientGoneError from error
+
     async def json(self) -> Any:
         body = await self.body()
         check_size(body)

@@ -12,6 +12,7 @@ from milepost.errors import ConfigError
 from milepost.server.parsing.formats import REASONING, TOOL_CALLS
 
 ToolParser = Literal["auto", *TOOL_CALLS, "none"]  # type: ignore[valid-type]
+SchedulingPolicy = Literal["fcfs", "priority"]
 ReasoningParser = Literal["auto", *REASONING, "none"]  # type: ignore[valid-type]
 
 
@@ -47,6 +48,16 @@ class ServerConfig:
     """How long a client may read nothing of a stream before its request is dropped."""
     shutdown_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM or Ctrl-C before they fail."""
+    max_connections: int | None = None
+    """Connections that may be open at once; by default what the system's limit of open files
+    leaves. More get 503."""
+    head_timeout_s: float = 30.0
+    """Longest time from a connection's start to the end of its first request's headers, and from
+    one request's first byte to the end of its headers."""
+    body_timeout_s: float = 60.0
+    """Longest silence while a request's body is awaited; then 408."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """`fcfs`: in order of arrival; `priority`: requests may say how urgent they are."""
     grammar_timeout_s: float = 5.0
     """Limit on the processor time for compiling a schema, regular expression or grammar."""
     max_request_bytes: int = 16 * 2**20
@@ -102,9 +113,9 @@ class ServerConfig:
         _require(has_key, f"ssl_keyfile={self.ssl_keyfile!r}: give ssl_certfile too")
         _require(0 <= self.port < 65536, f"port={self.port}: use 0 to 65535")
         _require(self.max_waiting >= 0, f"max_waiting={self.max_waiting}: use 0 or more")
-        for name in _POSITIVE:
+        for name in (*_POSITIVE, "max_connections"):
             value = getattr(self, name)
-            _require(value > 0, f"{name}={value}: use more than 0")
+            _require(value is None or value > 0, f"{name}={value}: use more than 0")
         for name in ("step_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}: use 0 or more")
@@ -112,7 +123,14 @@ class ServerConfig:
             _require(all(getattr(self, name) or ["-"]), f"{name}='': use text that is not empty")
 
 
-_POSITIVE = ("request_timeout_s", "write_timeout_s", "grammar_timeout_s", "max_request_bytes")
+_POSITIVE = (
+    "request_timeout_s",
+    "write_timeout_s",
+    "head_timeout_s",
+    "body_timeout_s",
+    "grammar_timeout_s",
+    "max_request_bytes",
+)
 
 
 def _listed(given: Sequence[str] | None) -> list[str]:

@@ -35,6 +35,11 @@ _STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
 )
 _TYPES = {
     401: "authentication_error",
+    408: "timeout",
+    431: "request_headers_too_large",
+    499: "client_closed_request",
+    503: "service_unavailable",
+    504: "timeout",
     403: "permission_error",
     404: "not_found_error",
     409: "conflict",
@@ -61,6 +66,13 @@ class HttpError(HTTPException):
         super().__init__(status, message, headers)
         self.param = param
         self.code = code
+
+
+class ClientGoneError(HttpError):
+    """Nobody waits for the response any more; the log and the metrics know it as status 499."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client left before its response was there")
 
 
 def status_of(error: Exception) -> int:

@@ -6,6 +6,7 @@ add what they know (`request.scope["milepost.record"]`), and it is written when 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -15,8 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from milepost.server.anthropic.errors import body_for
-from milepost.server.errors import HttpError, message_of, response_of
-from milepost.server.stream import ClientGoneError
+from milepost.server.errors import ClientGoneError, HttpError, message_of, response_of
 from milepost.server.ui import page
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Gate:
         api_keys: Sequence[str],
         admin_keys: Sequence[str],
         max_request_bytes: int,
+        body_timeout_s: float,
         log: bool,
         root_path: str = "",
         sends_request_id: bool = False,
@@ -50,6 +51,7 @@ class Gate:
         self._keys = [key.encode() for key in api_keys]
         self._admin_keys = [key.encode() for key in admin_keys]
         self._max_bytes = max_request_bytes
+        self._body_timeout_s = body_timeout_s
         self._log = log
         self._root_path = root_path
         self._sends_request_id = sends_request_id
@@ -103,11 +105,18 @@ class Gate:
 
     def _limited(self, receive: Any) -> Any:
         """`receive` for bodies that come without a length."""
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
 
         async def limited() -> Any:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            try:
+                async with asyncio.timeout(None if is_whole else self._body_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HttpError(
+                    408, f"no more of the body came for {self._body_timeout_s:g} seconds"
+                ) from None
+            is_whole = is_whole or not message.get("more_body")
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise self._too_large()

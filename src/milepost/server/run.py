@@ -33,8 +33,10 @@ from milepost.errors import ConfigError, ServerClosingError
 from milepost.models.loading import find_folder
 from milepost.server import app
 from milepost.server.config import ServerConfig, read_keys, read_template
+from milepost.server.connections import RESERVED_FILES, protocol, raise_file_limit
 from milepost.server.service import Service
 from milepost.server.started import describe
+from milepost.server.stats import log_stats
 
 T = TypeVar("T")
 
@@ -95,7 +97,10 @@ async def _serve(
             return 1
         heap.settle()
         announce(_address(config, sock), describe(service))
+        stats = None if engine_config.disable_log_stats else asyncio.create_task(log_stats(client))
         await server.serve(sockets=[sock])
+        if stats is not None:
+            stats.cancel()
         await service.close()
     finally:
         await client.close()
@@ -159,6 +164,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         limit = service.config.shutdown_timeout_s
+        max_connections = max(raise_file_limit() - RESERVED_FILES, 1)
         super().__init__(
             uvicorn.Config(
                 app.build(service),
@@ -167,6 +173,10 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 **_tls(service.config),
+                http=protocol(
+                    max_connections=service.config.max_connections or max_connections,
+                    head_timeout_s=service.config.head_timeout_s,
+                ),
                 timeout_graceful_shutdown=int(limit + LAST_WORDS_S) + 1,
             )
         )
@@ -180,6 +190,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_closing = True
+        self._service.client.fail_questions(ServerClosingError("the server is shutting down"))
         limit = self._service.config.shutdown_timeout_s
         timer = asyncio.get_running_loop().call_later(limit, self._give_up)
         try:

@@ -216,6 +216,11 @@ class Service:
             raise EngineDeadError(self.client.death)
         if self.is_asleep:
             raise EngineAsleepError("the engine sleeps: POST /wake_up wakes it")
+        if priority and self.config.scheduling_policy == "fcfs":
+            raise InvalidRequestError(
+                f"priority={priority}: this server serves in order of arrival; "
+                "--scheduling-policy priority lets requests say more"
+            )
         self._check(prompts, params, field)
         bell = Bell()
         streams = [

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.errors import MilepostError
-from milepost.server.errors import body_of, message_of
+from milepost.server.errors import ClientGoneError, body_of, message_of
 from milepost.server.protocol import StreamOptions
 
 T = TypeVar("T")
@@ -20,10 +20,6 @@ Send = Callable[[Any], Awaitable[None]]
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the response any more."""
 
 
 def event(body: Any) -> bytes:

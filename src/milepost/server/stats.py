@@ -1,0 +1,55 @@
+"""A line of figures every ten seconds, while there is something to say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from milepost.engine.client import EngineClient
+from milepost.engine.metrics import Metric
+from milepost.errors import MilepostError
+
+logger = logging.getLogger("milepost.stats")
+
+INTERVAL_S = 10.0
+
+
+async def log_stats(client: EngineClient, interval_s: float = INTERVAL_S) -> None:
+    """Log until it is cancelled, or the engine has died."""
+    before, since = _values(await client.metrics()), time.monotonic()
+    was_idle = True
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            values, now = _values(await client.metrics()), time.monotonic()
+        except MilepostError:
+            return
+        is_idle = values["num_steps"] == before["num_steps"] and not values["num_requests_running"]
+        if not (is_idle and was_idle):
+            logger.info("%s", line(before, values, now - since))
+        before, since, was_idle = values, now, is_idle
+
+
+def line(before: Mapping[str, float], values: Mapping[str, float], seconds: float) -> str:
+    """What happened in between, and what there is now."""
+
+    def gained(name: str) -> float:
+        return values[name] - before[name]
+
+    queries = gained("prefix_cache_queries")
+    hits = 100 * gained("prefix_cache_hits") / queries if queries else 0.0
+    return (
+        f"Avg prompt throughput: {gained('prompt_tokens_computed') / seconds:.1f} tokens/s, "
+        f"Avg generation throughput: {gained('decode_tokens') / seconds:.1f} tokens/s, "
+        f"Running: {values['num_requests_running']:.0f} reqs, "
+        f"Waiting: {values['num_requests_waiting']:.0f} reqs, "
+        f"KV cache usage: {100 * values['kv_cache_usage_perc']:.1f}%, "
+        f"State cache usage: {100 * values['state_cache_usage_perc']:.1f}%, "
+        f"Prefix cache hit rate: {hits:.1f}%"
+    )
+
+
+def _values(metrics: Sequence[Metric]) -> dict[str, float]:
+    return {m.name.removeprefix("milepost:"): m.value for m in metrics if not m.labels}

@@ -1,0 +1,240 @@
+"""What a connection may cost before its request is known, and how a server begins and ends."""
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from milepost.cli import serve
+from milepost.engine.metrics import Metric
+from milepost.server import connections, stats
+from tests.server.conftest import ENVIRONMENT, serving
+from tests.server.test_faults import LONG, until
+
+HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+MAX_CONNECTIONS = 40
+
+
+@pytest.fixture(scope="module")
+def limited(folder):
+    flags = ("--head-timeout-s", "1", "--body-timeout-s", "1", "--api-key", "one")
+    with serving(folder, *flags, "--max-connections", str(MAX_CONNECTIONS)) as running:
+        yield running
+
+
+@pytest.fixture
+def connect(limited):
+    address = urlsplit(limited.url)
+    opened = []
+
+    def opens():
+        sock = socket.create_connection((address.hostname, address.port), timeout=30)
+        opened.append(sock)
+        return sock
+
+    yield opens
+    for sock in opened:
+        sock.close()
+
+
+def sent(sock, *pieces):
+    """Send until the server has had enough."""
+    try:
+        for piece in pieces:
+            sock.sendall(piece)
+    except OSError:
+        pass
+
+
+def received(sock):
+    """All that comes until the server closes."""
+    data = b""
+    try:
+        while more := sock.recv(65536):
+            data += more
+    except ConnectionError:
+        pass
+    return data
+
+
+def status(data):
+    return int(data.split(b" ", 2)[1]) if data else None
+
+
+LINE = b"x-%d: " + b"a" * 1000 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [HEAD, b"x: ", *[b"a" * 65536] * 40],
+        [HEAD, *[LINE % i * 60 for i in range(40)]],
+        [b"GET /", *[b"a" * 65536] * 40],
+        [b"a" * 65536] * 40,
+    ],
+    ids=["one header", "many headers", "the path", "no request at all"],
+)
+def test_heads_are_bounded_before_a_key_is_asked_for(connect, pieces):
+    sock = connect()
+    sent(sock, *pieces)
+    assert status(received(sock)) in (400, 431, None)  # None: reset while we were writing
+
+
+def test_trailers_and_chunk_extensions_are_bounded(connect):
+    chunked = b"authorization: Bearer one\r\ntransfer-encoding: chunked\r\n\r\n"
+    for pieces in ([b"0\r\n", *[LINE % i * 60 for i in range(40)]], [b"1;", *[b"a" * 65536] * 40]):
+        sock = connect()
+        sent(sock, POST + chunked, *pieces)
+        received(sock)  # it is closed
+
+
+def test_requests_sent_ahead_are_bounded(connect):
+    sock = connect()
+    request = POST + b"authorization: Bearer one\r\ncontent-length: 2\r\n\r\n{}"
+    sent(sock, request * 1000)
+    assert received(sock).count(b"HTTP/1.1 400") <= connections.MAX_PIPELINED
+
+
+def test_connections_that_say_nothing_are_closed(connect):
+    quiet, slow = connect(), connect()
+    sent(slow, HEAD)
+    assert received(quiet) == b""
+    assert status(received(slow)) == 408
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(connect):
+    sock = connect()
+    sent(sock, POST + b"authorization: Bearer one\r\ncontent-length: 10\r\n\r\n{")
+    data = b""
+    while b"no more of the body" not in data:
+        data += sock.recv(65536)
+    assert status(data) == 408
+
+
+def test_connections_are_counted(limited, connect):
+    opened = [connect() for _ in range(MAX_CONNECTIONS + 8)]
+    answers = [received(sock) for sock in opened]
+    assert [status(data) for data in answers].count(503) >= 8
+    assert httpx.get(f"{limited.url}/health").is_success
+
+
+def test_a_client_that_leaves_is_no_failure_of_the_server(limited):
+    headers = {"authorization": "Bearer one"}
+
+    def refused(code):
+        text = httpx.get(f"{limited.url}/metrics", headers=headers).text
+        lines = [line for line in text.splitlines() if line.startswith("milepost:request_refused")]
+        return sum(float(line.split()[-1]) for line in lines if f'"{code}"' in line)
+
+    before = refused(499)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{limited.url}/v1/completions", json=LONG, headers=headers, timeout=0.5)
+    until(lambda: refused(499) == before + 1)
+    assert refused(500) == 0
+    (line,) = [line for line in limited.log if '"client_gone": true' in line and "finish" in line]
+    assert '"status": 499' in line
+
+
+def test_a_priority_is_for_the_operator_to_allow(limited):
+    body = {"prompt": "a", "max_tokens": 1, "priority": -5}
+    headers = {"authorization": "Bearer one"}
+    response = httpx.post(f"{limited.url}/v1/completions", json=body, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "priority"
+    assert "--scheduling-policy" in response.json()["error"]["message"]
+
+
+def test_open_files_are_raised_to_what_is_allowed():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
+    try:
+        limit = connections.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_model_that_is_none_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "milepost", "serve", str(tmp_path / "no-such"), "--port", "0"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "no-such" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+
+
+def test_a_signal_while_loading_ends_both_processes(folder):
+    command = [sys.executable, "-m", "milepost", "serve", str(folder), "--port", "0"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    try:
+        engines = []
+
+        def engine_is_there():
+            threads = list(Path(f"/proc/{process.pid}/task").iterdir())
+            pids = [pid for t in threads for pid in (t / "children").read_text().split()]
+            engines[:] = [p for p in pids if b"spawn_main" in command_line(p)]
+            return engines
+
+        until(engine_is_there)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == ""
+        assert process.wait(30) == 0
+        assert not Path(f"/proc/{engines[0]}").exists()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def test_an_address_that_nobody_can_read_ends_nothing(monkeypatch, caplog):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(serve, "forget_stdout", lambda: None)
+        serve._announce("http://x", [])
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        full.detach()
+    assert "http://x" in caplog.text
+
+
+def test_figures_are_logged_while_there_are_some(caplog):
+    """vLLM's line: one for each interval with work in it, and one behind the last."""
+    moments = [(0, 0), (5, 1), (9, 0), (9, 0), (9, 0)]
+    names = ["prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_computed", "decode_tokens"]
+    names += ["num_requests_waiting", "kv_cache_usage_perc", "state_cache_usage_perc"]
+
+    class Client:
+        async def metrics(self):
+            if not moments:
+                raise asyncio.CancelledError
+            num_steps, num_running = moments.pop(0)
+            values = dict.fromkeys(names, 0.0)
+            values |= {"num_steps": num_steps, "num_requests_running": num_running}
+            return [Metric(name=f"milepost:{name}", value=value) for name, value in values.items()]
+
+    with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
+        asyncio.run(stats.log_stats(Client(), interval_s=0))
+    lines = [record.message for record in caplog.records if record.name == "milepost.stats"]
+    assert len(lines) == 3
+    assert "Running: 1 reqs" in lines[0]
+    before = dict.fromkeys((*names, "num_steps", "num_requests_running"), 0)
+    after = {**before, "prefix_cache_queries": 200, "prefix_cache_hits": 50, "decode_tokens": 30}
+    assert "Avg generation throughput: 15.0 tokens/s" in stats.line(before, after, 2.0)
+    assert "Prefix cache hit rate: 25.0%" in stats.line(before, after, 2.0)
