@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ def render(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     special: re.Pattern[str] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> ChatPrompt:
     """Token ids and marks of a conversation. With `continue_final_message` the text ends inside the
     last message, so that the answer goes on with it, and `add_generation_prompt` does nothing.
@@ -59,6 +60,8 @@ def render(
     A message, or a text part of one, with a `cache_control` gets a mark at its end; so does what
     the template itself marks: the end of the system prompt and tools, and of the last message.
     What matches `special` in messages, tools or arguments is read as text.
+
+    `check` may refuse the text before it is tokenized.
 
     Raises InvalidRequestError if there is no template, if it refuses the conversation, or if a
     message has something other than text.
@@ -79,6 +82,8 @@ def render(
         text = conversation.text(checked, ending)
     except _REFUSALS as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
+    if check is not None:
+        check(text)
     ends = [
         _head_end(conversation, checked, text),
         _body_end(conversation, checked, text),

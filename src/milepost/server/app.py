@@ -183,7 +183,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
                     f"tokens[{index}]={token}: the vocabulary has {vocab_size} tokens",
                     param=f"tokens[{index}]",
                 )
-        text = await service.with_tokenizer(lambda t: t.decode(body.tokens))
+        text = await service.with_tokenizer(lambda t: t.decode(body.tokens), len(body.tokens))
         return {"prompt": text}
 
 
@@ -191,8 +191,8 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
     """Token ids and marks."""
     if body.prompt is not None:
         text = body.prompt
-        tokens = await service.with_tokenizer(
-            lambda t: list(t.encode(text, add_special_tokens=body.add_special_tokens))
+        (tokens,) = await service.encode(
+            [text], is_cut=True, add_special_tokens=body.add_special_tokens
         )
         return tokens, []
     rendered = await service.render(
@@ -201,6 +201,7 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
         template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        is_cut=True,
     )
     return rendered.token_ids, list(rendered.marks)
 

@@ -29,9 +29,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     params = forms.apply(parameters.of_completion(request, defaults), form)
     params = await service.checked(params, forms.field_of(request))
     limit = service.client.info.max_model_len
-    prompts = [
-        shortened(prompt, request, params, limit) for prompt in await _prompts(service, request)
-    ]
+    given = await unless_disconnected(http, _prompts(service, request), lambda: None)
+    prompts = [shortened(prompt, request, params, limit) for prompt in given]
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
     generation = Generation(
@@ -64,9 +63,7 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[Prompt]
     texts = [prompt for prompt in listed if isinstance(prompt, str)]
     encoded: list[Any] = listed
     if texts:
-        encoded = await service.with_tokenizer(
-            lambda tokenizer: [list(tokenizer.encode(text)) for text in texts]
-        )
+        encoded = await service.encode(texts, is_cut=request.truncate_prompt_tokens is not None)
     return [Prompt(token_ids=ids, cache_salt=salt, cache_marks=marks) for ids in encoded]
 
 

@@ -19,6 +19,7 @@ from milepost.server.parsing.answer import AnswerParser
 from milepost.server.parsing.events import CallArguments, CallStart, Event, Reasoning
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
+from milepost.server.stream import unless_disconnected
 from milepost.server.templates import with_effort
 
 MAX_ID_LEN = 256
@@ -43,11 +44,19 @@ async def begin(
     field: str,
     fits_max_tokens: bool = False,
 ) -> Turn:
-    """Render, check and submit. `field` is what errors about the prompt name; with
-    `fits_max_tokens` an answer may be as long as max_model_len leaves, where more was asked for.
+    """Render, check and submit, unless the client leaves. `field` is what errors about the prompt
+    name; with `fits_max_tokens` an answer may be as long as max_model_len leaves, where more was
+    asked for.
 
     Raises what the steps on the way raise; whoever gets a Turn closes its generation.
     """
+    work = _begin(service, request, http, field, fits_max_tokens)
+    return await unless_disconnected(http, work, lambda: None)
+
+
+async def _begin(
+    service: Service, request: ChatRequest, http: Request, field: str, fits_max_tokens: bool
+) -> Turn:
     params = parameters.of_chat(request, service.client.info.sampling_defaults)
     tools = _tools(request)
     rendered = await render(service, request, http)
@@ -92,14 +101,17 @@ async def begin(
     )
 
 
-async def render(service: Service, request: ChatRequest, http: Request) -> ChatPrompt:
-    """The conversation as the model reads it."""
+async def render(
+    service: Service, request: ChatRequest, http: Request, *, is_counted: bool = False
+) -> ChatPrompt:
+    """The conversation as the model reads it; one that is only counted may be too long for it."""
     return await service.render(
         for_template(request.messages),
         tools=_tools(request),
         template_kwargs=template_kwargs(service, request, http.scope),
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
+        is_cut=is_counted or request.truncate_prompt_tokens is not None,
     )
 
 

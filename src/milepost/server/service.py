@@ -1,24 +1,26 @@
 """Joins the HTTP handlers with the tokenizer and the engine.
 
-Tokenizing runs in one thread of its own: it gives up the interpreter lock, and a tokenizer must not
-be used from two threads at once.
+Tokenizing runs in threads of its own (`tokenizing`); a text that must be too long for the model is
+refused before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from milepost.engine import chat
+from milepost.engine import chat, heap
 from milepost.engine.client import Bell, EngineClient, Stream
 from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import check_combination
+from milepost.engine.lengths import FewestTokens
 from milepost.engine.prompts import check_prompt
 from milepost.engine.requests import Prompt
 from milepost.engine.special import special_texts
@@ -37,9 +39,14 @@ from milepost.server.logprobs import TokenBytes
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format
 from milepost.server.templates import check_template_kwargs, variables_of
+from milepost.server.tokenizing import MAX_SHORT, Lanes
 from milepost.server.unknown import UnknownFields
 
 T = TypeVar("T")
+
+TOO_LONG = "context_length_exceeded"
+GIVE_BACK_S = 1.0
+"""After a long text, until free memory goes back to the system."""
 
 
 class Submission:
@@ -106,7 +113,9 @@ class Service:
         )
         self.is_closing = False
         self.is_asleep = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._lanes = Lanes(tokenizer)
+        self._fewest_tokens: FewestTokens | None = None
+        self._giving_back: asyncio.TimerHandle | None = None
 
     def _cache_config(self) -> dict[str, object]:
         info, config = self.client.info, self.client.config
@@ -138,17 +147,64 @@ class Service:
             )
         return name
 
-    async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], T]) -> T:
-        """Run `work` in the tokenizer's thread. Raises InvalidRequestError for bad text."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+    async def with_tokenizer(
+        self, work: Callable[[PreTrainedTokenizerBase], T], size: int = 0
+    ) -> T:
+        """Run `work` in a thread with a tokenizer; `size` is the length of its text.
+
+        Raises InvalidRequestError for bad text.
+        """
+        if self.tokenizer is None:
             raise InvalidRequestError(
                 "this server has no tokenizer (--skip-tokenizer-init): use token ids"
             )
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, tokenizer)
+            return await self._lanes.run(work, size)
         except UnicodeError as error:
             raise InvalidRequestError(f"text that is no valid Unicode: {error}") from error
+        finally:
+            if size > MAX_SHORT:
+                self._give_back_soon()
+
+    async def encode(
+        self, texts: Sequence[str], *, is_cut: bool, **options: Any
+    ) -> list[list[int]]:
+        """Token ids of texts, none of which can be longer than the model takes, unless they are cut
+        to its length. Raises InvalidRequestError."""
+
+        def work(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+            if not is_cut:
+                for text in texts:
+                    self._check_text(text)
+            return [list(tokenizer.encode(text, **options)) for text in texts]
+
+        return await self.with_tokenizer(work, sum(map(len, texts)))
+
+    def _check_text(self, text: str) -> None:
+        """Raise for a text that has too many tokens whichever way it is cut into them."""
+        limit = self.client.info.max_model_len
+        if len(text) < limit:
+            return
+        if self._fewest_tokens is None:
+            self._fewest_tokens = FewestTokens(self.tokenizer)
+        least = self._fewest_tokens(text)
+        if least >= limit:
+            raise HttpError(
+                400,
+                f"the prompt has {least} tokens or more, and max_model_len={limit} leaves no room "
+                f"for an answer: shorten it to {limit - 1} or raise max_model_len",
+                code=TOO_LONG,
+            )
+
+    def _give_back_soon(self) -> None:
+        """A long text leaves free memory behind, which nothing else would return."""
+        if self._giving_back is None:
+            loop = asyncio.get_running_loop()
+            self._giving_back = loop.call_later(GIVE_BACK_S, self._give_back)
+
+    def _give_back(self) -> None:
+        self._giving_back = None
+        threading.Thread(target=heap.give_back, daemon=True).start()
 
     async def token_bytes(self) -> TokenBytes:
         """The bytes of the vocabulary, read when first asked for. Raises as `with_tokenizer`."""
@@ -164,6 +220,7 @@ class Service:
         template_kwargs: Mapping[str, Any] | None,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        is_cut: bool = False,
     ) -> chat.ChatPrompt:
         """A conversation as token ids and marks."""
         variables = self.template_variables
@@ -184,7 +241,9 @@ class Service:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 special=self._special,
-            )
+                check=None if is_cut else self._check_text,
+            ),
+            sum(map(_length, messages)),
         )
 
     async def checked(self, params: SamplingParams, field: str) -> SamplingParams:
@@ -195,6 +254,8 @@ class Service:
         if params.structured_outputs is None:
             return params
         wanted = replace(params.structured_outputs, field=field)
+        if isinstance(wanted.json, Mapping):  # as text: it may have numbers that no frame can carry
+            wanted = replace(wanted, json=json.dumps(wanted.json))
         params = replace(params, structured_outputs=wanted)
         check_combination(params)
         await self.form_checks.check(wanted)
@@ -254,7 +315,7 @@ class Service:
             )
         except InvalidRequestError as error:
             is_long = len(prompt.token_ids) >= info.max_model_len
-            code = "context_length_exceeded" if is_long else None
+            code = TOO_LONG if is_long else None
             raise HttpError(400, f"{field}: {error}", param=field, code=code) from error
         room = info.max_model_len - len(prompt.token_ids)
         if params.max_tokens is not None and params.max_tokens > room:
@@ -263,7 +324,7 @@ class Service:
                 f"max_tokens={params.max_tokens}: the prompt has {len(prompt.token_ids)} tokens, "
                 f"and of max_model_len={info.max_model_len} that leaves {room}",
                 param="max_tokens",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
 
     def _time_out(self, streams: Sequence[Stream]) -> None:
@@ -272,5 +333,15 @@ class Service:
             stream.fail(RequestTimeoutError(f"the request took longer than {limit:g} seconds"))
 
     async def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
+        if self._giving_back is not None:
+            self._giving_back.cancel()
         await self.form_checks.close()
+
+
+def _length(message: Mapping[str, Any]) -> int:
+    """Of a message's text, about."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(str(part.get("text", ""))) for part in content or ())

@@ -58,7 +58,9 @@ async def count_tokens(
 ) -> dict[str, Any]:
     """How long the prompt is."""
     service.check_model(request.model)
-    rendered = await conversation.render(service, _chat(service, request, http), http)
+    rendered = await conversation.render(
+        service, _chat(service, request, http), http, is_counted=True
+    )
     return {"input_tokens": len(rendered.token_ids)}
 
 

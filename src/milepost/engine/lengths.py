@@ -1,0 +1,72 @@
+"""How many tokens a text has at the least, told without tokenizing it."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from typing import Any
+
+import numpy as np
+
+_CHUNK = 2**20
+_NFC = {"type": "NFC"}
+
+
+class FewestTokens:
+    """A lower bound for byte-level vocabularies; 0 for others.
+
+    A token of n bytes takes at most 1 / n of a token for each of its bytes. So each byte counts as
+    one over the length of the longest token that it stands in, and the sum over a text's bytes is
+    never more than the number of its tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._shares: np.ndarray | None = None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            plain = json.loads(backend.to_str())
+            if _is_byte_level(plain):
+                self._shares = _shares(plain)
+            self._composes = plain.get("normalizer") is not None
+
+    def __call__(self, text: str) -> int:
+        if self._shares is None:
+            return 0
+        counts = np.zeros(256, np.int64)
+        if self._composes and not text.isascii():
+            text = unicodedata.normalize("NFC", text)
+        for start in range(0, len(text), _CHUNK):
+            octets = text[start : start + _CHUNK].encode("utf-8", "replace")
+            counts += np.bincount(np.frombuffer(octets, np.uint8), minlength=256)
+        return math.floor(float(counts @ self._shares))
+
+
+def _is_byte_level(plain: dict[str, Any]) -> bool:
+    """Nothing is taken out of a text before it is cut: each byte is in some token."""
+    if plain["model"].get("type") != "BPE" or plain.get("normalizer") not in (None, _NFC):
+        return False
+    if '"ByteLevel"' not in json.dumps(plain.get("pre_tokenizer")):
+        return False
+    return not any(token["lstrip"] or token["rstrip"] for token in plain["added_tokens"])
+
+
+def _shares(plain: dict[str, Any]) -> np.ndarray:
+    """For each byte one over the length of the longest token that has it."""
+    octets = _octets()
+    longest = np.ones(256)
+    tokens = [[octets[c] for c in token if c in octets] for token in plain["model"]["vocab"]]
+    tokens += [list(token["content"].encode()) for token in plain["added_tokens"]]
+    for token in tokens:
+        for octet in set(token):
+            longest[octet] = max(longest[octet], len(token))
+    return 1 / longest
+
+
+def _octets() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: the printable ones of
+    Latin-1 for themselves, the others for characters from 256 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [octet for octet in range(256) if octet not in plain]
+    found = {chr(octet): octet for octet in plain}
+    return found | {chr(256 + index): octet for index, octet in enumerate(others)}
