@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
 PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-gpu fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
+.PHONY: demo test test-gpu test-clients fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
@@ -39,6 +39,13 @@ compile-matrix-tritons: $(STAMP)
 		PYTHONPATH=.cache/triton-$$version $(BIN)/python tools/compile_matrix --chips=sm_90 \
 			--cache .cache/compile_matrix-$$version || exit 1; \
 	done
+
+# Clients of others against our server. Their libraries need a virtual environment of their own.
+CLIENTS_VENV ?= .venv-clients
+test-clients: $(STAMP)
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/clients/requirements.txt
+	CLIENTS_PYTHON=$(abspath $(CLIENTS_VENV))/bin/python $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

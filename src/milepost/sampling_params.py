@@ -76,6 +76,9 @@ class SamplingParams:
     """Answers per prompt."""
     logprobs: int | None = None
     """Report the log-probability of each token and of this many alternatives, up to 20."""
+    prompt_logprobs: int | None = None
+    """Report the same of the prompt's tokens. The whole prompt is computed for it: it hits nothing,
+    and nothing hits it."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token that the answer has; from -2 to 2."""
     frequency_penalty: float = 0.0
@@ -158,10 +161,13 @@ class SamplingParams:
         _check_int("n", self.n, 1, "1 or more")
         if self.n > 1 and self.is_greedy:
             _refuse("n", self.n, "n=1 with temperature=0: greedy answers are all the same")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, f"0 to {MAX_LOGPROBS}, or None for none")
-            if self.logprobs > MAX_LOGPROBS:
-                _refuse("logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            _check_int(name, value, 0, f"0 to {MAX_LOGPROBS}, or None for none")
+            if value > MAX_LOGPROBS:
+                _refuse(name, value, f"0 to {MAX_LOGPROBS}")
 
     def _check_seed(self) -> None:
         if self.seed is None:

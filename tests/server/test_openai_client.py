@@ -165,7 +165,6 @@ def test_stop_token_ends_the_answer(client):
         ({"logit_bias": {"9999": 1}}, 400, "logit_bias"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"stop": [""]}, 400, "stop[0]"),
-        ({"echo": True}, 400, "echo"),
         ({"best_of": 3}, 400, "best_of"),
         ({"suffix": "end"}, 400, "suffix"),
         ({"seed": -1}, 400, "seed"),

@@ -140,6 +140,7 @@ def _joined(first: Output, second: Output) -> Output:
         deltas=list(deltas.values()),
         finished=second.finished,
         report=first.report or second.report,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
     )
 
 

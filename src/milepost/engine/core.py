@@ -16,7 +16,7 @@ from milepost.engine.detokenizer import detokenizer_for
 from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
 from milepost.engine.guidance import Guide, masks
 from milepost.engine.metrics import Metric, collect
-from milepost.engine.prompts import check_prompt
+from milepost.engine.prompts import check_prompt, check_scores
 from milepost.engine.requests import Answer, Job, Prompt, feed_text
 from milepost.engine.setup import Parts, build
 from milepost.errors import EngineDeadError, InvalidRequestError
@@ -65,6 +65,7 @@ class Engine:
             max_cache_marks=self.config.max_cache_marks,
         )
         params.check_vocab(self.vocab_size)
+        check_scores(prompt, params)
         check_combination(params)
         detokenizer_for(self.tokenizer, params)
 
@@ -96,8 +97,10 @@ class Engine:
         number = self._num_requests
         self._num_requests += 1
         job = Job(id=str(number), prompt=prompt, params=params)
+        salt = _salt(prompt, params, number)
         for index in range(params.n):
-            request = self._request(f"{number}-{index}", prompt, params, priority)
+            request = self._request(f"{number}-{index}", prompt, params, priority, salt)
+            request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
             seed = params.sample_seed(index, engine_seed=self.config.seed, request_number=number)
             text = detokenizer_for(self.tokenizer, params)
             guide = self._guide(params, form)
@@ -161,14 +164,16 @@ class Engine:
         """All counters and gauges of this moment."""
         return collect(self.scheduler)
 
-    def _request(self, id_: str, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+    def _request(
+        self, id_: str, prompt: Prompt, params: SamplingParams, priority: int, salt: str
+    ) -> Request:
         room = self.max_model_len - len(prompt.token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = params.stop_token_ids or ()
         ends = () if params.ignore_eos else self._end_token_ids
         return Request(
             id=id_,
-            chain=self.scheduler.cache.chain(prompt.packed[:], prompt.cache_salt),
+            chain=self.scheduler.cache.chain(prompt.packed[:], salt),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*own, *ends)),
@@ -275,6 +280,10 @@ class Engine:
 
     def _take(self, plan: StepPlan, output: RunnerOutput) -> list[Job]:
         """Hand the outcome to the scheduler, then each new token to its answer."""
+        for scores in output.prompt_scores:
+            known = self._answers.get(scores.request_id)
+            if known is not None:
+                known[1].add_prompt_scores(scores)
         progressed: dict[Job, None] = {}
         for progress in self.scheduler.update(plan, output.result):
             job, answer = self._answers[progress.request.id]
@@ -315,3 +324,9 @@ class Engine:
             raise EngineDeadError(
                 f"the step loop failed earlier ({self._death!r}): make a new engine"
             ) from self._death
+
+
+def _salt(prompt: Prompt, params: SamplingParams, number: int) -> str:
+    """What is to be scored must be computed, all of it: under a salt of its own it hits nothing."""
+    scored = params.prompt_logprobs is not None
+    return f"{prompt.cache_salt}\0scored {number}" if scored else prompt.cache_salt

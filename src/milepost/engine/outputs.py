@@ -57,6 +57,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token but the first, likewise, if they were asked for; without texts."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the cache."""
     cache_report: CacheReport | None = None

@@ -98,12 +98,22 @@ class _Task:
     sent: list[_Sent] = field(default_factory=list)
     admitted_at: float | None = None
     has_report: bool = False
+    has_scores: bool = False
 
     def output(self) -> Output:
         deltas = [delta for sent in self.sent if (delta := sent.delta()) is not None]
         report = None if self.has_report else self._report()
         self.has_report = self.has_report or report is not None
-        return Output(id=self.id, deltas=deltas, finished=self.job.is_finished, report=report)
+        first, scores = self.job.answers[0], None
+        if not self.has_scores and first.request.num_output_tokens:
+            scores, self.has_scores = first.prompt_logprobs, True
+        return Output(
+            id=self.id,
+            deltas=deltas,
+            finished=self.job.is_finished,
+            report=report,
+            prompt_logprobs=scores,
+        )
 
     def _report(self) -> Report | None:
         report = self.job.answers[0].request.report

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.requests import Prompt
 from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
 
 PromptLike = str | Mapping[str, Any]
 """Text, or {"prompt": text} or {"prompt_token_ids": [...]}, with "cache_salt" and "cache_marks" if
@@ -62,6 +63,22 @@ def check_prompt(
             f"an answer: shorten it to {max_model_len - 1} or raise max_model_len"
         )
     _check_marks(prompt.cache_marks, length, max_cache_marks)
+
+
+MAX_SCORES = 2**20
+"""Log-probabilities that one request may ask for of its prompt."""
+
+
+def check_scores(prompt: Prompt, params: SamplingParams) -> None:
+    """Raise InvalidRequestError if the prompt's log-probabilities are too many to hold."""
+    if params.prompt_logprobs is None:
+        return
+    num = len(prompt.token_ids) * (params.prompt_logprobs + 1)
+    if num > MAX_SCORES:
+        raise InvalidRequestError(
+            f"prompt_logprobs={params.prompt_logprobs}: with {len(prompt.token_ids)} prompt tokens "
+            f"these are {num}: use fewer, {MAX_SCORES} at most in all"
+        )
 
 
 def _are_ids(prompt: Prompt, vocab_size: int) -> bool:

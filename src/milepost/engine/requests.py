@@ -22,6 +22,7 @@ from milepost.engine.outputs import (
     token_logprobs,
 )
 from milepost.runner.choice import SampledToken
+from milepost.runner.prompt_scores import PromptScores
 from milepost.runner.sampling import SamplingRow
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.request import FinishReason, Request
@@ -54,6 +55,8 @@ class Answer:
     seed: int
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Of the whole prompt once it is computed, if that was asked for; the first token has none."""
     stop_reason: int | str | None = None
     guide: Guide | None = None
     """Keeps the answer to a form, if one was asked for."""
@@ -97,6 +100,16 @@ class Answer:
         self.logprobs.append(entry)
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
 
+    def add_prompt_scores(self, scores: PromptScores) -> None:
+        """Record how likely a chunk of the prompt was; one that is computed again is the same."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None] * self.request.num_prompt_tokens
+        for position, token in enumerate(scores.tokens, start=scores.start):
+            assert token.logprob is not None, "scores have log-probabilities"
+            top = token.top_logprobs or {}
+            entry = token_logprobs(token.token_id, token.logprob, token.rank, top)
+            self.prompt_logprobs[position] = entry
+
     def output(self) -> CompletionOutput:
         reason = self.request.finish_reason
         return CompletionOutput(
@@ -135,6 +148,7 @@ class Job:
             request_id=self.id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
+            prompt_logprobs=self.answers[0].prompt_logprobs,
             outputs=[answer.output() for answer in self.answers],
             finished=self.is_finished,
             num_cached_tokens=report.reused if report else 0,

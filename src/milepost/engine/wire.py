@@ -111,12 +111,14 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
-    """What a request gained in a step; `report` comes once, with the first."""
+    """What a request gained in a step; `report` and `prompt_logprobs` come once, with the
+    first."""
 
     id: int
     deltas: list[Delta]
     finished: bool
     report: Report | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from milepost.kernels.attention import choose_wide_rows
@@ -23,6 +24,7 @@ from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
+from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
 from milepost.runner.sampling import SamplingRow, are_plain
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
@@ -64,7 +66,7 @@ class DeviceExecutor:
         """Queue one forward pass."""
         ids, last_tokens = sampling_places(plan)
         self._tables.bring(plan.sequences)
-        captured = self._graphs.find(plan)
+        captured = None if wants_scores(plan) else self._graphs.find(plan)
         capacity = captured or exact_capacity(plan)
         sources = before.places(plan) if before is not None else ()
         step = arrays.build(plan, self._tables.host, self._shapes, capacity, last_tokens, sources)
@@ -74,15 +76,24 @@ class DeviceExecutor:
             assert views is not None
             num = len(sources)
             torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])
+        scores: list[PromptScores] = []
         if captured is not None:
             outcome = self._graphs.replay(captured)
         else:
             assert views is not None
-            outcome = self._run(views, num_rows=len(ids))
+            hidden = self._forward(views)
+            outcome = self._outcome(hidden, views, len(ids))
+            scores = score_prompts(plan, hidden, self.model.compute_logits)
         if not ids:
-            return Flight(plan=plan, ids=ids)
+            return Flight(plan=plan, ids=ids, prompt_scores=scores)
         num = len(ids)
-        return Flight(plan=plan, ids=ids, logits=outcome.logits[:num], best=outcome.best[:num])
+        return Flight(
+            plan=plan,
+            ids=ids,
+            logits=outcome.logits[:num],
+            best=outcome.best[:num],
+            prompt_scores=scores,
+        )
 
     @torch.inference_mode()
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
@@ -132,13 +143,19 @@ class DeviceExecutor:
     def _run(
         self, step: StepArrays, *, num_rows: int, layers: Sequence[HybridLayer] | None = None
     ) -> Outcome:
+        return self._outcome(self._forward(step, layers), step, num_rows)
+
+    def _forward(self, step: StepArrays, layers: Sequence[HybridLayer] | None = None) -> Tensor:
+        """Hidden states [T, features] of the step's tokens."""
         batch = DeviceBatch(
             step=step,
             tables=self._tables.on_device,
             kv=self._pools.kv,
             states=self._pools.states,
         )
-        hidden = self.model.forward(step.token_ids, batch, layers)
+        return self.model.forward(step.token_ids, batch, layers)
+
+    def _outcome(self, hidden: Tensor, step: StepArrays, num_rows: int) -> Outcome:
         logits = self.model.compute_logits(hidden[step.last_tokens[:num_rows]])
         return Outcome(logits=logits, best=likeliest(logits))
 

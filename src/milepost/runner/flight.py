@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from milepost.runner.choice import Choice, SampledToken
+from milepost.runner.prompt_scores import PromptScores
 from milepost.scheduler.plans import StepPlan
 
 
@@ -25,6 +26,7 @@ class Flight:
     """[R], the likeliest token of each, where the step finds it."""
     choice: Choice | None = None
     """None until the tokens are being sampled."""
+    prompt_scores: Sequence[PromptScores] = ()
 
     @property
     def is_sampled(self) -> bool:

@@ -10,6 +10,7 @@ from milepost.models.hybrid import HybridModel
 from milepost.runner.batch import PageTables, build
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
+from milepost.runner.prompt_scores import score_prompts
 from milepost.runner.sampling import SamplingRow, choose
 from milepost.scheduler.plans import StepPlan
 
@@ -35,11 +36,12 @@ class PlainExecutor:
             if places:
                 token_ids[: len(places)] = before.token_ids[places]
         hidden = self.model.forward(token_ids, context)
+        scores = score_prompts(plan, hidden, self.model.compute_logits)
         ids, last_tokens = sampling_places(plan)
         if not ids:
-            return Flight(plan=plan, ids=ids)
+            return Flight(plan=plan, ids=ids, prompt_scores=scores)
         logits = self.model.compute_logits(hidden[torch.tensor(last_tokens, device=hidden.device)])
-        return Flight(plan=plan, ids=ids, logits=logits)
+        return Flight(plan=plan, ids=ids, logits=logits, prompt_scores=scores)
 
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
         """By the definition."""

@@ -13,6 +13,7 @@ from typing import Protocol
 from milepost.runner.choice import SampledToken
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
+from milepost.runner.prompt_scores import PromptScores
 from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import StepPlan, StepResult
 
@@ -23,6 +24,7 @@ class RunnerOutput:
 
     result: StepResult
     sampled: Mapping[str, SampledToken]
+    prompt_scores: Sequence[PromptScores] = ()
 
 
 class Executor(Protocol):
@@ -77,7 +79,7 @@ class Runner:
         sampled = flight.read()
         token_ids = {id_: token.token_id for id_, token in sampled.items()}
         result = StepResult(tokens=token_ids, written=_writes(flight.plan))
-        return RunnerOutput(result=result, sampled=sampled)
+        return RunnerOutput(result=result, sampled=sampled, prompt_scores=flight.prompt_scores)
 
     def _note_writes(self, plan: StepPlan) -> None:
         """Refuses a plan that reads another state than it says."""

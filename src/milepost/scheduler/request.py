@@ -43,6 +43,8 @@ class Request:
     """Positions in the prompt, ascending, where a state is worth keeping."""
     priority: int = 0
     """Lower goes first."""
+    num_prompt_logprobs: int | None = None
+    """The runner scores the prompt's tokens, with so many of the likeliest beside each."""
     arrival: int = 0
     """Set by the scheduler: the order in which requests were added."""
     num_prompt_tokens: int = field(init=False)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from milepost.engine.wire import Delta
 from milepost.server import logprobs
 from milepost.server.conversation import AnswerEvents, Turn, begin, response_id
+from milepost.server.echo import scores_of
 from milepost.server.errors import json_response
 from milepost.server.logprobs import TokenBytes
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -27,7 +28,7 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     model = service.check_model(request.model)
     octets = await service.token_bytes() if request.logprobs else None
     turn = await begin(service, request, http, field="messages")
-    writer = _Writer(request, turn, response_id("chatcmpl", request, http), model, octets)
+    writer = _Writer(service, request, turn, response_id("chatcmpl", request, http), model, octets)
     http.scope["milepost.record"]["id"] = writer.id
     close = turn.generation.close
     if request.stream:
@@ -98,12 +99,14 @@ class _Writer:
 
     def __init__(
         self,
+        service: Service,
         request: ChatRequest,
         turn: Turn,
         id_: str,
         model: str,
         octets: TokenBytes | None,
     ) -> None:
+        self._service = service
         self._request = request
         self._octets = octets
         self._prompt = turn.prompt
@@ -137,6 +140,9 @@ class _Writer:
         body = self._head("chat.completion")
         body["choices"] = [self._choice(index) for index in range(len(self._answers))]
         body["usage"] = self._generation.usage()
+        if self._request.prompt_logprobs is not None:
+            scores = await scores_of(self._service, self._generation, 0)
+            body["prompt_logprobs"] = logprobs.of_prompt(scores, self._request.prompt_logprobs)
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._prompt.token_ids
         return body

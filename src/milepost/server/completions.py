@@ -12,7 +12,7 @@ from starlette.responses import Response
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta
 from milepost.errors import InvalidRequestError
-from milepost.server import forms, logprobs, parameters
+from milepost.server import echo, forms, logprobs, parameters
 from milepost.server.conversation import response_id, shortened
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
@@ -33,6 +33,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     prompts = [shortened(prompt, request, params, limit) for prompt in given]
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
+    texts = await echo.texts_of(service, request, prompts)
     generation = Generation(
         service,
         prompts,
@@ -42,7 +43,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         field="prompt",
     )
     id_ = response_id("cmpl", request, http)
-    writer = _Writer(request, prompts, generation, model, id_)
+    writer = _Writer(service, request, prompts, texts, generation, model, id_)
     http.scope["milepost.record"]["id"] = writer.id
     close = generation.close
     if request.stream:
@@ -72,13 +73,17 @@ class _Writer:
 
     def __init__(
         self,
+        service: Service,
         request: CompletionRequest,
         prompts: list[Prompt],
+        texts: list[str] | None,
         generation: Generation,
         model: str,
         id_: str,
     ) -> None:
+        self._service = service
         self._request = request
+        self._texts = texts
         self._prompts = prompts
         self._generation = generation
         self.id = id_
@@ -96,6 +101,9 @@ class _Writer:
         async for deltas in self._generation.deltas():
             for index, delta in deltas:
                 self._extend(choices[index], delta)
+        await echo.finish(
+            self._service, self._request, self._prompts, self._texts, self._generation, choices
+        )
         return {**self._head, "choices": choices, "usage": self._generation.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -106,8 +114,11 @@ class _Writer:
             async for deltas in arrived:
                 choices = []
                 for index, delta in deltas:
+                    is_first = index not in self._begun
                     choice = self._choice(index)
                     self._extend(choice, delta)
+                    if is_first and self._texts is not None:
+                        choice["text"] = self._texts[self._number(index)] + choice["text"]
                     if _says_something(choice):
                         choices.append(choice)
                 if choices:
@@ -124,13 +135,17 @@ class _Writer:
             "finish_reason": None,
             "stop_reason": None,
         }
+        is_first = index not in self._begun
+        self._begun.add(index)
         if self._request.return_token_ids:
             choice["token_ids"] = []
-            if index not in self._begun:
-                self._begun.add(index)
-                num_answers = self._generation.num_choices // len(self._prompts)
-                choice["prompt_token_ids"] = self._prompts[index // num_answers].token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self._prompts[self._number(index)].token_ids
         return choice
+
+    def _number(self, index: int) -> int:
+        """Of the prompt that a choice answers."""
+        return index // (self._generation.num_choices // len(self._prompts))
 
     def _extend(self, choice: dict[str, Any], delta: Delta) -> None:
         choice["text"] += delta.text

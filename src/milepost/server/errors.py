@@ -165,9 +165,11 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
         return f"{where}: no such field here"
     if finding["type"] == "missing":
         return f"{where or 'the body'}: this field is required"
+    text = finding["msg"].removeprefix("Value error, ")
+    if not where and finding["type"] == "value_error":
+        return text
     if not where:
         return f"the body is no JSON object of this endpoint: {finding['msg']}"
-    text = finding["msg"].removeprefix("Value error, ")
     return f"{where}: {text[0].lower()}{text[1:]}"
 
 

@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from milepost.cache import Lost
+from milepost.engine.outputs import Logprob
 from milepost.engine.requests import Prompt
 from milepost.engine.wire import Delta, Output, Report
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server.service import Service
+
+PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class Generation:
@@ -39,6 +42,8 @@ class Generation:
             prompts, params, priority=priority, arrival=self._arrival, field=field
         )
         self.reports: list[Report] = []
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        """By number of the prompt, where they were asked for."""
         self.num_choices = len(prompts) * params.n
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_tokens = [0] * self.num_choices
@@ -75,6 +80,8 @@ class Generation:
             self._service.metrics.queue_time.observe(waited)
             self._service.metrics.cached_tokens.inc(output.report.reused)
             self._admitted_at = min(output.report.admitted_at, self._admitted_at or now)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[number] = output.prompt_logprobs
         self._time(number, now)
         deltas = []
         num_new = sum(len(delta.token_ids) for delta in output.deltas)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import decoders
@@ -108,3 +110,57 @@ def _text(token_id: int, logprob: Logprob) -> str:
 
 def _finite(value: float) -> float:
     return max(value, LOWEST)
+
+
+# --- of prompts -----------------------------------------------------------------------------------
+
+
+def with_texts(
+    entries: Sequence[Entry | None], tokenizer: PreTrainedTokenizerBase
+) -> list[Entry | None]:
+    """The entries of a prompt with the text of every token in them."""
+    ids = {id_ for entry in entries if entry is not None for id_ in entry}
+    texts = {id_: tokenizer.decode([id_]) for id_ in sorted(ids)}
+    return [
+        entry and {id_: replace(own, decoded_token=texts[id_]) for id_, own in entry.items()}
+        for entry in entries
+    ]
+
+
+def of_prompt(entries: Sequence[Entry | None], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token but the first an object by token id."""
+    return [entry and _by_id(entry, num_top) for entry in entries]
+
+
+def _by_id(entry: Entry, num_top: int) -> dict[str, Any]:
+    own = next(iter(entry.items()))
+    kept = dict([own, *_tops(entry, num_top)])
+    return {
+        str(id_): {
+            "logprob": _finite(one.logprob),
+            "rank": one.rank,
+            "decoded_token": one.decoded_token,
+        }
+        for id_, one in kept.items()
+    }
+
+
+def text_of(entry: Entry) -> str:
+    """The text of the token that an entry is about."""
+    token_id, own = next(iter(entry.items()))
+    return _text(token_id, own)
+
+
+def echoed(
+    token_ids: Sequence[int], entries: Sequence[Entry | None], first: str, num_top: int
+) -> tuple[dict[str, Any], int]:
+    """`logprobs` of a completion choice that begins with its prompt, and its length; the `first`
+    token's text is given, since nothing says how likely it was."""
+    known: dict[str, Any] = {
+        "tokens": [first],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    delta = Delta(0, "", list(token_ids), [entry for entry in entries if entry is not None])
+    return extend_completion(known, delta, num_top, len(first))

@@ -21,6 +21,7 @@ _SAME = (
     "frequency_penalty",
     "repetition_penalty",
     "min_tokens",
+    "prompt_logprobs",
     "stop_token_ids",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -35,8 +36,11 @@ Defaults = Mapping[str, int | float]
 
 def of_completion(request: CompletionRequest, defaults: Defaults) -> SamplingParams:
     """Raises InvalidRequestError."""
-    max_tokens = request.max_tokens or 16
-    return _params(request, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
+    max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)
+    own: dict[str, Any] = {}
+    if request.echo and request.logprobs is not None:
+        own["prompt_logprobs"] = max(request.prompt_logprobs or 0, request.logprobs)
+    return _params(request, {**defaults}, max_tokens=max_tokens, logprobs=request.logprobs, **own)
 
 
 def of_chat(request: ChatRequest, defaults: Defaults) -> SamplingParams:

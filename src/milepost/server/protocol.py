@@ -249,7 +249,8 @@ class Sampling(Body):
     """Add the token ids of the prompt and of the answers."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Goes to the access log."""
-    prompt_logprobs: only() = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """How likely the prompt's tokens were, with so many alternatives each; not in streams."""
 
     # Said to the service, not to the model.
     service_tier: str | None = None
@@ -290,6 +291,8 @@ class Sampling(Body):
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs does not go with stream=true")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true")
         return self
@@ -320,13 +323,23 @@ class CompletionRequest(Sampling):
     """POST /v1/completions"""
 
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = 16
+    max_tokens: Count | None = 16
+    """0 goes with echo."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_marks: Many[Annotated[int, Field(ge=1, le=MAX_INT)]] | None = None
     """Token positions in the prompt at which a state is worth keeping; for a single prompt."""
-    echo: only(False) = None
+    echo: bool | None = None
+    """Begin the text with the prompt, and the logprobs with the prompt's."""
     best_of: only(1) = None
     suffix: only("") = None
+
+    @model_validator(mode="after")
+    def _answers_something(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 goes with echo=true")
+        if self.stream and self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            raise ValueError("echo with logprobs or max_tokens=0 does not go with stream=true")
+        return self
 
 
 class ChatRequest(Sampling):

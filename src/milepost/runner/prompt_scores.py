@@ -1,0 +1,80 @@
+"""How likely the tokens of a prompt were, for requests that ask: chunk by chunk of its prefill.
+
+The logits of a chunk are made in pieces of a few rows, so what it takes does not grow with the
+chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from milepost.runner.choice import SampledToken
+from milepost.scheduler.plans import SequencePlan, StepPlan
+
+PIECE_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Of a request's prompt tokens from position `start` on."""
+
+    request_id: str
+    start: int
+    tokens: list[SampledToken]
+
+
+def wants_scores(plan: StepPlan) -> bool:
+    """Whether a sequence of the plan has prompt tokens to be scored."""
+    return any(_targets(sequence) for sequence in plan.sequences)
+
+
+@torch.inference_mode()
+def score_prompts(
+    plan: StepPlan, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+) -> list[PromptScores]:
+    """Of all sequences that ask for it; `hidden` [T, features] is the whole step's. Waits for the
+    device."""
+    found, first = [], 0
+    for sequence in plan.sequences:
+        targets = _targets(sequence)
+        if targets:
+            tokens = list(_score(sequence, targets, hidden, first, compute_logits))
+            start = sequence.start + 1
+            found.append(PromptScores(request_id=sequence.request.id, start=start, tokens=tokens))
+        first += len(sequence.tokens)
+    return found
+
+
+def _targets(sequence: SequencePlan) -> list[int]:
+    """The prompt tokens that the chunk's positions predict: each the one behind its own."""
+    request = sequence.request
+    if request.num_prompt_logprobs is None:
+        return []
+    end = min(sequence.end + 1, request.num_prompt_tokens)
+    return request.chain.tokens[sequence.start + 1 : end].tolist()
+
+
+def _score(
+    sequence: SequencePlan,
+    targets: list[int],
+    hidden: Tensor,
+    first: int,
+    compute_logits: Callable[[Tensor], Tensor],
+) -> Iterator[SampledToken]:
+    num_top = sequence.request.num_prompt_logprobs or 0
+    for start in range(0, len(targets), PIECE_ROWS):
+        piece = targets[start : start + PIECE_ROWS]
+        logits = compute_logits(hidden[first + start : first + start + len(piece)])
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        logprobs = wide.log_softmax(dim=-1)
+        own = logprobs.gather(1, torch.tensor(piece, device=logits.device)[:, None])
+        ranks = (logprobs > own).sum(dim=-1) + 1
+        best = logprobs.topk(num_top, dim=-1)
+        columns = (own[:, 0], ranks, best.indices, best.values)
+        rows = zip(piece, *(column.tolist() for column in columns), strict=True)
+        for token_id, logprob, rank, ids, values in rows:
+            yield SampledToken(token_id, logprob, dict(zip(ids, values, strict=True)), rank)
