@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from milepost.errors import WeightsError
-from milepost.models import load_model
+from milepost.models import load_model, weights
 from milepost.models.weights import WeightFiles
 from tests.checkpoints import build, save
 
@@ -195,3 +195,11 @@ def test_broken_index_is_refused(text: str, tmp_path: Path) -> None:
     save_sharded(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     refused(tmp_path, "model.safetensors.index.json")
+
+
+def test_much_is_read_with_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(weights, "_SHOWN_BYTES", 100)
+    for total, shows in ((99, False), (100, True)):
+        with weights._progress(total) as note_bytes:
+            note_bytes(50)
+        assert ("loading weights" in capsys.readouterr().err) is shows

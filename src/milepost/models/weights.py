@@ -59,16 +59,9 @@ class WeightFiles:
                 )
         files = sorted(set(self.by_name.values()))
         total = sum(file.stat().st_size for file in files if file.is_file())
-        with tqdm(
-            total=total,
-            desc="loading weights",
-            unit="B",
-            unit_scale=True,
-            disable=total < _SHOWN_BYTES,
-            dynamic_ncols=True,
-        ) as bar:
+        with _progress(total) as note_bytes:
             for file in files:
-                self._read_file(file, placements, bar.update)
+                self._read_file(file, placements, note_bytes)
 
     def _read_file(
         self, file: Path, placements: Placements, note_bytes: Callable[[int], object]
@@ -90,6 +83,17 @@ class WeightFiles:
                         "doesn't fit its config.json"
                     )
             _refuse_unnamed(file, held, self.by_name)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    """Shows how much of so many bytes has been read, as the function that it yields is told."""
+    if total < _SHOWN_BYTES:
+        yield lambda _: None
+        return
+    words = "loading weights"
+    with tqdm(total=total, desc=words, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+        yield bar.update
 
 
 def fill_from_folder(model: HybridModel, files: WeightFiles) -> None:

@@ -2,7 +2,7 @@
 
 import { complete } from "./api.mjs";
 import { fillBar, find, make, say } from "./dom.mjs";
-import { REASONS, count, losses, plural } from "./words.mjs";
+import { REASONS, brief, count, losses, plural } from "./words.mjs";
 
 const turns = find("#turns");
 const question = find("#question");
@@ -142,7 +142,7 @@ class Reply {
     }
     if (this.first !== null) parts.push(`first token ${Math.round(this.first - this.began)} ms`);
     const tokens = this.usage?.completion_tokens ?? 0;
-    if (tokens > 1) parts.push(`${Math.round((1000 * (tokens - 1)) / Math.max(this.last - this.first, 1))} tokens/s`);
+    if (tokens > 1) parts.push(`${brief((1000 * (tokens - 1)) / Math.max(this.last - this.first, 1))} tokens/s`);
     const gave = this.turn.appendChild(make("div", "gave"));
     say(gave, parts.join(" · "));
     turns.scrollTop = turns.scrollHeight;

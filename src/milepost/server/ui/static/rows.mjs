@@ -25,7 +25,8 @@ export function layOut(state) {
     if (root.marks.length || root.heads.length || root.others) row = addRoot(root, shown, row);
     for (const path of root.below.reverse()) row = addPaths(path, shown, row) + GAP;
   }
-  const end = Math.max(0, ...shown.map((one) => Math.max(one.end, ...one.heads.map((head) => head.tokens))));
+  const reach = (one) => Math.max(one.end, one.marks[0]?.position ?? 0, ...one.heads.map((head) => head.tokens));
+  const end = shown.reduce((most, one) => Math.max(most, reach(one)), 0);
   return { bars: shown, byIndex: bars, rows: row, end };
 }
 
