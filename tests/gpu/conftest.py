@@ -7,12 +7,35 @@ for it, though they are compiled for the GPU that is there.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from milepost.kernels import device
+
 SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99}
 """Shared memory of a program, by chip."""
+
+
+class Pretended:
+    """torch, as the probe sees it, on another chip. Triton asks torch itself, and so compiles for
+    the GPU that is there.
+    """
+
+    def __init__(self, arch: str) -> None:
+        properties = torch.cuda.get_device_properties(0)
+        said = SimpleNamespace(
+            multi_processor_count=properties.multi_processor_count,
+            shared_memory_per_block_optin=SHARED_KIB[arch] << 10,
+        )
+        self.cuda = SimpleNamespace(
+            get_device_properties=lambda _device: said,
+            get_device_capability=lambda _device: (int(arch[3:-1]), int(arch[-1])),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,13 +44,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     arch = config.getoption("--as-chip")
-    if arch is None or not torch.cuda.is_available():
-        return
-    major, minor = int(arch[3:-1]), int(arch[-1])
-    properties = SimpleNamespace(
-        multi_processor_count=torch.cuda.get_device_properties(0).multi_processor_count,
-        shared_memory_per_block_optin=SHARED_KIB[arch] << 10,
-    )
-    # What the probe asks, before it is asked.
-    torch.cuda.get_device_properties = lambda _device=None: properties
-    torch.cuda.get_device_capability = lambda _device=None: (major, minor)
+    if arch is not None and torch.cuda.is_available():
+        device.torch = Pretended(arch)

@@ -168,6 +168,7 @@ def _attention(num_sequences: int, length: int):
         num_kv_heads=KV_HEADS,
         page_size=64,
         capacity=room,
+        num_programs=132,
     )
     names = ("narrow", "wide", "bases")
     arrays = {name: torch.from_numpy(getattr(items, name)).cuda() for name in names}
