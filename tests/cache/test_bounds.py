@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.reserve import MAX_LOOKS
+from milepost.cache.reserve import LOOKS_A_CHANGE, MAX_LOOKS
 from milepost.cache.storage import Arena
 
 PAGE_SIZE = 16
@@ -72,25 +72,42 @@ def test_a_request_that_waits_costs_next_to_nothing(num_states):
     assert long < 2000
 
 
-def test_a_step_asks_few_of_many_states_whether_they_are_likely_to_return(monkeypatch):
-    """And in the end has asked all of them."""
-    num_states = 1000
+def asked_of(num_states, num_changes, num_rounds, monkeypatch):
+    """The checkpoints that are asked whether they are likely to return, round by round: each is a
+    few admissions that find no room, `num_changes` of the cache after the last.
+    """
     cache = Cache(num_pages=num_states, num_slots=num_states + 8, page_size=PAGE_SIZE)
     for seed in range(num_states):
         run(cache, [seed] * PAGE_SIZE)
     asked = []
     monkeypatch.setattr(
-        type(cache.worth), "is_expected", lambda _, checkpoint, __: not asked.append(checkpoint)
+        type(cache.worth), "is_expected", lambda _, checkpoint, __: not asked[-1].append(checkpoint)
     )
     chain = cache.chain([5000] * (num_states - 1) * PAGE_SIZE)
-    num_rounds = -(-num_states // (MAX_LOOKS // 2))
     for _ in range(num_rounds):
-        before = len(asked)
+        asked.append([])
         for patience in (256, 255, 200):
             assert cache.admit(chain, cache.match(chain), patience=patience) is None
-        assert 0 < len(asked) - before <= MAX_LOOKS
-        cache.version += 1
-    assert len(set(asked)) == num_states
+        cache.version += num_changes
+    return asked
+
+
+def test_a_step_asks_few_of_many_states_whether_they_are_likely_to_return(monkeypatch):
+    """However much has changed; and in the end has asked all of them."""
+    asked = asked_of(2500, 1000, 6, monkeypatch)
+    assert max(map(len, asked)) <= MAX_LOOKS
+    assert len(set().union(*asked)) == 2500
+
+
+def test_a_change_makes_a_step_ask_few_states_more(monkeypatch):
+    _, *asked = asked_of(500, 1, 9, monkeypatch)
+    assert all(0 < len(each) <= LOOKS_A_CHANGE for each in asked)
+
+
+def test_where_much_has_changed_all_states_are_asked_anew(monkeypatch):
+    """What was likely many changes ago lets in requests that take what others want at once."""
+    asked = asked_of(500, 20, 3, monkeypatch)
+    assert all(len(set(each)) == 500 for each in asked)
 
 
 def test_many_who_wait_for_one_state_cost_no_more_than_a_few():

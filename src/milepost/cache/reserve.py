@@ -9,9 +9,13 @@ from milepost.cache.storage import Storage
 from milepost.cache.tree import Checkpoint, Tree
 from milepost.cache.worth import Worth
 
-MAX_LOOKS = 64
-"""Checkpoints that are looked at when the cache has changed. Of more of them some are as they were
-a few changes ago: it is an estimate in any case.
+LOOKS_A_CHANGE = 64
+"""Checkpoints that may be looked at for each change of the cache since the last look."""
+
+MAX_LOOKS = 1024
+"""Checkpoints that are looked at in one go, about a millisecond. Of more of them some are as they
+were at the last look: it is an estimate in any case. But where all are old, requests are let in
+whose pages others will want at once.
 """
 
 
@@ -66,16 +70,17 @@ class Reserve:
     def _expected(self, within: int, version: int) -> Expected:
         turn = self._rounds.setdefault(within, Round())
         if turn.version != version:
+            num_looks = min((version - turn.version) * LOOKS_A_CHANGE, MAX_LOOKS)
             turn.version = version
-            self._go_on(turn, within)
+            self._go_on(turn, within, num_looks)
         return turn.last if turn.last is not None else turn.found
 
-    def _go_on(self, turn: Round, within: int) -> None:
-        """Look at the next checkpoints, at least one and MAX_LOOKS at most."""
-        if not turn.ahead:
+    def _go_on(self, turn: Round, within: int, most: int) -> None:
+        """Look at so many of the next checkpoints; at all of them anew, if they are no more."""
+        if not turn.ahead or most >= len(self._tree.at_slot):
             turn.ahead, turn.found = list(self._tree.at_slot.values()), Expected()
         found, num_looks = turn.found, 0
-        while turn.ahead and num_looks < MAX_LOOKS:
+        while turn.ahead and num_looks < most:
             checkpoint = turn.ahead.pop()
             num_looks += 1
             if not self._is_expected(checkpoint, within):
