@@ -5,10 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from milepost.cache import Cache
 from milepost.engine import heap, process
+from milepost.scheduler.scheduler import Scheduler
 
 
 def test_giving_back_does_no_harm():
@@ -52,9 +55,12 @@ def test_an_engine_gives_back_when_nothing_comes(monkeypatch, waiting, num_times
     monkeypatch.setattr(heap, "give_back", lambda: given.append(True))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        loop = process.Loop(None, theirs)
+        cache = Cache(num_pages=4, num_slots=2)
+        scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=64)
+        loop = process.Loop(SimpleNamespace(scheduler=scheduler, facts=None), theirs)
         loop._has_rested = False
         ours.sendall(waiting)
         loop._rest()
         assert loop._has_rested == bool(given)
+        loop.close()
     assert len(given) == num_times

@@ -258,10 +258,10 @@ def test_operations(http):
 
 
 def test_access_log_has_the_cache_report(server, client):
-    done = client.completions.create(prompt="log me", max_tokens=2, user="me", **GREEDY)
+    done = client.completions.create(prompt="log me", max_tokens=2, user="of the log", **GREEDY)
     for _ in range(100):
         lines = [json.loads(line) for line in server.log if line.startswith("{")]
-        mine = [line for line in lines if line.get("user") == "me"]
+        mine = [line for line in lines if line.get("user") == "of the log"]
         if mine:
             break
         client.models.list()

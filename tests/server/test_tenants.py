@@ -3,7 +3,8 @@
 from milepost.engine.wire import Report
 from milepost.server.generation import public_losses
 
-PROMPT = list(range(10, 10 + 4 * 64))
+PROMPT = list(range(10 + 4 * 64, 10, -1))
+"""That nobody else asks of the server, which others use too."""
 
 
 def ask(client, prompt, salt):

@@ -151,6 +151,14 @@ class _Compiling:
     def forget(self, id_: int) -> None:
         self._pending.discard(id_)
 
+    def close(self) -> None:
+        """Nobody reads on. A form that is being compiled is left to its thread, which ends with
+        the process.
+        """
+        self.done.close()
+        if self._thread is None:
+            self._bell.close()
+
     def take(self) -> list[tuple[Add, Form | None, str]]:
         """What has become of the requests: the form, or what is wrong with it."""
         self.done.recv(READ_BYTES)
@@ -201,6 +209,10 @@ class Loop:
             if self._is_open and self._engine.has_work:
                 self._step()
             self._look()
+
+    def close(self) -> None:
+        """Free what `run` needs, when it is over."""
+        self._compiling.close()
 
     @property
     def _sources(self) -> list[socket.socket]:
@@ -343,6 +355,8 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable = Engi
             logger.exception("the step loop failed")
             loop.send(Died(message=str(error)))
             raise SystemExit(1) from None
+        finally:
+            loop.close()
 
 
 def _ready(engine: Engine) -> Ready:
