@@ -16,8 +16,8 @@ def tiny(tmp_path_factory):
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],
         "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     }
