@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.device import probe
 from milepost.kernels.sampling.reference import MASS_OF_BEST
 
 BLOCK = 8192
@@ -179,6 +180,7 @@ def _launch(
             blocks,
             BLOCKS=shape["BLOCKS"],
             CHUNK=_CHUNK,
+            IS_AMD=probe(logits.device).is_amd,
             num_warps=8,
         )
     _draw_kernel[grid](
@@ -455,9 +457,14 @@ def _settle_kernel(
     num_blocks,
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_AMD: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     row = place + first
+    if IS_AMD:
+        # Its compiler follows pointers to where they began, and a choice of two stops it.
+        adjusted = adjusted.to(tl.int64).to(tl.pointer_type(tl.float32))
+        listed = listed.to(tl.int64).to(tl.pointer_type(tl.float32))
     if tl.load(ints + row * _INTS) & _SEARCHES != 0:
         top = _top(tops, place, num_blocks, BLOCKS)
         temperature, share = tl.load(floats + row * 4), tl.load(top_p + row)
