@@ -173,7 +173,7 @@ class Engine:
         ends = () if params.ignore_eos else self._end_token_ids
         return Request(
             id=id_,
-            chain=self.scheduler.cache.chain(prompt.packed[:], salt),
+            chain=self.scheduler.cache.chain(prompt.packed, salt),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*own, *ends)),
