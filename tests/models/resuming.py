@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from milepost import LLM
 from milepost.runner.plain import PlainExecutor
-from tests.engines import answer, ask, cached, greedy
+from tests.engines import answer, ask, cached, greedy, tokens
 from tests.numbers import relative_error
 
 
@@ -37,6 +37,17 @@ class Resuming:
         rows = slice(len(token_ids) - 1, -1)
         assert relative_error(torch.cat(self._seen), expected[rows]) < 1e-4
         return [*whole[0].tolist()]
+
+    def run_through_slots(self) -> None:
+        """Every place that a model with states in slots resumes from: for an engine of 96 tokens a
+        step, pages of 16 tokens and chunks of 64."""
+        history = self.run(tokens(200), 0)  # in chunks, then decodes
+        self.run(tokens(200), 192)  # a page
+        self.run([*history, *tokens(30, 1)], 204)  # the answer's end, inside a page
+        shared = tokens(83, 2)
+        self.run([*shared, *tokens(40, 3)], 0)
+        self.run([*shared, *tokens(40, 4)], 64)  # where the first prefill was cut
+        self.run([*shared, *tokens(40, 5)], 83)  # the branch point, inside a page
 
     def _noting(self):
         sample = PlainExecutor.sample

@@ -45,15 +45,7 @@ CONFIGURATIONS = {
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("bamba", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=32)
-    run = Resuming(llm, reference).run
-
-    history = run(tokens(200), 0)  # in chunks, then decodes
-    run(tokens(200), 192)  # a page
-    run([*history, *tokens(30, 1)], 204)  # the answer's end, inside a page
-    shared = tokens(83, 2)
-    run([*shared, *tokens(40, 3)], 0)
-    run([*shared, *tokens(40, 4)], 64)  # where the first prefill was cut
-    run([*shared, *tokens(40, 5)], 83)  # the branch point, inside a page
+    Resuming(llm, reference).run_through_slots()
 
 
 def test_the_grid_is_the_models_chunk(tmp_path):

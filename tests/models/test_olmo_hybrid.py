@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from milepost.models import load_model
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, open_llm, tokens
+from tests.engines import VOCAB_SIZE, open_llm
 from tests.models.resuming import Resuming
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -44,16 +44,7 @@ CONFIGURATIONS = {
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("olmo_hybrid", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=32)
-
-    run = Resuming(llm, reference).run
-
-    history = run(tokens(200), 0)  # in chunks, then decodes
-    run(tokens(200), 192)  # a page
-    run([*history, *tokens(30, 1)], 204)  # the answer's end, inside a page
-    shared = tokens(83, 2)
-    run([*shared, *tokens(40, 3)], 0)
-    run([*shared, *tokens(40, 4)], 64)  # where the first prefill was cut
-    run([*shared, *tokens(40, 5)], 83)  # the branch point, inside a page
+    Resuming(llm, reference).run_through_slots()
 
 
 def test_both_dialects_load_alike(tmp_path):
