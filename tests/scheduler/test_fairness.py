@@ -129,6 +129,26 @@ def test_it_ages_by_the_requests_that_go_first_too(monkeypatch):
     assert late.report is None
 
 
+def test_who_waits_again_ages_anew():
+    """It was passed over for long before it ran; once it has been preempted others may pass it."""
+    load = Load(budget=130, max_num_seqs=40)
+    first = load.ask((MAX_STEPS + 2) * 128, max_tokens=1)
+    load.step()
+    long = load.ask(500)
+    load.ask(1, max_tokens=1)
+    while long.allocation is None:
+        load.step()
+    assert first.finish_reason is not None
+    load.scheduler.retract(load.scheduler.schedule())
+    urgent = load.ask(5000, priority=-1)
+    shorts = [load.ask(1, max_tokens=1) for _ in range(2)]
+    load.step()
+    assert urgent.allocation is not None
+    assert long.allocation is None
+    assert all(short.report is not None for short in shorts)
+    assert long.num_overtaken == len(shorts)
+
+
 @pytest.mark.parametrize("num_urgent", [1, 3])
 def test_a_running_prefill_computes_whatever_is_more_urgent(num_urgent):
     load = Load(budget=128, max_num_seqs=8)

@@ -53,6 +53,8 @@ class Round:
 
     num_seats: int
     """Requests that may yet begin."""
+    now_s: float
+    """Seconds that steps have taken so far."""
     overtaken: list[Request] = field(default_factory=list)
     """Those that found no tokens or no room, the most urgent first."""
     num_passed_over: int = 0
@@ -72,21 +74,20 @@ class Round:
             or self.num_looks >= MAX_LOOKS
         )
 
-    def pass_over(self, request: Request, now_s: float) -> bool:
+    def pass_over(self, request: Request) -> bool:
         """Note that a request finds no tokens or no room; False, as an admission's outcome."""
         self.overtaken.append(request)
         self.num_passed_over += 1
         if request.passed_over_s is None:
-            request.passed_over_s = now_s
-        self.is_held = self.is_held or has_waited_long(request, now_s)
+            request.passed_over_s = self.now_s
+        self.is_held = self.is_held or self.has_waited_long(request)
         return False
 
-
-def has_waited_long(request: Request, now_s: float) -> bool:
-    """Whether others have gone before a request for as long as they may."""
-    since_s = request.passed_over_s
-    waited_s = 0.0 if since_s is None else now_s - since_s
-    return waited_s >= MAX_HOLD_BACK_S or request.num_overtaken >= MAX_BYPASSED
+    def has_waited_long(self, request: Request) -> bool:
+        """Whether others have gone before a request for as long as they may."""
+        since_s = request.passed_over_s
+        waited_s = 0.0 if since_s is None else self.now_s - since_s
+        return waited_s >= MAX_HOLD_BACK_S or request.num_overtaken >= MAX_BYPASSED
 
 
 class Admission:
@@ -110,6 +111,10 @@ class Admission:
         self._waiting = waiting
         self._running = running
 
+    def open(self, num_seats: int) -> Round:
+        """Begin a step in which so many requests may begin."""
+        return Round(num_seats=num_seats, now_s=self.now_s)
+
     def candidates(self, num_seats: int) -> list[Request]:
         """The requests that a step may look at."""
         return self._waiting.first(num_seats + MAX_PASSED_OVER) if num_seats else []
@@ -123,9 +128,9 @@ class Admission:
             if self._waiting.looks(request):
                 turn.num_looks += 1
                 self._waits_for_prefix(request, self._cache.match(request.chain))
-            return turn.pass_over(request, self.now_s)
+            return turn.pass_over(request)
         if self._running and self._waiting.is_blocked(request):
-            return turn.pass_over(request, self.now_s)
+            return turn.pass_over(request)
         match = self._cache.match(request.chain)
         if self._waits_for_prefix(request, match):
             turn.num_looks += 1
@@ -134,11 +139,11 @@ class Admission:
         if not step.can_begin(request.num_tokens - match.state_length):
             turn.num_looks += 1
             self._waiting.refresh(request, match)
-            return turn.pass_over(request, self.now_s)
+            return turn.pass_over(request)
         if not self._admit(request, match, turn):
             turn.num_looks += 1
             self._waiting.block(request, match)
-            return turn.pass_over(request, self.now_s)
+            return turn.pass_over(request)
         turn.num_seats -= 1
         for other in turn.overtaken:
             other.num_overtaken += 1
@@ -217,4 +222,4 @@ class Admission:
             return 0
         if any(other.priority > request.priority for other in self._running):
             return 0
-        return 0 if has_waited_long(request, self.now_s) else LOOK_AHEAD
+        return 0 if turn.has_waited_long(request) else LOOK_AHEAD

@@ -59,10 +59,11 @@ class Queue:
         return looked_at != self._num_admitted
 
     def admit(self, request: Request) -> None:
-        """Remove a request that has found room."""
+        """Remove a request that has found room. If it comes again, it waits anew."""
         self.remove(request)
         self._num_admitted += 1
-        request.blocked_at = request.awaits = None
+        request.blocked_at = request.awaits = request.passed_over_s = None
+        request.num_overtaken = 0
 
     def refresh(self, request: Request, match: Match) -> None:
         """Note what a request would resume from by now."""

@@ -67,9 +67,10 @@ class Request:
     awaits: Shared | None = None
     """The prefix that it waited for when it last looked at what others compute."""
     num_overtaken: int = 0
-    """Times that a later request was admitted while this one found no tokens or no room."""
+    """Times that a later request was admitted while this one waits and found no tokens or no room.
+    """
     passed_over_s: float | None = None
-    """When it first found no tokens or no room, in seconds of steps."""
+    """When it first found no tokens or no room since it waits, in seconds of steps."""
     num_idle_steps: int = 0
     """Steps that it has gone without tokens while it ran."""
     drafts: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from milepost.cache.allocation import State
 from milepost.cache.placement import Kind
 from milepost.config import check_budget
 from milepost.errors import InvalidRequestError
-from milepost.scheduler.admission import Admission, Round
+from milepost.scheduler.admission import Admission
 from milepost.scheduler.budget import Budget, max_num_exports
 from milepost.scheduler.memory import Memory
 from milepost.scheduler.plans import (
@@ -171,7 +171,7 @@ class Scheduler:
         going_on = [r for r in self.running if r.goes_on]
         decodes = [r for r in going_on if r.num_left == 1]
         prefills = [r for r in going_on if r.num_left > 1]
-        turn = Round(num_seats=max(max_num_seqs - len(going_on), 0))
+        turn = self._admission.open(max(max_num_seqs - len(going_on), 0))
         step.give_decodes(decodes)
         step.give_starved(prefills)
         candidates = self._admission.candidates(turn.num_seats)
