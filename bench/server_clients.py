@@ -1,10 +1,12 @@
 """What 1, 16, 64 and 256 clients get from a server: tokens a second, and when the first one comes.
 
     python bench/server_clients.py --model bench/models/hybrid-80b-8-layers [--clients 1 16 64 256]
+        [--against ANOTHER_SRC --rounds 3]
 
 Dummy weights, random token ids in, streams out, each client's next request when its last one is
 over. Clients run in processes of their own and only count what comes. With `--shared`, prompts
-begin alike.
+begin alike. With `--against`, a server of another source tree stands beside ours on the same GPU,
+and the two are asked in turn.
 """
 
 from __future__ import annotations
@@ -14,16 +16,21 @@ import asyncio
 import json
 import multiprocessing
 import random
+import statistics
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import rows
 from rich.console import Console
 from rich.table import Table
-from serving import serving
+from serving import Server, serving
 
 TOKENIZER = rows.ROOT / "src" / "milepost" / "tiny"
 MAX_CLIENTS_A_PROCESS = 32
@@ -58,34 +65,91 @@ def main() -> int:
     parser.add_argument("--shared", type=int, default=0, help="tokens that all prompts begin with")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--requests", type=int, default=6, help="of each client")
+    parser.add_argument("--rounds", type=int, default=1, help="the middle one is told")
+    parser.add_argument("--against", type=Path, help="src of another version")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-clients.jsonl")
     arguments = parser.parse_args()
-    flags = ("--model", arguments.model, "--load-format", "dummy", "--tokenizer", str(TOKENIZER))
-    limits = ("--max-num-seqs", "256", "--max-model-len", "8192")
     table = Table(box=None)
-    for column in ("clients", "tokens/s", "first token p50", "p99"):
+    for column in ("clients", "of", "tokens/s", "first token p50", "p99", "beside the other"):
         table.add_column(column, justify="right")
     found = []
-    with serving([*flags, *limits]) as server:
-        load = Load(
-            url=f"{server.url}/v1/completions",
-            prompt_len=arguments.prompt,
-            shared_len=arguments.shared,
-            output_len=arguments.output,
-            num_requests=arguments.requests,
-        )
-        _run(load, 8)
+    with _servers(arguments) as servers:
+        loads = {name: _load(server, arguments) for name, server in servers.items()}
+        for load in loads.values():
+            _run(load, 8)
         for num_clients in arguments.clients:
-            seen = _run(load, num_clients)
-            rate = seen.num_tokens / (seen.ended - seen.began)
-            first = rows.percentiles(seen.ttft_s)
-            p50_ms, p99_ms = (f"{1e3 * first[name]:.0f} ms" for name in ("p50_s", "p99_s"))
-            table.add_row(str(num_clients), f"{rate:,.0f}", p50_ms, p99_ms)
-            row = {"clients": num_clients, "tokens_per_s": rate, "first_token": first}
-            found.append(rows.provenance() | {"model": arguments.model} | row)
+            rates = defaultdict(list)
+            firsts = defaultdict(list)
+            for _ in range(arguments.rounds):
+                for name, load in loads.items():
+                    seen = _run(load, num_clients)
+                    rates[name].append(seen.num_tokens / (seen.ended - seen.began))
+                    firsts[name] += seen.ttft_s
+            for name in loads:
+                row = _row(name, num_clients, rates, firsts)
+                table.add_row(*_cells(row))
+                found.append(rows.provenance() | {"model": arguments.model} | row)
     rows.write(arguments.out, found)
     Console(width=100).print(table)
     return 0
+
+
+@contextmanager
+def _servers(arguments: argparse.Namespace) -> Iterator[dict[str, Server]]:
+    """Ours, and the other one if there is one; each takes half of the memory then."""
+    model = ("--model", arguments.model, "--load-format", "dummy", "--tokenizer", str(TOKENIZER))
+    flags = [*model, "--max-num-seqs", "256", "--max-model-len", "8192"]
+    if arguments.against is None:
+        with serving(flags) as ours:
+            yield {"ours": ours}
+        return
+    first, both = ("--gpu-memory-utilization", "0.45"), ("--gpu-memory-utilization", "0.9")
+    with (
+        serving([*flags, *first], source=arguments.against) as other,
+        serving([*flags, *both]) as ours,
+    ):
+        yield {"other": other, "ours": ours}
+
+
+def _load(server: Server, arguments: argparse.Namespace) -> Load:
+    return Load(
+        url=f"{server.url}/v1/completions",
+        prompt_len=arguments.prompt,
+        shared_len=arguments.shared,
+        output_len=arguments.output,
+        num_requests=arguments.requests,
+    )
+
+
+def _row(
+    name: str,
+    num_clients: int,
+    rates: Mapping[str, Sequence[float]],
+    firsts: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    row = {
+        "clients": num_clients,
+        "of": name,
+        "tokens_per_s": statistics.median(rates[name]),
+        "rounds": rates[name],
+        "first_token": rows.percentiles(firsts[name]),
+    }
+    if name == "ours" and "other" in rates:
+        row["beside_the_other"] = rows.paired_ratio(rates["ours"], rates["other"])
+    return row
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    p50_ms, p99_ms = (f"{1e3 * row['first_token'][name]:.0f} ms" for name in ("p50_s", "p99_s"))
+    ratio = f"{row['beside_the_other']:.3f}" if "beside_the_other" in row else ""
+    return [
+        str(row["clients"]),
+        row["of"],
+        f"{row['tokens_per_s']:,.0f}",
+        p50_ms,
+        p99_ms,
+        ratio,
+    ]
 
 
 def _run(load: Load, num_clients: int) -> Seen:

@@ -59,10 +59,13 @@ def num_fds(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def serving(flags: Sequence[str]) -> Iterator[Server]:
-    """A server on a free port, until the end of the block."""
+def serving(flags: Sequence[str], source: Path | None = None) -> Iterator[Server]:
+    """A server on a free port, until the end of the block; of another `source` tree, perhaps."""
+    environment = {} if source is None else {"PYTHONPATH": str(source.resolve())}
     command = [sys.executable, "-m", "milepost", "serve", "--port", "0", "--no-access-log", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+    )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
