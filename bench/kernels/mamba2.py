@@ -19,14 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.kernels.timing import Row, parse, report, time_us
-from tests.kernels.mixers import Batch, Pools, space
+from tests.kernels.mixers import Batch, Pools, make_pools, make_projected, space
 from tests.kernels.ssd import (
     BAMBA,
     NEMOTRON,
     Shapes,
     lay_out,
-    make_pools,
-    make_projected,
     make_weights,
 )
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from milepost.kernels.device import probe
-from tests.kernels.mixers import Batch
+from tests.kernels.mixers import Batch, make_pools, make_projected
 from tests.kernels.ssd import (
     BAMBA,
     NEMOTRON,
     ONE_GROUP,
     Shapes,
-    make_pools,
-    make_projected,
     make_weights,
     run,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,23 @@ from milepost.runner.staging import on_device
 Export = tuple[int, int, int]
 
 
+class MixerShapes(Protocol):
+    """What inputs and states are made by, whichever mixer reads them."""
+
+    @property
+    def channels(self) -> int: ...
+    @property
+    def taps(self) -> int: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def state_shape(self) -> tuple[int, int, int]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
+    """Of Gated DeltaNet's mixer."""
+
     key_heads: int
     value_heads: int
     key_dim: int
@@ -39,7 +55,12 @@ class Shapes:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """Of what is projected."""
         return (self.channels, self.values, self.value_heads, self.value_heads)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (self.value_heads, self.key_dim, self.value_dim)
 
 
 ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5)
@@ -102,7 +123,7 @@ def make_weights(
 
 
 def make_projected(
-    shapes: Shapes,
+    shapes: MixerShapes,
     num_tokens: int,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -115,7 +136,7 @@ def make_projected(
 
 
 def make_pools(
-    shapes: Shapes,
+    shapes: MixerShapes,
     num_slots: int,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -124,8 +145,7 @@ def make_pools(
 ) -> Pools:
     random = torch.Generator().manual_seed(3)
     conv_pool = torch.full((num_slots, shapes.channels, shapes.taps - 1), torch.nan)
-    states = (shapes.value_heads, shapes.key_dim, shapes.value_dim)
-    recurrent_pool = torch.full((num_slots, *states), torch.nan)
+    recurrent_pool = torch.full((num_slots, *shapes.state_shape), torch.nan)
     for pool in (conv_pool, recurrent_pool):
         pool[0] = 0
         pool[1:3] = torch.randn(pool[1:3].shape, generator=random)

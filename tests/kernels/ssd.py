@@ -19,7 +19,7 @@ from milepost.kernels.batch import Capacity
 from milepost.kernels.device import Chip
 from milepost.kernels.mamba2 import Mamba2Operation, MixerWeights, mix
 from milepost.runner.staging import on_device
-from tests.kernels.mixers import SPACING, Batch, Pools, space
+from tests.kernels.mixers import Batch, Pools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,10 @@ class Shapes:
     @property
     def sizes(self) -> tuple[int, int, int]:
         return (self.inner, self.channels, self.heads)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (self.heads, self.head_dim, self.state_size)
 
     @property
     def operation(self) -> Mamba2Operation:
@@ -74,40 +78,6 @@ def make_weights(
         norm_eps=1e-5,
     )
     return replace(weights, **others)
-
-
-def make_projected(
-    shapes: Shapes,
-    num_tokens: int,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 2,
-) -> Tensor:
-    """[T, ...], rows of a wider matrix."""
-    random = torch.Generator().manual_seed(seed)
-    wide = torch.randn(num_tokens, sum(shapes.sizes) + 3, generator=random)
-    return wide.to(device, dtype)[:, : sum(shapes.sizes)]
-
-
-def make_pools(
-    shapes: Shapes,
-    num_slots: int,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    state_dtype: torch.dtype = torch.float32,
-    spacing: int = SPACING,
-) -> Pools:
-    random = torch.Generator().manual_seed(3)
-    conv_pool = torch.full((num_slots, shapes.channels, shapes.taps - 1), torch.nan)
-    states = (shapes.heads, shapes.head_dim, shapes.state_size)
-    recurrent_pool = torch.full((num_slots, *states), torch.nan)
-    for pool in (conv_pool, recurrent_pool):
-        pool[0] = 0
-        pool[1:3] = torch.randn(pool[1:3].shape, generator=random)
-    return Pools(
-        conv=space(conv_pool.to(device, dtype), spacing),
-        recurrent=space(recurrent_pool.to(device, state_dtype), spacing),
-    )
 
 
 def run(

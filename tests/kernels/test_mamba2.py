@@ -9,13 +9,11 @@ import torch
 
 from milepost.kernels.chunk_rows import lay_out_chunks
 from milepost.kernels.mamba2 import reference
-from tests.kernels.mixers import Batch, Pools
+from tests.kernels.mixers import Batch, Pools, make_pools, make_projected
 from tests.kernels.ssd import (
     GROUPS,
     ONE_GROUP,
     Shapes,
-    make_pools,
-    make_projected,
     make_weights,
     recur,
     run,

@@ -18,9 +18,9 @@ from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
-    Placement,
     Placements,
     fill_matrix,
+    place_rates,
     place_rows,
     place_whole,
 )
@@ -127,11 +127,8 @@ class GatedDelta(nn.Module):
         return self.out.partials(mixed)
 
     def placements(self) -> Placements:
-        def store_rate(values: Tensor) -> None:
-            self.decay_rate.copy_(values.to(self.decay_rate.dtype).exp().neg())
-
         tensors = {
-            "A_log": Placement((self.shapes.num_value_heads,), store_rate),
+            "A_log": place_rates(self.decay_rate),
             "dt_bias": place_whole(self.decay_bias),
             f"{self.arrangement.norm}.weight": place_whole(self.norm_weight),
             **self._convolutions(),

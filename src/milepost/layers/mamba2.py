@@ -15,7 +15,7 @@ from milepost.kernels.mamba2 import Mamba2Operation, MixerWeights
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements, fill_matrix, place_whole
+from milepost.layers.placements import Placements, fill_matrix, place_rates, place_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +113,8 @@ class Mamba2(nn.Module):
         return self.out.partials(mixed)
 
     def placements(self) -> Placements:
-        def store_rate(values: Tensor) -> None:
-            self.rate.copy_(values.to(self.rate.dtype).exp().neg())
-
         tensors = {
-            "A_log": Placement((self.shapes.num_heads,), store_rate),
+            "A_log": place_rates(self.rate),
             "D": place_whole(self.skip),
             "dt_bias": place_whole(self.dt_bias),
             "conv1d.weight": place_whole(self.conv_weight.unsqueeze(1)),

@@ -63,6 +63,15 @@ def place_whole(parameter: Tensor) -> Placement:
     return Placement(tuple(parameter.shape), parameter.copy_)
 
 
+def place_rates(parameter: Tensor) -> Placement:
+    """The parameter is -exp(`A_log`), what time steps are multiplied by to decay."""
+
+    def store(values: Tensor) -> None:
+        parameter.copy_(values.to(parameter.dtype).exp().neg())
+
+    return Placement(tuple(parameter.shape), store)
+
+
 def place_rows(parameter: Tensor, first: int, count: int) -> Placement:
     """The tensor is `count` rows of the parameter."""
     return place_whole(parameter[first : first + count])

@@ -11,14 +11,12 @@ import torch
 from milepost.kernels.device import probe
 from milepost.kernels.mamba2 import mix
 from tests.batches import spread
-from tests.kernels.mixers import Batch, Pools
+from tests.kernels.mixers import Batch, Pools, make_pools, make_projected
 from tests.kernels.ssd import (
     GROUPS,
     ONE_GROUP,
     Shapes,
     lay_out,
-    make_pools,
-    make_projected,
     make_weights,
     run,
 )

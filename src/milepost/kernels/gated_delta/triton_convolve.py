@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.activations import silu
 from milepost.kernels.chunks import TILE, UNSPECIALISED, ChunkLayout
-from milepost.kernels.gated_delta.triton_parts import head_channels, silu, unit_scale
+from milepost.kernels.conv.triton_parts import convolve_rows, keep_inputs
+from milepost.kernels.gated_delta.triton_parts import head_channels, unit_scale
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
@@ -110,23 +112,12 @@ def _conv_kernel(
 
     row = tl.arange(0, ROWS)
     in_part = (row < end - part_from)[:, None] & is_channel[None, :]
-    x = tl.zeros([ROWS, BLOCK], tl.float32)
-    if part_from == begin:
-        # The oldest inputs go first, as they do where all inputs are tokens: equal bits.
-        for tap in tl.static_range(TAPS - 1):
-            inputs = tl.zeros([ROWS, BLOCK], tl.float32)
-            for kept in tl.static_range(TAPS - 1):
-                old = tl.load(state + channel * (TAPS - 1) + kept, is_channel, 0).to(tl.float32)
-                inputs = tl.where((row == kept - tap)[:, None], old[None, :], inputs)
-            taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
-            x += inputs * taps[None, :]
-    first_row = projected + part_from.to(tl.int64) * projected_stride
-    for tap in tl.static_range(TAPS):
-        source = row - (TAPS - 1) + tap
-        at = source[:, None] * projected_stride + channel[None, :]
-        inputs = tl.load(first_row + at, in_part & (source >= begin - part_from)[:, None], 0)
-        taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
-        x += inputs.to(tl.float32) * taps[None, :]
+    # fmt: off
+    x = convolve_rows(
+        projected, projected_stride, weight, state, channel, is_channel, row, begin, end, part_from,
+        TAPS, BLOCK, ROWS,
+    )
+    # fmt: on
     x = silu(x)
     x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 1)
     tokens = tl.cast(num_tokens, tl.int64)
@@ -143,36 +134,6 @@ def _conv_kernel(
     args = projected, projected_stride, state, pool, slot_stride, channel, is_channel, begin
     for export in range(tl.load(tile_export + tile), tl.load(tile_export + tile + 1)):
         slot, stop = tl.load(export_slot + export), tl.load(export_end + export)
-        _keep_inputs(*args, stop, slot, TAPS, BLOCK_TAPS)
+        keep_inputs(*args, stop, slot, TAPS, BLOCK_TAPS)
     if part_from == begin:
-        _keep_inputs(*args, end, tl.load(slot_out + sequence), TAPS, BLOCK_TAPS)
-
-
-@triton.jit
-def _keep_inputs(
-    projected,
-    projected_stride,
-    state,
-    pool,
-    slot_stride,
-    channel,
-    is_channel,
-    begin,
-    stop,
-    slot,
-    TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-):
-    """Write the last TAPS - 1 inputs before token `stop` to `slot`; those before token `begin` are
-    in the state that was read."""
-    tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    source = stop - (TAPS - 1) + tap
-    is_kept = is_channel[:, None] & (tap < TAPS - 1)
-    at = source.to(tl.int64) * projected_stride + channel[:, None]
-    inputs = tl.load(projected + at, is_kept & (source >= begin), 0)
-    of_channel = channel[:, None] * (TAPS - 1)
-    before = of_channel + source - begin + (TAPS - 1)
-    inputs += tl.load(state + before, is_kept & (source < begin), 0).to(inputs.dtype)
-    tl.debug_barrier()
-    written = pool + slot.to(tl.int64) * slot_stride
-    tl.store(written + of_channel + tap, inputs.to(pool.dtype.element_ty), is_kept)
+        keep_inputs(*args, end, tl.load(slot_out + sequence), TAPS, BLOCK_TAPS)

@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.activations import sigmoid, silu
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.triton_parts import (
     gated_norm,
     head_channels,
     log_decay,
-    sigmoid,
-    silu,
     unit_scale,
 )
 from milepost.kernels.gated_delta.weights import MixerWeights

@@ -1,26 +1,17 @@
-"""What the Triton kernels of Gated DeltaNet share: gates, norms, activations."""
+"""What the Triton kernels of Gated DeltaNet share: gates, norms, heads."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def silu(x):
-    return x / (1 + tl.exp(-x))
+from milepost.kernels.activations import silu, softplus
 
 
 @triton.jit
 def log_decay(rate, bias, inputs):
     """rate * softplus(inputs + bias), float32."""
-    wide = inputs.to(tl.float32) + bias
-    return rate * tl.where(wide > 20, wide, tl.log(1 + tl.exp(wide)))
-
-
-@triton.jit
-def sigmoid(x):
-    return 1 / (1 + tl.exp(-x.to(tl.float32)))
+    return rate * softplus(inputs.to(tl.float32) + bias)
 
 
 @triton.jit

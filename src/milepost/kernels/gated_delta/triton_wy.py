@@ -14,12 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.activations import sigmoid
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.gated_delta.triton_parts import (
-    log_decay,
-    pairwise_decay,
-    sigmoid,
-)
+from milepost.kernels.gated_delta.triton_parts import log_decay, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs

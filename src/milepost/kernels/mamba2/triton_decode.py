@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.activations import silu
 from milepost.kernels.mamba2.layout import DecodeLayout
 from milepost.kernels.mamba2.triton_norm import gated_norm
-from milepost.kernels.mamba2.triton_parts import silu, time_step
+from milepost.kernels.mamba2.triton_parts import time_step
 from milepost.kernels.mamba2.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 

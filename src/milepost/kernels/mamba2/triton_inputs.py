@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from milepost.kernels.activations import silu
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.conv.triton_parts import convolve_rows, keep_inputs
-from milepost.kernels.mamba2.triton_parts import silu, time_step
+from milepost.kernels.mamba2.triton_parts import time_step
 from milepost.kernels.overlap import let_next_start, wait_for_inputs
 
 

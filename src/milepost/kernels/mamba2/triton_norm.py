@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.mamba2.triton_parts import silu
+from milepost.kernels.activations import silu
 from milepost.kernels.overlap import wait_for_inputs
 
 
