@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.mixers import (
+    LONG_BATCHES,
     ODD,
     REAL,
     SPACING,
@@ -30,20 +31,6 @@ pytestmark = [
 ]
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-BATCHES = {
-    "suffix": Batch(starts=[4096], lengths=[64], slot_in=[1], slot_out=[3]),
-    "long": Batch(
-        starts=[100], lengths=[2000], slot_in=[1], slot_out=[1], exports=[(0, 640, 3), (0, 777, 4)]
-    ),
-    "mixed": Batch(
-        starts=[300, 5, 62, 0, 63, 1000],
-        lengths=[1, 1, 200, 2, 3, 97],
-        slot_in=[1, 2, 1, 0, 0, 2],
-        slot_out=[3, 4, 5, 6, 7, 8],
-        exports=[(2, 128, 9), (2, 131, 10), (5, 1024, 11), (5, 1097, 12)],
-    ),
-}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -69,12 +56,12 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: i
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", LONG_BATCHES)
 @pytest.mark.parametrize("spacing", [0, SPACING])
 def test_prefill_matches_reference(
     name: str, shapes: Shapes, dtype: torch.dtype, spacing: int
 ) -> None:
-    batch = BATCHES[name]
+    batch = LONG_BATCHES[name]
     projected = make_projected(shapes, sum(batch.lengths), dtype, "cuda")
     weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 14, dtype, "cuda")
     ours = pools.clone(spacing)
@@ -134,7 +121,7 @@ def test_captured_prefill_replays_other_batches() -> None:
     pools = make_pools(REAL, 14, dtype, "cuda")
     replay = captured_prefill(REAL, weights, pools, capacities)
     for name in ("suffix", "mixed"):
-        batch = BATCHES[name]
+        batch = LONG_BATCHES[name]
         tokens = sum(batch.lengths)
         projected = make_projected(REAL, 384, dtype, "cuda")
         fresh, expected_pools = (

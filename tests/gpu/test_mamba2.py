@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from milepost.kernels.device import probe
-from tests.kernels.mixers import Batch, make_pools, make_projected
+from tests.kernels.mixers import (
+    LONG_BATCHES,
+    Batch,
+    make_pools,
+    make_projected,
+)
 from tests.kernels.ssd import (
     BAMBA,
     NEMOTRON,
@@ -26,19 +31,6 @@ pytestmark = [
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SHAPES = {"nemotron": NEMOTRON, "bamba": BAMBA, "odd": replace(ONE_GROUP, chunk=64)}
-BATCHES = {
-    "suffix": Batch(starts=[4096], lengths=[64], slot_in=[1], slot_out=[3]),
-    "long": Batch(
-        starts=[100], lengths=[2000], slot_in=[1], slot_out=[1], exports=[(0, 640, 3), (0, 777, 4)]
-    ),
-    "mixed": Batch(
-        starts=[300, 5, 62, 0, 63, 1000],
-        lengths=[1, 1, 200, 2, 3, 97],
-        slot_in=[1, 2, 1, 0, 0, 2],
-        slot_out=[3, 4, 5, 6, 7, 8],
-        exports=[(2, 128, 9), (2, 131, 10), (5, 1024, 11), (5, 1097, 12)],
-    ),
-}
 
 
 def fused(shapes: Shapes, projected, weights, pools, batch: Batch, **capacities: int):
@@ -76,14 +68,14 @@ def test_decode_matches_reference(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", LONG_BATCHES)
 def test_prefill_matches_reference(batch: str, name: str, dtype: torch.dtype) -> None:
     shapes = SHAPES[name]
-    projected = make_projected(shapes, sum(BATCHES[batch].lengths), dtype, "cuda")
+    projected = make_projected(shapes, sum(LONG_BATCHES[batch].lengths), dtype, "cuda")
     weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 14, dtype, "cuda")
     ours = pools.clone()
-    expected = run(shapes, projected, weights, pools, BATCHES[batch])
-    output = fused(shapes, projected, weights, ours, BATCHES[batch])
+    expected = run(shapes, projected, weights, pools, LONG_BATCHES[batch])
+    output = fused(shapes, projected, weights, ours, LONG_BATCHES[batch])
     assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
     error = relative_error(ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9))

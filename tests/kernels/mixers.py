@@ -18,6 +18,7 @@ from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 from milepost.kernels.chunks import ChunkLayout, lay_out
 from milepost.kernels.gated_delta import CHUNK, MixerWeights, reference
 from milepost.runner.staging import on_device
+from tests.numbers import relative_error
 
 Export = tuple[int, int, int]
 
@@ -107,6 +108,22 @@ class Batch:
         )
 
 
+LONG_BATCHES = {
+    "suffix": Batch(starts=[4096], lengths=[64], slot_in=[1], slot_out=[3]),
+    "long": Batch(
+        starts=[100], lengths=[2000], slot_in=[1], slot_out=[1], exports=[(0, 640, 3), (0, 777, 4)]
+    ),
+    "mixed": Batch(
+        starts=[300, 5, 62, 0, 63, 1000],
+        lengths=[1, 1, 200, 2, 3, 97],
+        slot_in=[1, 2, 1, 0, 0, 2],
+        slot_out=[3, 4, 5, 6, 7, 8],
+        exports=[(2, 128, 9), (2, 131, 10), (5, 1024, 11), (5, 1097, 12)],
+    ),
+}
+"""A prompt's end, a long one, and many beside each other."""
+
+
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> MixerWeights:
@@ -153,6 +170,21 @@ def make_pools(
         conv=space(conv_pool.to(device, dtype), spacing),
         recurrent=space(recurrent_pool.to(device, state_dtype), spacing),
     )
+
+
+def assert_pools_match(actual: Pools, expected: Pools, tolerance: float) -> None:
+    """The same slots are written, with nearly the same states."""
+    for ours, theirs in ((actual.conv, expected.conv), (actual.recurrent, expected.recurrent)):
+        written = theirs.flatten(1).isfinite().all(1)
+        assert torch.equal(ours.flatten(1).isfinite().all(1), written)
+        assert ours[~written].isnan().all()
+        assert relative_error(ours[written], theirs[written]) < tolerance
+
+
+def assert_pools_equal(actual: Pools, expected: Pools) -> None:
+    """Bit for bit, and what one has not written the other has not."""
+    for ours, theirs in ((actual.conv, expected.conv), (actual.recurrent, expected.recurrent)):
+        assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
 
 
 def widen(weights: MixerWeights) -> MixerWeights:

@@ -16,6 +16,8 @@ from tests.kernels.mixers import (
     Batch,
     Pools,
     Shapes,
+    assert_pools_equal,
+    assert_pools_match,
     expected_decode,
     expected_prefill,
     fused_decode,
@@ -27,15 +29,6 @@ from tests.kernels.mixers import (
 from tests.numbers import relative_error
 
 TOLERANCE = 1e-4 / 20
-
-
-def assert_pools_match(actual: Pools, expected: Pools, tolerance: float = TOLERANCE) -> None:
-    """The same slots are written, with nearly the same states."""
-    for ours, theirs in ((actual.conv, expected.conv), (actual.recurrent, expected.recurrent)):
-        written = theirs.flatten(1).isfinite().all(1)
-        assert torch.equal(ours.flatten(1).isfinite().all(1), written)
-        assert ours[~written].isnan().all()
-        assert relative_error(ours[written], theirs[written]) < tolerance
 
 
 @pytest.mark.parametrize("spacing", [0, SPACING])
@@ -52,7 +45,7 @@ def test_decode_matches_reference(shapes: Shapes, spacing: int) -> None:
     output = fused_decode(projected, weights, ours, padded)
     assert relative_error(output[:5], expected) < TOLERANCE
     assert (output[5:] == 0).all()
-    assert_pools_match(ours, pools)
+    assert_pools_match(ours, pools, TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -93,7 +86,7 @@ def test_prefill_matches_reference(name: str, shapes: Shapes, spacing: int) -> N
     expected = expected_prefill(shapes, projected, weights, pools, batch)
     output = fused_prefill(projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCE
-    assert_pools_match(ours, pools)
+    assert_pools_match(ours, pools, TOLERANCE)
 
 
 def test_slots_may_lie_far_apart() -> None:
@@ -109,8 +102,7 @@ def test_slots_may_lie_far_apart() -> None:
     decodes = Batch(starts=[], lengths=[], slot_in=[4, 5], slot_out=[3, 5])
     expected = fused_decode(projected[:2], weights, pools, decodes)
     assert torch.equal(fused_decode(projected[:2], weights, far, decodes), expected)
-    assert torch.equal(far.conv.nan_to_num(9), pools.conv.nan_to_num(9))
-    assert torch.equal(far.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9))
+    assert_pools_equal(far, pools)
 
 
 def test_prefill_padding_changes_nothing() -> None:
@@ -125,8 +117,7 @@ def test_prefill_padding_changes_nothing() -> None:
     )
     assert torch.equal(output[:tokens], expected)
     assert (output[tokens:] == 0).all()
-    assert torch.equal(padded.conv.nan_to_num(9), exact.conv.nan_to_num(9))
-    assert torch.equal(padded.recurrent.nan_to_num(9), exact.recurrent.nan_to_num(9))
+    assert_pools_equal(padded, exact)
 
 
 def test_prefill_half_inputs() -> None:

@@ -11,7 +11,14 @@ import torch
 from milepost.kernels.device import probe
 from milepost.kernels.mamba2 import mix
 from tests.batches import spread
-from tests.kernels.mixers import Batch, Pools, make_pools, make_projected
+from tests.kernels.mixers import (
+    Batch,
+    Pools,
+    assert_pools_equal,
+    assert_pools_match,
+    make_pools,
+    make_projected,
+)
 from tests.kernels.ssd import (
     GROUPS,
     ONE_GROUP,
@@ -38,15 +45,6 @@ def fused(shapes: Shapes, projected, weights, pools: Pools, batch: Batch, **capa
     return run(shapes, projected, weights, pools, batch, chip=CHIP, **capacities)
 
 
-def assert_pools_match(actual: Pools, expected: Pools, tolerance: float = TOLERANCE) -> None:
-    """The same slots are written, with nearly the same states."""
-    for ours, theirs in ((actual.conv, expected.conv), (actual.recurrent, expected.recurrent)):
-        written = theirs.flatten(1).isfinite().all(1)
-        assert torch.equal(ours.flatten(1).isfinite().all(1), written)
-        assert ours[~written].isnan().all()
-        assert relative_error(ours[written], theirs[written]) < tolerance
-
-
 @pytest.mark.parametrize(
     ("shapes", "variant"),
     [*((ONE_GROUP, variant) for variant in VARIANTS), (GROUPS, "plain")],
@@ -61,7 +59,7 @@ def test_decode_matches_reference(shapes: Shapes, variant: str) -> None:
     output = fused(shapes, projected, weights, ours, batch, num_sequences=6, num_tokens=6)
     assert relative_error(output[:4], expected) < TOLERANCE
     assert (output[4:] == 0).all()
-    assert_pools_match(ours, pools)
+    assert_pools_match(ours, pools, TOLERANCE)
 
 
 def test_layers_share_what_counts_the_heads_that_have_arrived() -> None:
@@ -109,7 +107,7 @@ def test_prefill_matches_reference(name: str, shapes: Shapes, variant: str) -> N
     expected = run(shapes, projected, weights, pools, batch)
     output = fused(shapes, projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCE
-    assert_pools_match(ours, pools)
+    assert_pools_match(ours, pools, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +143,7 @@ def test_slots_may_lie_far_apart() -> None:
     decodes = Batch(starts=[], lengths=[], slot_in=[4, 5], slot_out=[3, 5])
     expected = fused(FEW, projected[:2], weights, pools, decodes)
     assert torch.equal(fused(FEW, projected[:2], weights, far, decodes), expected)
-    assert torch.equal(far.conv.nan_to_num(9), pools.conv.nan_to_num(9))
-    assert torch.equal(far.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9))
+    assert_pools_equal(far, pools)
 
 
 def test_prefill_padding_changes_nothing() -> None:
@@ -160,8 +157,7 @@ def test_prefill_padding_changes_nothing() -> None:
     output = fused(FEW, projected, weights, padded, batch, **capacities)
     assert torch.equal(output[:tokens], expected)
     assert (output[tokens:] == 0).all()
-    assert torch.equal(padded.conv.nan_to_num(9), exact.conv.nan_to_num(9))
-    assert torch.equal(padded.recurrent.nan_to_num(9), exact.recurrent.nan_to_num(9))
+    assert_pools_equal(padded, exact)
 
 
 def test_exports_equal_prefills_that_end_there_and_go_on_alike() -> None:
