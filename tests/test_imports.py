@@ -21,6 +21,8 @@ MAY_USE = {
     "runner": {"kernels", "layers", "models", "cache", "scheduler"},
     "engine": {"cache", "scheduler", "kernels", "layers", "models", "runner"},
 }
+MAY_USE["speculative"] = {"cache", "scheduler"}
+MAY_USE["engine"].add("speculative")
 MAY_USE["config"] = {"cache"}
 MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
 MAY_USE["load"] = set()
@@ -37,7 +39,7 @@ FLOORS = {
 BESIDE_FLOORS = {"order", "placement", "plans", "report"}
 """Modules beside the folders that all of them may use."""
 
-SHARED = {"config", "errors", "sampling_params"}
+SHARED = {"config", "errors", "sampling_params", "speculative_config"}
 """Modules beside the parts that all of them may use, and that use only each other."""
 
 ENTRY_POINTS = {"__init__", "__main__", "demo"}
@@ -156,7 +158,7 @@ def test_every_kind_of_import_is_seen(line, package, found):
     assert [part for part, _ in imported_parts(ast.parse(line), package)] == found
 
 
-@pytest.mark.parametrize("part", ["cache", "scheduler", "simulator"])
+@pytest.mark.parametrize("part", ["cache", "scheduler", "simulator", "speculative"])
 def test_pure_parts_import_no_heavy_library(part):
     if not (ROOT / part).is_dir():
         pytest.skip(f"no milepost.{part} yet")

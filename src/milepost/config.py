@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
+from milepost.speculative_config import SpeculativeConfig, read_speculative_config
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -85,6 +86,9 @@ class EngineConfig:
     """Launch kernels one by one: no CUDA graphs."""
     async_scheduling: bool | None = None
     """Launch a decode step before the tokens of the one before are read; by default on a GPU."""
+    speculative_config: SpeculativeConfig | None = None
+    """Draft tokens ahead and check several in one step: a JSON object such as {"method": "suffix",
+    "num_speculative_tokens": 4}. Answers stay the same. See docs/speculation.md."""
     max_cache_marks: int = 16
     """Maximum number of `cache_marks` in one prompt."""
     record_plans: str | None = None
@@ -94,6 +98,8 @@ class EngineConfig:
     default) behind each call."""
 
     def __post_init__(self) -> None:
+        given = read_speculative_config(self.speculative_config)
+        object.__setattr__(self, "speculative_config", given)
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name))
         _require(

@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter
@@ -108,8 +108,11 @@ def _string(statement: ast.stmt) -> str | None:
 
 
 def _flag_type(hint: Any) -> Any:
-    """What a flag parses; for `Sequence[X] | X | None` a list that grows with each use."""
+    """What a flag parses; for `Sequence[X] | X | None` a list that grows with each use, for a
+    dataclass of its own the JSON of one."""
     for member in get_args(hint):
+        if is_dataclass(member):
+            return str | None
         if get_origin(member) is Sequence:
             item: Any = get_args(member)[0]
             return list[item] | None

@@ -1,0 +1,182 @@
+"""How answers are drafted ahead, as a user says it: vLLM's `--speculative-config`.
+
+Names are vLLM's where the meaning is the same. Nothing here reads files, the environment or torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from milepost.errors import ConfigError
+
+METHODS = ("auto", "mtp", "suffix", "ngram")
+_ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp")
+_OF_PEERS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu", "dflash")
+_DEFAULT_TOKENS = {"auto": 3, "mtp": 3, "suffix": 8}
+MOST_TOKENS = 32
+"""Drafts of one step at most: what is recorded of each takes memory for each request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Raises ConfigError for values that no model could use."""
+
+    method: str | tuple[str, ...] = "auto"
+    """`mtp` (the checkpoint's own head), `suffix` (what the request and earlier answers under the
+    same prefix say), `ngram` (what the request says), or a list: the first that has drafts. `auto`
+    is `mtp` where the checkpoint has a head that can be used, else nothing."""
+    num_speculative_tokens: int | None = None
+    """Most drafts of one step; by default 3, with `suffix` alone 8."""
+    prompt_lookup_max: int | None = None
+    """Of `ngram`: most tokens that are looked up; 5, or `prompt_lookup_min` if that is set."""
+    prompt_lookup_min: int | None = None
+    """Of `ngram`: fewest tokens that are looked up; 5, or `prompt_lookup_max` if that is set."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Of `suffix`: most tokens that are compared."""
+    suffix_decoding_max_cached_requests: int = 10000
+    """Of `suffix`: earlier answers that are kept; 0 for none."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Of `suffix`: drafts for each token that has been found again."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Of `suffix`: a draft that is less likely, by what came there before, ends the run."""
+    adaptive: bool = True
+    """Draft as many tokens as pay, by the times of steps and what is accepted; none where none
+    do. Without it always as many as there are."""
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    """`synthetic` accepts drafts at given rates, whatever they are: answers are then wrong. For
+    benchmarks."""
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    """How often the first drafts, up to each, are accepted together: one rate a draft, none above
+    the one before."""
+
+    def __post_init__(self) -> None:
+        method = self.method
+        named = (method,) if isinstance(method, str) else tuple(method)
+        methods = tuple("mtp" if name in _ALSO_MTP else name for name in named)
+        object.__setattr__(self, "method", methods[0] if len(methods) == 1 else methods)
+        self._check_methods(methods)
+        for name, lowest in _LOWEST.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(
+                value is None or (is_number and value >= lowest),
+                f"{name}={value!r}: use {lowest} or more",
+            )
+        self._check_lookup()
+        _require(isinstance(self.adaptive, bool), f"adaptive={self.adaptive!r}: use true or false")
+        number = self.num_speculative_tokens
+        _require(
+            number is not None or "ngram" not in methods or len(methods) > 1,
+            "num_speculative_tokens must be provided with method='ngram'",
+        )
+        _require(
+            number is None or (isinstance(number, int) and number <= MOST_TOKENS),
+            f"num_speculative_tokens={number!r}: use {MOST_TOKENS} or fewer",
+        )
+        self._check_rates()
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """In the order in which they are asked."""
+        return (self.method,) if isinstance(self.method, str) else self.method
+
+    @property
+    def num_tokens(self) -> int:
+        """Most drafts of one step."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return min(_DEFAULT_TOKENS.get(method, MOST_TOKENS) for method in self.methods)
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Fewest and most tokens that `ngram` looks up."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        return low or high or 5, high or low or 5
+
+    def _check_methods(self, methods: Sequence[str]) -> None:
+        _require(bool(methods), "method=[]: name at least one")
+        for name in methods:
+            known = name in METHODS
+            why = "not supported here, " if name in _OF_PEERS else ""
+            _require(known, f"method={name!r}: {why}use one of {', '.join(METHODS)}")
+        _require(len(set(methods)) == len(methods), f"method={list(methods)}: name each once")
+        _require("auto" not in methods or len(methods) == 1, "method='auto' stands alone")
+
+    def _check_lookup(self) -> None:
+        low, high = self.lookup
+        _require(low <= high, f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")
+
+    def _check_rates(self) -> None:
+        choices = ("standard", "synthetic")
+        sampling, rates = self.rejection_sample_method, self.synthetic_acceptance_rates
+        _require(
+            sampling in choices,
+            f"rejection_sample_method={sampling!r}: use one of {', '.join(choices)}; drafts are "
+            "accepted where they are what would have been sampled",
+        )
+        if rates is not None:
+            rates = tuple(rates)
+            object.__setattr__(self, "synthetic_acceptance_rates", rates)
+        _require(
+            (rates is not None) == (sampling == "synthetic"),
+            "synthetic_acceptance_rates goes with rejection_sample_method='synthetic'",
+        )
+        if rates is None:
+            return
+        _require(
+            len(rates) == self.num_tokens,
+            f"synthetic_acceptance_rates={list(rates)}: name {self.num_tokens}, one a draft",
+        )
+        falls = all(1 >= a >= b >= 0 for a, b in zip((1.0, *rates), rates, strict=False))
+        _require(falls, f"synthetic_acceptance_rates={list(rates)}: from 1 to 0, none rising")
+
+
+_LOWEST = {
+    "num_speculative_tokens": 1,
+    "prompt_lookup_max": 1,
+    "prompt_lookup_min": 1,
+    "suffix_decoding_max_tree_depth": 1,
+    "suffix_decoding_max_cached_requests": 0,
+    "suffix_decoding_max_spec_factor": 0,
+    "suffix_decoding_min_token_prob": 0,
+}
+_IGNORED = {"model": None, "draft_tensor_parallel_size": 1, "draft_sample_method": "greedy"}
+"""What vLLM's own command lines may say, with the value that asks for nothing here."""
+
+
+def read_speculative_config(value: object) -> SpeculativeConfig | None:
+    """From a configuration, a mapping or its JSON. Raises ConfigError."""
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"speculative_config={value!r}: no JSON ({error})") from error
+        if value is None:
+            return None
+    _require(isinstance(value, Mapping), f"speculative_config={value!r}: use a JSON object")
+    assert isinstance(value, Mapping)
+    try:
+        return SpeculativeConfig(**_known(value))
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from error
+
+
+def _known(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a mapping sets; refuses those that there are none of."""
+    names = [field.name for field in fields(SpeculativeConfig)]
+    for name, value in given.items():
+        if name in _IGNORED:
+            _require(value == _IGNORED[name], f"{name}={value!r}: not supported here, leave it out")
+        else:
+            _require(name in names, f"unknown field {name!r}: use {', '.join(names)}")
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
