@@ -13,6 +13,8 @@ from transformers import (
     BambaForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     PreTrainedModel,
@@ -104,6 +106,23 @@ def _lfm2(**changes: Any) -> PreTrainedModel:
     return Lfm2ForCausalLM(Lfm2Config(**(sizes | own | changes)))
 
 
+def _lfm2_moe(**changes: Any) -> PreTrainedModel:
+    sizes = {name: _COMMON[name] for name in _COMMON if not name.startswith(("linear", "head"))}
+    own = {
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "moe_intermediate_size": 20,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+    model = Lfm2MoeForCausalLM(Lfm2MoeConfig(**(sizes | own | changes)))
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.randn(buffer.shape))
+    return model
+
+
 def _multimodal() -> PreTrainedModel:
     config = Qwen3_5Config(text_config=_COMMON, vision_config=_VISION)
     return Qwen3_5ForConditionalGeneration(config)
@@ -133,6 +152,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "olmo_hybrid": _olmo_hybrid,
     "bamba": _bamba,
     "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "qwen3_5": _qwen3_5,
     "qwen3_5_tied": lambda: _qwen3_5(tie_word_embeddings=True, num_key_value_heads=6),
     "qwen3_5_moe": _qwen3_5_moe,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels import moe
-from milepost.kernels.moe import reference
+from milepost.kernels.moe import Scores, reference
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 12, 5
@@ -62,3 +62,32 @@ def test_route_weights() -> None:
     torch.testing.assert_close(weights, logits.softmax(-1)[:, [1, 3]])
     weights, _ = moe.route(logits, 2, normalise=True)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1))
+
+
+def test_sigmoid_scores_choose_among_the_best_groups() -> None:
+    """Experts (0 1 2) (3 4 5) (6 7 8): the best expert stands in a group that isn't among the best
+    two; the bias chooses, and is no part of the weights."""
+    scores = torch.tensor([[0.9, 0.01, 0.02, 0.6, 0.7, 0.1, 0.3, 0.5, 0.45]], dtype=torch.float64)
+    bias = torch.tensor([0.0, 0, 0, 0, 0, 0.1, 0, 0, 0.25], dtype=torch.float64)
+    how = Scores(kind="sigmoid", num_groups=3, num_groups_chosen=2, norm_eps=0.2, scale=3.0)
+    given = {"scores": how, "bias": bias, "normalise": True}
+    weights, experts = moe.route(scores.logit(), 3, **given)
+    assert experts.tolist() == [[4, 8, 3]]
+    expected = torch.tensor([[0.7, 0.45, 0.6]], dtype=torch.float64)
+    torch.testing.assert_close(weights, 3 * expected / (1.75 + 0.2))
+
+
+def test_shared_expert_without_a_gate_has_no_logit() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    how = Scores(kind="sigmoid", gates_shared=False, scale=2.0)
+    weights, experts = moe.route(logits, 1, normalise=False, has_shared=True, scores=how)
+    assert experts.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights, torch.tensor([[2 * torch.tensor(3.0).sigmoid(), 1.0]]))
+
+
+def test_sigmoid_scores_are_taken_from_unrounded_logits() -> None:
+    """In bfloat16 the two are equal."""
+    logits = torch.tensor([[1.0, 1.001]])
+    given = {"normalise": False, "dtype": torch.bfloat16}
+    assert moe.route(logits, 1, **given, scores=Scores(kind="sigmoid"))[1].item() == 1
+    assert moe.route(logits, 1, **given)[1].item() == 0

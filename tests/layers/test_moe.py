@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels import moe
-from milepost.layers.moe import ExpertShapes, MoE
+from milepost.kernels.moe import Scores
+from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Holder, merge
 from tests.numbers import relative_error
@@ -18,35 +19,47 @@ HIDDEN, SIZE, EXPERTS = 12, 6, 5
 KIND = ParameterKind(dtype=torch.float64, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize("scores", [Scores(), Scores(kind="sigmoid", gates_shared=False)], ids=str)
 @pytest.mark.parametrize("shared_size", [0, SIZE, 9])
-def test_shared_expert(shared_size: int) -> None:
+def test_shared_expert(shared_size: int, scores: Scores) -> None:
     """Stored through the placements, so that every row must lie where it is read."""
     shapes = ExpertShapes(
-        num_experts=EXPERTS, num_chosen=2, size=SIZE, shared_size=shared_size, normalise=True
+        num_experts=EXPERTS,
+        num_chosen=2,
+        size=SIZE,
+        shared_size=shared_size,
+        normalise=True,
+        scores=scores,
+        has_bias=not scores.is_plain,
     )
-    layer = MoE(HIDDEN, shapes, KIND.under("mlp"))
+    names = ExpertNames(bias="expert_bias", projections=("w1_proj", "w3_proj", "w2_proj"))
+    layer = MoE(HIDDEN, shapes, KIND.under("mlp"), names)
     random = torch.Generator().manual_seed(0)
     weights = {}
     holders = (module for module in layer.modules() if isinstance(module, Holder))
     for name, place in merge(holder.placements() for holder in holders).items():
         weights[name] = torch.randn(place.shape, generator=random, dtype=torch.float64)
         place.store(weights[name])
-    assert ("mlp.shared_expert_gate.weight" in weights) == (shared_size > 0)
+    has_gate = shared_size > 0 and scores.gates_shared
+    assert ("mlp.shared_expert_gate.weight" in weights) == has_gate
+    bias = weights.get("mlp.expert_bias")
+    assert (bias is None) == scores.is_plain
 
     def run(name: str, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = (
-            F.linear(hidden, weights[f"{name}.{part}_proj.weight"]) for part in ("gate", "up")
-        )
-        return F.linear(F.silu(gate) * up, weights[f"{name}.down_proj.weight"])
+        letters = ("w1", "w3", "w2") if ".experts." in name else ("gate", "up", "down")
+        gate, up, down = (weights[f"{name}.{letter}_proj.weight"] for letter in letters)
+        return F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down)
 
     hidden = torch.randn(7, HIDDEN, generator=random, dtype=torch.float64)
     logits = F.linear(hidden, weights["mlp.gate.weight"])
-    shares, experts = moe.route(logits, 2, normalise=True)
+    shares, experts = moe.route(logits, 2, normalise=True, scores=scores, bias=bias)
     expected = torch.zeros_like(hidden)
     for token, choice in product(range(7), range(2)):
         name = f"mlp.experts.{experts[token, choice]}"
         expected[token] += shares[token, choice] * run(name, hidden[token])
     if shared_size:
-        gate = F.linear(hidden, weights["mlp.shared_expert_gate.weight"]).sigmoid()
+        gate = 1
+        if has_gate:
+            gate = F.linear(hidden, weights["mlp.shared_expert_gate.weight"]).sigmoid()
         expected += gate * run("mlp.shared_expert", hidden)
     assert relative_error(layer.partials(hidden).sum(1), expected) < 1e-14

@@ -25,6 +25,28 @@ from tests.models.resuming import Resuming
 
 CONFIGURATIONS = {
     "plain": {},
+    "experts": {"moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
+    "experts_by_score_alone": {
+        "conv_L_cache": 2,
+        "hidden_size": 40,
+        "layer_types": ["conv", "full_attention"],
+        "norm_topk_prob": False,
+        "num_attention_heads": 5,
+        "num_dense_layers": 0,
+        "num_experts": 7,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 5,
+        "use_expert_bias": False,
+    },
+    "experts_in_the_last_layer": {
+        "conv_bias": True,
+        "layer_types": ["conv", "conv", "conv"],
+        "num_dense_layers": 2,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+    },
     "bias": {
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 7,
@@ -49,7 +71,8 @@ SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
-    reference = save("lfm2", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
+    family = "lfm2_moe" if name.startswith("experts") else "lfm2"
+    reference = save(family, tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_pages=256)
     run = Resuming(llm, reference).run
 

@@ -95,6 +95,12 @@ class Linear(nn.Module):
             return self._weight.partials(hidden, self._bias)
         return self.forward(hidden)
 
+    def precise(self, hidden: Tensor) -> Tensor:
+        """The same without a bias, unrounded, or partials of it."""
+        if self._is_fused:
+            return self._weight.multiply_precise(hidden)
+        return self.forward(hidden)
+
     def gated(self, hidden: Tensor) -> Tensor:
         """SiLU of the first half of the outputs times the other half: [T, O / 2]."""
         if not self._is_fused or self._bias is not None:

@@ -29,6 +29,7 @@ from milepost.layers.placements import (
 if TYPE_CHECKING:
     from milepost.layers.parameters import ParameterKind
 
+_PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 _PACKED_ROWS = 16
 """Rows of the products that a packed weight is arranged for; others are right too."""
 
@@ -42,6 +43,10 @@ class Weight(Protocol):
 
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         """The same, or partials [T, P, O] of it: see `linear.partials`."""
+        ...
+
+    def multiply_precise(self, hidden: Tensor) -> Tensor:
+        """Unrounded: see `linear.multiply_precise`."""
         ...
 
     def multiply_gated(self, hidden: Tensor) -> Tensor:
@@ -94,6 +99,8 @@ class ExpertSizes:
     """Of each expert, where the checkpoint has them one by one."""
     num_stacked: int
     """The first so many may be one tensor in the checkpoint, named `experts`."""
+    projections: tuple[str, str, str] = _PROJECTIONS
+    """Of those that are routed; a shared expert's have the usual names."""
 
 
 class Precision(Protocol):
@@ -139,6 +146,11 @@ class RawWeight(nn.Module):
         if self._packed is not None:
             return self.multiply(hidden, bias, lets_next_start=True)
         return linear.partials(hidden, self.values, bias)
+
+    def multiply_precise(self, hidden: Tensor) -> Tensor:
+        if self._packed is not None:
+            return self.multiply(hidden, None, lets_next_start=True)
+        return linear.multiply_precise(hidden, self.values)
 
     def multiply_gated(self, hidden: Tensor) -> Tensor:
         if self._packed is not None:
@@ -192,9 +204,11 @@ class RawExperts(nn.Module):
             single = list(enumerate(sizes.names))[sizes.num_stacked :]
         for expert, name in single:
             gate_up, prefix = self.gate_up[expert], kind.full(name)
-            placements[f"{prefix}.gate_proj.weight"] = place_rows(gate_up, 0, sizes.size)
-            placements[f"{prefix}.up_proj.weight"] = place_rows(gate_up, sizes.size, sizes.size)
-            placements[f"{prefix}.down_proj.weight"] = place_whole(self.down[expert])
+            is_stacked = expert < sizes.num_stacked
+            gate, up, down = sizes.projections if is_stacked else _PROJECTIONS
+            placements[f"{prefix}.{gate}.weight"] = place_rows(gate_up, 0, sizes.size)
+            placements[f"{prefix}.{up}.weight"] = place_rows(gate_up, sizes.size, sizes.size)
+            placements[f"{prefix}.{down}.weight"] = place_whole(self.down[expert])
         return placements
 
     def fill(self, spread: float, generator: torch.Generator) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from milepost.kernels.moe import few, products, reference, tall, triton, vectors
 from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.products import Tiles
+from milepost.kernels.moe.scores import Scores
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 40, 24
@@ -38,6 +39,42 @@ def test_route(
     expected_weights, expected_experts = reference.route(logits, num_chosen, **arguments)
     assert experts.tolist() == expected_experts.tolist()
     torch.testing.assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize(
+    ("scores", "has_bias", "has_shared"),
+    [
+        (Scores(kind="sigmoid", scale=2.5, norm_eps=0.3), True, False),
+        (Scores(kind="sigmoid", gates_shared=False), True, True),
+        (Scores(kind="sigmoid", num_groups=3, num_groups_chosen=2), False, True),
+        (Scores(num_groups=5, num_groups_chosen=3), True, True),
+        (Scores(), True, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)
+def test_route_by_scores(
+    scores: Scores, has_bias: bool, has_shared: bool, dtype: torch.dtype
+) -> None:
+    """Of float32 parts, as a router leaves them, and for padding."""
+    num_experts = 15
+    logits = make(6, num_experts + (has_shared and scores.gates_shared))[1]
+    parts = torch.stack((logits / 2, logits / 4, logits / 4), 1)
+    parts[4:] = torch.nan
+    bias = torch.linspace(-0.4, 0.4, num_experts) if has_bias else None
+    given = {"normalise": True, "has_shared": has_shared, "scores": scores, "bias": bias}
+    given |= {"dtype": dtype, "num_real": torch.tensor([4], dtype=torch.int32)}
+    weights, experts = triton.route(parts, 4, **given)
+    expected_weights, expected_experts = reference.route(parts, 4, **given)
+    assert experts.tolist() == expected_experts.tolist()
+    assert weights.dtype == dtype
+    torch.testing.assert_close(weights, expected_weights)
+
+
+def test_no_expert_of_no_number_is_chosen() -> None:
+    """Where a router's logits are not numbers, experts that there are take the tokens."""
+    logits = torch.full((1, 5), torch.nan)
+    given = {"normalise": False, "has_shared": False, "scores": Scores(kind="sigmoid")}
+    assert (triton.route(logits, 2, **given)[1] < 5).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from milepost.kernels import norm
 from milepost.kernels.device import runs_triton
+from milepost.kernels.precision import accumulation_dtype, cast
 
 _MAX_TOKENS = 128
 """Up to this many `triton` is asked whether it is faster."""
@@ -30,6 +31,21 @@ def multiply(
     from milepost.kernels.linear import triton
 
     return triton.add_up(product, hidden.dtype)
+
+
+def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed, unrounded: float32, or float64 for float64
+    inputs, [T, O] or split-K partials [T, P, O]."""
+    if _are_few(hidden):
+        from milepost.kernels.linear import triton
+
+        product = triton.multiply_few(hidden, weight, None, lets_next_start=True)
+        if product is not None and product.dtype == torch.float32:
+            return product
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    dtype = accumulation_dtype(hidden.dtype)
+    return F.linear(cast(hidden, dtype), cast(weight, dtype))
 
 
 def partials(

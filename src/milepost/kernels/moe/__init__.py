@@ -13,8 +13,9 @@ from torch import Tensor
 
 from milepost.kernels.device import runs_triton
 from milepost.kernels.moe import reference
+from milepost.kernels.moe.scores import SOFTMAX, Scores
 
-__all__ = ["apply", "partials", "route"]
+__all__ = ["SOFTMAX", "Scores", "apply", "partials", "route"]
 
 
 def route(
@@ -23,12 +24,14 @@ def route(
     *,
     normalise: bool,
     has_shared: bool = False,
+    scores: Scores = SOFTMAX,
+    bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.route`; the experts' integer type is the device's choice."""
     how = {"normalise": normalise, "has_shared": has_shared, "dtype": dtype, "num_real": num_real}
-    return _module(logits).route(logits, num_chosen, **how)
+    return _module(logits).route(logits, num_chosen, scores=scores, bias=bias, **how)
 
 
 def partials(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels.moe.scores import SOFTMAX, Scores
 from milepost.kernels.precision import accumulation_dtype, cast
 
 _DENSE_TOKENS = 32
@@ -24,16 +25,19 @@ def route(
     *,
     normalise: bool,
     has_shared: bool = False,
+    scores: Scores = SOFTMAX,
+    bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the experts, then the best of them: weights [T, N] in `dtype`, by default that
+    """Scores of the experts, then the best of them: weights [T, N] in `dtype`, by default that
     of `logits`, and experts [T, N] int64.
 
-    `logits` [T, X], or [T, P, X] whose parts are added up; they are rounded to `dtype` first. With
-    `normalise` the weights of a token's `num_chosen` experts add up to 1. With `has_shared` the
-    last expert is every token's last choice, its weight the sigmoid of its logit, and the others
-    are chosen as if it were not there.
+    `logits` [T, X], or [T, P, X] whose parts are added up; for a softmax they are rounded to
+    `dtype` first. `bias` [X] is added to the scores by which experts are chosen, not to those that
+    become weights. With `normalise` the weights of a token's `num_chosen` experts add up to 1.
+    With `has_shared` one expert more is every token's last choice, its weight the sigmoid of the
+    last logit, and the others are chosen as if it were not there.
 
     Tokens from `num_real` [1] on are padding, whose logits mean nothing: they choose what the last
     one before them does, so that no expert is needed for them alone.
@@ -42,17 +46,36 @@ def route(
         token = torch.arange(len(logits), device=logits.device)
         logits = logits[token.minimum(num_real - 1).clamp(min=0)]
     logits = logits if logits.dim() == 2 else logits.sum(1)
-    logits = logits if dtype is None else cast(logits, dtype)
-    precise = accumulation_dtype(logits.dtype)
-    routed = logits[:, :-1] if has_shared else logits
-    weights, experts = routed.softmax(-1, dtype=precise).topk(num_chosen, dim=-1)
+    dtype = dtype or logits.dtype
+    if scores.kind == "softmax":
+        logits = cast(logits, dtype)
+    logits = cast(logits, accumulation_dtype(logits.dtype))
+    has_gate = has_shared and scores.gates_shared
+    routed = logits[:, :-1] if has_gate else logits
+    values = routed.softmax(-1) if scores.kind == "softmax" else routed.sigmoid()
+    wanted = values if bias is None else values + bias
+    if scores.num_groups > 1:
+        wanted = _among_best_groups(wanted, scores)
+    experts = wanted.topk(num_chosen, dim=-1).indices
+    weights = values.gather(-1, experts)
     if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + scores.norm_eps)
+    weights = weights * scores.scale
     if has_shared:
-        shared = logits.shape[1] - 1
-        weights = torch.cat((weights, logits[:, shared:].to(precise).sigmoid()), -1)
+        shared = routed.shape[1]
+        share = logits[:, shared:].sigmoid() if has_gate else weights.new_ones(len(weights), 1)
+        weights = torch.cat((weights, share), -1)
         experts = F.pad(experts, (0, 1), value=shared)
-    return weights.to(logits.dtype), experts
+    return cast(weights, dtype), experts
+
+
+def _among_best_groups(wanted: Tensor, scores: Scores) -> Tensor:
+    """`wanted` [T, X], minus infinity in all but the best groups."""
+    groups = wanted.unflatten(-1, (scores.num_groups, -1))
+    sums = groups.topk(2, dim=-1).values.sum(-1)
+    best = sums.topk(scores.num_groups_chosen, dim=-1).indices
+    is_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
 
 
 def partials(

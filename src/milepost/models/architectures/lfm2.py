@@ -1,12 +1,16 @@
-"""LFM2: gated short convolutions, and attention with norms on query and key heads; a feed-forward
-behind each."""
+"""LFM2, dense and with experts: gated short convolutions, and attention with norms on query and key
+heads; a feed-forward behind each, of experts in all layers but the first few."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers import PreTrainedConfig
 
+from milepost.kernels.moe import Scores
 from milepost.layers.attention import Attention, AttentionNames, AttentionShapes
 from milepost.layers.mlp import MLP
+from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
@@ -16,9 +20,42 @@ from milepost.models.architecture import Architecture
 from milepost.models.decoder import Parts
 
 _NAMES = AttentionNames(out="out_proj", query_norm="q_layernorm", key_norm="k_layernorm")
+_GATE_UP_DOWN = "w1", "w3", "w2"
+_EXPERT_NAMES = ExpertNames(bias="expert_bias", projections=_GATE_UP_DOWN)
+
+FeedForward = Callable[[int, ParameterKind], MLP | MoE]
+"""Of the layer of this index, whose tensors stand there."""
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _dense(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+    size = _feed_forward_size(config)
+
+    def feed_forward(_: int, own: ParameterKind) -> MLP:
+        return MLP(config.hidden_size, size, own, _GATE_UP_DOWN)
+
+    return _parts(config, kind, feed_forward)
+
+
+def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+    shapes = ExpertShapes(
+        num_experts=config.num_experts,
+        num_chosen=config.num_experts_per_tok,
+        size=config.moe_intermediate_size,
+        shared_size=0,
+        normalise=config.norm_topk_prob,
+        scores=Scores(kind="sigmoid", norm_eps=1e-6, scale=config.routed_scaling_factor),
+        has_bias=config.use_expert_bias,
+    )
+
+    def feed_forward(index: int, own: ParameterKind) -> MLP | MoE:
+        if index < config.num_dense_layers:
+            return MLP(config.hidden_size, config.intermediate_size, own, _GATE_UP_DOWN)
+        return MoE(config.hidden_size, shapes, own, _EXPERT_NAMES)
+
+    return _parts(config, kind, feed_forward)
+
+
+def _parts(config: PreTrainedConfig, kind: ParameterKind, feed_forward: FeedForward) -> Parts:
     size, rotary = config.hidden_size, Rotary(config, kind.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
@@ -28,11 +65,13 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
             if layer_type == "full_attention"
             else ShortConv(size, config.conv_L_cache, own.under("conv"), bias=config.conv_bias)
         )
-        mlp = MLP(size, _feed_forward_size(config), own.under("feed_forward"), ("w1", "w3", "w2"))
         layers.append(
             Layer(
                 Block(mixer, pre=_norm(config, own.under("operator_norm"))),
-                Block(mlp, pre=_norm(config, own.under("ffn_norm"))),
+                Block(
+                    feed_forward(index, own.under("feed_forward")),
+                    pre=_norm(config, own.under("ffn_norm")),
+                ),
             )
         )
     return Parts(layers=layers, norm=_norm(config, kind.under("embedding_norm")))
@@ -70,16 +109,19 @@ def _is_true_or_unset(value: object) -> bool:
     return value in (None, True)
 
 
-ARCHITECTURES = (
+_REQUIREMENTS = {
+    "hidden_act": (lambda value: value in (None, "silu", "swish"), "silu"),
+    "conv_L_cache": (lambda value: value > 1, "2 or more"),
+    "block_use_swiglu": (_is_true_or_unset, "true"),
+    "use_pos_enc": (_is_true_or_unset, "true"),
+}
+
+ARCHITECTURES = tuple(
     Architecture(
-        model_types=("lfm2",),
-        build=_parts,
+        model_types=(model_type,),
+        build=build,
         layer_types=("full_attention", "conv"),
-        requirements={
-            "hidden_act": (lambda value: value in (None, "silu", "swish"), "silu"),
-            "conv_L_cache": (lambda value: value > 1, "2 or more"),
-            "block_use_swiglu": (_is_true_or_unset, "true"),
-            "use_pos_enc": (_is_true_or_unset, "true"),
-        },
-    ),
+        requirements=_REQUIREMENTS,
+    )
+    for model_type, build in (("lfm2", _dense), ("lfm2_moe", _sparse))
 )
