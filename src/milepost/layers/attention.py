@@ -6,14 +6,14 @@ Legend: T tokens, C hidden size, H query heads, G KV heads, E head_dim, P split-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from milepost.kernels import attention
-from milepost.kernels.attention import AttentionOperation, HeadNorm
+from milepost.kernels.attention import AttentionLayout, AttentionOperation, HeadNorm
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.linear import Linear
 from milepost.layers.norm import HeadNorms
@@ -37,6 +37,8 @@ class AttentionShapes:
     """In checkpoints a head's gate stands behind its query, in one projection."""
     scale: float | None = None
     """Of the scores; head_dim ** -0.5 by default."""
+    first_row: int = 0
+    """KV before this position is not attended to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +102,36 @@ class Attention(nn.Module):
             norm=shapes.norm,
             has_gate=shapes.has_gate,
             is_turned=self.rotary is not None,
+            first_row=shapes.first_row,
         )
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
-        operation, pool = self.operation, ctx.kv[number]
-        layout, shapes = ctx.step.layouts[operation], self.shapes
+        layout, shapes = ctx.step.layouts[self.operation], self.shapes
+        query, projected = self._prepare(hidden, ctx, number, layout)
+        gate = projected[:, -self.gate_size :] if self.gate_size else None
+        scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
+        return self.out.partials(
+            attention.attend(query, gate, ctx.kv[number], ctx.tables, layout, scale)
+        )
+
+    def store(self, hidden: Tensor, ctx: Context, number: int) -> None:
+        """Only write the KV of the step's tokens; they are laid out as for the model's layers."""
+        self._prepare(hidden, ctx, number, ctx.step.layouts[replace(self.operation, first_row=0)])
+
+    def _prepare(
+        self, hidden: Tensor, ctx: Context, number: int, layout: AttentionLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, E] and all that is projected; KV is written."""
         projected = self.qkv_gate(hidden, lets_next_start=ctx.decodes)
         query = attention.prepare(
-            operation,
+            self.operation,
             projected,
             None if self.norms is None else self.norms.scale,
-            shapes.norm_eps,
+            self.shapes.norm_eps,
             None if self.rotary is None else ctx.angles[self.rotary],
-            pool,
+            ctx.kv[number],
             ctx.step.kv_rows,
             layout,
         )
-        gate = projected[:, -self.gate_size :] if self.gate_size else None
-        scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
-        return self.out.partials(attention.attend(query, gate, pool, ctx.tables, layout, scale))
+        return query, projected

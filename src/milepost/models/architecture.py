@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -12,8 +12,14 @@ from milepost.errors import UnsupportedModelError
 from milepost.layers.attention import AttentionShapes
 from milepost.layers.gated_delta import GatedDeltaShapes
 from milepost.layers.mamba2 import Mamba2Shapes
+from milepost.layers.mtp import MTPHead
 from milepost.layers.parameters import ParameterKind
+from milepost.layers.parts import Layer
+from milepost.layers.rotary import Rotary
 from milepost.models.decoder import Decoder, Parts
+
+HEAD = "mtp"
+"""What a head's tensors stand under, at the top of multimodal checkpoints too."""
 
 Requirement = tuple[Callable[[Any], bool], str]
 """Which values of a setting are run, and which these are in words."""
@@ -34,19 +40,45 @@ class Architecture:
     prefixes: tuple[str, ...] = ("model.language_model", "model")
     """Where the text model may stand in a checkpoint; the first whose embedding is there."""
     embedding: str = "embed_tokens"
-    skipped: tuple[str, ...] = (r"mtp\.", r"model\.visual\.")
-    """Patterns of tensors that are left out knowingly, matched at the beginning: heads that draft
-    for speculative decoding, the vision tower of a multimodal checkpoint."""
+    head: Callable[[PreTrainedConfig, ParameterKind, Rotary], MTPHead] | None = None
+    """The head of such a configuration, whose tensors stand under `kind.path`; its positions are
+    the model's."""
+    skipped: tuple[str, ...] = (r"model\.visual\.",)
+    """Patterns of tensors that are left out knowingly, matched at the beginning: the vision tower
+    of a multimodal checkpoint. So is the head where none is asked for."""
 
-    def decoder(self, config: PreTrainedConfig, kind: ParameterKind, *, is_tied: bool) -> Decoder:
+    def decoder(
+        self,
+        config: PreTrainedConfig,
+        kind: ParameterKind,
+        *,
+        is_tied: bool,
+        has_head: bool = False,
+    ) -> Decoder:
         """An unfilled model; `kind` is that of the whole checkpoint."""
-        kind = kind.under(self._prefix(kind.names))
-        parts = self.build(config, kind)
-        return Decoder(config, parts, kind, is_tied=is_tied, embedding=self.embedding)
+        own = kind.under(self._prefix(kind.names))
+        parts = self.build(config, own)
+        if has_head:
+            parts = replace(parts, head=self.head_of(config, kind, rotary_of(parts.layers)))
+        return Decoder(config, parts, own, is_tied=is_tied, embedding=self.embedding)
+
+    def head_of(
+        self, config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary | None = None
+    ) -> MTPHead:
+        """The head alone, unfilled."""
+        assert self.head is not None, "only architectures that have heads are asked for one"
+        rotary = rotary or Rotary(config, kind.device)
+        return self.head(config, kind.root().under(HEAD), rotary)
 
     def _prefix(self, names: Container[str]) -> str:
         found = (each for each in self.prefixes if f"{each}.{self.embedding}.weight" in names)
         return next(found, self.prefixes[-1])
+
+
+def rotary_of(layers: Iterable[Layer]) -> Rotary | None:
+    """The positions that layers turn by."""
+    parts = (part for layer in layers for block in layer.blocks for part in block.parts)
+    return next((part.rotary for part in parts if part.rotary is not None), None)
 
 
 def attention_shapes(config: PreTrainedConfig, **others: Any) -> AttentionShapes:

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from milepost.kernels.batch import Operation
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.linear import Linear
+from milepost.layers.mtp import MTPHead
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Layer
@@ -34,6 +35,8 @@ class Parts:
     """Behind the last layer."""
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
+    head: MTPHead | None = None
+    """It drafts what follows."""
 
 
 class Decoder(nn.Module):
@@ -67,10 +70,13 @@ class Decoder(nn.Module):
             kind.root(),
             weight=RawWeight(self.embedding) if is_tied else None,
         )
+        self.mtp = parts.head
         self._multipliers = parts.embedding_multiplier, parts.logits_multiplier
         specs: list[LayerSpec] = []
         for layer in parts.layers:
             layer.number(specs)
+        if self.mtp is not None:
+            self.mtp.layer.number(specs)
         self.layer_specs = tuple(specs)
         """Cache of each mixer, by its number."""
         own = [part for layer in parts.layers for block in layer.blocks for part in block.parts]
@@ -100,15 +106,27 @@ class Decoder(nn.Module):
 
         With `layers`, of a model that has no others.
         """
-        for rotary in self._rotaries:
-            ctx.angles[rotary] = rotary.angles(ctx.step.positions, self.dtype)
-        hidden, delta = _embed(token_ids, self.embedding), None
-        if self._multipliers[0] != 1:
-            hidden = hidden * self._multipliers[0]
+        self._turn(ctx)
+        hidden, delta = self._embed(token_ids), None
         for layer in self.layers if layers is None else layers:
             for block, numbers in zip(layer.blocks, layer.numbers, strict=True):
                 hidden, delta = block.run(hidden, delta, ctx, numbers)
         return self.norm.add(hidden, delta)[1]
+
+    @torch.inference_mode()
+    def note(self, token_ids: Tensor, before: Tensor, ctx: Context) -> None:
+        """Have the head note the step's tokens [T], with the hidden states [T, C] of those before
+        them: it writes their KV. Behind `forward`, with its context."""
+        assert self.mtp is not None, "only a model with a head drafts"
+        self.mtp.store(self.mtp.join(self._embed(token_ids), before), ctx)
+
+    @torch.inference_mode()
+    def draft(self, token_ids: Tensor, before: Tensor, ctx: Context) -> Tensor:
+        """The head's hidden states [T, C] behind the tokens [T], one of each sequence: logits of
+        them are of the tokens to follow. `before` as for `note`; writes KV too."""
+        assert self.mtp is not None, "only a model with a head drafts"
+        self._turn(ctx)
+        return self.mtp.run(self.mtp.join(self._embed(token_ids), before), ctx)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -137,6 +155,17 @@ class Decoder(nn.Module):
         for holder in self._holders():
             holder.fill(spread, generator)
 
+    def _turn(self, ctx: Context) -> None:
+        for rotary in self._rotaries:
+            ctx.angles[rotary] = rotary.angles(ctx.step.positions, self.dtype)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """On a GPU torch's embedding takes few rows one after the other; on a CPU it is the
+        faster."""
+        table = self.embedding
+        hidden = table[token_ids] if table.is_cuda else F.embedding(token_ids, table)
+        return hidden if self._multipliers[0] == 1 else hidden * self._multipliers[0]
+
     def _holders(self) -> Iterator[Holder]:
         """Modules with parameters of their own, once each."""
         for module in self.modules():
@@ -146,8 +175,3 @@ class Decoder(nn.Module):
 
 def _once(values: Iterable[Operation | None]) -> tuple[Operation, ...]:
     return tuple(dict.fromkeys(value for value in values if value is not None))
-
-
-def _embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """On a GPU torch's embedding takes few rows one after the other; on a CPU it is the faster."""
-    return table[token_ids] if table.is_cuda else F.embedding(token_ids, table)

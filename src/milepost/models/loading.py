@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -15,14 +16,16 @@ from transformers import AutoConfig, PreTrainedConfig
 from milepost.config import DType, LoadFormat
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.parameters import ParameterKind
-from milepost.models.architecture import Architecture
+from milepost.models.architecture import HEAD, Architecture
 from milepost.models.decoder import Decoder
 from milepost.models.folder import find_folder
+from milepost.models.head import check_head, why_no_head
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
 from milepost.models.weights import WeightFiles, fill_from_files
 
 logger = logging.getLogger(__name__)
 
+Head = Literal["none", "auto", "mtp"]
 GIB = 2**30
 _MEMINFO = Path("/proc/meminfo")
 """Where Linux says how much memory can be taken without swapping."""
@@ -36,11 +39,14 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     revision: str | None = None,
+    head: Head = "none",
 ) -> tuple[Decoder, PreTrainedConfig]:
     """Load a model and its whole configuration (of a multimodal checkpoint, the outer one).
 
     `model` is a local folder or a hub id. With `load_format="dummy"` only the configuration is read
-    and the weights are filled from `seed`. Raises UnsupportedModelError, ConfigError, WeightsError.
+    and the weights are filled from `seed`. With `head="mtp"` the model has the checkpoint's MTP
+    head; with "auto" too, or a warning says why not. Raises UnsupportedModelError, ConfigError,
+    WeightsError.
     """
     folder = find_folder(model, revision=revision, with_weights=load_format != "dummy")
     config = load_config(folder)
@@ -56,12 +62,14 @@ def load_model(
     is_tied = config.tie_word_embeddings and (
         files is None or "lm_head.weight" not in files.by_name
     )
-    check_room(text, architecture, kind, is_tied=is_tied)
-    loaded = architecture.decoder(text, kind, is_tied=is_tied).eval()
+    has_head = _has_head(head, architecture, text, kind, files)
+    check_room(text, architecture, kind, is_tied=is_tied, has_head=has_head)
+    loaded = architecture.decoder(text, kind, is_tied=is_tied, has_head=has_head).eval()
     if files is None:
         loaded.fill(seed)
     else:
-        fill_from_files(loaded, files, architecture.skipped)
+        skipped = () if has_head else (rf"{HEAD}\.",)
+        fill_from_files(loaded, files, (*architecture.skipped, *skipped))
     logger.info("loaded %s as %s on %s", model, kind.dtype, kind.device)
     return loaded, config
 
@@ -87,8 +95,31 @@ def load_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+def _has_head(
+    head: Head,
+    architecture: Architecture,
+    config: PreTrainedConfig,
+    kind: ParameterKind,
+    files: WeightFiles | None,
+) -> bool:
+    """Whether the model gets one; raises what `check_head` raises if it is to have one."""
+    if head == "mtp":
+        check_head(architecture, config, kind, files)
+    if head == "auto":
+        reason = why_no_head(architecture, config, kind, files)
+        if reason:
+            logger.warning("no MTP head: %s", reason)
+            return False
+    return head != "none"
+
+
 def check_room(
-    config: PreTrainedConfig, architecture: Architecture, kind: ParameterKind, *, is_tied: bool
+    config: PreTrainedConfig,
+    architecture: Architecture,
+    kind: ParameterKind,
+    *,
+    is_tied: bool,
+    has_head: bool = False,
 ) -> None:
     """Raise ConfigError if the device has too little free memory for the parameters, before any of
     it is taken."""
@@ -97,7 +128,8 @@ def check_room(
         return
     # Has the sizes, and no memory.
     outline = replace(kind, device=torch.device("meta"))
-    needed = architecture.decoder(config, outline, is_tied=is_tied).num_bytes
+    model = architecture.decoder(config, outline, is_tied=is_tied, has_head=has_head)
+    needed = model.num_bytes
     if needed > free:
         name = str(kind.dtype).removeprefix("torch.")
         advice = "" if kind.dtype.itemsize < 4 else "dtype='bfloat16' halves the weights, or "

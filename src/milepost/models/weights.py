@@ -41,17 +41,34 @@ class WeightFiles:
         far it is where that takes more than a moment.
         """
         pattern = re.compile("|".join(skipped) or "(?!)")
+        self._refuse_missing(placements)
+        files = sorted(set(self.by_name.values()))
+        total = sum(file.stat().st_size for file in files if file.is_file())
+        with _progress(total) as note_bytes:
+            for file in files:
+                self._read_file(file, placements, pattern, note_bytes)
+
+    def check(self, placements: Placements, prefix: str) -> None:
+        """Raise WeightsError, naming file and tensor, unless what begins with `prefix` is exactly
+        what is placed; reads no values."""
+        self._refuse_missing(placements)
+        own = {name: file for name, file in self.by_name.items() if name.startswith(prefix)}
+        for name, file in own.items():
+            if name not in placements:
+                raise _no_place(file, name)
+        for file in sorted(set(own.values())):
+            with _open(file) as tensors:
+                held = set(tensors.keys())
+                for name in [name for name in own if own[name] == file and name in held]:
+                    _check_fits(file, name, tensors, placements[name])
+
+    def _refuse_missing(self, placements: Placements) -> None:
         for name in placements:
             if name not in self.by_name:
                 raise WeightsError(
                     f"{self.folder}: tensor {name!r} is missing; the checkpoint doesn't fit its "
                     "config.json, or was saved incompletely"
                 )
-        files = sorted(set(self.by_name.values()))
-        total = sum(file.stat().st_size for file in files if file.is_file())
-        with _progress(total) as note_bytes:
-            for file in files:
-                self._read_file(file, placements, pattern, note_bytes)
 
     def _read_file(
         self,
@@ -72,10 +89,7 @@ class WeightFiles:
                 if name in placements:
                     note_bytes(_store(file, name, tensors, placements[name]))
                 elif not skipped.match(name):
-                    raise WeightsError(
-                        f"{file}: tensor {name!r} has no place in the model; the checkpoint "
-                        "doesn't fit its config.json"
-                    )
+                    raise _no_place(file, name)
             self._refuse_others(file, held, skipped)
 
     def _refuse_others(self, file: Path, held: set[str], skipped: re.Pattern[str]) -> None:
@@ -106,8 +120,23 @@ def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) 
         files.read_into(model.placements(), skipped)
 
 
+def _no_place(file: Path, name: str) -> WeightsError:
+    return WeightsError(
+        f"{file}: tensor {name!r} has no place in the model; the checkpoint "
+        "doesn't fit its config.json"
+    )
+
+
 def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> int:
     """Returns the tensor's bytes in the file."""
+    _check_fits(file, name, tensors, placement)
+    view = tensors.get_slice(name)
+    tensor = view[placement.part] if placement.part else tensors.get_tensor(name)
+    placement.store(tensor)
+    return tensor.nbytes
+
+
+def _check_fits(file: Path, name: str, tensors: safe_open, placement: Placement) -> None:
     view = tensors.get_slice(name)
     shape, dtype = tuple(view.get_shape()), view.get_dtype()
     if shape != placement.shape:
@@ -119,9 +148,6 @@ def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> i
         raise WeightsError(
             f"{file}: tensor {name!r} is {dtype}; use a checkpoint in {', '.join(placement.types)}"
         )
-    tensor = view[placement.part] if placement.part else tensors.get_tensor(name)
-    placement.store(tensor)
-    return tensor.nbytes
 
 
 def _read_names(folder: Path) -> dict[str, Path]:

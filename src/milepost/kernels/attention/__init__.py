@@ -23,6 +23,7 @@ from milepost.kernels.device import Chip
 
 __all__ = [
     "AttentionItems",
+    "AttentionLayout",
     "AttentionOperation",
     "AttentionRows",
     "HeadNorm",
@@ -31,6 +32,8 @@ __all__ = [
     "rows_per_page",
 ]
 
+
+AttentionLayout = AttentionItems | AttentionRows
 
 HeadNorm = Literal["each", "whole", "none"]
 """Whether query and key heads are normed: each head by itself, all query heads as one and all key
@@ -48,11 +51,13 @@ class AttentionOperation:
     has_gate: bool = True
     is_turned: bool = True
     """By rotary positions."""
+    first_row: int = 0
+    """KV before this position is not attended to."""
 
-    def lay_out(self, batch: Batch) -> AttentionItems | AttentionRows:
+    def lay_out(self, batch: Batch) -> AttentionLayout:
         """Items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
-            return reference.lay_out(batch)
+            return reference.lay_out(batch, self.first_row)
         return items.lay_out(
             batch.starts,
             batch.lengths,
@@ -83,7 +88,7 @@ def prepare(
     angles: tuple[Tensor, Tensor] | None,
     pool: Tensor,
     kv_rows: Tensor,
-    layout: AttentionItems | AttentionRows,
+    layout: AttentionLayout,
 ) -> Tensor:
     """Norm, turn and store: see `reference.prepare`. `kv_rows` [T] are the step's."""
     if isinstance(layout, AttentionRows):
@@ -107,7 +112,7 @@ def attend(
     gate: Tensor | None,
     pool: Tensor,
     tables: Tensor | None,
-    layout: AttentionItems | AttentionRows,
+    layout: AttentionLayout,
     scale: float,
 ) -> Tensor:
     """Attend to pages and gate: see `reference.attend`. `tables` are those on the device, which

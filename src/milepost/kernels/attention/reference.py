@@ -67,23 +67,26 @@ class AttentionRows:
     prefills: tuple[Prefill, ...]
 
 
-def lay_out(batch: Batch) -> AttentionRows:
-    """What `prepare` and `attend` read."""
+def lay_out(batch: Batch, first_row: int = 0) -> AttentionRows:
+    """What `prepare` and `attend` read. Decodes may leave out KV before `first_row`, behind which
+    they stand."""
+    assert not first_row or batch.num_decodes == len(batch.starts), "rows are left out of decodes"
     tokens = np.flatnonzero(batch.kv_rows >= 0)
     return AttentionRows(
         tokens=torch.from_numpy(tokens).to(batch.device),
         kv_rows=torch.from_numpy(batch.kv_rows[tokens]).to(batch.device),
-        decodes=_lay_out_decodes(batch) if batch.num_decodes else None,
+        decodes=_lay_out_decodes(batch, first_row) if batch.num_decodes else None,
         prefills=tuple(_lay_out_prefills(batch)),
     )
 
 
-def _lay_out_decodes(batch: Batch) -> Decodes:
+def _lay_out_decodes(batch: Batch, first_row: int) -> Decodes:
     ends = batch.starts[: batch.num_decodes] + 1
     longest = int(ends.max())
     kv_rows = _rows_of(batch, batch.rows[: batch.num_decodes], longest)
     mask = np.arange(longest) < ends[:, None]
     kv_rows = np.where(mask, kv_rows, kv_rows[:, :1])
+    mask[:, :first_row] = False
     return Decodes(
         kv_rows=torch.from_numpy(kv_rows.reshape(-1)).to(batch.device),
         mask=torch.from_numpy(mask).to(batch.device)[:, None, None],

@@ -7,9 +7,11 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from milepost.layers.gated_delta import SEPARATE
+from milepost.layers.mtp import MTPHead
 from milepost.layers.parameters import ParameterKind
+from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture
-from milepost.models.architectures.qwen3_next import expert_shapes, qwen_parts
+from milepost.models.architectures.qwen3_next import expert_shapes, qwen_head, qwen_parts
 from milepost.models.decoder import Parts
 
 
@@ -22,7 +24,15 @@ def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
     return qwen_parts(config, kind, SEPARATE, [experts] * config.num_hidden_layers)
 
 
+def _dense_head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPHead:
+    return qwen_head(config, kind, rotary, None)
+
+
+def _sparse_head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPHead:
+    return qwen_head(config, kind, rotary, expert_shapes(config, normalise=True))
+
+
 ARCHITECTURES = (
-    Architecture(model_types=("qwen3_5", "qwen3_5_text"), build=_dense),
-    Architecture(model_types=("qwen3_5_moe", "qwen3_5_moe_text"), build=_sparse),
+    Architecture(model_types=("qwen3_5", "qwen3_5_text"), build=_dense, head=_dense_head),
+    Architecture(model_types=("qwen3_5_moe", "qwen3_5_moe_text"), build=_sparse, head=_sparse_head),
 )

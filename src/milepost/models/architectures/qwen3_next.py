@@ -9,9 +9,10 @@ from milepost.layers.attention import Attention
 from milepost.layers.gated_delta import INTERLEAVED, Arrangement, GatedDelta
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
+from milepost.layers.mtp import FIRST_ROW, MTPHead
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Block, Layer
+from milepost.layers.parts import Block, Layer, Part
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
 from milepost.models.decoder import Parts
@@ -36,25 +37,47 @@ def qwen_parts(
 ) -> Parts:
     """Gated attention or Gated DeltaNet, then experts or (None) an MLP; zero-centred norms before
     both."""
-    hidden_size, eps, rotary = config.hidden_size, config.rms_norm_eps, Rotary(config, kind.device)
-    attention = attention_shapes(config, norm="each", norm_offset=1.0, has_gate=True)
-    layers = []
+    rotary, layers = Rotary(config, kind.device), []
     for index, (layer_type, shapes) in enumerate(zip(config.layer_types, experts, strict=True)):
         own = kind.under(f"layers.{index}")
         if layer_type == "full_attention":
-            mixer = Attention(attention, own.under("self_attn"), rotary=rotary)
+            mixer = _attention(config, own, rotary)
         else:
             mixer = GatedDelta(gated_delta_shapes(config), own.under("linear_attn"), arrangement)
-        if shapes is None:
-            mlp = MLP(hidden_size, config.intermediate_size, own.under("mlp"))
-        else:
-            mlp = MoE(hidden_size, shapes, own.under("mlp"))
-        norms = [
-            RMSNorm(hidden_size, eps, own.under(f"{name}_layernorm"), offset=1.0)
-            for name in ("input", "post_attention")
-        ]
-        layers.append(Layer(Block(mixer, pre=norms[0]), Block(mlp, pre=norms[1])))
-    return Parts(layers=layers, norm=RMSNorm(hidden_size, eps, kind.under("norm"), offset=1.0))
+        layers.append(_layer(config, own, mixer, shapes))
+    return Parts(layers=layers, norm=_norm(config, kind.under("norm")))
+
+
+def qwen_head(
+    config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary, experts: ExpertShapes | None
+) -> MTPHead:
+    """Its layer is one of the model's with attention; dense where the checkpoint has it so."""
+    own = kind.under("layers.0")
+    experts = None if own.has("mlp.gate_proj.weight") else experts
+    layer = _layer(config, own, _attention(config, own, rotary, first_row=FIRST_ROW), experts)
+    return MTPHead(config.hidden_size, layer, kind, eps=config.rms_norm_eps, offset=1.0)
+
+
+def _attention(
+    config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary, *, first_row: int = 0
+) -> Attention:
+    shapes = attention_shapes(
+        config, norm="each", norm_offset=1.0, has_gate=True, first_row=first_row
+    )
+    return Attention(shapes, kind.under("self_attn"), rotary=rotary)
+
+
+def _layer(
+    config: PreTrainedConfig, kind: ParameterKind, mixer: Part, experts: ExpertShapes | None
+) -> Layer:
+    size, own = config.hidden_size, kind.under("mlp")
+    mlp = MLP(size, config.intermediate_size, own) if experts is None else MoE(size, experts, own)
+    norms = [_norm(config, kind.under(f"{name}_layernorm")) for name in ("input", "post_attention")]
+    return Layer(Block(mixer, pre=norms[0]), Block(mlp, pre=norms[1]))
+
+
+def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, offset=1.0)
 
 
 def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
@@ -70,4 +93,9 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
     return qwen_parts(config, kind, INTERLEAVED, experts)
 
 
-ARCHITECTURES = (Architecture(model_types=("qwen3_next",), build=_parts),)
+def _head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPHead:
+    shapes = expert_shapes(config, normalise=config.norm_topk_prob)
+    return qwen_head(config, kind, rotary, shapes if config.num_experts > 0 else None)
+
+
+ARCHITECTURES = (Architecture(model_types=("qwen3_next",), build=_parts, head=_head),)

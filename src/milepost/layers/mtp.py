@@ -1,0 +1,71 @@
+"""The head for multi-token prediction (MTP): from a token and what the model made of the text
+before it, what the model would make of the text with it.
+
+    join(x[t + 1], h[t]) = fc(concat(norm(embed(x[t + 1])), norm(h[t])))
+    h'[t + 1]            = norm(layer(join))
+
+h[t] is the model's hidden state behind its last norm. Of h' the model's own head makes logits, and
+where drafts go on from a draft h' takes the place of h. `layer` is one of full attention, which
+sees the joined rows before its own.
+
+The row of x[t + 1] lies in the pages where x[t + 1] lies, one further than implementations have it
+that count rows by t. So what a page holds depends on the tokens up to its end and on no other, and
+whoever shares the page shares that too. The row of the first token would need a hidden state before
+the text: it is written, and never read.
+
+Legend: T tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from milepost.layers.attention import Attention
+from milepost.layers.context import Context
+from milepost.layers.linear import Linear
+from milepost.layers.norm import RMSNorm
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.parts import Layer
+
+FIRST_ROW = 1
+"""The first that is read."""
+
+
+class MTPHead(nn.Module):
+    """A head whose tensors stand under `kind.path`; embedding and logits are the model's."""
+
+    def __init__(
+        self, hidden_size: int, layer: Layer, kind: ParameterKind, *, eps: float, offset: float
+    ) -> None:
+        super().__init__()
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(hidden_size, eps, kind.under(name), offset=offset)
+
+        self.norm_embedding = norm("pre_fc_norm_embedding")
+        self.norm_hidden = norm("pre_fc_norm_hidden")
+        self.fc = Linear(2 * hidden_size, (("fc", hidden_size),), kind)
+        self.layer = layer
+        self.norm = norm("norm")
+        (mixer,) = layer.blocks[0].parts
+        assert isinstance(mixer, Attention), "the head's layer attends"
+        self.attention = mixer
+
+    def join(self, embedded: Tensor, before: Tensor) -> Tensor:
+        """[T, C] of tokens' embeddings [T, C] and the hidden states before them [T, C]."""
+        return self.fc(torch.cat((self.norm_embedding(embedded), self.norm_hidden(before)), -1))
+
+    def store(self, joined: Tensor, ctx: Context) -> None:
+        """Write the KV of joined rows [T, C], which is all that later rows see of them."""
+        block, ((number,), *_) = self.layer.blocks[0], self.layer.numbers
+        assert block.pre is not None, "a norm stands before the head's attention"
+        _, normed = block.pre.add(joined, None)
+        self.attention.store(normed, ctx, number)
+
+    def run(self, joined: Tensor, ctx: Context) -> Tensor:
+        """Hidden states [T, C] behind joined rows, whose KV is written first."""
+        hidden, delta = joined, None
+        for block, numbers in zip(self.layer.blocks, self.layer.numbers, strict=True):
+            hidden, delta = block.run(hidden, delta, ctx, numbers)
+        return self.norm.add(hidden, delta)[1]

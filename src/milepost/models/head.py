@@ -1,0 +1,63 @@
+"""Whether a checkpoint has an MTP head that is run here, and if not, why not.
+
+Known before anything is allocated: of the tensors only names, shapes and types are looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedConfig
+
+from milepost.errors import MilepostError, UnsupportedModelError
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import merge
+from milepost.models.architecture import HEAD, Architecture
+from milepost.models.weights import WeightFiles
+
+_DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+def depth_of(config: PreTrainedConfig) -> int:
+    """Layers of the head that a text configuration tells of; 1 where it says nothing."""
+    found = [getattr(config, name, None) for name in _DEPTHS]
+    return next((int(depth) for depth in found if depth is not None), 1)
+
+
+def check_head(
+    architecture: Architecture,
+    config: PreTrainedConfig,
+    kind: ParameterKind,
+    files: WeightFiles | None,
+) -> None:
+    """Raise UnsupportedModelError or WeightsError if the head cannot be run, naming the setting or
+    the tensor; without `files` it is dummy weights that are asked for."""
+    if architecture.head is None:
+        raise UnsupportedModelError(f"model_type={config.model_type!r} has no MTP head")
+    depth = depth_of(config)
+    if depth != 1:
+        name = next(name for name in _DEPTHS if getattr(config, name, None) is not None)
+        raise UnsupportedModelError(f"{name}={depth} is not supported; supported is 1")
+    if getattr(config, "mtp_use_dedicated_embeddings", None):
+        raise UnsupportedModelError(
+            "mtp_use_dedicated_embeddings=True is not supported; supported is false"
+        )
+    if files is not None:
+        outline = architecture.head_of(config, replace(kind, device=torch.device("meta")))
+        holders = (module for module in outline.modules() if hasattr(module, "placements"))
+        files.check(merge(holder.placements() for holder in holders), f"{HEAD}.")
+
+
+def why_no_head(
+    architecture: Architecture,
+    config: PreTrainedConfig,
+    kind: ParameterKind,
+    files: WeightFiles | None,
+) -> str:
+    """What `check_head` objects to; empty if nothing."""
+    try:
+        check_head(architecture, config, kind, files)
+    except MilepostError as error:
+        return str(error)
+    return ""
