@@ -181,7 +181,7 @@ def _count(output, first: gl.constexpr, num_warps: gl.constexpr):
 def check_planted() -> None:
     hidden, weights, experts, _, down = (each.cuda() for each in make_experts(16))
     active = hidden.new_zeros(experts.numel(), SIZE)
-    few.contract(active, weights, experts, down, hidden.new_empty(15, CHOSEN + 1, HIDDEN))
+    few.project_down(active, weights, experts, down, hidden.new_empty(15, CHOSEN + 1, HIDDEN))
 
 
 def compare(name: str, actual: Tensor, expected: Tensor) -> None:

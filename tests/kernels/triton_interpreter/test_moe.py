@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import few, products, reference, tall, triton, vectors
+from milepost.kernels.moe import few, gemv, grouped_gemm, reference, tall, triton
 from milepost.kernels.moe.grouping import group_few, group_many
-from milepost.kernels.moe.products import Tiles
 from milepost.kernels.moe.scores import Scores
+from milepost.kernels.tiles import Tiles
 from tests.numbers import relative_error
 
 HIDDEN, SIZE = 40, 24
@@ -201,10 +201,12 @@ def test_every_output_is_written(hidden_size: int, is_swapped: bool) -> None:
     weights, experts = reference.route(logits, 2, normalise=False)
     active = torch.full((60, SIZE), torch.nan)
     output = torch.full((30, 2, hidden_size), torch.nan)
-    tiles = Tiles(columns=16, depth=32, warps=4, stages=2, is_swapped=is_swapped)
+    tiles = Tiles(
+        block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=2, is_swapped=is_swapped
+    )
     groups = group_few(experts.int(), 4, 16)
-    products.expand(hidden, gate_up, active, groups, 16, tiles)
-    products.contract(active, weights, down, output, groups, 16, tiles)
+    grouped_gemm.project_up(hidden, gate_up, active, groups, tiles)
+    grouped_gemm.project_down(active, weights, down, output, groups, tiles)
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
 
@@ -214,8 +216,10 @@ def test_vectors_write_every_output() -> None:
     weights, experts = reference.route(logits, 2, normalise=False)
     active = torch.full((6, SIZE), torch.nan)
     output = torch.full((3, 2, HIDDEN), torch.nan)
-    vectors.expand(hidden, experts.int(), gate_up, active, columns=16, depth=32, warps=4)
-    vectors.contract(active, weights, experts.int(), down, output, columns=16, depth=16, warps=4)
+    gemv.project_up(hidden, experts.int(), gate_up, active, block_n=16, block_k=32, num_warps=4)
+    gemv.project_down(
+        active, weights, experts.int(), down, output, block_n=16, block_k=16, num_warps=4
+    )
     expected = reference.apply(hidden, weights, experts, gate_up, down)
     assert relative_error(output.sum(1), expected) < 1e-5
 
@@ -241,10 +245,10 @@ def test_tall_blocks(num_tokens: int) -> None:
     weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
     active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 2, 256), torch.nan, dtype=torch.half)
-    groups = group_many(experts, 4, tall.ROWS)
+    groups = group_many(experts, 4, tall.BLOCK_M)
     assert tall.suits(hidden, gate_up)
-    tall.expand(hidden, gate_up / 16, active, groups)
-    tall.contract(active, weights, down / 16, output, groups)
+    tall.project_up(hidden, gate_up / 16, active, groups)
+    tall.project_down(active, weights, down / 16, output, groups)
     expected = reference.apply(
         hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
     )
@@ -261,8 +265,8 @@ def test_few_tokens(num_tokens: int) -> None:
     assert few.suits(hidden, gate_up)
     active = torch.full((experts.numel(), 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 3, 256), torch.nan, dtype=torch.half)
-    few.expand(hidden, experts, gate_up / 16, active)
-    few.contract(active, weights, experts, down / 16, output)
+    few.project_up(hidden, experts, gate_up / 16, active)
+    few.project_down(active, weights, experts, down / 16, output)
     expected = reference.apply(
         hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
     )

@@ -1,9 +1,9 @@
 """Triton: which tokens an expert has, found on the device without waiting for it.
 
-Choices are sorted by expert, each expert's by number, so results do not depend on timing.
+Routed tokens are sorted by expert, each expert's by number, so results do not depend on timing.
 
-Legend: T tokens, X experts (the shared one included), N experts for each token, P = T * N choices
-(choice t * N + n is the n-th of token t), M rows of a block.
+Legend: T tokens, X experts (the shared one included), N experts of a token, P = T * N routed tokens
+(t * N + n is token t at its n-th expert), M rows of a block.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CHUNK = 4096
 _COUNTED = 256
-"""Choices of a program of `group_many`, whose ranks are found by comparing all with all."""
+"""Routed tokens of a program of `group_many`, whose ranks are found by comparing all with all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Choices by expert, and the blocks of rows that cover them."""
+    """Routed tokens by expert, and the blocks of rows that cover them."""
 
     order: Tensor
-    """Choices [P] int32, by expert and then by number; a row is an index into this."""
+    """Routed tokens [P] int32, by expert and then by number; a row is an index into this."""
     blocks: Tensor
     """[3, capacity] int32: each block's expert (-1 for padding), first row, and end of the
     expert's rows, which may lie beyond the block."""
@@ -36,22 +36,22 @@ class Groups:
 
 
 def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Group the choices `experts` [T, N] int32 into blocks of M = `block_rows` rows, on the
-    device.
+    """Group the routed tokens of `experts` [T, N] int32 into blocks of M = `block_rows` rows, on
+    the device.
 
     Expert x's blocks stand from x + (its first row) // M on, which leaves room for every
     distribution without knowing how many blocks the others have.
     """
-    num_choices = experts.numel()
-    capacity = num_experts + num_choices // block_rows
-    order = torch.empty(num_choices, dtype=torch.int32, device=experts.device)
+    num_routed = experts.numel()
+    capacity = num_experts + num_routed // block_rows
+    order = torch.empty(num_routed, dtype=torch.int32, device=experts.device)
     blocks = torch.empty(3, capacity, dtype=torch.int32, device=experts.device)
-    chunk = min(_CHUNK, max(32, triton.next_power_of_2(num_choices)))
+    chunk = min(_CHUNK, max(32, triton.next_power_of_2(num_routed)))
     _group_kernel[(num_experts,)](
         experts,
         order,
         blocks,
-        num_choices,
+        num_routed,
         capacity,
         ROWS=block_rows,
         CHUNK=chunk,
@@ -61,9 +61,9 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     return Groups(order=order, blocks=blocks)
 
 
-@triton.jit(do_not_specialize=("num_choices", "capacity"))
+@triton.jit(do_not_specialize=("num_routed", "capacity"))
 def _group_kernel(
-    experts, order, blocks, num_choices, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
+    experts, order, blocks, num_routed, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """One expert: count its rows and those before, then list them. No atomics: always the same."""
     let_next_start()
@@ -74,9 +74,9 @@ def _group_kernel(
     own = tl.zeros([CHUNK], tl.int32)
     # `while`, because the interpreter cannot take a range's end from a tensor under NumPy 2.4.
     first = 0
-    while first < num_choices:
-        choice = first + lane
-        chosen = tl.load(experts + choice, mask=choice < num_choices, other=1 << 30)
+    while first < num_routed:
+        routed = first + lane
+        chosen = tl.load(experts + routed, mask=routed < num_routed, other=1 << 30)
         before += chosen < mine
         own += chosen == mine
         first += CHUNK
@@ -93,29 +93,29 @@ def _group_kernel(
         tl.store(blocks + 2 * capacity + block, end, mask=is_block)
         begin += CHUNK
     first = 0
-    while first < num_choices:
-        choice = first + lane
-        chosen = tl.load(experts + choice, mask=choice < num_choices, other=-1)
+    while first < num_routed:
+        routed = first + lane
+        chosen = tl.load(experts + routed, mask=routed < num_routed, other=-1)
         is_mine = (chosen == mine).to(tl.int32)
-        tl.store(order + start + tl.cumsum(is_mine, 0) - 1, choice, mask=is_mine == 1)
+        tl.store(order + start + tl.cumsum(is_mine, 0) - 1, routed, mask=is_mine == 1)
         start += tl.sum(is_mine)
         first += CHUNK
 
 
 def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     """As `group_few`, in three launches whose cost hardly grows, and without gaps between blocks:
-    count each chunk's choices, add up over the chunks, place them."""
-    num_choices = experts.numel()
-    capacity = num_experts + num_choices // block_rows
-    chunks = triton.cdiv(num_choices, _COUNTED)
-    # One bin more than experts takes what is no choice.
+    count each chunk's routed tokens, add up over the chunks, place them."""
+    num_routed = experts.numel()
+    capacity = num_experts + num_routed // block_rows
+    chunks = triton.cdiv(num_routed, _COUNTED)
+    # One bin more than experts takes what is no routed token.
     bins = triton.next_power_of_2(num_experts + 1)
     order, blocks, num_blocks, counts, totals = (
         torch.empty(shape, dtype=torch.int32, device=experts.device)
-        for shape in ((num_choices,), (3, capacity), (1,), (chunks, bins), (bins,))
+        for shape in ((num_routed,), (3, capacity), (1,), (chunks, bins), (bins,))
     )
     _count_kernel[(chunks,)](
-        experts, counts, num_choices, BINS=bins, CHUNK=_COUNTED, num_warps=4, **OVERLAPPED
+        experts, counts, num_routed, BINS=bins, CHUNK=_COUNTED, num_warps=4, **OVERLAPPED
     )
     width = min(bins, 16)
     _prefix_kernel[(bins // width,)](
@@ -128,7 +128,7 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
         order,
         blocks,
         num_blocks,
-        num_choices,
+        num_routed,
         capacity,
         EXPERTS=num_experts,
         BINS=bins,
@@ -142,13 +142,13 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     return Groups(order=order, blocks=blocks, num_blocks=num_blocks)
 
 
-@triton.jit(do_not_specialize=("num_choices",))
-def _count_kernel(experts, counts, num_choices, BINS: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=("num_routed",))
+def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.constexpr):
     let_next_start()
     wait_for_inputs()
     chunk, bins = tl.program_id(0), tl.arange(0, BINS)
-    choice = chunk * CHUNK + tl.arange(0, CHUNK)
-    chosen = tl.load(experts + choice, mask=choice < num_choices, other=BINS - 1)
+    routed = chunk * CHUNK + tl.arange(0, CHUNK)
+    chosen = tl.load(experts + routed, mask=routed < num_routed, other=BINS - 1)
     tl.store(counts + chunk * BINS + bins, tl.histogram(chosen, BINS))
 
 
@@ -170,7 +170,7 @@ def _prefix_kernel(
     tl.store(totals + bins, before)
 
 
-@triton.jit(do_not_specialize=("num_choices", "capacity"))
+@triton.jit(do_not_specialize=("num_routed", "capacity"))
 def _place_kernel(
     experts,
     counts,
@@ -178,7 +178,7 @@ def _place_kernel(
     order,
     blocks,
     num_blocks,
-    num_choices,
+    num_routed,
     capacity,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
@@ -187,29 +187,29 @@ def _place_kernel(
     PART: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Place one chunk's choices behind those of earlier chunks, and list a share of the blocks."""
+    """Place one chunk's routed tokens behind earlier chunks', and list a share of the blocks."""
     let_next_start()
     wait_for_inputs()
     mine, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
     total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
     starts = tl.cumsum(total, 0) - total
     lane = tl.arange(0, CHUNK)
-    choice = mine * CHUNK + lane
-    is_choice = choice < num_choices
-    chosen = tl.load(experts + choice, mask=is_choice, other=BINS - 1)
+    routed = mine * CHUNK + lane
+    is_routed = routed < num_routed
+    chosen = tl.load(experts + routed, mask=is_routed, other=BINS - 1)
     rank = tl.zeros([CHUNK], tl.int32)
     for first in range(0, CHUNK, PART):
-        # Other choices go down the first axis, which lies in a thread's registers.
+        # Others go down the first axis, which lies in a thread's registers.
         lane_before = first + tl.arange(0, PART)
         others = tl.load(
             experts + mine * CHUNK + lane_before,
-            mask=mine * CHUNK + lane_before < num_choices,
+            mask=mine * CHUNK + lane_before < num_routed,
             other=BINS - 1,
         )
         is_before = (others[:, None] == chosen[None, :]) & (lane_before[:, None] < lane[None, :])
         rank += tl.sum(is_before.to(tl.int32), 0)
     base = starts + tl.load(counts + mine * BINS + bins)
-    tl.store(order + tl.gather(base, chosen, 0) + rank, choice, mask=is_choice)
+    tl.store(order + tl.gather(base, chosen, 0) + rank, routed, mask=is_routed)
 
     taken = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(taken, 0)

@@ -1,11 +1,12 @@
 """Routed experts on a GPU: `reference`'s functions, in four regimes by the number of tokens.
 
-Very few tokens: each choice reads its expert by itself (`vectors`). As many as fit a tile: every
-expert's weights are read once, for all of them (`few`). More: choices are grouped by expert
-(`products`). Many: blocks so tall that the arithmetic is what costs (`tall`). Launches depend on
-shapes alone, never on what was chosen.
+Very few tokens: each routed token reads its expert by itself (`gemv`). As many as fit a tile: every
+expert's weights are read once, for all of them (`few`). More: routed tokens are grouped by expert
+(`grouped_gemm`). Many: blocks so tall that the arithmetic is what costs (`tall`). Launches depend
+on shapes alone, never on what was chosen.
 
-Legend: T tokens, X experts, N choices of a token, P = T * N, H hidden size, I an expert's size.
+Legend: T tokens, X experts, N experts of a token, P = T * N routed tokens, H hidden size, I an
+expert's size.
 """
 
 from __future__ import annotations
@@ -16,57 +17,54 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.device import probe
-from milepost.kernels.moe import few, products, tall, vectors
+from milepost.kernels.moe import few, gemv, grouped_gemm, tall
 from milepost.kernels.moe.grouping import group_few, group_many
-from milepost.kernels.moe.products import Tiles
 from milepost.kernels.moe.routing import route
+from milepost.kernels.tiles import Tiles
 
 __all__ = ["partials", "route"]
 
-_VECTOR_CHOICES = 40
-"""Up to this many choices (four tokens of nine) nothing is grouped."""
-_MANY_CHOICES = 6144
+_FEWEST_ROUTED = 40
+"""Up to this many routed tokens (four tokens, nine experts each) nothing is grouped."""
+_MANY_ROUTED = 6144
 """Beyond this many two more launches to group them pay."""
-_TALL_CHOICES = 32
-"""Beyond so many choices an expert the products are bound by arithmetic."""
+_TALL_ROUTED = 32
+"""Beyond so many routed tokens an expert the GEMMs are bound by arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """How the products run for up to `choices` choices an expert on average."""
+    """How the GEMMs run for up to `max_routed` tokens an expert on average."""
 
-    choices: float
-    rows: int
-    expand: Tiles
-    contract: Tiles
+    max_routed: float
+    up: Tiles
+    down: Tiles
 
 
 _REGIMES = (
     Regime(
-        choices=10,
-        rows=16,
-        expand=Tiles(columns=64, depth=128, warps=4, stages=3, is_swapped=True),
-        contract=Tiles(columns=128, depth=128, warps=4, stages=3, is_swapped=True),
+        max_routed=10,
+        up=Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=3, is_swapped=True),
+        down=Tiles(
+            block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3, is_swapped=True
+        ),
     ),
     Regime(
-        choices=32,
-        rows=32,
-        expand=Tiles(columns=64, depth=64, warps=4, stages=5, is_swapped=True),
-        contract=Tiles(columns=128, depth=64, warps=4, stages=4),
+        max_routed=32,
+        up=Tiles(block_m=32, block_n=64, block_k=64, num_warps=4, num_stages=5, is_swapped=True),
+        down=Tiles(block_m=32, block_n=128, block_k=64, num_warps=4, num_stages=4),
     ),
     Regime(
-        choices=float("inf"),
-        rows=64,
-        expand=Tiles(columns=128, depth=64, warps=4, stages=4),
-        contract=Tiles(columns=128, depth=64, warps=4, stages=4),
+        max_routed=float("inf"),
+        up=Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
+        down=Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
     ),
 )
 
 _WIDE = Regime(
-    choices=float("inf"),
-    rows=16,
-    expand=Tiles(columns=32, depth=32, warps=4, stages=2),
-    contract=Tiles(columns=32, depth=32, warps=4, stages=2),
+    max_routed=float("inf"),
+    up=Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2),
+    down=Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2),
 )
 """For float32, which the tensor cores do not multiply exactly."""
 
@@ -74,41 +72,42 @@ _WIDE = Regime(
 def partials(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """A part for each choice: [T, N, H], in `hidden`'s type.
+    """A partial for each routed token: [T, N, H], in `hidden`'s type.
 
     `hidden` [T, H] with contiguous rows, `weights` and `experts` (int32) [T, N] as `route` returns
     them, `gate_up` [X, 2 * I, H] and `down` [X, H, I] contiguous.
     """
-    num_tokens, num_chosen = experts.shape
-    num_choices = experts.numel()
-    output = hidden.new_empty(num_tokens, num_chosen, down.shape[1])
-    active = hidden.new_empty(num_choices, down.shape[2])
-    if num_choices <= _VECTOR_CHOICES:
-        vectors.expand(hidden, experts, gate_up, active, columns=4, depth=2048, warps=4)
-        vectors.contract(active, weights, experts, down, output, columns=8, depth=512, warps=4)
+    num_tokens, top_k = experts.shape
+    num_routed = experts.numel()
+    output = hidden.new_empty(num_tokens, top_k, down.shape[1])
+    active = hidden.new_empty(num_routed, down.shape[2])
+    if num_routed <= _FEWEST_ROUTED:
+        gemv.project_up(hidden, experts, gate_up, active, block_n=4, block_k=2048, num_warps=4)
+        gemv.project_down(
+            active, weights, experts, down, output, block_n=8, block_k=512, num_warps=4
+        )
         return output
     if few.suits(hidden, gate_up):
-        few.expand(hidden, experts, gate_up, active)
-        few.contract(active, weights, experts, down, output)
+        few.project_up(hidden, experts, gate_up, active)
+        few.project_down(active, weights, experts, down, output)
         return output
     num_experts = gate_up.shape[0]
-    if num_choices > _TALL_CHOICES * num_experts and tall.suits(hidden, gate_up):
-        groups = group_many(experts, num_experts, tall.ROWS)
-        tall.expand(hidden, gate_up, active, groups)
-        tall.contract(active, weights, down, output, groups)
+    if num_routed > _TALL_ROUTED * num_experts and tall.suits(hidden, gate_up):
+        groups = group_many(experts, num_experts, tall.BLOCK_M)
+        tall.project_up(hidden, gate_up, active, groups)
+        tall.project_down(active, weights, down, output, groups)
         return output
-    regime = _choose_regime(hidden.dtype, num_choices / num_experts)
-    group = group_many if num_choices > _MANY_CHOICES else group_few
-    groups = group(experts, num_experts, regime.rows)
+    regime = _choose_regime(hidden.dtype, num_routed / num_experts)
+    group = group_many if num_routed > _MANY_ROUTED else group_few
+    groups = group(experts, num_experts, regime.up.block_m)
     chip = probe(hidden.device)
-    first, second = regime.expand.fitted(regime.rows, 2, chip), regime.contract
-    products.expand(hidden, gate_up, active, groups, regime.rows, first)
-    second = second.fitted(regime.rows, 1, chip)
-    products.contract(active, weights, down, output, groups, regime.rows, second)
+    up, down_tiles = regime.up.fitted(chip, num_weights=2), regime.down.fitted(chip)
+    grouped_gemm.project_up(hidden, gate_up, active, groups, up)
+    grouped_gemm.project_down(active, weights, down, output, groups, down_tiles)
     return output
 
 
-def _choose_regime(dtype: torch.dtype, choices: float) -> Regime:
+def _choose_regime(dtype: torch.dtype, num_routed: float) -> Regime:
     if dtype == torch.float32:
         return _WIDE
-    return next(regime for regime in _REGIMES if choices <= regime.choices)
+    return next(regime for regime in _REGIMES if num_routed <= regime.max_routed)

@@ -1,0 +1,200 @@
+"""Triton: the experts' grouped GEMMs, over blocks of rows that share an expert.
+
+Legend: P routed tokens, N experts of a token, H hidden size, I an expert's size, M rows of a block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.moe.grouping import Groups
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.tiles import Tiles
+
+
+def project_up(
+    hidden: Tensor, gate_up: Tensor, active: Tensor, groups: Groups, tiles: Tiles
+) -> None:
+    """`active` [P, I], by `groups.order`: SiLU(gate) * up of the rows' `hidden` [T, H]."""
+    size = gate_up.shape[1] // 2
+    capacity = groups.blocks.shape[1]
+    _up_kernel[(capacity * triton.cdiv(size, tiles.block_n),)](
+        hidden,
+        gate_up,
+        active,
+        groups.order,
+        groups.blocks,
+        hidden.stride(0),
+        capacity,
+        TOP_K=active.shape[0] // hidden.shape[0],
+        INPUTS=hidden.shape[1],
+        SIZE=size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        SWAPPED=tiles.is_swapped,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **OVERLAPPED,
+    )
+
+
+@triton.jit
+def _multiply(left, right, acc, SWAPPED: tl.constexpr):
+    """acc + left @ right.T, transposed if SWAPPED."""
+    if SWAPPED:
+        return tl.dot(right, tl.trans(left), acc, input_precision="ieee")
+    else:
+        return tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=("capacity",))
+def _up_kernel(
+    hidden,
+    gate_up,
+    active,
+    order,
+    blocks,
+    stride,
+    capacity,
+    TOP_K: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    let_next_start()
+    wait_for_inputs()
+    TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    expert = tl.load(blocks + block)
+    if expert < 0:
+        return
+    o_m = tl.load(blocks + capacity + block) + tl.arange(0, BLOCK_M)
+    is_row = o_m < tl.load(blocks + 2 * capacity + block)
+    # Rows beyond the expert's read token 0 and outputs beyond the last wrap: neither is stored.
+    token = tl.load(order + o_m, mask=is_row, other=0) // TOP_K
+    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    p_x = hidden + token.to(tl.int64)[:, None] * stride + o_k[None, :]
+    first = gate_up + expert.to(tl.int64) * (2 * SIZE * INPUTS)
+    p_w = first + (o_n % SIZE)[:, None] * INPUTS + o_k[None, :]
+    if SWAPPED:
+        gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = gate
+    for i_k in range(0, INPUTS, BLOCK_K):
+        if INPUTS % BLOCK_K == 0:
+            b_x = tl.load(p_x + i_k)
+            b_gate = tl.load(p_w + i_k)
+            b_up = tl.load(p_w + SIZE * INPUTS + i_k)
+        else:
+            is_input = (i_k + o_k < INPUTS)[None, :]
+            b_x = tl.load(p_x + i_k, mask=is_input, other=0.0)
+            b_gate = tl.load(p_w + i_k, mask=is_input, other=0.0)
+            b_up = tl.load(p_w + SIZE * INPUTS + i_k, mask=is_input, other=0.0)
+        gate = _multiply(b_x, b_gate, gate, SWAPPED)
+        up = _multiply(b_x, b_up, up, SWAPPED)
+    b_o = (gate * tl.sigmoid(gate) * up).to(active.dtype.element_ty)
+    target = o_m.to(tl.int64) * SIZE
+    if SWAPPED:
+        mask = (o_n < SIZE)[:, None] & is_row[None, :]
+        tl.store(active + target[None, :] + o_n[:, None], b_o, mask=mask)
+    else:
+        mask = is_row[:, None] & (o_n < SIZE)[None, :]
+        tl.store(active + target[:, None] + o_n[None, :], b_o, mask=mask)
+
+
+def project_down(
+    active: Tensor,
+    weights: Tensor,
+    down: Tensor,
+    partials: Tensor,
+    groups: Groups,
+    tiles: Tiles,
+) -> None:
+    """`partials` [P, H], by routed token: `weights` [P] times `active` [P, I] (by
+    `groups.order`) through `down` [X, H, I]."""
+    num_outputs, size = down.shape[1:]
+    capacity = groups.blocks.shape[1]
+    _down_kernel[(capacity * triton.cdiv(num_outputs, tiles.block_n),)](
+        active,
+        weights,
+        down,
+        partials,
+        groups.order,
+        groups.blocks,
+        capacity,
+        SIZE=size,
+        OUTPUTS=num_outputs,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        SWAPPED=tiles.is_swapped,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **OVERLAPPED,
+    )
+
+
+@triton.jit(do_not_specialize=("capacity",))
+def _down_kernel(
+    active,
+    weights,
+    down,
+    partials,
+    order,
+    blocks,
+    capacity,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    let_next_start()
+    wait_for_inputs()
+    TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    expert = tl.load(blocks + block)
+    if expert < 0:
+        return
+    first_row = tl.load(blocks + capacity + block)
+    o_m = first_row + tl.arange(0, BLOCK_M)
+    is_row = o_m < tl.load(blocks + 2 * capacity + block)
+    routed = tl.load(order + o_m, mask=is_row, other=0)
+    weight = tl.load(weights + routed, mask=is_row, other=0.0).to(tl.float32)
+    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    # Rows beyond the expert's repeat its first and outputs beyond the last wrap: neither is stored.
+    p_x = active + tl.where(is_row, o_m, first_row).to(tl.int64)[:, None] * SIZE + o_k[None, :]
+    first = down + expert.to(tl.int64) * (OUTPUTS * SIZE)
+    p_w = first + (o_n % OUTPUTS)[:, None] * SIZE + o_k[None, :]
+    if SWAPPED:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_k in range(0, SIZE, BLOCK_K):
+        if SIZE % BLOCK_K == 0:
+            b_x = tl.load(p_x + i_k)
+            b_w = tl.load(p_w + i_k)
+        else:
+            is_input = (i_k + o_k < SIZE)[None, :]
+            b_x = tl.load(p_x + i_k, mask=is_input, other=0.0)
+            b_w = tl.load(p_w + i_k, mask=is_input, other=0.0)
+        acc = _multiply(b_x, b_w, acc, SWAPPED)
+    target = routed.to(tl.int64) * OUTPUTS
+    if SWAPPED:
+        b_o = (acc * weight[None, :]).to(partials.dtype.element_ty)
+        mask = (o_n < OUTPUTS)[:, None] & is_row[None, :]
+        tl.store(partials + target[None, :] + o_n[:, None], b_o, mask=mask)
+    else:
+        b_o = (acc * weight[:, None]).to(partials.dtype.element_ty)
+        mask = is_row[:, None] & (o_n < OUTPUTS)[None, :]
+        tl.store(partials + target[:, None] + o_n[None, :], b_o, mask=mask)
