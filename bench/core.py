@@ -4,7 +4,8 @@ And what the scheduler takes to plan a step while 10,000 requests wait.
 
     python bench/core.py
 
-The ratio of the rows is what counts (within one run, on one machine).
+Seconds are those of this process, whatever else the machine does, and without the collector's. The
+ratio of the rows is what counts (within one run, on one machine).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def run(cache: Cache, tokens: array[int]) -> dict[str, float]:
     spent: dict[str, float] = {}
 
     def timed(verb: str, call: Callable[[], object]) -> object:
-        start = time.perf_counter()
+        start = time.process_time()
         result = call()
-        spent[verb] = spent.get(verb, 0.0) + time.perf_counter() - start
+        spent[verb] = spent.get(verb, 0.0) + time.process_time() - start
         return result
 
     chain = timed("chain", lambda: cache.chain(tokens))
@@ -107,9 +108,9 @@ def waiting(cache: Cache, *, num_running: int, shared: bool) -> Scheduler:
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
     """Plan and take a step; seconds to plan it, and the requests and pages that came or went."""
-    start, before = time.perf_counter(), num_changes(scheduler)
+    start, before = time.process_time(), num_changes(scheduler)
     plan = scheduler.schedule()
-    spent, changes = time.perf_counter() - start, num_changes(scheduler) - before
+    spent, changes = time.process_time() - start, num_changes(scheduler) - before
     scheduler.update(plan, outcome(plan))
     return spent, changes
 
@@ -146,6 +147,7 @@ def measure_steps(case: str, *, num_steps: int = 50) -> str:
 
 
 def main() -> None:
+    gc.disable()
     for case in ("a prefix", "memory", "a seat"):
         print(f"{NUM_WAITING} wait for {case}: schedule() {measure_steps(case)}")
     for warm in (False, True):

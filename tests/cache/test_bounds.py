@@ -72,6 +72,20 @@ def test_a_request_that_waits_costs_next_to_nothing(num_states):
     assert long < 2000
 
 
+def test_a_prompt_that_was_evicted_costs_the_logarithm_of_its_pages():
+    def events(num_pages):
+        cache = Cache(num_pages=num_pages, num_slots=4, page_size=PAGE_SIZE)
+        tokens = [7] * (num_pages * PAGE_SIZE)
+        run(cache, tokens)
+        cache.reclaimer.evict_everything()
+        chain = cache.chain(tokens)
+        assert cache.match(chain).num_seen == num_pages
+        cache.version += 1
+        return num_events(lambda: cache.match(chain))
+
+    assert events(2048) < events(32) + 60
+
+
 def asked_of(num_states, num_changes, num_rounds, monkeypatch):
     """The checkpoints that are asked whether they are likely to return, round by round: each is a
     few admissions that find no room, `num_changes` of the cache after the last.

@@ -23,7 +23,7 @@ class Planted:
     """A tree that grows and loses leaves; pages are numbered as they come."""
 
     def __init__(self) -> None:
-        self.tree = Tree(max_ghosts=8)
+        self.tree = Tree(max_history=8)
         self.num_pages = 0
 
     def plant(self, chain: Chain) -> None:
@@ -47,6 +47,14 @@ def by_digest(tree: Tree, chain: Chain) -> list[Node]:
     return found[: found.index(None)] if None in found else found
 
 
+def num_known(chain: Chain, depth: int, *places) -> int:
+    """Found one page after the other."""
+    digests = chain.full_digests()
+    while depth < len(digests) and any(digests[depth] in place for place in places):
+        depth += 1
+    return depth
+
+
 @given(st.lists(st.tuples(st.booleans(), prompts, salts), max_size=20))
 def test_walk(events):
     planted = Planted()
@@ -56,4 +64,11 @@ def test_walk(events):
         again.full_digests()
         assert walk(planted.tree, walked) == expected == walk(planted.tree, again)
         assert walked.full_digests() == fresh.full_digests() == again.full_digests()
+        tree, depth = planted.tree, len(expected)
+        num_seen = num_known(fresh, depth, tree.nodes, tree._history)
+        assert tree.num_seen(fresh, depth) == num_seen
+        others = {node.twin for node in tree.nodes.values()} | (set(tree.nodes) if salt else set())
+        assert tree.other_salt_depth(fresh, num_seen) == num_known(
+            fresh.unsalted(), num_seen, others
+        )
         (planted.cut if is_cut else planted.plant)(Chain(prompt, PAGE, salt))

@@ -144,7 +144,7 @@ def test_checkpoints_and_strays_of_a_path():
 
 def test_no_slice_is_long():
     """100,000 pages in 3,000 paths: as many slices as there are pieces of work of `visits`."""
-    tree = Tree(max_ghosts=1)
+    tree = Tree(max_history=1)
     planted = Planted()
     planted.tree = tree
     for path in range(3000):

@@ -65,7 +65,7 @@ class Cache:
         self.storage = storage
         self.pages = storage.pages
         self.slots = storage.slots
-        self.tree = Tree(max_ghosts=self.pages.capacity)
+        self.tree = Tree(max_history=self.pages.capacity)
         self.stats = Stats()
         self.allocations: dict[Allocation, None] = {}
         self.version = 0
@@ -261,5 +261,5 @@ class Cache:
             return False
         self._change()
         self.reclaimer.evict_everything()
-        self.tree.forget_ghosts()
+        self.tree.forget_history()
         return True

@@ -100,7 +100,7 @@ class Seen:
     """Where the resident KV ends, rounded down to the grid."""
     resident: int
     """Where the resident KV ends, counting tokens inside a page."""
-    ghost: int
+    evicted: int
     """Where pages that were evicted end."""
     other_salt: int
 
@@ -111,7 +111,7 @@ def explain(seen: Seen, prompt_tokens: int) -> dict[Lost, int]:
         (Lost.CHECKPOINT_EVICTED, seen.checkpoint_evicted),
         (Lost.NO_CHECKPOINT, seen.kv_grid),
         (Lost.GRID, seen.resident),
-        (Lost.KV_EVICTED, seen.ghost),
+        (Lost.KV_EVICTED, seen.evicted),
         (Lost.SALT, seen.other_salt),
     )
     lost: dict[Lost, int] = {}

@@ -131,7 +131,7 @@ class OnePool:
             checkpoint_evicted=evicted * size,
             kv_grid=kv_length,
             resident=max(kv_length, seen_tokens) if is_partial else kv_length,
-            ghost=seen_tokens,
+            evicted=seen_tokens,
             other_salt=0,
         )
         return CacheReport(

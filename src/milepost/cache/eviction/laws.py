@@ -27,19 +27,29 @@ MAX_RETURNS = 2
 MAGNITUDES = 32
 
 
+def _width(low: int, high: int) -> float:
+    """Returns that the law expects between two ages before anything is learned."""
+    return log((high + AGE_OFFSET) / (low + AGE_OFFSET))
+
+
+AGES = [1 << m >> 1 for m in range(MAGNITUDES + 1)]
+"""Where each magnitude begins."""
+WIDTHS = [_width(AGES[m], AGES[m + 1]) for m in range(MAGNITUDES)]
+
+
 class Law:
     """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by number of
     earlier returns and by magnitude of the age.
     """
 
-    __slots__ = ("_by_age", "_levels", "_own", "_total", "_waits")
+    __slots__ = ("_before", "_by_age", "_levels", "_own", "_total", "_waits")
 
     def __init__(self) -> None:
         self._total = _Ratio(PRIOR_EVENTS)
         self._own = [_Ratio(PRIOR_EVENTS) for _ in range(MAX_RETURNS + 1)]
-        widths = [_width(1 << m >> 1, 1 << m) for m in range(MAGNITUDES)]
-        self._by_age = [_Ratio(PRIOR_EVENTS * width) for width in widths]
+        self._by_age = [_Ratio(PRIOR_EVENTS * width) for width in WIDTHS]
         self._levels = [1.0] * (MAX_RETURNS + 1)
+        self._before: list[float] | None = None
         self._waits: list[tuple[int, float]] | None = None
 
     def chance(self, num_returns: int, age: int) -> float:
@@ -58,12 +68,17 @@ class Law:
 
     def expected(self, num_returns: int, age: int, later: int) -> float:
         """Returns to expect between two ages."""
-        events = 0.0
-        for magnitude in range(age.bit_length(), later.bit_length() + 1):
-            low = max(1 << magnitude >> 1, age)
-            high = max(min(later, 1 << magnitude), low)
-            events += self._by_age[magnitude].value * _width(low, high)
+        events = self._until(later) - self._until(age)
         return self._levels[min(num_returns, MAX_RETURNS)] * events
+
+    def _until(self, age: int) -> float:
+        """Returns to expect up to an age, as often as all return."""
+        before, magnitude = self._before, age.bit_length()
+        if before is None:
+            each = (ratio.value * width for ratio, width in zip(self._by_age, WIDTHS, strict=True))
+            before = self._before = [0.0, *accumulate(each)]
+        low = 1 << magnitude >> 1
+        return before[magnitude] + self._by_age[magnitude].value * _width(low, age)
 
     def _best_waits(self) -> list[tuple[int, float]]:
         """For each magnitude of age: until when to wait for the most events a request, and how many
@@ -71,12 +86,11 @@ class Law:
         """
         if self._waits is not None:
             return self._waits
-        ages = [1 << m >> 1 for m in range(MAGNITUDES + 1)]
+        ages = AGES
         events = [0.0] * MAGNITUDES
         waits = [(0, 0.0)] * MAGNITUDES
         for m in range(MAGNITUDES - 1, -1, -1):
-            width = _width(ages[m], ages[m + 1])
-            events[m] = self._by_age[m].value * width
+            events[m] = self._by_age[m].value * WIDTHS[m]
             until, found = ages[m + 1], events[m]
             if m + 1 < MAGNITUDES:
                 later, more = waits[m + 1]
@@ -88,25 +102,22 @@ class Law:
 
     def observe(self, num_returns: int, since: int, age: int, *, returned: bool) -> None:
         """Something lived from age `since` to `age`, and then returned or was left waiting."""
-        self._waits = None
+        self._waits = self._before = None
         own = self._own[min(num_returns, MAX_RETURNS)]
         level = self._total.value * own.value
         in_all = 0.0
-        for magnitude in range(since.bit_length(), age.bit_length() + 1):
-            low = max(1 << magnitude >> 1, since)
-            high = max(min(age, 1 << magnitude), low)
-            expected = _width(low, high)
+        first, last = since.bit_length(), age.bit_length()
+        for magnitude in range(first, last + 1):
+            expected = WIDTHS[magnitude]
+            if magnitude in (first, last):
+                low = max(AGES[magnitude], since)
+                expected = _width(low, max(min(age, AGES[magnitude + 1]), low))
             in_all += expected
-            is_last = returned and magnitude == age.bit_length()
+            is_last = returned and magnitude == last
             self._by_age[magnitude].observe(expected * level, is_last)
         own.observe(in_all * self._total.value, returned)
         self._total.observe(in_all, returned)
         self._levels = [self._total.value * ratio.value for ratio in self._own]
-
-
-def _width(low: int, high: int) -> float:
-    """Returns that the law expects between two ages before anything is learned."""
-    return log((high + AGE_OFFSET) / (low + AGE_OFFSET))
 
 
 class _Ratio:

@@ -16,15 +16,18 @@ from milepost.cache.tree import Checkpoint
 
 
 class Shelf:
-    """Checkpoints by time of last use, found from both ends."""
+    """Checkpoints by time of last use, found from both ends. `least` is the oldest or the newest,
+    whichever was worth less when last looked at, and what it was worth then: about the same until
+    `until`, unless the shelf changes.
+    """
 
-    __slots__ = ("_least", "_newest", "_oldest", "_until")
+    __slots__ = ("_newest", "_oldest", "least", "until")
 
     def __init__(self) -> None:
         self._oldest: Order[Checkpoint] = Order()
         self._newest: Order[Checkpoint] = Order()
-        self._least: tuple[Checkpoint, float] | None = None
-        self._until = 0
+        self.least: tuple[Checkpoint, float] | None = None
+        self.until = 0
 
     def __len__(self) -> int:
         return len(self._oldest)
@@ -32,20 +35,12 @@ class Shelf:
     def push(self, checkpoint: Checkpoint, time: float) -> None:
         self._oldest.push(checkpoint, time)
         self._newest.push(checkpoint, -time)
-        self._least = None
+        self.least = None
 
     def discard(self, checkpoint: Checkpoint) -> None:
         self._oldest.discard(checkpoint)
         self._newest.discard(checkpoint)
-        self._least = None
-
-    def least(self, value: Callable[[Checkpoint], float], worth: Worth) -> float:
-        """What the oldest or the newest is worth, whichever is less; as it was when last looked at,
-        if that is about the same.
-        """
-        if self._least is None or worth.clock >= self._until:
-            return self.look(value, worth)[1]
-        return self._least[1]
+        self.least = None
 
     def look(self, value: Callable[[Checkpoint], float], worth: Worth) -> tuple[Checkpoint, float]:
         """The oldest or the newest, whichever is worth less, and what it is worth now."""
@@ -58,7 +53,7 @@ class Shelf:
             at_other_end = value(newest)
             if at_other_end < least[1]:
                 least = newest, at_other_end
-        self._least, self._until = least, worth.clock + steady
+        self.least, self.until = least, worth.clock + steady
         return least
 
 
@@ -103,14 +98,19 @@ class Shelves:
     def least(self) -> tuple[Checkpoint, float] | None:
         """The checkpoint that is worth least, and what it is worth."""
         value, worth = self._value, self._worth
+        clock, looked_at = worth.clock, set[Shelf]()
         while self._shelves:
             shelf, lowest = None, float("inf")
             for other in self._shelves.values():
-                about = other.least(value, worth)
-                if shelf is None or about < lowest:
-                    shelf, lowest = other, about
+                least = other.least
+                if least is None or clock >= other.until:
+                    least = other.look(value, worth)
+                    looked_at.add(other)
+                if shelf is None or least[1] < lowest:
+                    shelf, lowest = other, least[1]
             assert shelf is not None
-            found = shelf.look(value, worth)
+            found = shelf.look(value, worth) if shelf not in looked_at else shelf.least
+            assert found is not None
             if found[1] <= lowest:
                 return found
         return None

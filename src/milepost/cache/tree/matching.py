@@ -66,7 +66,7 @@ class Finder:
         path = self._path(chain, version)
         position = longest_usable(self._kinds, path, limit) if self._enabled else 0
         resident = path.kv_length + self._tokens_past_nodes(path) if self._enabled else 0
-        num_seen = self._tree.ghost_depth(chain, path.num_pages) if self._enabled else 0
+        num_seen = self._tree.num_seen(chain, path.num_pages) if self._enabled else 0
         return Match(
             path=path,
             checkpoint=self._checkpoint(path, position),
@@ -129,7 +129,7 @@ class Finder:
             # A page that is there has the state beside it, if states lie there.
             kv_grid=floor(resident, self._grid) if self._uses_slots else reused,
             resident=max(resident, reused),
-            ghost=num_seen * self._page_size,
+            evicted=num_seen * self._page_size,
             other_salt=salt_depth * self._page_size,
         )
         return CacheReport(

@@ -1,6 +1,6 @@
 """The prefix tree: one node for each full page, found by its chained digest.
 
-Owns the nodes, the checkpoints that hang on them, and the memory of what was evicted (ghosts).
+Owns the nodes, the checkpoints that hang on them, and the history of evicted keys.
 Knows nothing of pools: callers keep reference counts in step. Every change that bears on what may
 be evicted is noted in `changed`, here and not by callers.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -167,7 +167,7 @@ NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 
 class Tree:
     """Nodes by digest and page, checkpoints by slot and tail page, roots by salt, and up to
-    `max_ghosts` evicted digests.
+    `max_history` evicted keys.
 
     `leaves` are the nodes without children, by page. `changed` collects the nodes that have won or
     lost their only child or a checkpoint, and the checkpoints that are new or whose tail page has
@@ -175,8 +175,8 @@ class Tree:
     """
 
     __slots__ = (
-        "_ghosts",
-        "_max_ghosts",
+        "_history",
+        "_max_history",
         "_twins",
         "at_page",
         "at_slot",
@@ -187,7 +187,7 @@ class Tree:
         "roots",
     )
 
-    def __init__(self, max_ghosts: int) -> None:
+    def __init__(self, max_history: int) -> None:
         self.nodes: dict[bytes, Node] = {}
         self.at_page: dict[int, Node] = {}
         self.leaves: dict[int, Node] = {}
@@ -195,9 +195,9 @@ class Tree:
         self.at_tail: dict[int, list[Checkpoint]] = {}
         self.changed: list[object] = []
         self.roots: dict[bytes, Node] = {}
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._history: OrderedDict[bytes, None] = OrderedDict()
         self._twins: dict[bytes, int] = {}
-        self._max_ghosts = max_ghosts
+        self._max_history = max_history
 
     def deepest(self, chain: Chain) -> Node | None:
         """Where the longest known prefix ends, at the root if need be; None without a root. Costs
@@ -253,16 +253,16 @@ class Tree:
             parent = node
         self.leaves[parent.page] = parent
         self.changed.append(parent)
-        if self._ghosts:
+        if self._history:
             for node in run:
-                self._ghosts.pop(node.digest, None)
+                self._history.pop(node.digest, None)
         if chain.salt:
             self._add_twins(chain, run)
         return run
 
     def remove(self, run: Sequence[Node]) -> None:
         """Take out a childless node and those above it that become so, none with checkpoints, and
-        remember their digests as ghosts.
+        remember their digests.
         """
         above = run[-1].parent
         assert above is not None, "T4: a root is not evicted"
@@ -331,32 +331,23 @@ class Tree:
             for checkpoint in tails:
                 checkpoint.tail_page = target
 
-    def ghost_depth(self, chain: Chain, depth: int) -> int:
-        """Pages of the chain's prefix that are known from `depth` on, counting evicted ones."""
-        ghosts, nodes, digests = self._ghosts, self.nodes, chain.full_digests()
-        while depth < len(digests):
-            if digests[depth] not in ghosts and digests[depth] not in nodes:
-                break
-            depth += 1
-        return depth
+    def num_seen(self, chain: Chain, depth: int) -> int:
+        """Pages of the chain's prefix that are known, counting evicted ones, of which the first
+        `depth` are. Costs the logarithm of its pages.
+        """
+        # A page is evicted after those behind it, and so is remembered for longer.
+        return _num_known(chain.full_digests(), depth, self.nodes, self._history)
 
     def other_salt_depth(self, chain: Chain, depth: int) -> int:
         """Pages of the chain's prefix that are resident under another salt, from `depth` on."""
         if not self._twins and not chain.salt:
             return depth
-        twin = chain.unsalted()
-        digests = twin.full_digests()
-        while depth < len(digests):
-            known = digests[depth] in self._twins or (
-                twin is not chain and digests[depth] in self.nodes
-            )
-            if not known:
-                break
-            depth += 1
-        return depth
+        unsalted = chain.unsalted()
+        nodes = self.nodes if unsalted is not chain else {}
+        return _num_known(unsalted.full_digests(), depth, nodes, self._twins)
 
-    def forget_ghosts(self) -> None:
-        self._ghosts.clear()
+    def forget_history(self) -> None:
+        self._history.clear()
 
     def alike(self, node: Node, tokens: bytes) -> list[bytes]:
         """Tokens of those children of a node that begin most like `tokens`; two at most."""
@@ -373,9 +364,9 @@ class Tree:
             del self.at_tail[page]
 
     def _remember(self, digest: bytes) -> None:
-        self._ghosts[digest] = None
-        if len(self._ghosts) > self._max_ghosts:
-            self._ghosts.popitem(last=False)
+        self._history[digest] = None
+        if len(self._history) > self._max_history:
+            self._history.popitem(last=False)
 
     def _add_twins(self, chain: Chain, run: list[Node]) -> None:
         """Note the salted nodes' unsalted digests, so that other salts' requests can be told."""
@@ -396,6 +387,25 @@ class Tree:
 
 def _tokens(node: Node) -> bytes:
     return node.tokens
+
+
+def _num_known(
+    digests: Sequence[bytes],
+    start: int,
+    nodes: Mapping[bytes, object],
+    others: Mapping[bytes, object],
+) -> int:
+    """Where the first of the digests from `start` on stands that neither holds; of both whatever is
+    before one that is held is held too.
+    """
+    if start < len(digests) and digests[start] not in nodes and digests[start] not in others:
+        return start  # most often
+    return bisect_left(
+        digests,
+        True,
+        lo=start,
+        key=lambda digest: digest not in nodes and digest not in others,
+    )
 
 
 def _fork(parent: Node, node: Node) -> None:
