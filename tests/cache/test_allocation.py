@@ -61,8 +61,8 @@ def judge(cache, allocation, drafts, num_accepted):
     assert allocation.is_judging
     check(cache)
     for token in drafts[:num_accepted]:
-        allocation.chain.append(token)
-    allocation.chain.append(999)
+        allocation.chain.extend((token,))
+    allocation.chain.extend((999,))
     cache.commit(allocation, start + 1 + num_accepted, {allocation.slot_out: start} if fold else {})
     check(cache)
 
@@ -70,7 +70,7 @@ def judge(cache, allocation, drafts, num_accepted):
 def test_a_state_stays_before_drafts_and_pages_are_published_as_far_as_they_are_right(cache):
     allocation = admit(cache, range(30))
     run(cache, allocation, 30)
-    allocation.chain.append(30)
+    allocation.chain.extend((30,))
     judge(cache, allocation, [31, 32, 33, 34], 2)
     assert (allocation.state_length, allocation.committed, allocation.kv_length) == (30, 33, 33)
     assert (len(allocation.path), allocation.num_unfolded) == (2, 3)
@@ -86,7 +86,7 @@ def test_who_wants_the_state_at_its_end_has_the_tokens_folded_in_first(cache):
     for folds, kept in ((False, 30), (True, 33)):
         allocation = admit(cache, [folds, *range(1, 30)])
         run(cache, allocation, 30)
-        allocation.chain.append(30)
+        allocation.chain.extend((30,))
         judge(cache, allocation, [31, 32], 2)
         if folds:
             cache.take_exports(allocation, allocation.committed)
@@ -102,7 +102,7 @@ def test_drafts_stand_behind_a_state_of_its_own_and_nothing_behind_them(cache):
     with pytest.raises(AssertionError, match="A6"):
         cache.take_exports(allocation, 30, num_drafts=1)
     run(cache, allocation, 30)
-    allocation.chain.append(30)
+    allocation.chain.extend((30,))
     cache.take_exports(allocation, 31, num_drafts=1)
     with pytest.raises(AssertionError, match="A6"):
         cache.take_exports(allocation, 32)

@@ -86,10 +86,10 @@ def test_a_chain_holds_tokens_of_its_own(typecode):
     assert chain.full_digests() == same.full_digests()
     assert chain.token_bytes(16, 40) == array("I", range(16, 40)).tobytes()
     tokens[0] = 7
-    chain.append(3)
+    chain.extend((3,))
     assert chain.tokens.tolist() == [*range(40), 3]
     assert len(tokens) == 40
-    chain.append(4)
+    chain.extend((4,))
     assert chain.unsalted().tokens.tolist() == chain.tokens.tolist(), "a salt's twin goes along"
 
 

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from milepost.engine.detokenizer import Detokenizer, NoText, detokenizer_for
+from milepost.engine.token_texts import TokenTexts
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 
@@ -16,7 +17,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 def stream(tokenizer, token_ids, **params):
     """(deltas, stop string) of a whole answer."""
-    detokenizer = Detokenizer(tokenizer, SamplingParams(max_tokens=None, **params))
+    detokenizer = Detokenizer(TokenTexts(tokenizer), SamplingParams(max_tokens=None, **params))
     deltas = []
     for token_id in token_ids:
         stop = detokenizer.append(token_id)
@@ -90,6 +91,21 @@ def test_words_keep_the_space_that_their_first_token_lacks():
     assert stream(tokenizer, [0, 1, 2, 3, 4, 1])[0] == ["the", " fox", "es", "", "é", " fox", ""]
 
 
+def test_a_token_of_whole_characters_is_decoded_once_for_all_answers(tokenizer):
+    texts, token_ids = TokenTexts(tokenizer), tokenizer.encode("The fox, naïve 日本")
+    decoded = []
+    for _ in range(2):
+        answer = Detokenizer(texts, SamplingParams())
+        decode = answer._pieces._decode
+        answer._pieces._decode = lambda ids, decode=decode: decoded.append(ids) or decode(ids)
+        for token_id in token_ids:
+            answer.append(token_id)
+        assert answer.text == "The fox, naïve 日本"
+    whole = [t for t in token_ids if "\ufffd" not in tokenizer.decode([t])]
+    assert len(whole) > len(token_ids) / 3
+    assert not any(ids[-1:] == [token_id] for ids in decoded for token_id in whole)
+
+
 def test_special_tokens_are_left_out_or_shown(tokenizer):
     (end,) = tokenizer.encode("<|im_end|>")
     token_ids = [*tokenizer.encode("fox"), end, *tokenizer.encode(" dog")]
@@ -141,7 +157,7 @@ def test_no_stop_string_ends_an_answer_within_min_tokens(tokenizer):
 @pytest.mark.parametrize(("keep", "text"), [(False, "fox"), (True, "fox!")])
 def test_a_stop_token_is_shown_only_if_asked(tokenizer, keep, text):
     params = SamplingParams(include_stop_str_in_output=keep)
-    detokenizer = Detokenizer(tokenizer, params)
+    detokenizer = Detokenizer(TokenTexts(tokenizer), params)
     for token_id in tokenizer.encode("fox"):
         detokenizer.append(token_id)
     detokenizer.append_stop(bytes_of(tokenizer, "!")[0])
@@ -151,14 +167,14 @@ def test_a_stop_token_is_shown_only_if_asked(tokenizer, keep, text):
 
 
 def test_without_text_there_is_none(tokenizer):
-    silent = detokenizer_for(tokenizer, SamplingParams(detokenize=False))
+    silent = detokenizer_for(TokenTexts(tokenizer), SamplingParams(detokenize=False))
     assert isinstance(silent, NoText)
     assert silent.append(5) is None
     silent.append_stop(6)
     silent.flush()
     assert (silent.text, silent.delta()) == ("", "")
     assert isinstance(detokenizer_for(None, SamplingParams()), NoText)
-    assert isinstance(detokenizer_for(tokenizer, SamplingParams()), Detokenizer)
+    assert isinstance(detokenizer_for(TokenTexts(tokenizer), SamplingParams()), Detokenizer)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():
@@ -206,7 +222,7 @@ def test_bytes_that_never_become_a_character_do_not_pile_up(tokenizer):
     for token_ids in ([byte] * 200, ([byte] * 50 + bytes_of(tokenizer, "日é🙂")) * 3):
         deltas, _ = stream(tokenizer, token_ids)
         assert "".join(deltas) == tokenizer.decode(token_ids)
-    counted = Detokenizer(tokenizer, SamplingParams(max_tokens=None))
+    counted = Detokenizer(TokenTexts(tokenizer), SamplingParams(max_tokens=None))
     counted._pieces._decode = decode
     for _ in range(500):
         counted.append(byte)

@@ -83,7 +83,7 @@ def test_an_answer_has_the_ids_of_the_prompt_that_continues_it(tmp_path):
     digests = trace.digests()
     chain = TraceChain(first, 64, digests)
     for _ in range(100):
-        chain.append(0)
+        chain.extend((0,))
     follower = TraceChain(second, 64, digests)
     assert chain.full_digests() == follower.full_digests()[:3]
     assert follower.token_bytes(0, 230) == chain.token_bytes(0, 230)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 from msgspec import structs
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import Prompt, check_prompt, check_scores
 from milepost.engine.requests import Answer, Job
 from milepost.engine.setup import Parts, build
+from milepost.engine.token_texts import TokenTexts
 from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.runner.runner import Flight, RunnerOutput
 from milepost.sampling_params import SamplingParams
@@ -36,6 +38,7 @@ class Engine:
         self.scheduler = parts.scheduler
         self.runner = parts.runner
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
+        self._texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self.max_model_len = parts.max_model_len
         self.vocab_size = parts.vocab_size
         self.sampling_defaults = parts.sampling_defaults
@@ -43,6 +46,8 @@ class Engine:
         self._end_token_ids = parts.end_token_ids
         self._answers: dict[int, tuple[Job, Answer]] = {}
         """By request number."""
+        self._held: set[int] = set()
+        """Requests of which a token is sampled only when the one before is known."""
         self._forms: Forms | None = None
         self._runs_ahead = parts.runs_ahead
         self._under_way: Flight | None = None
@@ -69,7 +74,7 @@ class Engine:
         params.check_vocab(self.vocab_size)
         check_scores(prompt, params)
         check_combination(params)
-        detokenizer_for(self.tokenizer, params)
+        detokenizer_for(self._texts, params)
 
     def add(
         self,
@@ -98,19 +103,21 @@ class Engine:
         form = form or self.form_of(params)
         number = self._num_requests
         self._num_requests += 1
-        job = Job(id=str(number), prompt=prompt, params=params)
+        job = Job(number=number, prompt=prompt, params=params)
         salt = _salt(prompt, params, number)
         for index in range(params.n):
             request = self._request(f"{number}-{index}", prompt, params, priority, salt)
             request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
             request.keeps_history = params.has_penalties
             seed = params.sample_seed(index, engine_seed=self.config.seed, request_number=number)
-            text = detokenizer_for(self.tokenizer, params)
+            text = detokenizer_for(self._texts, params)
             guide = self._guide(params, form)
             answer = Answer(index=index, request=request, text=text, seed=seed, guide=guide)
             self.scheduler.add(request)
             job.answers.append(answer)
             self._answers[request.number] = (job, answer)
+            if answer.waits_for_tokens(params, counts_are_kept=self.runner.executor.keeps_counts):
+                self._held.add(request.number)
         return job
 
     def abort(self, job: Job) -> None:
@@ -238,14 +245,10 @@ class Engine:
         if plan is None:
             return None
         ahead = self.runner.launch(plan, before=flight)
-        if not any(s.is_ahead and self._waits_for_tokens(s.number) for s in plan.sequences):
+        held = self._held
+        if not (held and any(s.is_ahead and s.number in held for s in plan.sequences)):
             self._sample(ahead, num_ahead=1)
         return ahead
-
-    def _waits_for_tokens(self, number: int) -> bool:
-        job, answer = self._answers[number]
-        keeps_counts = self.runner.executor.keeps_counts
-        return answer.waits_for_tokens(job.params, counts_are_kept=keeps_counts)
 
     def _sample(self, flight: Flight, *, num_ahead: int) -> None:
         """Have a launched step sample. Of its sequences that are ahead, so many tokens are not
@@ -299,11 +302,12 @@ class Engine:
                 self.scheduler.finish(answer.request, answer.ending)
                 answer.request.finish_reason = answer.ending
             progressed[job] = None
-        return sorted(progressed, key=lambda job: int(job.id))
+        return sorted(progressed, key=attrgetter("number"))
 
     def _forget(self, job: Job) -> None:
         for answer in job.answers:
             self._answers.pop(answer.request.number, None)
+            self._held.discard(answer.request.number)
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -7,17 +7,11 @@ is what decoding all tokens at once gives (cut at the stop string, if one ended 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from milepost.engine.token_texts import INCOMPLETE, TokenTexts
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_INCOMPLETE = "\ufffd"
-"""What decoding shows for bytes that are no whole character (yet)."""
 
 _MAX_PENDING = 32
 """Tokens that may wait for the rest of a character, which has four bytes at most."""
@@ -34,21 +28,19 @@ class AnswerText(Protocol):
     def text(self) -> str: ...
 
 
-def detokenizer_for(
-    tokenizer: PreTrainedTokenizerBase | None, params: SamplingParams
-) -> AnswerText:
+def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> AnswerText:
     """A `Detokenizer`, or `NoText` where no text is wanted or no tokenizer is there.
 
     Raises InvalidRequestError for stop strings without a tokenizer.
     """
-    if tokenizer is None and params.stop:
+    if texts is None and params.stop:
         raise InvalidRequestError(
             f"stop={params.stop!r}: stop strings need a tokenizer; use stop_token_ids, "
             "or an engine without skip_tokenizer_init=True"
         )
-    if tokenizer is None or not params.detokenize:
+    if texts is None or not params.detokenize:
         return NoText()
-    return Detokenizer(tokenizer, params)
+    return Detokenizer(texts, params)
 
 
 class NoText:
@@ -70,15 +62,16 @@ class NoText:
 
 
 class Detokenizer:
-    """The text of one answer. Costs two decodings of a few tokens for each token appended.
+    """The text of one answer. Costs a look into a table for a token whose text is known by itself,
+    else two decodings of a few tokens.
 
     Call `append` for each token until it returns a stop string or the engine ends the answer; in
     the second case call `flush` once. A token that ends the answer (end of sequence, or one of
     stop_token_ids) goes to `append_stop`, which shows it only with include_stop_str_in_output.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
-        self._pieces = _Pieces(tokenizer, params.skip_special_tokens)
+    def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
+        self._pieces = _Pieces(texts, params.skip_special_tokens)
         self._stops = [_Stop(text) for text in params.stop or ()]
         self._min_tokens = params.min_tokens
         self._keeps_stop = params.include_stop_str_in_output
@@ -192,11 +185,14 @@ class _Pieces:
 
     A token's text can depend on the tokens before it (a character's first bytes, a word's leading
     space), so each is decoded in a window: the tokens of the last complete piece, then those since.
+    Tokens that are bytes need no window behind a complete piece.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
-        self._decode = _decoding(tokenizer, skip_special_tokens)
-        self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+    def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
+        self._decode = texts.decode(skip_special_tokens=skip_special_tokens)
+        self._skipped = texts.special_ids if skip_special_tokens else frozenset()
+        self._whole = texts.whole
+        self._are_bytes = texts.are_bytes
         self._window: list[int] = []
         self._num_context = 0
         self._num_shown = 0
@@ -205,9 +201,11 @@ class _Pieces:
         """The text that this token completes."""
         if token_id in self._skipped:
             return ""
+        if not self._window and (piece := self._whole(token_id)) is not None:
+            return piece
         self._window.append(token_id)
         text = self._decode(self._window)
-        num_whole = len(text.rstrip(_INCOMPLETE))
+        num_whole = len(text.rstrip(INCOMPLETE))
         if num_whole <= self._num_shown:
             is_waiting = len(self._window) - self._num_context <= _MAX_PENDING
             return "" if is_waiting else self._give_up(text)
@@ -235,22 +233,6 @@ class _Pieces:
         return piece
 
     def _move_window(self) -> None:
-        self._window = self._window[self._num_context :]
+        self._window = [] if self._are_bytes else self._window[self._num_context :]
         self._num_context = len(self._window)
-        self._num_shown = len(self._decode(self._window))
-
-
-def _decoding(
-    tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool
-) -> Callable[[list[int]], str]:
-    """Token ids to text, past the tokenizer's Python layer where that changes nothing."""
-    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        decode = tokenizer.backend_tokenizer.decode
-    else:
-        decode = tokenizer.decode
-    return lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = tokenizer.added_tokens_decoder
-    return frozenset(token_id for token_id, token in added.items() if token.special)
+        self._num_shown = len(self._decode(self._window)) if self._window else 0

@@ -79,15 +79,13 @@ class _Sent:
             index=self.answer.index,
             text=self.answer.text.delta(),
             token_ids=tokens,
-            logprobs=self._logprobs(),
+            logprobs=None if self.answer.logprobs is None else self._logprobs(),
             finish_reason=reason.value if reason is not None else None,
             stop_reason=self.answer.stop_reason,
         )
 
-    def _logprobs(self) -> list | None:
-        known = self.answer.logprobs
-        if known is None:
-            return None
+    def _logprobs(self) -> list:
+        known = self.answer.logprobs or []
         new = known[self.num_logprobs :]
         self.num_logprobs = len(known)
         return new
@@ -114,7 +112,7 @@ class _Task:
         return Output(
             id=self.id,
             deltas=deltas,
-            finished=self.job.is_finished,
+            finished=any(delta.finish_reason for delta in deltas) and self.job.is_finished,
             report=report,
             prompt_logprobs=scores,
         )
@@ -313,8 +311,8 @@ class Loop:
         self._note_admissions(start)
         tasks = [self._by_job[job] for job in jobs]
         outputs = [task.output() for task in tasks]
-        for task in tasks:
-            if task.job.is_finished:
+        for task, output in zip(tasks, outputs, strict=True):
+            if output.finished:
                 self._forget(task)
         if outputs:
             self.send(Outputs(outputs))

@@ -103,7 +103,8 @@ class Answer:
         last for.
         """
         token_id = sampled.token_id
-        self._add_logprobs(sampled, tokenizer)
+        if sampled.logprob is not None:
+            self._add_logprobs(sampled, tokenizer)
         if reason is FinishReason.STOP and token_id in (params.stop_token_ids or ()):
             self.stop_reason = token_id
         if self.guide is not None:
@@ -132,9 +133,8 @@ class Answer:
     def _add_logprobs(
         self, sampled: SampledToken, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        """Record how likely the token was, if that was asked for."""
-        if sampled.logprob is None:
-            return
+        """Record how likely the token was."""
+        assert sampled.logprob is not None, "likelihoods were asked for"
         top = sampled.top_logprobs or {}
         ids = {sampled.token_id, *top}
         decoded = {id_: tokenizer.decode([id_]) for id_ in sorted(ids)} if tokenizer else None
@@ -171,14 +171,19 @@ class Answer:
 class Job:
     """One prompt with its answers, from `add` until all have ended."""
 
-    id: str
+    number: int
+    """The order in which jobs were added."""
     prompt: Prompt
     params: SamplingParams
     answers: list[Answer] = field(default_factory=list)
 
     @property
+    def id(self) -> str:
+        return str(self.number)
+
+    @property
     def is_finished(self) -> bool:
-        return all(answer.request.finish_reason is not None for answer in self.answers)
+        return None not in [answer.request.finish_reason for answer in self.answers]
 
     @property
     def num_output_tokens(self) -> int:

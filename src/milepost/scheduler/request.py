@@ -81,10 +81,10 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens = len(self.chain)
 
-    def append(self, token: int) -> None:
-        """Take the answer's next token."""
-        self.chain.append(token)
-        self.num_tokens += 1
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take the answer's next tokens."""
+        self.chain.extend(tokens)
+        self.num_tokens += len(tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -133,10 +133,11 @@ class Request:
 
     def cut(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the next tokens belong to the answer, and how it ends with them, if so."""
-        num_before = self.num_output_tokens
+        num_tokens = self.num_tokens - self.num_prompt_tokens
         for num, token in enumerate(run, start=1):
-            if num_before + num >= self.min_tokens and token in self.stop_token_ids:
+            num_tokens += 1
+            if token in self.stop_token_ids and num_tokens >= self.min_tokens:
                 return num, FinishReason.STOP
-            if num_before + num >= self.max_tokens:
+            if num_tokens >= self.max_tokens:
                 return num, FinishReason.LENGTH
         return len(run), None

@@ -225,6 +225,7 @@ class Scheduler:
         start = allocation.planned
         end = start + num_tokens
         is_new = not request.num_planned_pages
+        is_scored = request.num_prompt_logprobs is not None
         is_ahead = num_tokens > 0 and start == request.num_tokens
         tokens = b"" if is_ahead else chain.token_bytes(start, end)
         if num_drafts:
@@ -249,7 +250,7 @@ class Scheduler:
             fold=fold,
             num_drafts=num_drafts,
             is_ahead=is_ahead,
-            scoring=_scoring(request, start, end),
+            scoring=_scoring(request, start, end) if is_scored else None,
             history=chain.token_bytes(0, start) if is_new and request.keeps_history else None,
         )
 
@@ -343,8 +344,7 @@ class Scheduler:
         assert run, "R1: a sequence that samples has a token"
         num_tokens, reason = request.cut(run)
         tokens = run if num_tokens == len(run) else run[:num_tokens]
-        for token in tokens:
-            request.append(token)
+        request.extend(tokens)
         return tokens, reason
 
     def _end(self, request: Request, reason: FinishReason) -> None:
@@ -379,10 +379,10 @@ def _new_pages(request: Request, table: list[int]) -> tuple[int, ...]:
 def _scoring(request: Request, start: int, end: int) -> PromptScoring | None:
     """The scores that a request wants of the chunk [start, end)."""
     end = min(end + 1, request.num_prompt_tokens)
-    if request.num_prompt_logprobs is None or start + 1 >= end:
+    num_top = request.num_prompt_logprobs
+    if num_top is None or start + 1 >= end:
         return None
-    targets = request.chain.token_bytes(start + 1, end)
-    return PromptScoring(targets=targets, num_top=request.num_prompt_logprobs)
+    return PromptScoring(targets=request.chain.token_bytes(start + 1, end), num_top=num_top)
 
 
 def _turn(request: Request) -> tuple[int, bool, int]:

@@ -7,6 +7,7 @@ pages are, different where they aren't.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain as concatenated
 
 from milepost.cache.tree import TOKEN_BYTES, Chain
@@ -24,9 +25,9 @@ class TraceChain(Chain):
         self._request = request
         self._shared = digests
 
-    def append(self, token: int) -> None:  # noqa: ARG002
-        """Grow by one token; which one, the trace doesn't say."""
-        self.tokens = range(len(self.tokens) + 1)  # type: ignore[assignment]
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Grow by so many tokens; which, the trace doesn't say."""
+        self.tokens = range(len(self.tokens) + len(tokens))  # type: ignore[assignment]
 
     def page_id(self, index: int) -> int:
         """The id of a page, full or not."""

@@ -134,7 +134,14 @@ class Running:
         self._fold(allocation, written)
         if self._enabled:
             self._publisher.publish_pages(allocation)
-        self._give_up_behind_window(allocation)
+        if self._window is not None:
+            self._give_up_behind(allocation, self._window)
+        if allocation.exports:
+            self._publish_exports(allocation, written)
+
+    def _publish_exports(self, allocation: Allocation, written: Mapping[int, int]) -> None:
+        """Publish the states that the request has passed."""
+        position = allocation.committed
         passed = [export for export in allocation.exports if export.position <= position]
         del allocation.exports[: len(passed)]
         for export in passed:
@@ -145,9 +152,9 @@ class Running:
         """Note how far the state has come."""
         if not self._slots_each:
             allocation.state_length = allocation.committed
-        elif allocation.slot_out in written:
-            self._slots.written(allocation.slot_out, written[allocation.slot_out])
-            allocation.state_length = written[allocation.slot_out]
+        elif (position := written.get(allocation.slot_out)) is not None:
+            self._slots.written(allocation.slot_out, position)
+            allocation.state_length = position
         assert allocation.state_length <= allocation.committed, "A7: a state holds final tokens"
 
     # --- what comes from outside ------------------------------------------------------------------
@@ -193,13 +200,11 @@ class Running:
         allocation.happens(Event.LOAD_FAILED)
         allocation.planned = allocation.kv_length = allocation.committed
 
-    def _give_up_behind_window(self, allocation: Allocation) -> None:
+    def _give_up_behind(self, allocation: Allocation, window: int) -> None:
         """Free the pages that no layer of the request will read again. The tree's stay with the
         path, whose end keeps them there, but leave the table too.
         """
-        if self._window is None:
-            return
-        table, end = allocation.page_table, (allocation.committed - self._window) // self._page_size
+        table, end = allocation.page_table, (allocation.committed - window) // self._page_size
         for index in range(end - 1, -1, -1):
             page = table[index]
             if page == HOLE:
@@ -212,8 +217,10 @@ class Running:
 
     def _end_reading(self, allocation: Allocation) -> None:
         """Unpin the checkpoint that the first step has read."""
-        self._pages.unpin(allocation.pinned_tail)
-        allocation.pinned_tail, allocation.page_copy = (), None
+        if allocation.pinned_tail:
+            self._pages.unpin(allocation.pinned_tail)
+            allocation.pinned_tail = ()
+        allocation.page_copy = None
         if allocation.source is not None:
             self._slots.pool.unpin((allocation.source.slot,))
             allocation.source = None

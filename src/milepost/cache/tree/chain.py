@@ -54,8 +54,8 @@ class Chain:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def append(self, token: int) -> None:
-        self.tokens.append(token)
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens.extend(tokens)
 
     def digests(self, num_pages: int) -> list[bytes]:
         """Digests of at least the first `num_pages` full pages; hashes only pages not hashed

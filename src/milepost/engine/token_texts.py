@@ -1,0 +1,55 @@
+"""What tokens stand for, for the answers of one engine.
+
+Where a token is a string of bytes, text is the bytes of its tokens in a row: one that is whole
+characters reads the same in any company, and is decoded once for all answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INCOMPLETE = "\ufffd"
+"""What decoding shows for bytes that are no whole character (yet)."""
+
+Decode = Callable[[list[int]], str]
+
+
+class TokenTexts:
+    """The texts of one tokenizer's tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._is_raw = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
+        self.special_ids = frozenset(
+            id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        self.are_bytes = self._is_raw and _spells_bytes(tokenizer)
+        """Whether tokens are strings of bytes."""
+        self._whole: dict[int, str] = {}
+
+    def decode(self, *, skip_special_tokens: bool) -> Decode:
+        """Token ids to text, past the tokenizer's Python layer where that changes nothing."""
+        tokenizer = self._tokenizer
+        decode = tokenizer.backend_tokenizer.decode if self._is_raw else tokenizer.decode
+        return lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def whole(self, token_id: int) -> str | None:
+        """The text of a token, special or not, that is whole characters whatever stands beside it;
+        None for one of which that isn't known.
+        """
+        text = self._whole.get(token_id)
+        if text is None and self.are_bytes:
+            text = self._tokenizer.backend_tokenizer.decode([token_id], skip_special_tokens=False)
+            if INCOMPLETE not in text:
+                self._whole[token_id] = text
+        return None if text is None or INCOMPLETE in text else text
+
+
+def _spells_bytes(tokenizer: PreTrainedTokenizerBase) -> bool:
+    from tokenizers.decoders import ByteLevel  # with transformers, which takes seconds
+
+    return isinstance(tokenizer.backend_tokenizer.decoder, ByteLevel)
