@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.linear import triton
-from milepost.kernels.linear.triton import Tiles
+from milepost.kernels.tiles import Tiles
 from tests.numbers import relative_error
 
 
@@ -25,7 +25,9 @@ def test_multiply(
     num_tokens, num_inputs, num_outputs = shape
     hidden = randn(num_tokens, num_inputs + 5)[:, :num_inputs]
     weight, bias = randn(num_outputs, num_inputs), randn(num_outputs) if has_bias else None
-    tiles = Tiles(rows=16, columns=32, depth=32, warps=4, stages=2, is_swapped=is_swapped)
+    tiles = Tiles(
+        block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2, is_swapped=is_swapped
+    )
     output = triton.multiply(hidden, weight, bias, tiles, splits)
     if splits > 1:
         assert output.shape == (num_tokens, splits, num_outputs)
@@ -35,10 +37,10 @@ def test_multiply(
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_multiply_vectors(has_bias: bool) -> None:
+def test_gemv(has_bias: bool) -> None:
     hidden, weight = randn(2, 75)[:, :70], randn(37, 70)
     bias = randn(37) if has_bias else None
-    output = triton.multiply_vectors(hidden, weight, bias, columns=8, depth=32, warps=4)
+    output = triton.gemv(hidden, weight, bias, block_n=8, block_k=32, num_warps=4)
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
 
 

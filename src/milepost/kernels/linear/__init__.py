@@ -1,6 +1,6 @@
 """Linear projections: `multiply`, and `partials` for whoever can add them up on the way.
 
-This is the door to the op: callers import it from here, whatever computes it. Torch's product is
+This is the door to the op: callers import it from here, whatever computes it. Torch's GEMM is
 the definition; on a GPU `triton` computes those of few rows for which it is faster.
 """
 
@@ -25,12 +25,12 @@ def multiply(
 
     On a GPU the kernel behind it may start early; not if it had better wait for this one's end.
     """
-    product = partials(hidden, weight, bias, lets_next_start=lets_next_start)
-    if product.dim() == hidden.dim():
-        return product
+    result = partials(hidden, weight, bias, lets_next_start=lets_next_start)
+    if result.dim() == hidden.dim():
+        return result
     from milepost.kernels.linear import triton
 
-    return triton.add_up(product, hidden.dtype)
+    return triton.add_up(result, hidden.dtype)
 
 
 def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor:
     if _are_few(hidden):
         from milepost.kernels.linear import triton
 
-        product = triton.multiply_few(hidden, weight, None, lets_next_start=True)
-        if product is not None and product.dtype == torch.float32:
-            return product
+        result = triton.multiply_few(hidden, weight, None, lets_next_start=True)
+        if result is not None and result.dtype == torch.float32:
+            return result
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     dtype = accumulation_dtype(hidden.dtype)
@@ -54,15 +54,15 @@ def partials(
     """What `multiply` returns; or float32 split-K partials [T, P, O] that add up to it, as many as
     suit the device.
 
-    Whoever reads the product next adds them up for less than a pass of its own would cost.
+    Whoever reads the result next adds them up for less than a pass of its own would cost.
     """
     if _are_few(hidden):
         # Imported where it is used: machines without a GPU need not have it.
         from milepost.kernels.linear import triton
 
-        product = triton.multiply_few(hidden, weight, bias, lets_next_start=lets_next_start)
-        if product is not None:
-            return product
+        result = triton.multiply_few(hidden, weight, bias, lets_next_start=lets_next_start)
+        if result is not None:
+            return result
     return F.linear(hidden, weight, bias)
 
 
@@ -72,9 +72,9 @@ def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor:
     if _are_few(hidden):
         from milepost.kernels.linear import triton
 
-        product = triton.multiply_gated(hidden, weight)
-        if product is not None:
-            return product
+        result = triton.multiply_gated(hidden, weight)
+        if result is not None:
+            return result
     return norm.silu_mul(multiply(hidden, weight))
 
 

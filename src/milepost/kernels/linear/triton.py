@@ -1,57 +1,39 @@
 """Linear projections of few rows on a GPU: the time is that of reading the weight once.
 
-A weight with few outputs is also cut along its inputs, so that every SM reads some of
-it; the partial sums are added up in a fixed order, so results do not vary from run to run, and by
-whoever reads the product next.
+A weight with few outputs is also cut along its inputs, so that every SM reads some of it; whoever
+reads the result next adds the split-K partials up, in a fixed order, so that bits do not vary from
+run to run.
 
-Legend: T tokens, I inputs, O outputs, S splits.
+Legend: T tokens, I inputs, O outputs, S split-K partials.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.device import Chip, num_sms, probe, runs_gluon
+from milepost.kernels.device import num_sms, probe, runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.tiles import Tiles
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How a product is cut up."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    is_swapped: bool = False
-    """The weight is the left operand: with few rows it fills the tensor cores' tall side."""
-
-    def fitted(self, chip: Chip) -> Tiles:
-        """The same with as many stages as the chip has room for in 16-bit types."""
-        step = (self.rows + self.columns) * self.depth * 2
-        return replace(self, stages=chip.choose_stages(self.stages, step))
-
-
-_FEW_ROWS = Tiles(rows=16, columns=64, depth=128, warps=4, stages=4, is_swapped=True)
-_FEW_LONG_ROWS = Tiles(rows=16, columns=64, depth=128, warps=4, stages=5, is_swapped=True)
+_FEW_ROWS = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, is_swapped=True)
+_FEW_LONG_ROWS = Tiles(
+    block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=5, is_swapped=True
+)
 _LONG = 4096
 """Inputs from which on another stage pays."""
-_MORE_ROWS = Tiles(rows=64, columns=32, depth=128, warps=4, stages=4)
+_MORE_ROWS = Tiles(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=4)
 _FEW_OUTPUTS = 1024
-"""Up to so many outputs torch's product leaves most SMs idle."""
+"""Up to so many outputs torch's GEMM leaves most SMs idle."""
 
 
 def multiply_few(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, lets_next_start: bool = True
 ) -> Tensor | None:
-    """The product [T, O], or its parts [T, S, O] in float32, if that is faster here than torch's
-    product, else None.
+    """The result [T, O], or its partials [T, S, O] in float32, if that is faster here than torch's
+    GEMM, else None.
 
     `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
     """
@@ -67,16 +49,16 @@ def multiply_few(
     if num_tokens == 0 or hidden.stride(1) != 1:
         return None
     if num_tokens == 1:
-        columns, depth = (4, 2048) if num_outputs <= 1 << 15 else (8, 1024)
-        return multiply_vectors(hidden, weight, bias, columns=columns, depth=depth, warps=8)
-    if num_tokens <= _FEW_ROWS.rows:
+        block_n, block_k = (4, 2048) if num_outputs <= 1 << 15 else (8, 1024)
+        return gemv(hidden, weight, bias, block_n=block_n, block_k=block_k, num_warps=8)
+    if num_tokens <= _FEW_ROWS.block_m:
         tiles = _FEW_ROWS if weight.shape[1] < _LONG else _FEW_LONG_ROWS
     elif num_outputs <= _FEW_OUTPUTS:
         tiles = _MORE_ROWS
     else:
         return None
     tiles = tiles.fitted(probe(hidden.device))
-    return multiply(hidden, weight, bias, tiles, _choose_splits(weight, tiles))
+    return multiply(hidden, weight, bias, tiles, _choose_split_k(weight, tiles))
 
 
 def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
@@ -90,44 +72,45 @@ def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
     return None if tiles is None else triton_hopper.multiply(hidden, weight, tiles, is_gated=True)
 
 
-def _choose_splits(weight: Tensor, tiles: Tiles) -> int:
+def _choose_split_k(weight: Tensor, tiles: Tiles) -> int:
     num_outputs, num_inputs = weight.shape
-    splits, programs = 1, triton.cdiv(num_outputs, tiles.columns)
+    split_k, programs = 1, triton.cdiv(num_outputs, tiles.block_n)
     while (
-        programs * splits < _num_programs(weight.device) and num_inputs >= 4 * splits * tiles.depth
+        programs * split_k < _num_programs(weight.device)
+        and num_inputs >= 4 * split_k * tiles.block_k
     ):
-        splits *= 2
-    return splits
+        split_k *= 2
+    return split_k
 
 
 def _num_programs(device: torch.device) -> int:
-    """A product is cut along its inputs until it has so many: one for nearly each processor.
+    """A GEMM is cut along its inputs until it has so many: one for nearly each SM.
 
-    Up to half as many start while the kernel before still runs; more would crowd on the few
-    processors that are free by then.
+    Up to half as many start while the kernel before still runs; more would crowd on the few SMs
+    that are free by then.
     """
     return 1 << (num_sms(device).bit_length() - 1)
 
 
 def multiply(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, splits: int
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, split_k: int
 ) -> Tensor:
     """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O].
 
-    Cut along I in S = `splits` > 1 parts they stay apart: [T, S, O] in float32.
+    Cut along I in S = `split_k` > 1 the partials stay apart: [T, S, O] in float32.
     """
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
-    if splits == 1:
+    if split_k == 1:
         output = hidden.new_empty(num_tokens, num_outputs)
     else:
-        output = hidden.new_empty(splits, num_tokens, num_outputs, dtype=torch.float32)
+        output = hidden.new_empty(split_k, num_tokens, num_outputs, dtype=torch.float32)
     grid = (
-        triton.cdiv(num_outputs, tiles.columns),
-        splits,
-        triton.cdiv(num_tokens, tiles.rows),
+        triton.cdiv(num_outputs, tiles.block_n),
+        split_k,
+        triton.cdiv(num_tokens, tiles.block_m),
     )
-    _multiply_kernel[grid](
+    _gemm_kernel[grid](
         hidden,
         weight,
         bias,
@@ -136,27 +119,27 @@ def multiply(
         hidden.stride(0),
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        DEPTH=tiles.depth,
-        SPLITS=splits,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        SPLIT_K=split_k,
         SWAPPED=tiles.is_swapped,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         **(OVERLAPPED if 2 * grid[0] * grid[1] <= _num_programs(hidden.device) else {}),
     )
-    return output if splits == 1 else output.transpose(0, 1)
+    return output if split_k == 1 else output.transpose(0, 1)
 
 
-def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the second dimension of `parts` [T, S, O], as `multiply` returns them."""
-    num_tokens, splits, num_outputs = parts.shape
-    output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=parts.device)
+def add_up(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the second dimension of `partials` [T, S, O], as `multiply` returns them."""
+    num_tokens, split_k, num_outputs = partials.shape
+    output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)
     _add_up_kernel[(triton.cdiv(num_tokens * num_outputs, 512),)](
-        parts,
+        partials,
         output,
         num_tokens * num_outputs,
-        SPLITS=splits,
+        SPLIT_K=split_k,
         BLOCK=512,
         num_warps=4,
         **OVERLAPPED,
@@ -165,7 +148,7 @@ def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit(do_not_specialize=("num_tokens",))
-def _multiply_kernel(
+def _gemm_kernel(
     hidden,
     weight,
     bias,
@@ -174,78 +157,84 @@ def _multiply_kernel(
     stride,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
     let_next_start()
     # Whole steps for each split; the last may get fewer.
-    SHARE: tl.constexpr = (INPUTS + SPLITS * DEPTH - 1) // (SPLITS * DEPTH) * DEPTH
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    SHARE: tl.constexpr = (INPUTS + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    is_row = row < num_tokens
-    is_column = column < OUTPUTS
-    k = split * SHARE + tl.arange(0, DEPTH)
-    # Rows beyond the last read row 0 and columns beyond the last wrap: neither is stored.
-    x = hidden + tl.where(is_row, row, 0).to(tl.int64)[:, None] * stride + k[None, :]
-    w = weight + (column % OUTPUTS).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = o_m < num_tokens
+    is_column = o_n < OUTPUTS
+    o_k = split * SHARE + tl.arange(0, BLOCK_K)
+    # Rows beyond the last read row 0 and outputs beyond the last wrap: neither is stored.
+    p_x = hidden + tl.where(is_row, o_m, 0).to(tl.int64)[:, None] * stride + o_k[None, :]
+    p_w = weight + (o_n % OUTPUTS).to(tl.int64)[:, None] * INPUTS + o_k[None, :]
     wait_for_inputs()
     if SWAPPED:
-        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, SHARE, DEPTH):
-        if INPUTS % (SPLITS * DEPTH) == 0:
-            inputs = tl.load(x + start)
-            weights = tl.load(w + start)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_k in range(0, SHARE, BLOCK_K):
+        if INPUTS % (SPLIT_K * BLOCK_K) == 0:
+            b_x = tl.load(p_x + i_k)
+            b_w = tl.load(p_w + i_k)
         else:
-            is_input = (start + k < INPUTS)[None, :]
-            inputs = tl.load(x + start, mask=is_input, other=0.0)
-            weights = tl.load(w + start, mask=is_input, other=0.0)
+            is_input = (i_k + o_k < INPUTS)[None, :]
+            b_x = tl.load(p_x + i_k, mask=is_input, other=0.0)
+            b_w = tl.load(p_w + i_k, mask=is_input, other=0.0)
         if SWAPPED:
-            total = tl.dot(weights, tl.trans(inputs), total, input_precision="ieee")
+            acc = tl.dot(b_w, tl.trans(b_x), acc, input_precision="ieee")
         else:
-            total = tl.dot(inputs, tl.trans(weights), total, input_precision="ieee")
+            acc = tl.dot(b_x, tl.trans(b_w), acc, input_precision="ieee")
     if bias is not None:
         has_bias = is_column & (split == 0)
-        offset = tl.load(bias + column, mask=has_bias, other=0.0).to(tl.float32)
+        b_bias = tl.load(bias + o_n, mask=has_bias, other=0.0).to(tl.float32)
         if SWAPPED:
-            total += offset[:, None]
+            acc += b_bias[:, None]
         else:
-            total += offset[None, :]
-    target = (split.to(tl.int64) * num_tokens + row) * OUTPUTS
-    result = total.to(output.dtype.element_ty)
+            acc += b_bias[None, :]
+    target = (split.to(tl.int64) * num_tokens + o_m) * OUTPUTS
+    b_o = acc.to(output.dtype.element_ty)
     if SWAPPED:
         mask = is_column[:, None] & is_row[None, :]
-        tl.store(output + target[None, :] + column[:, None], result, mask=mask)
+        tl.store(output + target[None, :] + o_n[:, None], b_o, mask=mask)
     else:
         mask = is_row[:, None] & is_column[None, :]
-        tl.store(output + target[:, None] + column[None, :], result, mask=mask)
+        tl.store(output + target[:, None] + o_n[None, :], b_o, mask=mask)
 
 
 @triton.jit(do_not_specialize=("size",))
-def _add_up_kernel(parts, output, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up_kernel(partials, output, size, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr):
     let_next_start()
     wait_for_inputs()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_index = index < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * size + index, mask=is_index, other=0.0)
-    tl.store(output + index, total.to(output.dtype.element_ty), mask=is_index)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        acc += tl.load(partials + split * size + index, mask=is_index, other=0.0)
+    tl.store(output + index, acc.to(output.dtype.element_ty), mask=is_index)
 
 
-def multiply_vectors(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, columns: int, depth: int, warps: int
+def gemv(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    block_n: int,
+    block_k: int,
+    num_warps: int,
 ) -> Tensor:
     """`multiply` for very few rows, without tensor cores."""
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
     output = hidden.new_empty(num_tokens, num_outputs)
-    _vectors_kernel[(triton.cdiv(num_outputs, columns), num_tokens)](
+    _gemv_kernel[(triton.cdiv(num_outputs, block_n), num_tokens)](
         hidden,
         weight,
         bias,
@@ -253,16 +242,16 @@ def multiply_vectors(
         hidden.stride(0),
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
-        COLUMNS=columns,
-        DEPTH=depth,
-        num_warps=warps,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=num_warps,
         **OVERLAPPED,
     )
     return output
 
 
 @triton.jit
-def _vectors_kernel(
+def _gemv_kernel(
     hidden,
     weight,
     bias,
@@ -270,26 +259,26 @@ def _vectors_kernel(
     stride,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     let_next_start()
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1).to(tl.int64)
-    is_column = column < OUTPUTS
-    k = tl.arange(0, DEPTH)
-    w = weight + (column % OUTPUTS).to(tl.int64)[:, None] * INPUTS + k[None, :]
-    weights = tl.load(w, mask=k[None, :] < INPUTS, other=0.0)
+    is_column = o_n < OUTPUTS
+    o_k = tl.arange(0, BLOCK_K)
+    p_w = weight + (o_n % OUTPUTS).to(tl.int64)[:, None] * INPUTS + o_k[None, :]
+    b_w = tl.load(p_w, mask=o_k[None, :] < INPUTS, other=0.0)
     wait_for_inputs()
-    totals = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for start in tl.static_range(0, INPUTS, DEPTH):
-        is_input = start + k < INPUTS
-        if start > 0:
-            weights = tl.load(w + start, mask=is_input[None, :], other=0.0)
-        inputs = tl.load(hidden + token * stride + start + k, mask=is_input, other=0.0)
-        totals += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
-    total = tl.sum(totals, 1)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i_k in tl.static_range(0, INPUTS, BLOCK_K):
+        is_input = i_k + o_k < INPUTS
+        if i_k > 0:
+            b_w = tl.load(p_w + i_k, mask=is_input[None, :], other=0.0)
+        b_x = tl.load(hidden + token * stride + i_k + o_k, mask=is_input, other=0.0)
+        acc += b_w.to(tl.float32) * b_x.to(tl.float32)[None, :]
+    acc = tl.sum(acc, 1)
     if bias is not None:
-        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    result = total.to(output.dtype.element_ty)
-    tl.store(output + token * OUTPUTS + column, result, mask=is_column)
+        acc += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)
+    b_o = acc.to(output.dtype.element_ty)
+    tl.store(output + token * OUTPUTS + o_n, b_o, mask=is_column)

@@ -1,4 +1,4 @@
-"""Products of few rows on Hopper, in Gluon: Triton's language for programs that place data
+"""GEMMs of few rows on Hopper, in Gluon: Triton's language for programs that place data
 themselves.
 
 The weights do not depend on what runs before. So TMA begins to fetch them while the
@@ -8,7 +8,7 @@ steps brought to shared memory, others multiply; they do not pause between one t
 The weight is spread evenly: tiles are as wide as gives each SM one. Tensor cores take
 64 or 128 rows of a weight, so what they make of the rows behind a tile's last is dropped.
 
-Legend: T tokens, I inputs, O outputs, S splits.
+Legend: T tokens, I inputs, O outputs, S split-K partials.
 """
 
 from __future__ import annotations
@@ -32,93 +32,93 @@ from milepost.kernels.gluon import load_box
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
-_DEPTH = 64
+_BLOCK_K = 64
 """Inputs of a step: 128 bytes, the widest rows that TMA swizzles."""
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _NARROWEST = 8
-"""Columns that a tile can be made wider by: rows of TMA's swizzle."""
+"""Outputs that a tile can be made wider by: rows of TMA's swizzle."""
 _PRODUCER_REGISTERS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How a product is cut up."""
+class HopperTiles:
+    """How a GEMM is cut up where tensor cores take the weight as the left operand."""
 
-    rows: int
-    """Tokens; the products of others in a tile are dropped."""
-    columns: int
+    block_m: int
+    """Tokens; what others in a tile come to is dropped."""
+    block_n: int
     """Outputs of a tile, and as many gates: a multiple of 8."""
-    stages: int
+    num_stages: int
     """Steps that are under way at a time."""
     max_warps: int
     """That multiply."""
     programs: int = 1
     """That share an SM."""
-    splits: int = 1
+    split_k: int = 1
 
     @property
-    def height(self) -> int:
+    def mma_m(self) -> int:
         """Rows of weight that are multiplied at a time, the tile's first."""
-        return 64 if self.columns <= 64 else 128
+        return 64 if self.block_n <= 64 else 128
 
     @property
-    def warps(self) -> int:
+    def num_warps(self) -> int:
         """Each has 16 rows of weight or more."""
-        return min(self.max_warps, self.height // 16)
+        return min(self.max_warps, self.mma_m // 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regime:
+class LinearRegime:
     """Tiles for up to so many rows."""
 
-    wide: Tiles
+    wide: HopperTiles
     """Many outputs. A tile is at most so wide."""
-    gated: Tiles
+    gated: HopperTiles
     """Many outputs with gates. A tile is at most so wide."""
-    long: Tiles
+    long: HopperTiles
     """Many inputs, few outputs."""
-    square: Tiles
+    square: HopperTiles
     """Some outputs, and as many inputs."""
-    small: Tiles | None
-    """Few outputs, some inputs; None where `triton`'s tiles or torch's product are as fast."""
+    small: HopperTiles | None
+    """Few outputs, some inputs; None where `triton`'s tiles or torch's GEMM are as fast."""
 
 
 _REGIMES = (
-    Regime(
-        wide=Tiles(rows=16, columns=128, stages=12, max_warps=4),
-        gated=Tiles(rows=16, columns=128, stages=6, max_warps=8),
-        long=Tiles(rows=16, columns=64, stages=10, max_warps=4, programs=2, splits=4),
-        square=Tiles(rows=16, columns=64, stages=8, max_warps=4, splits=2),
+    LinearRegime(
+        wide=HopperTiles(block_m=16, block_n=128, num_stages=12, max_warps=4),
+        gated=HopperTiles(block_m=16, block_n=128, num_stages=6, max_warps=8),
+        long=HopperTiles(block_m=16, block_n=64, num_stages=10, max_warps=4, programs=2, split_k=4),
+        square=HopperTiles(block_m=16, block_n=64, num_stages=8, max_warps=4, split_k=2),
         small=None,
     ),
-    Regime(
-        wide=Tiles(rows=32, columns=128, stages=11, max_warps=8),
-        gated=Tiles(rows=32, columns=128, stages=6, max_warps=8),
-        long=Tiles(rows=32, columns=64, stages=8, max_warps=4, programs=2, splits=4),
-        square=Tiles(rows=32, columns=64, stages=6, max_warps=4, splits=2),
-        small=Tiles(rows=32, columns=64, stages=10, max_warps=4, splits=4),
+    LinearRegime(
+        wide=HopperTiles(block_m=32, block_n=128, num_stages=11, max_warps=8),
+        gated=HopperTiles(block_m=32, block_n=128, num_stages=6, max_warps=8),
+        long=HopperTiles(block_m=32, block_n=64, num_stages=8, max_warps=4, programs=2, split_k=4),
+        square=HopperTiles(block_m=32, block_n=64, num_stages=6, max_warps=4, split_k=2),
+        small=HopperTiles(block_m=32, block_n=64, num_stages=10, max_warps=4, split_k=4),
     ),
-    Regime(
-        wide=Tiles(rows=64, columns=128, stages=9, max_warps=8),
-        gated=Tiles(rows=64, columns=128, stages=5, max_warps=8),
-        long=Tiles(rows=64, columns=64, stages=12, max_warps=4, splits=2),
-        square=Tiles(rows=64, columns=64, stages=12, max_warps=4, splits=2),
-        small=Tiles(rows=64, columns=64, stages=10, max_warps=4, splits=4),
+    LinearRegime(
+        wide=HopperTiles(block_m=64, block_n=128, num_stages=9, max_warps=8),
+        gated=HopperTiles(block_m=64, block_n=128, num_stages=5, max_warps=8),
+        long=HopperTiles(block_m=64, block_n=64, num_stages=12, max_warps=4, split_k=2),
+        square=HopperTiles(block_m=64, block_n=64, num_stages=12, max_warps=4, split_k=2),
+        small=HopperTiles(block_m=64, block_n=64, num_stages=10, max_warps=4, split_k=4),
     ),
 )
 _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
-"""Outputs, or inputs, of products that gain. With more outputs it does not matter when they begin;
+"""Outputs, or inputs, of GEMMs that gain. With more outputs it does not matter when they begin;
 with fewer of both, `triton`'s tiles are as fast."""
 
 
-def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> Tiles | None:
-    """Tiles of the product if this kernel can do it and is the faster one."""
+def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> HopperTiles | None:
+    """Tiles of the GEMM if this kernel can do it and is the faster one."""
     num_tokens, num_inputs = hidden.shape
     num_outputs = len(weight) // (2 if is_gated else 1)
-    regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.rows), None)
+    regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.block_m), None)
     if regime is None or not (_can_copy(hidden) and _can_copy(weight)):
         return None
-    tiles: Tiles | None = None
+    tiles: HopperTiles | None = None
     if num_outputs in _MANY:
         tiles = _spread(regime.gated if is_gated else regime.wide, num_outputs, hidden.device)
     elif is_gated:
@@ -129,17 +129,17 @@ def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> Til
         tiles = regime.square
     elif num_inputs in _SOME and num_outputs in _FEW:
         tiles = regime.small
-    if tiles is None or num_inputs % (_DEPTH * tiles.splits) != 0:
+    if tiles is None or num_inputs % (_BLOCK_K * tiles.split_k) != 0:
         return None
     return tiles
 
 
-def _spread(widest: Tiles, num_outputs: int, device: torch.device) -> Tiles:
+def _spread(widest: HopperTiles, num_outputs: int, device: torch.device) -> HopperTiles:
     """The same with tiles just so wide that all SMs get as many."""
     tiles_at_once = num_sms(device)
-    rounds = triton.cdiv(num_outputs, tiles_at_once * widest.columns)
-    columns = triton.cdiv(num_outputs, tiles_at_once * rounds)
-    return replace(widest, columns=triton.cdiv(columns, _NARROWEST) * _NARROWEST)
+    rounds = triton.cdiv(num_outputs, tiles_at_once * widest.block_n)
+    block_n = triton.cdiv(num_outputs, tiles_at_once * rounds)
+    return replace(widest, block_n=triton.cdiv(block_n, _NARROWEST) * _NARROWEST)
 
 
 def _can_copy(matrix: Tensor) -> bool:
@@ -151,7 +151,7 @@ def _can_copy(matrix: Tensor) -> bool:
 def multiply(
     hidden: Tensor,
     weight: Tensor,
-    tiles: Tiles,
+    tiles: HopperTiles,
     *,
     is_gated: bool = False,
     lets_next_start: bool = True,
@@ -163,80 +163,80 @@ def multiply(
     """
     num_tokens, num_inputs = hidden.shape
     num_outputs = len(weight) // (2 if is_gated else 1)
-    if tiles.splits == 1:
+    if tiles.split_k == 1:
         output = hidden.new_empty(num_tokens, num_outputs)
     else:
-        output = hidden.new_empty(tiles.splits, num_tokens, num_outputs, dtype=torch.float32)
-    num_units = triton.cdiv(num_outputs, tiles.columns) * tiles.splits
+        output = hidden.new_empty(tiles.split_k, num_tokens, num_outputs, dtype=torch.float32)
+    num_units = triton.cdiv(num_outputs, tiles.block_n) * tiles.split_k
     # What is copied at a time has a power of two of rows.
-    box = tiles.columns & -tiles.columns
-    _multiply_kernel[(min(num_units, tiles.programs * num_sms(hidden.device)),)](
-        TensorDescriptor.from_tensor(hidden, [tiles.rows, _DEPTH], _LAYOUT),
-        TensorDescriptor.from_tensor(weight, [box, _DEPTH], _LAYOUT),
+    box = tiles.block_n & -tiles.block_n
+    _gemm_kernel[(min(num_units, tiles.programs * num_sms(hidden.device)),)](
+        TensorDescriptor.from_tensor(hidden, [tiles.block_m, _BLOCK_K], _LAYOUT),
+        TensorDescriptor.from_tensor(weight, [box, _BLOCK_K], _LAYOUT),
         output,
         num_tokens,
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        HEIGHT=tiles.height,
-        DEPTH=_DEPTH,
-        SPLITS=tiles.splits,
-        STAGES=tiles.stages,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        MMA_M=tiles.mma_m,
+        BLOCK_K=_BLOCK_K,
+        SPLIT_K=tiles.split_k,
+        STAGES=tiles.num_stages,
         GATED=is_gated,
         LETS_NEXT_START=lets_next_start,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
-        num_warps=tiles.warps,
+        num_warps=tiles.num_warps,
         maxnreg=_registers(tiles, is_gated),
         **OVERLAPPED,
     )
-    return output if tiles.splits == 1 else output.transpose(0, 1)
+    return output if tiles.split_k == 1 else output.transpose(0, 1)
 
 
-def _registers(tiles: Tiles, is_gated: bool) -> int:
+def _registers(tiles: HopperTiles, is_gated: bool) -> int:
     """Of a thread on average: few, so that what runs before and behind finds room beside it."""
-    held = tiles.rows * tiles.height * (1 + is_gated) // (32 * tiles.warps)
+    held = tiles.block_m * tiles.mma_m * (1 + is_gated) // (32 * tiles.num_warps)
     return 48 if held <= 16 else 64 if held <= 32 else 96
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def _multiply_kernel(
+def _gemm_kernel(
     hidden,
     weight,
     output,
     num_tokens,
     INPUTS: gl.constexpr,
     OUTPUTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    HEIGHT: gl.constexpr,
-    DEPTH: gl.constexpr,
-    SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    MMA_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     LETS_NEXT_START: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Every so many units, each a tile of outputs and a share of the inputs."""
-    TILES: gl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
-    STEPS: gl.constexpr = INPUTS // (SPLITS * DEPTH)
+    TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK_K)
     PARTS: gl.constexpr = 2 if GATED else 1
     dtype: gl.constexpr = weight.dtype
-    inputs = gl.allocate_shared_memory(dtype, [STAGES, ROWS, DEPTH], hidden.layout)
-    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, HEIGHT, DEPTH], weight.layout)
+    inputs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, MMA_M, BLOCK_K], weight.layout)
     # Stages that are loaded, stages that are used up.
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(2 * STAGES):
         mbarrier.init(bars.index(bar), count=1)
-    num_units = TILES * SPLITS
+    num_units = TILES * SPLIT_K
     if LETS_NEXT_START:
         let_next_start()
     consumed = (output, num_tokens, num_units, inputs, weights, bars)
     produced = (hidden, weight, num_units, inputs, weights, bars)
     gl.warp_specialize(
         [
-            (_consume, (consumed, OUTPUTS, COLUMNS, TILES, STEPS, SPLITS, STAGES, PARTS)),
-            (_produce, (produced, OUTPUTS, COLUMNS, TILES, STEPS, STAGES, PARTS)),
+            (_consume, (consumed, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, PARTS)),
+            (_produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, PARTS)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -247,7 +247,7 @@ def _multiply_kernel(
 def _produce(
     produced,
     OUTPUTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     TILES: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -261,7 +261,7 @@ def _produce(
     num_ahead = gl.minimum(num_steps, STAGES)
     for number in range(num_ahead):
         tile, step = _locate(number, first, stride, TILES, STEPS)
-        _fetch_weights(produced, tile, step, number, OUTPUTS, COLUMNS, PARTS)
+        _fetch_weights(produced, tile, step, number, OUTPUTS, BLOCK_N, PARTS)
     wait_for_inputs()
     for number in range(num_ahead):
         _, step = _locate(number, first, stride, TILES, STEPS)
@@ -270,7 +270,7 @@ def _produce(
         tile, step = _locate(number, first, stride, TILES, STEPS)
         stage = number % STAGES
         mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
-        _fetch_weights(produced, tile, step, stage, OUTPUTS, COLUMNS, PARTS)
+        _fetch_weights(produced, tile, step, stage, OUTPUTS, BLOCK_N, PARTS)
         _fetch_inputs(produced, step, stage)
 
 
@@ -288,28 +288,28 @@ def _fetch_weights(
     step,
     stage,
     OUTPUTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     PARTS: gl.constexpr,
 ):
     """Have a step's weights loaded; its barrier waits for the inputs too."""
     _, weight, _, inputs, weights, bars = produced
-    ROWS: gl.constexpr = inputs.type.shape[1]
-    DEPTH: gl.constexpr = weights.type.shape[2]
+    BLOCK_M: gl.constexpr = inputs.type.shape[1]
+    BLOCK_K: gl.constexpr = weights.type.shape[2]
     BOX: gl.constexpr = weight.block_type.shape[0]
     bar = bars.index(stage)
-    mbarrier.expect(bar, (PARTS * COLUMNS + ROWS) * DEPTH * 2)
+    mbarrier.expect(bar, (PARTS * BLOCK_N + BLOCK_M) * BLOCK_K * 2)
     for part in gl.static_range(PARTS):
         place = weights.index(stage * PARTS + part)
-        for first in gl.static_range(0, COLUMNS, BOX):
-            at = [part * OUTPUTS + tile * COLUMNS + first, step * DEPTH]
+        for first in gl.static_range(0, BLOCK_N, BOX):
+            at = [part * OUTPUTS + tile * BLOCK_N + first, step * BLOCK_K]
             load_box(weight, at, bar, place.slice(first, BOX))
 
 
 @gluon.jit
 def _fetch_inputs(produced, step, stage):
     hidden, _, _, inputs, _, bars = produced
-    DEPTH: gl.constexpr = inputs.type.shape[2]
-    at = [0, step * DEPTH]
+    BLOCK_K: gl.constexpr = inputs.type.shape[2]
+    at = [0, step * BLOCK_K]
     load_box(hidden, at, bars.index(stage), inputs.index(stage))
 
 
@@ -317,26 +317,26 @@ def _fetch_inputs(produced, step, stage):
 def _consume(
     consumed,
     OUTPUTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     TILES: gl.constexpr,
     STEPS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
 ):
     """Multiply what is loaded. The weights are the left operand: they fill the tensor cores' tall
-    side. A step is used up once the products of the next are under way."""
+    side. A step is used up once the multiplications of the next are under way."""
     output, num_tokens, num_units, inputs, weights, bars = consumed
-    ROWS: gl.constexpr = inputs.type.shape[1]
-    HEIGHT: gl.constexpr = weights.type.shape[1]
+    BLOCK_M: gl.constexpr = inputs.type.shape[1]
+    MMA_M: gl.constexpr = weights.type.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
-    WIDTH: gl.constexpr = 8 if SPLITS == 1 else 4
-    LANES: gl.constexpr = min(HEIGHT // WIDTH, 32)
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    WIDTH: gl.constexpr = 8 if SPLIT_K == 1 else 4
+    LANES: gl.constexpr = min(MMA_M // WIDTH, 32)
     STORED: gl.constexpr = gl.BlockedLayout([WIDTH, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
     number = 0
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
-        result = gl.zeros([HEIGHT, ROWS], gl.float32, layout=RESULT)
+        result = gl.zeros([MMA_M, BLOCK_M], gl.float32, layout=RESULT)
         gated = result
         for step in range(STEPS):
             stage = number % STAGES
@@ -355,17 +355,17 @@ def _consume(
         if PARTS == 2:
             result = result / (1 + gl.exp(-result)) * gated
         values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
-        inside = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, STORED))[:, None]
-        column = unit % TILES * COLUMNS + inside
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))[None, :]
+        inside = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, STORED))[:, None]
+        column = unit % TILES * BLOCK_N + inside
+        row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORED))[None, :]
         target = output + (unit // TILES * num_tokens + row) * OUTPUTS + column
-        is_column = (inside < COLUMNS) & (column < OUTPUTS)
+        is_column = (inside < BLOCK_N) & (column < OUTPUTS)
         gl.store(target, values, mask=is_column & (row < num_tokens))
 
 
 @gluon.jit
 def _finish(result, gated, pending: gl.constexpr, PARTS: gl.constexpr):
-    """Wait until no more than so many products are under way."""
+    """Wait until no more than so many multiplications are under way."""
     if PARTS == 2:
         result, gated = warpgroup_mma_wait(pending, [result, gated])
     else:

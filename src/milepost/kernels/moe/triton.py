@@ -33,7 +33,7 @@ _TALL_ROUTED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regime:
+class ExpertRegime:
     """How the GEMMs run for up to `max_routed` tokens an expert on average."""
 
     max_routed: float
@@ -42,26 +42,26 @@ class Regime:
 
 
 _REGIMES = (
-    Regime(
+    ExpertRegime(
         max_routed=10,
         up=Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=3, is_swapped=True),
         down=Tiles(
             block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3, is_swapped=True
         ),
     ),
-    Regime(
+    ExpertRegime(
         max_routed=32,
         up=Tiles(block_m=32, block_n=64, block_k=64, num_warps=4, num_stages=5, is_swapped=True),
         down=Tiles(block_m=32, block_n=128, block_k=64, num_warps=4, num_stages=4),
     ),
-    Regime(
+    ExpertRegime(
         max_routed=float("inf"),
         up=Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
         down=Tiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4),
     ),
 )
 
-_WIDE = Regime(
+_WIDE = ExpertRegime(
     max_routed=float("inf"),
     up=Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2),
     down=Tiles(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2),
@@ -107,7 +107,7 @@ def partials(
     return output
 
 
-def _choose_regime(dtype: torch.dtype, num_routed: float) -> Regime:
+def _choose_regime(dtype: torch.dtype, num_routed: float) -> ExpertRegime:
     if dtype == torch.float32:
         return _WIDE
     return next(regime for regime in _REGIMES if num_routed <= regime.max_routed)
