@@ -40,13 +40,14 @@ class Part:
 @dataclass
 class Pools:
     """KV and states of every layer. Slots and pages but slot 0 hold NaN until they are written, and
-    so does what lies beside pages, behind its zeros."""
+    so does what lies beside pages, behind its zeros, and what slots carry."""
 
     kv: dict[int, Tensor]
     states: dict[int, RecurrentState]
     page_size: int
     operations: tuple[Operation, ...]
     conv_states: dict[int, Tensor] = field(default_factory=dict)
+    carried: Tensor | None = None
 
     def context(self, parts: list[Part], num_decodes: int = 0) -> Context:
         """The context of a step with these sequences, of which the first `num_decodes` decode."""
@@ -60,6 +61,7 @@ class Pools:
             kv=self.kv,
             states=self.states,
             conv_states=self.conv_states,
+            carried=self.carried,
         )
 
 
@@ -87,7 +89,8 @@ def build_pools(
                 conv=_slots(num_slots, spec.conv_shape, dtype),
                 recurrent=_slots(num_slots, spec.recurrent_shape, state_dtype),
             )
-    return Pools(kv, states, page_size, model.operations, conv_states)
+    carried = _slots(num_slots, (model.carried_size,), dtype) if model.carried_size else None
+    return Pools(kv, states, page_size, model.operations, conv_states, carried)
 
 
 def build_pages(

@@ -27,22 +27,21 @@ PAGES = [3, 1, 5]
 
 def drafted(model: Decoder, token_ids: Tensor, edges: list[int]) -> tuple[Tensor, Tensor]:
     """Hidden states of the tokens but the last, computed in chunks, and the logits of drafts behind
-    them all. The first row of pages' memory is poisoned, as nobody may read it."""
+    them all."""
     pools = build_pools(model)
-    seen = [torch.zeros(1, model.config.hidden_size, dtype=model.dtype)]
+    seen = []
     for begin, end in pairwise(edges):
         part = Part(
             pages=PAGES, start=begin, length=end - begin, slot_in=1 if begin else 0, slot_out=1
         )
         ctx = pools.context([part], num_decodes=int(end - begin == 1 and begin > 0))
         seen.append(model(token_ids[begin:end], ctx))
-        model.note(token_ids[begin:end], torch.cat((seen[-2][-1:], seen[-1][:-1])), ctx)
     logits, token, before = [], token_ids[-1:], seen[-1][-1:]
     for index in range(NUM_DRAFTS):
         before = model.draft(token, before, _one_token(model, pools, len(token_ids) - 1 + index))
         logits.append(model.compute_logits(before))
         token = logits[-1].argmax(-1)
-    return torch.cat(seen[1:]), torch.cat(logits)
+    return torch.cat(seen), torch.cat(logits)
 
 
 def _one_token(model: Decoder, pools: Pools, position: int):

@@ -248,6 +248,7 @@ def _pool_shape(config: EngineConfig, model: Decoder) -> PoolShape:
         page_size=config.page_size,
         dtype=model.dtype,
         state_dtype=state_dtype,
+        carried_size=model.carried_size,
     )
 
 

@@ -109,6 +109,9 @@ class Context:
     conv_states: Mapping[int, Tensor]
     """Number of a mixer -> its pool [1 + pages, *conv_shape] of states beside pages, behind zeros.
     """
+    carried: Tensor | None = None
+    """[slots, hidden size], the last hidden states of the tokens that each slot stands for; None
+    where there is no head that reads them."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model's to fill."""
 

@@ -13,14 +13,15 @@ that count rows by t. So what a page holds depends on the tokens up to its end a
 whoever shares the page shares that too. The row of the first token would need a hidden state before
 the text: it is written, and never read.
 
-Legend: T tokens, C hidden size.
+Legend: T tokens, V vocabulary, C hidden size.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
+from milepost.kernels import mtp
+from milepost.kernels.mtp import CarryOperation, CarryRows
 from milepost.layers.attention import Attention
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
@@ -34,6 +35,8 @@ FIRST_ROW = 1
 
 class MTPHead(nn.Module):
     """A head whose tensors stand under `kind.path`; embedding and logits are the model's."""
+
+    rotary = None
 
     def __init__(
         self, hidden_size: int, layer: Layer, kind: ParameterKind, *, eps: float, offset: float
@@ -51,21 +54,37 @@ class MTPHead(nn.Module):
         (mixer,) = layer.blocks[0].parts
         assert isinstance(mixer, Attention), "the head's layer attends"
         self.attention = mixer
+        self.operation = CarryOperation()
 
-    def join(self, embedded: Tensor, before: Tensor) -> Tensor:
-        """[T, C] of tokens' embeddings [T, C] and the hidden states before them [T, C]."""
-        return self.fc(torch.cat((self.norm_embedding(embedded), self.norm_hidden(before)), -1))
-
-    def store(self, joined: Tensor, ctx: Context) -> None:
-        """Write the KV of joined rows [T, C], which is all that later rows see of them."""
+    def note(self, token_ids: Tensor, table: Tensor, hidden: Tensor, ctx: Context) -> None:
+        """Take in the step's tokens [T], embedded by the `table` [V, C], with the model's hidden
+        states [T, C] behind them: write their KV, which is all that later rows see of them, and
+        carry on the last hidden states."""
+        rows = ctx.step.layouts[self.operation]
+        assert ctx.carried is not None, "slots carry hidden states for a head"
+        joined = self._join(token_ids, table, hidden, ctx.carried, rows)
+        mtp.keep(hidden, ctx.carried, rows)
         block, ((number,), *_) = self.layer.blocks[0], self.layer.numbers
         assert block.pre is not None, "a norm stands before the head's attention"
         _, normed = block.pre.add(joined, None)
         self.attention.store(normed, ctx, number)
 
-    def run(self, joined: Tensor, ctx: Context) -> Tensor:
-        """Hidden states [T, C] behind joined rows, whose KV is written first."""
-        hidden, delta = joined, None
+    def run(self, token_ids: Tensor, table: Tensor, before: Tensor, ctx: Context) -> Tensor:
+        """Hidden states [T, C] behind the tokens [T], one of each sequence, with those before them
+        [T, C]; their KV is written first."""
+        hidden, delta = self._join(token_ids, table, before), None
         for block, numbers in zip(self.layer.blocks, self.layer.numbers, strict=True):
             hidden, delta = block.run(hidden, delta, ctx, numbers)
         return self.norm.add(hidden, delta)[1]
+
+    def _join(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        hidden: Tensor,
+        carried: Tensor | None = None,
+        rows: CarryRows | None = None,
+    ) -> Tensor:
+        scales = self.norm_embedding.scale, self.norm_hidden.scale
+        eps = self.norm_hidden.eps
+        return self.fc(mtp.join(token_ids, table, hidden, scales, eps, carried, rows))

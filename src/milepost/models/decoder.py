@@ -80,6 +80,7 @@ class Decoder(nn.Module):
         self.layer_specs = tuple(specs)
         """Cache of each mixer, by its number."""
         own = [part for layer in parts.layers for block in layer.blocks for part in block.parts]
+        own += [self.mtp] if self.mtp is not None else []
         self.operations: tuple[Operation, ...] = _once(part.operation for part in own)
         """Each kind of work that mixers do, once."""
         self._rotaries = _once(part.rotary for part in own)
@@ -88,6 +89,11 @@ class Decoder(nn.Module):
     def num_positions(self) -> int:
         """Longest sequence, in tokens, that the model's positions reach."""
         return num_positions(self.config)
+
+    @property
+    def carried_size(self) -> int:
+        """Numbers of the model's type that each slot carries for the head."""
+        return self.config.hidden_size if self.mtp is not None else 0
 
     @property
     def num_bytes(self) -> int:
@@ -104,29 +110,26 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names.
 
-        With `layers`, of a model that has no others.
+        The head takes the tokens in, if there is one. With `layers`, of a model that has no others.
         """
         self._turn(ctx)
         hidden, delta = self._embed(token_ids), None
         for layer in self.layers if layers is None else layers:
             for block, numbers in zip(layer.blocks, layer.numbers, strict=True):
                 hidden, delta = block.run(hidden, delta, ctx, numbers)
-        return self.norm.add(hidden, delta)[1]
-
-    @torch.inference_mode()
-    def note(self, token_ids: Tensor, before: Tensor, ctx: Context) -> None:
-        """Have the head note the step's tokens [T], with the hidden states [T, C] of those before
-        them: it writes their KV. Behind `forward`, with its context."""
-        assert self.mtp is not None, "only a model with a head drafts"
-        self.mtp.store(self.mtp.join(self._embed(token_ids), before), ctx)
+        hidden = self.norm.add(hidden, delta)[1]
+        if self.mtp is not None:
+            self.mtp.note(token_ids, self.embedding, hidden, ctx)
+        return hidden
 
     @torch.inference_mode()
     def draft(self, token_ids: Tensor, before: Tensor, ctx: Context) -> Tensor:
         """The head's hidden states [T, C] behind the tokens [T], one of each sequence: logits of
-        them are of the tokens to follow. `before` as for `note`; writes KV too."""
+        them are of the tokens to follow. `before` [T, C] are the hidden states before them, the
+        model's or the head's own."""
         assert self.mtp is not None, "only a model with a head drafts"
         self._turn(ctx)
-        return self.mtp.run(self.mtp.join(self._embed(token_ids), before), ctx)
+        return self.mtp.run(token_ids, self.embedding, before, ctx)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

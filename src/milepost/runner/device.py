@@ -159,6 +159,7 @@ class DeviceExecutor:
             kv=self._pools.kv,
             states=self._pools.states,
             conv_states=self._pools.conv_states,
+            carried=self._pools.carried,
         )
         return self.model.forward(step.token_ids, context, layers)
 

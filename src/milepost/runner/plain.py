@@ -56,6 +56,7 @@ class PlainExecutor:
             kv=self._pools.kv,
             states=self._pools.states,
             conv_states=self._pools.conv_states,
+            carried=self._pools.carried,
         )
         hidden = self.model.forward(step.token_ids, context)
         scores = score_prompts(plan, hidden, self.model.compute_logits)

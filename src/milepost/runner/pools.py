@@ -43,6 +43,8 @@ class PoolShape:
     page_size: int
     dtype: torch.dtype
     state_dtype: torch.dtype
+    carried_size: int = 0
+    """Numbers of `dtype` that a slot carries for an MTP head."""
 
     @property
     def attention(self) -> list[AttentionSpec]:
@@ -99,8 +101,8 @@ class PoolShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot in all recurrent layers."""
-        return sum(
+        """Bytes of one slot: in all recurrent layers, and what it carries."""
+        return self.carried_size * self.dtype.itemsize + sum(
             prod(spec.conv_shape) * self.dtype.itemsize
             + prod(spec.recurrent_shape) * self.state_dtype.itemsize
             for spec in self.recurrent
@@ -119,6 +121,8 @@ class Pools:
     page_size: int
     all_kv: Tensor | None
     """[pages, attention layers, 2, page_size, num_kv_heads, head_dim], likewise."""
+    carried: Tensor | None
+    """[slots, carried_size]"""
     all_conv: Tensor | None
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
 
@@ -156,7 +160,8 @@ class Pools:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory that the tensors lie in, each piece once."""
-        own = [pool for pool in (self.all_kv, self.all_conv) if pool is not None]
+        shared = (self.all_kv, self.all_conv, self.carried)
+        own = [pool for pool in shared if pool is not None]
         for state in self.states.values():
             own += [state.conv, state.recurrent]
         found = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, own)}
@@ -176,19 +181,21 @@ def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.
     def allocate_zeros(dtype: torch.dtype, *size: int) -> Tensor:
         return zeros(prod(size) * dtype.itemsize, device).view(dtype).view(size)
 
-    kv, conv, recurrent, beside = None, None, None, None
+    kv, conv, recurrent, beside, carried = None, None, None, None, None
     if shape.attention:
         kv = allocate_zeros(shape.dtype, num_pages, *shape.page_shape)
     if shape.convolutions:
         size = (len(shape.convolutions), num_pages + 1)
         beside = allocate_zeros(shape.dtype, *size, *shape.convolutions[0].conv_shape)
+    if shape.carried_size:
+        carried = allocate_zeros(shape.dtype, num_slots + 1, shape.carried_size)
     layers = shape.recurrent
     if layers:
         # A layer's slots lie side by side: on a CPU neighbours are changed where they are.
         spec, size = layers[0], (len(layers), num_slots + 1)
         conv = allocate_zeros(shape.dtype, *size, *spec.conv_shape)
         recurrent = allocate_zeros(shape.state_dtype, *size, *spec.recurrent_shape)
-    return by_layer(shape, kv, conv, recurrent, beside)
+    return by_layer(shape, kv, conv, recurrent, beside, carried)
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:
@@ -223,10 +230,11 @@ def by_layer(
     conv: Tensor | None,
     recurrent: Tensor | None,
     beside: Tensor | None = None,
+    carried: Tensor | None = None,
 ) -> Pools:
     """Pools of the tensors of all layers: `kv` [pages, attention layers, ...], `conv` and
     `recurrent` [recurrent layers, slots, ...], `beside` [short convolutions, 1 + pages, ...], each
-    None where there is no such layer."""
+    None where there is no such layer; and of what slots carry [slots, carried_size]."""
     kv_views = iter(kv.unbind(1) if kv is not None else ())
     state_views = iter(())
     if conv is not None and recurrent is not None:
@@ -247,6 +255,7 @@ def by_layer(
         page_size=shape.page_size,
         all_kv=kv,
         all_conv=beside,
+        carried=carried,
     )
 
 

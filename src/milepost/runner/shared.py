@@ -53,7 +53,7 @@ def best_unit(shape: PoolShape) -> Unit | None:
 def unit_of(shape: PoolShape, pages_each: int) -> Unit:
     """The smallest unit of so many pages that holds a slot too."""
     num_layers = len(shape.recurrent)
-    slot_bytes = num_layers * sum(_state_bytes(shape))
+    slot_bytes = num_layers * sum(_state_bytes(shape)) + _carried_bytes(shape)
     row_bytes = prod(shape.page_shape[-2:]) * shape.dtype.itemsize
     least = max(shape.page_bytes, -(-slot_bytes // pages_each))
     return Unit(pages_each=pages_each, page_stride=_round_up(least, lcm(row_bytes, _ALIGNMENT)))
@@ -64,7 +64,8 @@ def allocate_shared(
 ) -> Pools:
     """Zeroed pools in one memory, of `num_units` units besides unit 0.
 
-    A slot holds the recurrent states of all layers, then the inputs of their convolutions.
+    A slot holds the recurrent states of all layers, then the inputs of their convolutions, then
+    what it carries for a head.
     """
     unit, (recurrent_bytes, conv_bytes) = unit_of(shape, pages_each), _state_bytes(shape)
     spec, num_layers, num_slots = shape.recurrent[0], len(shape.recurrent), num_units + 1
@@ -83,7 +84,7 @@ def allocate_shared(
     )
     pages = num_slots * pages_each, *shape.page_shape
     kv = _view(memory, shape.dtype, pages, (unit.page_stride,))
-    return by_layer(shape, kv, conv, recurrent)
+    return by_layer(shape, kv, conv, recurrent, carried=_carried(shape, memory, unit))
 
 
 def _state_bytes(shape: PoolShape) -> tuple[int, int]:
@@ -92,6 +93,19 @@ def _state_bytes(shape: PoolShape) -> tuple[int, int]:
     recurrent_bytes = prod(spec.recurrent_shape) * shape.state_dtype.itemsize
     conv_bytes = prod(spec.conv_shape) * shape.dtype.itemsize
     return _round_up(recurrent_bytes, _ALIGNMENT), _round_up(conv_bytes, _ALIGNMENT)
+
+
+def _carried_bytes(shape: PoolShape) -> int:
+    return _round_up(shape.carried_size * shape.dtype.itemsize, _ALIGNMENT)
+
+
+def _carried(shape: PoolShape, memory: Tensor, unit: Unit) -> Tensor | None:
+    """[slots, carried_size], behind the states of each."""
+    if not shape.carried_size:
+        return None
+    first = len(shape.recurrent) * sum(_state_bytes(shape))
+    size = len(memory) // unit.num_bytes, shape.carried_size
+    return _view(memory[first:], shape.dtype, size, (unit.num_bytes,))
 
 
 def _view(

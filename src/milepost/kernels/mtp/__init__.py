@@ -1,0 +1,64 @@
+"""What an MTP head reads: each token's embedding, and the hidden state before it.
+
+In a step the state before a token is that behind the token ahead of it in the batch. Before a
+sequence's first it is *carried*: each slot holds the last hidden state of the tokens that it stands
+for. So a hit, whose tokens are not in the batch, has it too, bit for bit.
+
+This is the door to the op: callers import it from here, whatever computes it. `reference` is the
+definition, on any device.
+
+Legend: T tokens, S sequences, C hidden size, W states to be carried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from milepost.kernels.batch import Batch
+from milepost.kernels.device import Chip, runs_triton
+from milepost.kernels.mtp import reference
+from milepost.kernels.mtp.rows import CarryRows, lay_out
+
+__all__ = ["CarryOperation", "CarryRows", "join", "keep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarryOperation:
+    """Which hidden state stands before each token, and which are carried on."""
+
+    def lay_out(self, batch: Batch) -> CarryRows:
+        """The same for the fused kernels and for the reference."""
+        return lay_out(batch)
+
+    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
+        """The fused kernels run on every chip that runs Triton's."""
+        return ""
+
+
+def join(
+    token_ids: Tensor,
+    table: Tensor,
+    hidden: Tensor,
+    scales: tuple[Tensor, Tensor],
+    eps: float,
+    carried: Tensor | None = None,
+    rows: CarryRows | None = None,
+) -> Tensor:
+    """See `reference.join`."""
+    if runs_triton(hidden):
+        from milepost.kernels.mtp import triton
+
+        return triton.join(token_ids, table, hidden, scales, eps, carried, rows)
+    return reference.join(token_ids, table, hidden, scales, eps, carried, rows)
+
+
+def keep(hidden: Tensor, carried: Tensor, rows: CarryRows) -> None:
+    """See `reference.keep`."""
+    if runs_triton(hidden):
+        from milepost.kernels.mtp import triton
+
+        triton.keep(hidden, carried, rows)
+    else:
+        reference.keep(hidden, carried, rows)
