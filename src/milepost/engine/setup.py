@@ -26,7 +26,7 @@ from milepost.kernels.device import allow_hopper_kernels, describe, why_plain
 from milepost.models.decoder import Decoder
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.models.identity import identify
-from milepost.models.loading import load_config, load_model, resolve_dtype
+from milepost.models.loading import Head, load_config, load_model, resolve_dtype
 from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.memory import MIN_UNITS, OneMemory, Sizes, TwoPools, free_bytes, share, split
@@ -71,6 +71,7 @@ def build(config: EngineConfig) -> Parts:
         device=device,
         load_format=config.load_format,
         seed=config.seed,
+        head=_head(config),
     )
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
@@ -185,6 +186,8 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape) -> bytes:
     }
     if not has_weights:
         facts["seed"] = config.seed
+    if shape.carried_size:
+        facts["head"] = "mtp"
     return identify(folder, has_weights=has_weights, facts=facts)
 
 
@@ -229,6 +232,12 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch sees no CUDA device here; use device='cpu'")
     return device
+
+
+def _head(config: EngineConfig) -> Head:
+    """Whether the checkpoint's head is loaded: `auto` does so if it can."""
+    methods = config.speculative_config.methods if config.speculative_config else ()
+    return "mtp" if "mtp" in methods else "auto" if "auto" in methods else "none"
 
 
 def _dtype(config: EngineConfig, folder: Path, device: torch.device) -> DType:

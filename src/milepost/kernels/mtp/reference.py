@@ -30,7 +30,7 @@ def join(
     """
     embedded = F.embedding(token_ids, table)
     before = hidden if rows is None or carried is None else _shift(hidden, carried, rows)
-    return torch.cat([_norm(x, scale, eps) for x, scale in zip((embedded, before), scales)], -1)
+    return torch.cat((_norm(embedded, scales[0], eps), _norm(before, scales[1], eps)), -1)
 
 
 def _shift(hidden: Tensor, carried: Tensor, rows: CarryRows) -> Tensor:

@@ -38,8 +38,9 @@ def lay_out(batch: Batch) -> CarryRows:
     ]
     own = np.stack((ends - 1, batch.slot_out), 1)
     written = np.concatenate((own, np.array(exported, np.int64).reshape(-1, 2)))
-    capacity = batch.capacity.num_sequences + batch.capacity.num_exports
-    targets = np.full((capacity, 2), -1, np.int32)
+    capacity = batch.capacity
+    most = len(written) if capacity.is_exact else capacity.num_sequences + capacity.num_exports
+    targets = np.full((most, 2), -1, np.int32)
     targets[: len(written)] = written
     if batch.chip is not None:
         return CarryRows(sources=sources, targets=targets)

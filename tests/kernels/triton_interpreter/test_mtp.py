@@ -1,0 +1,48 @@
+"""The Triton kernels of an MTP head's inputs against the reference, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.mtp import CarryRows, reference, triton
+from tests.kernels.test_mtp import EPS, build_case
+
+
+def padded(rows: CarryRows) -> CarryRows:
+    """As long as a captured step's."""
+    more = torch.full((3, 2), -1, dtype=torch.int32)
+    return CarryRows(
+        sources=torch.cat((rows.sources, more[:, 0])), targets=torch.cat((rows.targets, more))
+    )
+
+
+def lengthened(values: Tensor) -> Tensor:
+    return torch.cat((values, values[:3]))
+
+
+def test_join() -> None:
+    case = build_case()
+    given = case.token_ids, case.table, case.hidden, case.scales, EPS
+    expected = reference.join(*given, case.carried, case.rows)
+    longer = replace(case, token_ids=lengthened(case.token_ids), hidden=lengthened(case.hidden))
+    joined = triton.join(
+        longer.token_ids,
+        case.table,
+        longer.hidden,
+        case.scales,
+        EPS,
+        case.carried,
+        padded(case.rows),
+    )
+    torch.testing.assert_close(joined[: len(expected)], expected)
+    torch.testing.assert_close(triton.join(*given), reference.join(*given))
+
+
+def test_keep() -> None:
+    case = build_case()
+    expected = case.kept()
+    triton.keep(case.hidden, case.carried, padded(case.rows))
+    torch.testing.assert_close(case.carried, expected, rtol=0, atol=0, equal_nan=True)
