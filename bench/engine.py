@@ -218,7 +218,7 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
 
     def note(*arguments: Any, **options: Any) -> Any:
         weights, experts = route(*arguments, **options)
-        counts.append(int(experts.unique().numel()) - bool(options.get("has_shared")))
+        counts.append(int(experts.unique().numel()) - options.get("num_shared", 0))
         return weights, experts
 
     moe.route, executor._graphs = note, Graphs()

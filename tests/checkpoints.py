@@ -15,6 +15,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     PreTrainedModel,
@@ -88,9 +90,42 @@ def _bamba(**changes: Any) -> PreTrainedModel:
         "mamba_chunk_size": 64,
         "num_hidden_layers": 3,
     }
-    model = BambaForCausalLM(BambaConfig(**(sizes | own | changes)))
+    return _remembering(BambaForCausalLM(BambaConfig(**(sizes | own | changes))))
+
+
+def _nemotron_h(**changes: Any) -> PreTrainedModel:
+    own = {
+        "chunk_size": 64,
+        "hidden_size": 48,
+        "hybrid_override_pattern": "ME*-ME",
+        "initializer_range": 0.2,
+        "mamba_head_dim": 8,
+        "mamba_num_heads": 16,
+        "max_position_embeddings": 1024,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_routed_experts": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "routed_scaling_factor": 2.5,
+        "ssm_state_size": 16,
+        "vocab_size": 101,
+    }
+    sizes = {name: _COMMON[name] for name in ("head_dim", "intermediate_size")}
+    config = NemotronHConfig(**(sizes | own | changes))
+    model = _remembering(NemotronHForCausalLM(config))
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            # It takes the bounds of how time steps began for those of what they may be.
+            layer.mixer.time_step_limit = tuple(config.time_step_limit)
+        elif layer.block_type == "moe":
+            layer.mixer.gate.e_score_correction_bias.normal_(std=0.2)
+    return model
+
+
+def _remembering(model: PreTrainedModel) -> PreTrainedModel:
+    """What transformers begins with forgets all within a few tokens."""
     for name, parameter in model.named_parameters():
-        # What transformers begins with forgets all within a few tokens.
         if name.endswith(("A_log", "dt_bias")):
             parameter.data.fill_(-1.5)
     return model
@@ -151,6 +186,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "qwen3_next_joint": lambda: _qwen3_next(shared_expert_intermediate_size=20),
     "olmo_hybrid": _olmo_hybrid,
     "bamba": _bamba,
+    "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "qwen3_5": _qwen3_5,

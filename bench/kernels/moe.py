@@ -69,7 +69,7 @@ def bench_tokens(num_tokens: int, gate_up: Tensor, down: Tensor) -> Iterator[Row
 
 
 def route(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    return moe.route(logits, CHOSEN, normalise=True, num_shared=1)
 
 
 def fill(*shape: int) -> Tensor:

@@ -89,7 +89,7 @@ def make_experts(num_tokens: int) -> tuple[Tensor, ...]:
         return torch.randn(shape, generator=random).mul_(shape[-1] ** -0.5).to(DTYPE)
 
     logits = fill(num_tokens, EXPERTS + 1).cuda()
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
     gate_up, down = fill(EXPERTS + 1, 2 * SIZE, HIDDEN), fill(EXPERTS + 1, HIDDEN, SIZE)
     return fill(num_tokens, HIDDEN), weights.cpu(), experts.cpu(), gate_up, down
 

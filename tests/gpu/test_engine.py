@@ -332,11 +332,11 @@ def _router_gaps() -> Iterator[list[float]]:
     gaps: list[float] = []
     route = moe.route
 
-    def note(logits, num_chosen, *, has_shared, **how):
-        routed = logits[:, :-1] if has_shared else logits
+    def note(logits, num_chosen, *, num_shared, **how):
+        routed = logits[:, :-1] if num_shared else logits
         best = routed.topk(num_chosen + 1).values
         gaps.append((best[:, -2] - best[:, -1]).min().item())
-        return route(logits, num_chosen, has_shared=has_shared, **how)
+        return route(logits, num_chosen, num_shared=num_shared, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "route", note)

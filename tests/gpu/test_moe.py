@@ -37,7 +37,7 @@ def make(num_tokens: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor,
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 64, 80, 300, 700])
 def test_apply(num_tokens: int, dtype: torch.dtype) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 16, dtype)
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
     output = moe.apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.double() for tensor in (hidden, weights))
     expected = reference.apply(*wide, experts.long(), gate_up.double(), down.double())
@@ -50,7 +50,7 @@ def test_route_of_parts(num_tokens: int) -> None:
     """They are added up and rounded: nothing tells them from a product that is whole."""
     logits = make(num_tokens, 256, torch.bfloat16)[1]
     parts = torch.stack((logits.float() / 2, logits.float() / 4, logits.float() / 4), 1)
-    how = {"normalise": True, "has_shared": True}
+    how = {"normalise": True, "num_shared": 1}
     expected = moe.route(logits, CHOSEN, **how)
     for output, wanted in zip(
         moe.route(parts, CHOSEN, **how, dtype=logits.dtype), expected, strict=True
@@ -61,8 +61,8 @@ def test_route_of_parts(num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 64, 5000])
 def test_route(num_tokens: int) -> None:
     logits = make(num_tokens, 256, torch.float32)[1]
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
-    expected = reference.route(logits, CHOSEN, normalise=True, has_shared=True)
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
+    expected = reference.route(logits, CHOSEN, normalise=True, num_shared=1)
     torch.testing.assert_close(weights, expected[0])
     assert torch.equal(experts.long(), expected[1])
 
@@ -72,7 +72,7 @@ def test_no_expert_is_read_for_padding(num_tokens: int) -> None:
     """Padding holds anything; the real tokens' outputs are what they are without it."""
     hidden, logits, gate_up, down = make(num_tokens, 256, torch.bfloat16)
     num_real = torch.tensor([num_tokens - 3], dtype=torch.int32, device="cuda")
-    how = {"normalise": True, "has_shared": True, "num_real": num_real}
+    how = {"normalise": True, "num_shared": 1, "num_real": num_real}
     weights, experts = moe.route(logits, CHOSEN, **how)
     assert torch.equal(experts[-3:], experts[-4].expand(3, -1))
     expected = moe.partials(hidden, weights, experts, gate_up, down)[:-3]
@@ -88,7 +88,7 @@ def test_same_bits_every_time_and_in_a_graph(num_tokens: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 256, torch.bfloat16)
 
     def run() -> Tensor:
-        weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+        weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
         return moe.partials(hidden, weights, experts, gate_up, down)
 
     run()
@@ -110,7 +110,7 @@ def test_skewed_choices(num_tokens: int) -> None:
     hidden, logits, gate_up, down = make(num_tokens, 64, torch.bfloat16)
     logits[:, :CHOSEN] += 100
     gate_up[CHOSEN:-1] = down[CHOSEN:-1] = torch.nan
-    weights, experts = moe.route(logits, CHOSEN, normalise=True, has_shared=True)
+    weights, experts = moe.route(logits, CHOSEN, normalise=True, num_shared=1)
     output = moe.apply(hidden, weights, experts, gate_up, down)
     wide = (tensor.float() for tensor in (hidden, weights))
     expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())

@@ -52,7 +52,7 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             pause()
             logits = linear.partials(normed, router)[..., :EXPERTS]
             pause()
-            how = {"normalise": True, "has_shared": True, "dtype": normed.dtype}
+            how = {"normalise": True, "num_shared": 1, "dtype": normed.dtype}
             shares, experts = moe.route(logits, 8, **how)
             pause()
             delta = moe.partials(normed, shares, experts, gate_up, down)

@@ -80,7 +80,7 @@ def test_sigmoid_scores_choose_among_the_best_groups() -> None:
 def test_shared_expert_without_a_gate_has_no_logit() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     how = Scores(kind="sigmoid", gates_shared=False, scale=2.0)
-    weights, experts = moe.route(logits, 1, normalise=False, has_shared=True, scores=how)
+    weights, experts = moe.route(logits, 1, normalise=False, num_shared=1, scores=how)
     assert experts.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.tensor([[2 * torch.tensor(3.0).sigmoid(), 1.0]]))
 
@@ -91,3 +91,15 @@ def test_sigmoid_scores_are_taken_from_unrounded_logits() -> None:
     given = {"normalise": False, "dtype": torch.bfloat16}
     assert moe.route(logits, 1, **given, scores=Scores(kind="sigmoid"))[1].item() == 1
     assert moe.route(logits, 1, **given)[1].item() == 0
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_experts_without_gates_square_a_relu(num_tokens: int) -> None:
+    hidden, logits, gate_up, down = make(num_tokens, 4)
+    up = gate_up[:, :SIZE]
+    weights, experts = moe.route(logits, 2, normalise=True)
+    output = moe.apply(hidden, weights, experts, up, down)
+    units = torch.einsum("xih,th->txi", up, hidden).relu() ** 2
+    every = torch.einsum("xhi,txi->txh", down, units)
+    shares = torch.zeros(num_tokens, 4, dtype=torch.float64).scatter_(1, experts, weights)
+    assert relative_error(output, torch.einsum("tx,txh->th", shares, every)) < 1e-14

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from milepost.kernels import moe
 from milepost.kernels.moe import Scores
-from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
+from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Holder, merge
+from milepost.layers.weights import ExpertNames
 from tests.numbers import relative_error
 
 HIDDEN, SIZE, EXPERTS = 12, 6, 5
@@ -20,7 +21,7 @@ KIND = ParameterKind(dtype=torch.float64, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("scores", [Scores(), Scores(kind="sigmoid", gates_shared=False)], ids=str)
-@pytest.mark.parametrize("shared_size", [0, SIZE, 9])
+@pytest.mark.parametrize("shared_size", [0, SIZE, 3 * SIZE, 9])
 def test_shared_expert(shared_size: int, scores: Scores) -> None:
     """Stored through the placements, so that every row must lie where it is read."""
     shapes = ExpertShapes(

@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward: gate and up projection in one matrix.
+"""Feed-forwards: SwiGLU, whose gate and up projection stand in one matrix, and squared ReLU.
 
 Legend: T tokens, H hidden size, P split-K partials.
 """
@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from milepost.kernels import norm
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 
 
 class MLP(nn.Module):
-    """`hidden` [T, H] in and out, between them `size` units; a `Part`."""
+    """`hidden` [T, H] in and out, between them `size` units; a `Part`.
+
+    Of two projections' names (up and down) it has no gate, and squares a ReLU. Gate and up
+    projection may have one name: then one tensor holds both, in this order.
+    """
 
     spec = None
     operation = None
@@ -24,17 +29,21 @@ class MLP(nn.Module):
         hidden_size: int,
         size: int,
         kind: ParameterKind,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
-        gate, up, down = names
-        self.gate_up = Linear(hidden_size, ((gate, size), (up, size)), kind)
+        *up, down = names
+        self.is_gated = len(up) == 2
+        self.up = Linear(hidden_size, [(name, size) for name in up], kind)
         self.down = Linear(size, ((down, hidden_size),), kind)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(self.gate_up.gated(hidden))
+        return self.down(self._units(hidden))
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """The same, or partials [T, P, H] of it, for whoever reads it to add up. Padding costs
         nothing here, so it does not matter which tokens are real."""
-        return self.down.partials(self.gate_up.gated(hidden))
+        return self.down.partials(self._units(hidden))
+
+    def _units(self, hidden: Tensor) -> Tensor:
+        return self.up.gated(hidden) if self.is_gated else norm.relu_squared(self.up(hidden))

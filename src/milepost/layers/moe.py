@@ -1,9 +1,10 @@
 """Mixture of experts: each routed token's best experts, and optionally one expert that every token
 shares.
 
-A shared expert of the same size as the others is kept as one more of them, after the last, and its
-gate, if it has one, as one more row of the router: every token chooses it, so it costs no GEMM of
-its own. One of another size is an MLP beside them.
+A shared expert of the same size as the others, or a few times it, is kept as more of them, after
+the last, and its gate, if it has one, as one more row of the router: every token chooses it, so it
+costs no GEMM of its own. One of another size is an MLP beside them. Latent experts, which read and
+write a space smaller than the hidden one, have a projection before and behind them.
 
 Legend: T tokens, H hidden size, X experts, N experts for each token, P split-K partials.
 """
@@ -22,7 +23,10 @@ from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, place_whole
-from milepost.layers.weights import ExpertSizes
+from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes
+
+_MAX_JOINT = 4
+"""Experts that a shared one may be: each is one more for every token to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +42,14 @@ class ExpertShapes:
     scores: Scores = SOFTMAX
     has_bias: bool = False
     """A correction is added to the scores by which experts are chosen."""
+    latent_size: int = 0
+    """Of the space that experts read and write; 0: it is the hidden one."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """What a checkpoint calls tensors whose names differ from family to family."""
-
-    bias: str = "gate.e_score_correction_bias"
-    shared: str = "shared_expert"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of routed experts where they stand one by one."""
+    @property
+    def num_joint(self) -> int:
+        """Experts that the shared one is among the others; 0 where it stands beside them."""
+        count, rest = divmod(self.shared_size, self.size)
+        return 0 if rest or self.latent_size or count > _MAX_JOINT else count
 
 
 class MoE(nn.Module):
@@ -62,35 +64,37 @@ class MoE(nn.Module):
         hidden_size: int,
         shapes: ExpertShapes,
         kind: ParameterKind,
-        names: ExpertNames = ExpertNames(),
+        names: ExpertNames = USUAL_NAMES,
     ) -> None:
         super().__init__()
         self.shapes, self.kind, self.hidden_size = shapes, kind, hidden_size
         self.names = names
-        self.is_joint = shapes.shared_size == shapes.size
-        """The shared expert stands among the others."""
         has_gate = bool(shapes.shared_size) and shapes.scores.gates_shared
-        self.num_logits = shapes.num_experts + (self.is_joint and has_gate)
+        has_gate_row = shapes.num_joint > 0 and has_gate
+        self.num_logits = shapes.num_experts + has_gate_row
         # Products with whole groups of 8 outputs are faster.
         sections = (
-            ("gate", shapes.num_experts),
-            (f"{names.shared}_gate", int(self.is_joint and has_gate)),
+            (names.router, shapes.num_experts),
+            (f"{names.shared}_gate", int(has_gate_row)),
             (None, -self.num_logits % 8),
         )
         self.router = Linear(hidden_size, [each for each in sections if each[1]], kind)
         self.bias = kind.empty_precise(shapes.num_experts) if shapes.has_bias else None
-        experts = [f"experts.{expert}" for expert in range(shapes.num_experts)]
+        inner_size = shapes.latent_size or hidden_size
         sizes = ExpertSizes(
-            hidden_size=hidden_size,
+            hidden_size=inner_size,
             size=shapes.size,
-            names=(*experts, names.shared) if self.is_joint else tuple(experts),
-            num_stacked=shapes.num_experts,
-            projections=names.projections,
+            num_experts=shapes.num_experts,
+            num_shared=shapes.num_joint,
         )
-        self.experts = kind.precision("experts").experts(sizes, kind)
-        self.shared = self.shared_gate = None
-        if shapes.shared_size and not self.is_joint:
-            self.shared = MLP(hidden_size, shapes.shared_size, kind.under(names.shared))
+        self.experts = kind.precision("experts").experts(sizes, names, kind)
+        self.latent_in = self.latent_out = self.shared = self.shared_gate = None
+        if shapes.latent_size:
+            self.latent_in = Linear(hidden_size, (("fc1_latent_proj", inner_size),), kind)
+            self.latent_out = Linear(inner_size, (("fc2_latent_proj", hidden_size),), kind)
+        if shapes.shared_size and not shapes.num_joint:
+            own = kind.under(names.shared)
+            self.shared = MLP(hidden_size, shapes.shared_size, own, names.shared_projections)
             if has_gate:
                 self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), kind)
 
@@ -106,13 +110,16 @@ class MoE(nn.Module):
             logits[..., : self.num_logits],
             self.shapes.num_chosen,
             normalise=self.shapes.normalise,
-            has_shared=self.is_joint,
+            num_shared=self.shapes.num_joint,
             scores=self.shapes.scores,
             bias=self.bias,
             dtype=hidden.dtype,
             num_real=num_real,
         )
-        partials = self.experts.mix(hidden, shares, experts)
+        inputs = hidden if self.latent_in is None else self.latent_in(hidden)
+        partials = self.experts.mix(inputs, shares, experts)
+        if self.latent_out is not None:
+            partials = self.latent_out(partials.sum(1))[:, None]
         if self.shared_gate is not None:
             partials[:, 0].addcmul_(self.shared_gate(hidden).sigmoid_(), self.shared(hidden))
         elif self.shared is not None:

@@ -57,7 +57,8 @@ def num_positions(config: PreTrainedConfig) -> int:
     YaRN stretches the original length by its factor (arXiv:2309.00071, section 3.1), whatever
     `max_position_embeddings` says; linear scaling stretches that; llama3 names the stretched one.
     """
-    parameters, own = config.rope_parameters or {}, config.max_position_embeddings
+    parameters = getattr(config, "rope_parameters", None) or {}
+    own: int = config.max_position_embeddings
     match parameters.get("rope_type", "default"):
         case "yarn":
             return int(parameters["original_max_position_embeddings"] * parameters["factor"])

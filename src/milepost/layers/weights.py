@@ -12,6 +12,7 @@ Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P sp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import linear, moe, norm
 from milepost.layers.placements import (
+    Placement,
     Placements,
     fill_matrix,
     place_rows,
@@ -29,7 +31,6 @@ from milepost.layers.placements import (
 if TYPE_CHECKING:
     from milepost.layers.parameters import ParameterKind
 
-_PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 _PACKED_ROWS = 16
 """Rows of the products that a packed weight is arranged for; others are right too."""
 
@@ -89,18 +90,36 @@ class Experts(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls a mixture's tensors, where names differ from family to family.
+
+    Of experts with two projections (up and down) a ReLU is squared; those with three are SwiGLU.
+    Gate and up projection may have one name: then one tensor holds both, in this order.
+    """
+
+    router: str = "gate"
+    bias: str = "gate.e_score_correction_bias"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Of routed experts where they stand one by one."""
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    """All routed experts', where one tensor holds them: without the last projection, and it."""
+    shared: str = "shared_expert"
+    shared_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+
+
+USUAL_NAMES = ExpertNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSizes:
-    """Experts of a mixture, as they stand in memory and in the checkpoint."""
+    """Experts of a mixture, as they stand in memory."""
 
     hidden_size: int
     size: int
     """Units of an expert."""
-    names: tuple[str, ...]
-    """Of each expert, where the checkpoint has them one by one."""
-    num_stacked: int
-    """The first so many may be one tensor in the checkpoint, named `experts`."""
-    projections: tuple[str, str, str] = _PROJECTIONS
-    """Of those that are routed; a shared expert's have the usual names."""
+    num_experts: int
+    num_shared: int
+    """Behind the others; together they are the checkpoint's shared expert."""
 
 
 class Precision(Protocol):
@@ -110,7 +129,7 @@ class Precision(Protocol):
         """An unfilled matrix for one or several projections."""
         ...
 
-    def experts(self, sizes: ExpertSizes, kind: ParameterKind) -> Experts:
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Experts:
         """Unfilled matrices of a mixture's experts."""
         ...
 
@@ -122,8 +141,8 @@ class Raw:
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Weight:
         return RawWeight(kind.empty(num_outputs, num_inputs))
 
-    def experts(self, sizes: ExpertSizes, kind: ParameterKind) -> Experts:
-        return RawExperts(sizes, kind)
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Experts:
+        return RawExperts(sizes, names, kind)
 
 
 RAW = Raw()
@@ -181,36 +200,59 @@ class RawWeight(nn.Module):
 
 
 class RawExperts(nn.Module):
-    """Each expert's gate and up projection stand in one matrix."""
+    """Each expert's gate and up projection, or its up projection alone, stand in one matrix."""
 
-    def __init__(self, sizes: ExpertSizes, kind: ParameterKind) -> None:
+    def __init__(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> None:
         super().__init__()
-        self.sizes, self.kind = sizes, kind
-        num_experts = len(sizes.names)
-        self.gate_up = kind.empty(num_experts, 2 * sizes.size, sizes.hidden_size)
-        self.down = kind.empty(num_experts, sizes.hidden_size, sizes.size)
+        self.sizes, self.names, self.kind = sizes, names, kind
+        count = sizes.num_experts + sizes.num_shared
+        num_rows = (len(names.projections) - 1) * sizes.size
+        self.up = kind.empty(count, num_rows, sizes.hidden_size)
+        self.down = kind.empty(count, sizes.hidden_size, sizes.size)
 
     def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        return moe.partials(hidden, shares, experts, self.gate_up, self.down)
+        return moe.partials(hidden, shares, experts, self.up, self.down)
 
     def placements(self) -> Placements:
-        sizes, kind = self.sizes, self.kind
-        placements, single = {}, enumerate(sizes.names)
-        if kind.has("experts.gate_up_proj"):
-            placements = {
-                kind.full("experts.gate_up_proj"): place_rows(self.gate_up, 0, sizes.num_stacked),
-                kind.full("experts.down_proj"): place_rows(self.down, 0, sizes.num_stacked),
-            }
-            single = list(enumerate(sizes.names))[sizes.num_stacked :]
-        for expert, name in single:
-            gate_up, prefix = self.gate_up[expert], kind.full(name)
-            is_stacked = expert < sizes.num_stacked
-            gate, up, down = sizes.projections if is_stacked else _PROJECTIONS
-            placements[f"{prefix}.{gate}.weight"] = place_rows(gate_up, 0, sizes.size)
-            placements[f"{prefix}.{up}.weight"] = place_rows(gate_up, sizes.size, sizes.size)
+        names, count, full = self.names, self.sizes.num_experts, self.kind.full
+        placements = self._shared() if self.sizes.num_shared else {}
+        if self.kind.has(names.stacked[0]):
+            own = zip(names.stacked, (self.up, self.down), strict=True)
+            return placements | {full(name): place_rows(each, 0, count) for name, each in own}
+        *up, down = names.projections
+        for expert in range(count):
+            prefix = full(f"experts.{expert}")
+            for name, part in zip(up, self.up[expert].chunk(len(up)), strict=True):
+                placements[f"{prefix}.{name}.weight"] = place_whole(part)
             placements[f"{prefix}.{down}.weight"] = place_whole(self.down[expert])
         return placements
 
+    def _shared(self) -> Placements:
+        """The shared expert's units in parts, one part in each of the experts that it is."""
+        count, (hidden_size, size) = self.sizes.num_shared, self.down.shape[1:]
+        own, out = (each[-count:] for each in (self.up, self.down))
+        *up, down = self.names.shared_projections
+        prefix = self.kind.full(self.names.shared)
+        groups: dict[str, list[Tensor]] = {}
+        for name, rows in zip(up, own.chunk(len(up), 1), strict=True):
+            groups.setdefault(name, []).append(rows)
+
+        def store(parts: list[Tensor], values: Tensor) -> None:
+            for part, rows in zip(parts, values.chunk(len(parts)), strict=True):
+                part.copy_(rows.view(part.shape))
+
+        def store_down(values: Tensor) -> None:
+            out.copy_(values.unflatten(1, (count, size)).transpose(0, 1))
+
+        placements = {
+            f"{prefix}.{name}.weight": Placement(
+                (len(parts) * count * size, hidden_size), partial(store, parts)
+            )
+            for name, parts in groups.items()
+        }
+        shape = hidden_size, count * size
+        return placements | {f"{prefix}.{down}.weight": Placement(shape, store_down)}
+
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        for weight in (self.gate_up, self.down):
+        for weight in (self.up, self.down):
             fill_matrix(weight, spread, generator)

@@ -25,6 +25,11 @@ Requirement = tuple[Callable[[Any], bool], str]
 """Which values of a setting are run, and which these are in words."""
 
 
+def is_unset(value: Any) -> bool:
+    """A setting that is missing, or says no."""
+    return not value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A family of models. A file's `ARCHITECTURES` are all that there is to registering them."""

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.models import architectures
-from milepost.models.architecture import Architecture, Requirement, refuse_uneven
+from milepost.models.architecture import Architecture, Requirement, is_unset, refuse_uneven
 
 
 @lru_cache
@@ -55,12 +54,14 @@ def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> 
     refuse_uneven(config, "num_attention_heads", "num_key_value_heads")
     refuse_uneven(config, "linear_num_value_heads", "linear_num_key_heads")
     refuse_uneven(config, "mamba_n_heads", "mamba_n_groups")
-    num_experts = getattr(config, "num_experts", 0)
-    if num_experts and not 1 <= config.num_experts_per_tok <= num_experts:
-        raise UnsupportedModelError(
-            f"num_experts_per_tok={config.num_experts_per_tok} is not within "
-            f"num_experts={num_experts}"
-        )
+    refuse_uneven(config, "mamba_num_heads", "n_groups")
+    for name in ("num_experts", "num_local_experts"):
+        num_experts = getattr(config, name, 0)
+        if num_experts and not 1 <= config.num_experts_per_tok <= num_experts:
+            raise UnsupportedModelError(
+                f"num_experts_per_tok={config.num_experts_per_tok} is not within "
+                f"{name}={num_experts}"
+            )
 
 
 def refuse_layer_types(layer_types: Iterable[str], architecture: Architecture) -> None:
@@ -73,22 +74,18 @@ def refuse_layer_types(layer_types: Iterable[str], architecture: Architecture) -
             )
 
 
-def _is_unset(value: Any) -> bool:
-    return not value
-
-
 _REQUIREMENTS: dict[str, Requirement] = {
-    "quantization_config": (_is_unset, "an unquantized checkpoint"),
-    "compression_config": (_is_unset, "an unquantized checkpoint"),
+    "quantization_config": (is_unset, "an unquantized checkpoint"),
+    "compression_config": (is_unset, "an unquantized checkpoint"),
     "linear_conv_kernel_dim": (lambda value: value is None or value > 1, "2 or more"),
     "mamba_d_conv": (lambda value: value is None or value > 1, "2 or more"),
     "hidden_act": (lambda value: value in ("silu", "swish"), "silu"),
-    "use_sliding_window": (_is_unset, "false"),
-    "sliding_window": (_is_unset, "none"),
-    "attention_chunk_size": (_is_unset, "none"),
+    "use_sliding_window": (is_unset, "false"),
+    "sliding_window": (is_unset, "none"),
+    "attention_chunk_size": (is_unset, "none"),
     "attn_output_gate": (lambda value: value in (None, True), "true"),
-    "attn_logit_softcapping": (_is_unset, "none"),
-    "final_logit_softcapping": (_is_unset, "none"),
-    "is_encoder_decoder": (_is_unset, "false"),
+    "attn_logit_softcapping": (is_unset, "none"),
+    "final_logit_softcapping": (is_unset, "none"),
+    "is_encoder_decoder": (is_unset, "false"),
 }
 """Setting -> what holds for values that are run, and in words."""

@@ -26,15 +26,15 @@ def make(num_tokens: int, num_experts: int, hidden_size: int = HIDDEN, size: int
     return tuple(torch.randn(shape, generator=random) for shape in shapes)
 
 
-@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("num_shared", [0, 1])
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 5, 1), (6, 17, 4)])
 def test_route(
-    num_tokens: int, num_experts: int, num_chosen: int, normalise: bool, has_shared: bool
+    num_tokens: int, num_experts: int, num_chosen: int, normalise: bool, num_shared: int
 ) -> None:
     wide = make(num_tokens, num_experts + 3)[1]
-    logits = wide[:, : num_experts + has_shared]
-    arguments = {"normalise": normalise, "has_shared": has_shared}
+    logits = wide[:, : num_experts + num_shared]
+    arguments = {"normalise": normalise, "num_shared": num_shared}
     weights, experts = triton.route(logits, num_chosen, **arguments)
     expected_weights, expected_experts = reference.route(logits, num_chosen, **arguments)
     assert experts.tolist() == expected_experts.tolist()
@@ -42,26 +42,26 @@ def test_route(
 
 
 @pytest.mark.parametrize(
-    ("scores", "has_bias", "has_shared"),
+    ("scores", "has_bias", "num_shared"),
     [
-        (Scores(kind="sigmoid", scale=2.5, norm_eps=0.3), True, False),
-        (Scores(kind="sigmoid", gates_shared=False), True, True),
-        (Scores(kind="sigmoid", num_groups=3, num_groups_chosen=2), False, True),
-        (Scores(num_groups=5, num_groups_chosen=3), True, True),
-        (Scores(), True, False),
+        (Scores(kind="sigmoid", scale=2.5, norm_eps=0.3), True, 0),
+        (Scores(kind="sigmoid", gates_shared=False), True, 2),
+        (Scores(kind="sigmoid", num_groups=3, num_groups_chosen=2), False, 1),
+        (Scores(num_groups=5, num_groups_chosen=3), True, 2),
+        (Scores(), True, 0),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)
 def test_route_by_scores(
-    scores: Scores, has_bias: bool, has_shared: bool, dtype: torch.dtype
+    scores: Scores, has_bias: bool, num_shared: int, dtype: torch.dtype
 ) -> None:
     """Of float32 parts, as a router leaves them, and for padding."""
     num_experts = 15
-    logits = make(6, num_experts + (has_shared and scores.gates_shared))[1]
+    logits = make(6, num_experts + (num_shared > 0 and scores.gates_shared))[1]
     parts = torch.stack((logits / 2, logits / 4, logits / 4), 1)
     parts[4:] = torch.nan
     bias = torch.linspace(-0.4, 0.4, num_experts) if has_bias else None
-    given = {"normalise": True, "has_shared": has_shared, "scores": scores, "bias": bias}
+    given = {"normalise": True, "num_shared": num_shared, "scores": scores, "bias": bias}
     given |= {"dtype": dtype, "num_real": torch.tensor([4], dtype=torch.int32)}
     weights, experts = triton.route(parts, 4, **given)
     expected_weights, expected_experts = reference.route(parts, 4, **given)
@@ -73,7 +73,7 @@ def test_route_by_scores(
 def test_no_expert_of_no_number_is_chosen() -> None:
     """Where a router's logits are not numbers, experts that there are take the tokens."""
     logits = torch.full((1, 5), torch.nan)
-    given = {"normalise": False, "has_shared": False, "scores": Scores(kind="sigmoid")}
+    given = {"normalise": False, "num_shared": 0, "scores": Scores(kind="sigmoid")}
     assert (triton.route(logits, 2, **given)[1] < 5).all()
 
 
@@ -81,7 +81,7 @@ def test_no_expert_of_no_number_is_chosen() -> None:
 def test_no_expert_is_chosen_twice(dtype: torch.dtype) -> None:
     logits = torch.full((2, 6), -torch.inf, dtype=dtype)
     logits[0, 5] = logits[1, 3] = 0
-    _, experts = triton.route(logits, 4, normalise=False, has_shared=False)
+    _, experts = triton.route(logits, 4, normalise=False, num_shared=0)
     assert experts.tolist() == [[5, 0, 1, 2], [3, 0, 1, 2]]
 
 
@@ -93,7 +93,7 @@ def test_route_of_half_precision() -> None:
         [torch.tensor(values)[torch.randperm(10, generator=random)] for _ in "abcd"]
     )
     logits = logits.half()
-    arguments = {"normalise": False, "has_shared": False}
+    arguments = {"normalise": False, "num_shared": 0}
     weights, experts = triton.route(logits, 9, **arguments)
     assert (
         experts.tolist()
@@ -106,7 +106,7 @@ def test_route_of_half_precision() -> None:
 def test_padding_chooses_what_the_last_token_does() -> None:
     logits = make(6, 9)[1]
     logits[4:] = torch.nan
-    arguments = {"normalise": True, "has_shared": True}
+    arguments = {"normalise": True, "num_shared": 1}
     expected = triton.route(logits[[0, 1, 2, 3, 3, 3]], 2, **arguments)
     for route in (triton.route, reference.route):
         found = route(logits, 2, **arguments, num_real=torch.tensor([4], dtype=torch.int32))
@@ -120,7 +120,7 @@ def test_route_of_parts() -> None:
     """They are added up and rounded, so that nobody can tell."""
     logits = make(5, 9)[1]
     parts = torch.stack((logits / 2, logits / 4, logits / 4))[:, :, :7].transpose(0, 1)
-    arguments = {"normalise": False, "has_shared": True}
+    arguments = {"normalise": False, "num_shared": 1}
     for route in (triton.route, reference.route):
         weights, experts = route(logits[:, :7].half(), 2, **arguments)
         routed = route(parts, 2, **arguments, dtype=torch.half)
@@ -190,7 +190,7 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     hidden, logits, gate_up, down = make(40, 6)
     logits[:, 2] = -torch.inf
     gate_up[2] = down[2] = torch.nan
-    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
     assert triton.partials(hidden, weights, experts, gate_up, down).isfinite().all()
 
 
@@ -227,7 +227,7 @@ def test_vectors_write_every_output() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype) -> None:
     hidden, logits, gate_up, down = (tensor.to(dtype) for tensor in make(40, 4))
-    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
     assert weights.dtype == dtype
     parts: Tensor = triton.partials(hidden, weights, experts, gate_up, down)
     wide = (tensor.float() for tensor in (hidden, weights))
@@ -242,7 +242,7 @@ def test_tall_blocks(num_tokens: int) -> None:
     hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 4, 256, 128))
     logits[:, 0] += 1
     logits[:, 2] = -torch.inf
-    weights, experts = triton.route(logits, 2, normalise=True, has_shared=False)
+    weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
     active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 2, 256), torch.nan, dtype=torch.half)
     groups = group_many(experts, 4, tall.BLOCK_M)
@@ -261,7 +261,7 @@ def test_few_tokens(num_tokens: int) -> None:
     hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 5, 256, 128))
     logits[:, 2] = -torch.inf
     gate_up[2] = down[2] = torch.nan
-    weights, experts = triton.route(logits, 2, normalise=True, has_shared=True)
+    weights, experts = triton.route(logits, 2, normalise=True, num_shared=1)
     assert few.suits(hidden, gate_up)
     active = torch.full((experts.numel(), 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 3, 256), torch.nan, dtype=torch.half)

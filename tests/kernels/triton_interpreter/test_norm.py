@@ -39,7 +39,9 @@ def test_what_is_normed_is_the_rounded_sum() -> None:
 
 
 @pytest.mark.parametrize("size", [5, 1030])
-def test_silu_mul(size: int) -> None:
+def test_activations(size: int) -> None:
     wide = randn(3, 2 * size + 7)
     gate_up = wide[:, : 2 * size]
     torch.testing.assert_close(triton.silu_mul(gate_up), reference.silu_mul(gate_up))
+    hidden = wide[:, :size]
+    torch.testing.assert_close(triton.relu_squared(hidden), reference.relu_squared(hidden))

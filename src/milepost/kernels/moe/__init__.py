@@ -23,14 +23,14 @@ def route(
     num_chosen: int,
     *,
     normalise: bool,
-    has_shared: bool = False,
+    num_shared: int = 0,
     scores: Scores = SOFTMAX,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     num_real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.route`; the experts' integer type is the device's choice."""
-    how = {"normalise": normalise, "has_shared": has_shared, "dtype": dtype, "num_real": num_real}
+    how = {"normalise": normalise, "num_shared": num_shared, "dtype": dtype, "num_real": num_real}
     return _module(logits).route(logits, num_chosen, scores=scores, bias=bias, **how)
 
 

@@ -1,7 +1,8 @@
-"""Routed SwiGLU experts in plain torch: the definition, on any device.
+"""Routed experts in plain torch: the definition, on any device.
 
 Legend: T tokens, X experts, N experts for each token, H hidden size, I intermediate size. `gate_up`
-[X, 2 * I, H] holds an expert's gate rows, then its up rows; `down` is [X, H, I].
+[X, 2 * I, H] holds a SwiGLU expert's gate rows, then its up rows; [X, I, H] the up rows of one that
+has no gate, and squares a ReLU. `down` is [X, H, I].
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def route(
     num_chosen: int,
     *,
     normalise: bool,
-    has_shared: bool = False,
+    num_shared: int = 0,
     scores: Scores = SOFTMAX,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -36,8 +37,8 @@ def route(
     `logits` [T, X], or [T, P, X] whose parts are added up; for a softmax they are rounded to
     `dtype` first. `bias` [X] is added to the scores by which experts are chosen, not to those that
     become weights. With `normalise` the weights of a token's `num_chosen` experts add up to 1.
-    With `has_shared` one expert more is every token's last choice, its weight the sigmoid of the
-    last logit, and the others are chosen as if it were not there.
+    `num_shared` experts more are every token's last choices, their weight the sigmoid of the last
+    logit, and the others are chosen as if they were not there.
 
     Tokens from `num_real` [1] on are padding, whose logits mean nothing: they choose what the last
     one before them does, so that no expert is needed for them alone.
@@ -50,7 +51,7 @@ def route(
     if scores.kind == "softmax":
         logits = cast(logits, dtype)
     logits = cast(logits, accumulation_dtype(logits.dtype))
-    has_gate = has_shared and scores.gates_shared
+    has_gate = num_shared > 0 and scores.gates_shared
     routed = logits[:, :-1] if has_gate else logits
     values = routed.softmax(-1) if scores.kind == "softmax" else routed.sigmoid()
     wanted = values if bias is None else values + bias
@@ -61,11 +62,12 @@ def route(
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + scores.norm_eps)
     weights = weights * scores.scale
-    if has_shared:
-        shared = routed.shape[1]
-        share = logits[:, shared:].sigmoid() if has_gate else weights.new_ones(len(weights), 1)
-        weights = torch.cat((weights, share), -1)
-        experts = F.pad(experts, (0, 1), value=shared)
+    if num_shared:
+        first = routed.shape[1]
+        share = logits[:, first:].sigmoid() if has_gate else weights.new_ones(len(weights), 1)
+        weights = torch.cat((weights, share.expand(-1, num_shared)), -1)
+        shared = torch.arange(first, first + num_shared, device=experts.device)
+        experts = torch.cat((experts, shared.expand(len(experts), -1)), -1)
     return cast(weights, dtype), experts
 
 
@@ -96,16 +98,23 @@ def apply(
     return _apply_hit(hidden, weights, experts, gate_up, down)
 
 
+def _activate(inputs: Tensor, size: int) -> Tensor:
+    """[..., `size`]: SiLU of the first half of the columns times the second; of so many columns,
+    the square of their ReLU."""
+    if inputs.shape[-1] == size:
+        return F.relu(inputs).square_()
+    gate, up = inputs.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
 def _apply_all(
     hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
     """Run every expert for every token; those that were not chosen weigh nothing."""
     num_experts = gate_up.shape[0]
     shares = weights.new_zeros(hidden.shape[0], num_experts).scatter_(1, experts, weights)
-    gate, up = (
-        F.linear(hidden, gate_up.flatten(0, 1)).view(-1, num_experts, gate_up.shape[1]).chunk(2, -1)
-    )
-    active = F.silu(gate).mul_(up).mul_(shares[:, :, None])
+    inputs = F.linear(hidden, gate_up.flatten(0, 1)).view(-1, num_experts, gate_up.shape[1])
+    active = _activate(inputs, down.shape[2]).mul_(shares[:, :, None])
     return torch.bmm(active.transpose(0, 1), down.transpose(1, 2)).sum(0)
 
 
@@ -125,7 +134,7 @@ def _apply_hit(
             continue
         rows = slice(end, end + count)
         end += count
-        gate, up = F.linear(gathered[rows], gate_up[expert]).chunk(2, -1)
-        mixed = F.linear(F.silu(gate).mul_(up), down[expert]).mul_(shares[rows])
+        active = _activate(F.linear(gathered[rows], gate_up[expert]), down.shape[2])
+        mixed = F.linear(active, down[expert]).mul_(shares[rows])
         output.index_add_(0, tokens[rows], mixed)
     return output

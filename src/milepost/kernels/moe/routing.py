@@ -21,7 +21,7 @@ def route(
     num_chosen: int,
     *,
     normalise: bool,
-    has_shared: bool,
+    num_shared: int,
     scores: Scores = SOFTMAX,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -31,9 +31,9 @@ def route(
 
     `num_real` is int32 and read before the kernel ahead has ended, which must not write it.
     """
-    has_gate = has_shared and scores.gates_shared
+    has_gate = num_shared > 0 and scores.gates_shared
     num_tokens, num_experts = logits.shape[0], logits.shape[-1] - has_gate
-    width = num_chosen + has_shared
+    width = num_chosen + num_shared
     weights = torch.empty(num_tokens, width, dtype=dtype or logits.dtype, device=logits.device)
     experts = torch.empty(num_tokens, width, dtype=torch.int32, device=logits.device)
     has_parts = logits.dim() == 3
@@ -45,7 +45,7 @@ def route(
         "COLUMNS": triton.next_power_of_2(num_experts),
         "CHOSEN": num_chosen,
         "NORMALISE": normalise,
-        "SHARED": has_shared,
+        "SHARED": num_shared,
         "num_warps": 1,
         **OVERLAPPED,
     }
@@ -150,7 +150,7 @@ def _route_kernel(
     if SHARED:
         gate = _add_up(row + EXPERTS, part_stride, None, dtype, PARTS)
         shares = tl.where(is_chosen, shares, tl.sigmoid(gate))
-        best_experts = tl.where(is_chosen, best_experts, EXPERTS)
+        best_experts = tl.where(is_chosen, best_experts, EXPERTS + place - CHOSEN)
     target = token * WIDTH + place
     tl.store(weights + target, shares.to(dtype), mask=place < WIDTH)
     tl.store(experts + target, best_experts, mask=place < WIDTH)
@@ -222,7 +222,7 @@ def _route_scores_kernel(
         if GATED:
             gate = tl.sigmoid(_add_up(row + EXPERTS, part_stride, None, rounded, PARTS))
         shares = tl.where(place < CHOSEN, shares, gate)
-        best_experts = tl.where(place < CHOSEN, best_experts, EXPERTS)
+        best_experts = tl.where(place < CHOSEN, best_experts, EXPERTS + place - CHOSEN)
     target = token * WIDTH + place
     tl.store(weights + target, shares.to(weights.dtype.element_ty), mask=place < WIDTH)
     tl.store(experts + target, best_experts, mask=place < WIDTH)

@@ -21,11 +21,11 @@ class Scores:
     scale: float = 1.0
     """Of the shares, but for the shared expert's."""
     gates_shared: bool = True
-    """The shared expert's share is the sigmoid of the last logit; else it is 1, with no logit."""
+    """The shared experts' share is the sigmoid of the last logit; else it is 1, with no logit."""
 
     @property
     def is_plain(self) -> bool:
-        """A softmax is all, and a shared expert has a gate."""
+        """A softmax is all, and shared experts have a gate."""
         return self == Scores()
 
 

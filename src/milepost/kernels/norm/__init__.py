@@ -1,4 +1,5 @@
-"""Norms and activations fused with what stands around them: `add_norm` and `silu_mul`.
+"""Norms and activations fused with what stands around them: `add_norm`, `silu_mul` and
+`relu_squared`.
 
 This is the door to the op: callers import it from here, whatever computes it. `reference` is the
 definition; on a GPU `triton` computes it.
@@ -13,7 +14,7 @@ from torch import Tensor
 from milepost.kernels.device import runs_triton
 from milepost.kernels.norm import reference
 
-__all__ = ["add_norm", "silu_mul"]
+__all__ = ["add_norm", "relu_squared", "silu_mul"]
 
 
 def add_norm(
@@ -26,6 +27,11 @@ def add_norm(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `reference.silu_mul`."""
     return _module(gate_up).silu_mul(gate_up)
+
+
+def relu_squared(hidden: Tensor) -> Tensor:
+    """See `reference.relu_squared`."""
+    return _module(hidden).relu_squared(hidden)
 
 
 def _module(tensor: Tensor) -> ModuleType:

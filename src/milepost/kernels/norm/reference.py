@@ -32,5 +32,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def relu_squared(hidden: Tensor) -> Tensor:
+    """The square of the ReLU, [T, I] in and out."""
+    return F.relu(hidden).square_()
+
+
 def _add_up(parts: Tensor) -> Tensor:
     return parts.squeeze(1) if parts.shape[1] == 1 else parts.sum(1)

@@ -88,21 +88,44 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """As `reference.silu_mul`; rows of `gate_up` may lie apart. Computed in float32."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
-    _silu_mul_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
-        gate_up, output, gate_up.stride(0), SIZE=size, COLUMNS=_COLUMNS, num_warps=4, **OVERLAPPED
+    return _activate(gate_up, output, is_gated=True)
+
+
+def relu_squared(hidden: Tensor) -> Tensor:
+    """As `reference.relu_squared`; rows of `hidden` may lie apart. Computed in float32."""
+    return _activate(hidden, hidden.new_empty(hidden.shape), is_gated=False)
+
+
+def _activate(inputs: Tensor, output: Tensor, *, is_gated: bool) -> Tensor:
+    num_tokens, size = output.shape
+    _activate_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
+        inputs,
+        output,
+        inputs.stride(0),
+        SIZE=size,
+        COLUMNS=_COLUMNS,
+        GATED=is_gated,
+        num_warps=4,
+        **OVERLAPPED,
     )
     return output
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, output, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+def _activate_kernel(
+    inputs, output, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
+):
     let_next_start()
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < SIZE
-    source = gate_up + token * stride + column
-    gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
-    up = tl.load(source + SIZE, mask=is_column, other=0.0).to(tl.float32)
-    result = gate * tl.sigmoid(gate) * up
+    source = inputs + token * stride + column
+    result = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(source + SIZE, mask=is_column, other=0.0).to(tl.float32)
+        result = result * tl.sigmoid(result) * up
+    else:
+        result = tl.maximum(result, 0.0)
+        result *= result
     tl.store(output + token * SIZE + column, result.to(output.dtype.element_ty), mask=is_column)

@@ -1,0 +1,123 @@
+"""Nemotron-H and Nemotron-3: one mixer or feed-forward a layer, of Mamba2, attention without
+positions, squared ReLU and experts of it, chosen by sigmoids, latent in the larger models.
+
+Time steps are bounded as `time_step_limit` says, as in the published code: transformers 5 bounds
+them by `time_step_min`, which is about how they began to be trained, and so changes answers.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from milepost.kernels.moe import Scores
+from milepost.layers.attention import Attention, AttentionShapes
+from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
+from milepost.layers.mlp import MLP
+from milepost.layers.moe import ExpertShapes, MoE
+from milepost.layers.norm import RMSNorm
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.parts import Block, Layer, Part
+from milepost.layers.weights import ExpertNames
+from milepost.models.architecture import Architecture, is_unset
+from milepost.models.decoder import Parts
+
+_NAMES = ExpertNames(
+    projections=("up_proj", "down_proj"),
+    stacked=("experts.up_proj", "experts.down_proj"),
+    shared="shared_experts",
+    shared_projections=("up_proj", "down_proj"),
+)
+
+
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+    layers = []
+    for index, layer_type in enumerate(config.layer_types):
+        own = kind.under(f"layers.{index}")
+        part = _PARTS[layer_type](config, own.under("mixer"))
+        layers.append(Layer(Block(part, pre=_norm(config, own.under("norm")))))
+    return Parts(layers=layers, norm=_norm(config, kind.under("norm_f")))
+
+
+def _mamba2(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+    shapes = Mamba2Shapes(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        num_groups=config.n_groups,
+        state_size=config.ssm_state_size,
+        conv_width=config.conv_kernel,
+        chunk_size=config.chunk_size,
+        norm_eps=config.layer_norm_epsilon,
+        bias=config.use_bias,
+        conv_bias=config.use_conv_bias,
+        time_step_limit=tuple(config.time_step_limit),
+    )
+    return Mamba2(shapes, kind)
+
+
+def _attention(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+    shapes = AttentionShapes(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+    return Attention(shapes, kind, rotary=None)
+
+
+def _mlp(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+    return MLP(config.hidden_size, config.intermediate_size, kind, ("up_proj", "down_proj"))
+
+
+def _experts(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+    shapes = ExpertShapes(
+        num_experts=config.n_routed_experts,
+        num_chosen=config.num_experts_per_tok,
+        size=config.moe_intermediate_size,
+        shared_size=config.moe_shared_expert_intermediate_size,
+        normalise=config.norm_topk_prob,
+        scores=Scores(
+            kind="sigmoid",
+            num_groups=config.n_group,
+            num_groups_chosen=config.topk_group,
+            scale=config.routed_scaling_factor,
+            gates_shared=False,
+        ),
+        has_bias=True,
+        latent_size=config.moe_latent_size or 0,
+    )
+    return MoE(config.hidden_size, shapes, kind, _NAMES)
+
+
+_PARTS = {
+    "linear_attention": _mamba2,
+    "full_attention": _attention,
+    "mlp": _mlp,
+    "moe": _experts,
+}
+
+
+def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.layer_norm_epsilon, kind)
+
+
+ARCHITECTURES = (
+    Architecture(
+        model_types=("nemotron_h",),
+        build=_parts,
+        layer_types=tuple(_PARTS),
+        requirements={
+            "hidden_act": (is_unset, "none"),
+            "mlp_hidden_act": (lambda value: value == "relu2", "relu2"),
+            "mamba_hidden_act": (lambda value: value in ("silu", "swish"), "silu"),
+            "attention_bias": (is_unset, "false"),
+            "mlp_bias": (is_unset, "false"),
+            "mamba_proj_bias": (is_unset, "false"),
+            "residual_in_fp32": (is_unset, "false"),
+            "conv_kernel": (lambda value: value > 1, "2 or more"),
+            "n_shared_experts": (lambda value: value == 1, "1"),
+        },
+        prefixes=("backbone", "model"),
+        embedding="embeddings",
+    ),
+)
