@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from milepost.kernels import sampling as kernels
-from milepost.kernels.sampling import reference, triton_draw
+from milepost.kernels.sampling import reference, triton_adjust, triton_draw, triton_search
 from milepost.runner import choice
 from milepost.sampling_params import SamplingParams
 from tests.kernels.draws import WISHES, defined, drawn, make_logits, make_rows, sampler_for
@@ -117,7 +117,10 @@ def test_rehearsal_compiles_what_steps_launch() -> None:
     sampler = sampler_for(logits)
     sampler.rehearse(torch.bfloat16)
     kernels_of = [
-        getattr(triton_draw, name) for name in vars(triton_draw) if name.endswith("_kernel")
+        kernel
+        for stage in (triton_adjust, triton_search, triton_draw)
+        for name, kernel in vars(stage).items()
+        if name.endswith("_kernel")
     ]
     before = [_num_compiled(kernel) for kernel in kernels_of]
     for num in (1, 3, 14):

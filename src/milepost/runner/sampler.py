@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.sampling import triton_draw
-from milepost.kernels.sampling.triton_draw import StepRows, Workspace, block_size, num_blocks
+from milepost.kernels.sampling import rows as layout
+from milepost.kernels.sampling.rows import StepRows, Workspace, block_size, num_blocks
+from milepost.kernels.sampling.triton_draw import draw
 from milepost.runner.counts import Counts
 from milepost.runner.sampling import SamplingRow, log_of, temperature_of, top_k_of
 from milepost.runner.staging import Staging, num_staged_bytes
@@ -61,11 +62,9 @@ class Sampler:
         if num_bytes > self._staging.num_bytes:
             self._staging = Staging(self._device, 2 * num_bytes)
         self._staging.send(step)
-        searches = bool((step.ints[:, triton_draw.KIND] & triton_draw.SEARCHES).any())
+        searches = bool((step.ints[:, layout.KIND] & layout.SEARCHES).any())
         views = self._staging.views(step)
-        return triton_draw.draw(
-            logits, best, self._counts.table, views, self._work, searches=searches
-        )
+        return draw(logits, best, self._counts.table, views, self._work, searches=searches)
 
     def rehearse(self, dtype: torch.dtype) -> None:
         """Launch every kernel once, with logits of this type."""
@@ -74,10 +73,10 @@ class Sampler:
         params = SamplingParams(top_k=1, top_p=0.5, temperature=1.0)
         row = SamplingRow(params=params, seed=0, tokens=(), num_prompt_tokens=0)
         step = self._build([-1], [row], [-1])
-        step.ints[:, triton_draw.KIND] = triton_draw.DRAWS | triton_draw.SEARCHES
+        step.ints[:, layout.KIND] = layout.DRAWS | layout.SEARCHES
         self._staging.send(step)
         views = self._staging.views(step)
-        triton_draw.draw(logits, best, self._counts.table, views, self._work, searches=True)
+        draw(logits, best, self._counts.table, views, self._work, searches=True)
 
     def _build(
         self, numbers: Sequence[int], rows: Sequence[SamplingRow], places: Sequence[int]
@@ -85,15 +84,15 @@ class Sampler:
         """A few numpy calls a step, and as little Python a row as can be: the device waits."""
         own = self._constants.places(numbers, rows)
         ints = self._constants.ints[own]
-        ints[:, triton_draw.INDEX] = [row.index for row in rows]
-        ints[:, triton_draw.COUNTS] = places
-        for index in np.flatnonzero(ints[:, triton_draw.KIND] == 0).tolist():
-            ints[index, triton_draw.KIND] = 0 if rows[index].is_adjusted else triton_draw.IS_PLAIN
+        ints[:, layout.INDEX] = [row.index for row in rows]
+        ints[:, layout.COUNTS] = places
+        for index in np.flatnonzero(ints[:, layout.KIND] == 0).tolist():
+            ints[index, layout.KIND] = 0 if rows[index].is_adjusted else layout.IS_PLAIN
         masked = [index for index, row in enumerate(rows) if row.mask is not None]
         masks = np.empty((len(masked), -(-self._vocab_size // 32)), np.int32)
         for place, index in enumerate(masked):
             masks[place] = rows[index].mask
-            ints[index, triton_draw.MASK] = place
+            ints[index, layout.MASK] = place
         starts, entry_ids, entry_values = self._added(numbers, rows)
         return StepRows(
             ints=ints,
@@ -134,7 +133,7 @@ class _Constants:
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
-        self.ints = np.zeros((num_rows, triton_draw.NUM_INTS), np.int32)
+        self.ints = np.zeros((num_rows, layout.NUM_INTS), np.int32)
         self.floats = np.zeros((num_rows, 4), np.float32)
         self.top_p = np.ones(num_rows, np.float64)
         self._vocab_size = vocab_size
@@ -166,7 +165,7 @@ class _Constants:
         params, top_k = row.params, top_k_of(row, self._vocab_size)
         kind = 0
         if not row.takes_the_best:
-            kind = triton_draw.DRAWS | (triton_draw.SEARCHES if params.top_p < 1 or top_k else 0)
+            kind = layout.DRAWS | (layout.SEARCHES if params.top_p < 1 or top_k else 0)
         low, high = row.seed & _WORD, row.seed >> 32
         ints = (kind, 0, top_k, _floor_bits(params.min_p), -1, -1, low, high)
         self.ints[place] = np.array(ints, np.int64).astype(np.uint32).view(np.int32)

@@ -11,8 +11,9 @@ import torch
 import triton.language as tl
 from triton import jit
 
-from milepost.kernels.sampling import reference, triton, triton_draw
-from milepost.kernels.sampling.triton_draw import StepRows
+from milepost.kernels.sampling import reference, triton, triton_draw, triton_parts, triton_search
+from milepost.kernels.sampling import rows as layout
+from milepost.kernels.sampling.rows import StepRows
 from milepost.runner import sampler
 from milepost.sampling_params import SamplingParams
 from tests.kernels.draws import (
@@ -44,8 +45,8 @@ def test_argmax_of_nothing_is_a_token() -> None:
 @pytest.fixture
 def blocks(monkeypatch) -> None:
     """Several to a row."""
-    monkeypatch.setattr(triton_draw, "BLOCK", 64)
-    monkeypatch.setattr(triton_draw, "_CHUNK", 256)
+    monkeypatch.setattr(layout, "BLOCK", 64)
+    monkeypatch.setattr(triton_search, "_CHUNK", 256)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,8 @@ def test_tokens_are_the_definitions(vocab_size: int, dtype: torch.dtype, blocks)
 
 def test_more_logits_than_are_listed(blocks, monkeypatch) -> None:
     """Then the whole row is read; and more rows than fit at once take turns."""
-    monkeypatch.setattr(triton_draw, "_CAPACITY", tl.constexpr(4))
-    monkeypatch.setattr(triton_draw, "_CHUNK", 64)
+    monkeypatch.setattr(triton_search, "_CAPACITY", tl.constexpr(4))
+    monkeypatch.setattr(triton_search, "_CHUNK", 64)
     monkeypatch.setattr(sampler, "_ROWS_AT_ONCE", 2)
     rows = make_rows(130, 3, ["top_k of many", "wide top_p", "all at once"])
     logits = make_logits(3, 130, 1, torch.float16)
@@ -96,9 +97,9 @@ def test_equal_logits_stay_or_go_together(blocks) -> None:
 
 
 def test_noise_is_the_definitions() -> None:
-    ints = torch.zeros(2, triton_draw.NUM_INTS, dtype=torch.int32)
-    ints[:, triton_draw.INDEX] = torch.tensor([0, 77])
-    ints[1, triton_draw.SEED_LOW], ints[1, triton_draw.SEED_HIGH] = -5, 2**31 - 1
+    ints = torch.zeros(2, layout.NUM_INTS, dtype=torch.int32)
+    ints[:, layout.INDEX] = torch.tensor([0, 77])
+    ints[1, layout.SEED_LOW], ints[1, layout.SEED_HIGH] = -5, 2**31 - 1
     found = torch.empty(2, 1024)
     _noise_kernel[(2,)](ints, found, block=1024)
     seeds = [0, (2**31 - 1) << 32 | (2**32 - 5)]
@@ -109,7 +110,7 @@ def test_noise_is_the_definitions() -> None:
 @jit
 def _noise_kernel(ints, found, block: tl.constexpr):
     row = tl.program_id(0)
-    noise = triton_draw._gumbel(ints + row * triton_draw._INTS, 0, block)
+    noise = triton_draw._gumbel(ints + row * triton_parts.INTS, 0, block)
     tl.store(found + row * block + tl.arange(0, block), noise)
 
 

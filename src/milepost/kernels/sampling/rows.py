@@ -1,0 +1,82 @@
+"""What the launches of a step's draws read, and what they leave for one another.
+
+Legend: R rows, V vocabulary, B blocks, E entries (biases), W words of a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 8192
+LISTED = 16384
+"""Logits that `triton_search` may find collected; of more it reads the whole row, which is slower.
+"""
+NUM_BOUNDS = 16
+
+# Columns of `StepRows.ints`.
+KIND, INDEX, TOP_K, FLOOR, COUNTS, MASK, SEED_LOW, SEED_HIGH = range(8)
+NUM_INTS = 8
+# Bits of a kind.
+IS_PLAIN, DRAWS, SEARCHES = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """What the sampling of a step depends on besides logits: arrays in numpy, then tensors."""
+
+    ints: Any
+    """[R, 8] int32: kind, index of the draw, top_k (0: all), bits of min_p's distance, row of
+    counts and row of masks (-1: none), the seed's two words."""
+    floats: Any
+    """[R, 4] float32: temperature, repetition, frequency and presence penalty."""
+    top_p: Any
+    """[R] float64."""
+    starts: Any
+    """[R, B + 1] int32, where the entries of each block of the vocabulary begin, by token id."""
+    entry_ids: Any
+    """[E] int32."""
+    entry_values: Any
+    """[E] float32, added to logits."""
+    masks: Any
+    """[masks, W] int32."""
+
+
+def num_blocks(vocab_size: int) -> int:
+    """Blocks of a row."""
+    return -(-vocab_size // block_size(vocab_size))
+
+
+def block_size(vocab_size: int) -> int:
+    """Tokens of a block."""
+    return min(BLOCK, max(1 << (vocab_size - 1).bit_length(), 16))
+
+
+class Workspace:
+    """What the launches of up to `num_rows` rows leave for one another."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        blocks = num_blocks(vocab_size)
+        self.num_rows, self.vocab_size = num_rows, vocab_size
+        self.num_blocks, self.block = blocks, block_size(vocab_size)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.adjusted = empty(num_rows, vocab_size)
+        self.tops = empty(num_rows, blocks)
+        self.sums = empty(2, num_rows, NUM_BOUNDS, dtype=torch.int64)
+        self.listed = empty(num_rows, LISTED)
+        self.found = empty(num_rows, 4, dtype=torch.int32)
+        """Number of logits collected, the least and the greatest of their distances that lie in
+        the interval, and the distance of the lowest logit kept."""
+        self.best = empty(num_rows, blocks)
+        self.columns = empty(num_rows, blocks, dtype=torch.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the device's memory."""
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))

@@ -1,0 +1,106 @@
+"""The first stage of a draw: biases, penalties and masks; the best logit of each block.
+
+Legend: R rows, V vocabulary, W words of a mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.sampling.rows import StepRows, Workspace
+from milepost.kernels.sampling.triton_parts import BEYOND, COUNTS, INTS, MASK, NUM_BOUNDS, PLAIN
+
+
+def adjust(
+    logits: Tensor, counts: Tensor, rows: StepRows, work: Workspace, first: int, last: int
+) -> None:
+    """Of the rows from `first` to `last`."""
+    _adjust_kernel[(work.num_blocks, last - first)](
+        logits,
+        work.adjusted,
+        counts,
+        rows.starts,
+        rows.entry_ids,
+        rows.entry_values,
+        rows.masks,
+        work.sums,
+        work.found,
+        rows.ints,
+        rows.floats,
+        work.tops,
+        first,
+        work.vocab_size,
+        logits.stride(0),
+        rows.masks.shape[1],
+        work.num_rows,
+        BLOCK=work.block,
+        num_warps=16,
+    )
+
+
+@triton.jit(do_not_specialize=["first"])
+def _adjust_kernel(
+    logits,
+    adjusted,
+    counts,
+    starts,
+    entry_ids,
+    entry_values,
+    masks,
+    sums,
+    found,
+    ints,
+    floats,
+    tops,
+    first,
+    vocab_size,
+    stride,
+    num_words,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = i_r + first
+    kind = tl.load(ints + row * INTS)
+    if kind & PLAIN == 0:
+        o_v = i_b * BLOCK + tl.arange(0, BLOCK)
+        is_token = o_v < vocab_size
+        x = tl.load(logits + row * stride + o_v, mask=is_token, other=float("-inf"))
+        x = x.to(tl.float32)
+        x = tl.where(x == x, x, float("-inf"))  # NaN is not chosen
+        entries = starts + row * (tl.num_programs(0) + 1) + i_b
+        for entry in range(tl.load(entries), tl.load(entries + 1)):
+            token = tl.load(entry_ids + entry)
+            x = tl.where(o_v == token, x + tl.load(entry_values + entry), x)
+        count_row = tl.load(ints + row * INTS + COUNTS).to(tl.int64)
+        if count_row >= 0:
+            x = _penalized(x, counts + count_row * vocab_size + o_v, is_token, floats + row * 4)
+        mask_row = tl.load(ints + row * INTS + MASK).to(tl.int64)
+        if mask_row >= 0:
+            words = masks + mask_row * num_words + o_v // 32
+            is_allowed = tl.load(words, mask=is_token, other=0) >> (o_v % 32) & 1
+            x = tl.where(is_allowed != 0, x, float("-inf"))
+        tl.store(adjusted + i_r * vocab_size + o_v, x, mask=is_token)
+        tl.store(tops + i_r * tl.num_programs(0) + i_b, tl.max(x, 0))
+        if i_b == 0:
+            bounds = tl.arange(0, NUM_BOUNDS)
+            nothing = tl.zeros([NUM_BOUNDS], tl.int64)
+            tl.store(sums + i_r * NUM_BOUNDS + bounds, nothing)
+            tl.store(sums + (num_rows + i_r) * NUM_BOUNDS + bounds, nothing)
+            tl.store(found + i_r * 4, 0)
+            tl.store(found + i_r * 4 + 1, BEYOND)
+            tl.store(found + i_r * 4 + 2, -1)
+
+
+@triton.jit
+def _penalized(x, counts, is_token, floats):
+    """As the penalties change logits whose counts lie there."""
+    repetition, frequency = tl.load(floats + 1), tl.load(floats + 2)
+    presence = tl.load(floats + 3)
+    counted = tl.load(counts, mask=is_token, other=0).to(tl.int32)
+    count = (counted & 0x7FFF).to(tl.float32)
+    repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+    x = tl.where(counted != 0, repeated, x)
+    return tl.where(count > 0, x - (frequency * count + presence), x)

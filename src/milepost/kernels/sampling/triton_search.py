@@ -1,0 +1,295 @@
+"""The stages of a draw that find the lowest logit which top_k and top_p keep, without sorting.
+
+1. narrow, twice: which of 16 intervals of logits holds it, by how much lies above each bound.
+   Twice, since 16 x 16 intervals leave a few thousand logits of a large vocabulary.
+2. collect: the logits of that interval; for a row with top_k everything above it too.
+3. settle: bisects the interval over what was collected.
+
+The lowest logit kept is the first at which the sum of weights from the best on reaches a target: of
+ones for top_k, of masses for top_p. Masses are integers, so sums do not depend on the order of
+blocks, nor does anything else.
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from milepost.kernels.device import probe
+from milepost.kernels.sampling.reference import MASS_OF_BEST
+from milepost.kernels.sampling.rows import LISTED, StepRows, Workspace
+from milepost.kernels.sampling.triton_parts import (
+    BEYOND,
+    FLOOR,
+    INTS,
+    NUM_BOUNDS,
+    SEARCHES,
+    TOP_K,
+    distance_of,
+    top_of,
+)
+
+_CHUNK = 2048
+"""Logits that `settle` reads at a time."""
+_FIRST = tl.constexpr(0x3E000000)
+_OCTAVE = tl.constexpr(0x00400000)
+"""Bounds of the first narrowing: an eighth, and 14 half octaves from there on."""
+_MASS = tl.constexpr(MASS_OF_BEST)
+_CAPACITY = tl.constexpr(LISTED)
+
+
+def search(rows: StepRows, work: Workspace, first: int, last: int) -> None:
+    """Write the rows' lowest logits that are kept to `work.found`."""
+    grid = (work.num_blocks, last - first)
+    row = (rows.ints, rows.floats, work.tops, first, work.vocab_size)
+    common = (work.adjusted, work.sums, rows.top_p, *row, work.num_rows)
+    blocks = triton.next_power_of_2(work.num_blocks)
+    shape = {"BLOCK": work.block, "BLOCKS": blocks, "num_warps": 16}
+    for level in (1, 2):
+        _narrow_kernel[grid](*common, LEVEL=level, **shape)
+    _collect_kernel[grid](*common, work.listed, work.found, **shape)
+    _settle_kernel[(last - first,)](
+        *common,
+        work.listed,
+        work.found,
+        work.num_blocks,
+        BLOCKS=blocks,
+        CHUNK=_CHUNK,
+        IS_AMD=probe(work.adjusted.device).is_amd,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _mass(distance, floor):
+    """Of a token at that distance; of one that min_p leaves out, and of NaN, none."""
+    mass = tl.exp(-distance.to(tl.float32, bitcast=True)) * _MASS
+    return tl.where(distance <= floor, mass, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _weight(distance, top_k, floor):
+    """What is added up from the best on: ones for top_k, else masses."""
+    return tl.where(top_k > 0, tl.full(distance.shape, 1, tl.int64), _mass(distance, floor))
+
+
+@triton.jit
+def _target(sums, top_p, top_k):
+    """At which sum the lowest logit kept is reached; `sums` of the first narrowing."""
+    total = tl.load(sums + NUM_BOUNDS - 1)
+    return tl.where(top_k > 0, top_k.to(tl.int64), _share(top_p, total))
+
+
+@triton.jit
+def _share(top_p, total):
+    return tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def _first_bound(number):
+    return tl.where(number < NUM_BOUNDS - 1, _FIRST + number * _OCTAVE, BEYOND)
+
+
+@triton.jit
+def _second_bound(low, high, number):
+    return low + ((high - low).to(tl.int64) * (number + 1) // NUM_BOUNDS).to(tl.int32)
+
+
+@triton.jit
+def _reached(sums, target):
+    """Number of the first bound below which the sum reaches the target."""
+    values = tl.load(sums + tl.arange(0, NUM_BOUNDS))
+    return tl.minimum(tl.sum((values < target).to(tl.int32), 0), NUM_BOUNDS - 1)
+
+
+@triton.jit
+def _first_interval(sums, target):
+    number = _reached(sums, target)
+    low = tl.where(number > 0, _first_bound(number - 1), 0)
+    return low, _first_bound(number)
+
+
+@triton.jit
+def _second_interval(first_sums, sums, target):
+    """And the sum below it."""
+    low, high = _first_interval(first_sums, target)
+    first = _reached(first_sums, target)
+    below = tl.where(first > 0, tl.load(first_sums + tl.maximum(first - 1, 0)), 0)
+    number = _reached(sums, target)
+    below = tl.where(number > 0, tl.load(sums + tl.maximum(number - 1, 0)), below)
+    start = tl.where(number > 0, _second_bound(low, high, number - 1), low)
+    return start, _second_bound(low, high, number), below
+
+
+@triton.jit(do_not_specialize=["first"])
+def _narrow_kernel(
+    adjusted,
+    sums,
+    top_p,
+    ints,
+    floats,
+    tops,
+    first,
+    vocab_size,
+    num_rows,
+    LEVEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = i_r + first
+    if tl.load(ints + row * INTS) & SEARCHES != 0:
+        top = top_of(tops, i_r, tl.num_programs(0), BLOCKS)
+        temperature = tl.load(floats + row * 4)
+        top_k, floor = tl.load(ints + row * INTS + TOP_K), tl.load(ints + row * INTS + FLOOR)
+        low, high = 0, BEYOND
+        if LEVEL == 2:
+            first_sums = sums + i_r * NUM_BOUNDS
+            target = _target(first_sums, tl.load(top_p + row), top_k)
+            low, high = _first_interval(first_sums, target)
+        best = tl.load(tops + i_r * tl.num_programs(0) + i_b)
+        if distance_of(best, top, temperature) < high:
+            o_v = i_b * BLOCK + tl.arange(0, BLOCK)
+            source = adjusted + i_r * vocab_size + o_v
+            x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
+            distance = distance_of(x, top, temperature)
+            weight = _weight(distance, top_k, floor)
+            numbers = tl.arange(0, NUM_BOUNDS)
+            below = tl.zeros([NUM_BOUNDS], tl.int64)
+            for number in tl.static_range(NUM_BOUNDS):
+                bound = _first_bound(number) if LEVEL == 1 else _second_bound(low, high, number)
+                here = tl.sum(tl.where(distance < bound, weight, 0), 0)
+                below = tl.where(numbers == number, here, below)
+            into = sums + ((LEVEL - 1) * num_rows + i_r) * NUM_BOUNDS
+            tl.atomic_add(into + numbers, below, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["first"])
+def _collect_kernel(
+    adjusted,
+    sums,
+    top_p,
+    ints,
+    floats,
+    tops,
+    first,
+    vocab_size,
+    num_rows,
+    listed,
+    found,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The order of what is collected is any, and nothing depends on it."""
+    i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = i_r + first
+    if tl.load(ints + row * INTS) & SEARCHES != 0:
+        top = top_of(tops, i_r, tl.num_programs(0), BLOCKS)
+        temperature = tl.load(floats + row * 4)
+        top_k = tl.load(ints + row * INTS + TOP_K)
+        first_sums = sums + i_r * NUM_BOUNDS
+        second_sums = sums + (num_rows + i_r) * NUM_BOUNDS
+        target = _target(first_sums, tl.load(top_p + row), top_k)
+        low, high, _ = _second_interval(first_sums, second_sums, target)
+        best = tl.load(tops + i_r * tl.num_programs(0) + i_b)
+        if distance_of(best, top, temperature) < high:
+            o_v = i_b * BLOCK + tl.arange(0, BLOCK)
+            source = adjusted + i_r * vocab_size + o_v
+            x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
+            distance = distance_of(x, top, temperature)
+            is_inside = (distance >= low) & (distance < high)
+            is_listed = tl.where(top_k > 0, distance < high, is_inside)
+            number = tl.sum(is_listed.to(tl.int32), 0)
+            if number > 0:
+                start = tl.atomic_add(found + i_r * 4, number, sem="relaxed")
+                order = start + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                target_place = listed + i_r * _CAPACITY + order
+                tl.store(target_place, x, mask=is_listed & (order < _CAPACITY))
+                least = tl.min(tl.where(is_inside, distance, BEYOND), 0)
+                greatest = tl.max(tl.where(is_inside, distance, -1), 0)
+                tl.atomic_min(found + i_r * 4 + 1, least, sem="relaxed")
+                tl.atomic_max(found + i_r * 4 + 2, greatest, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["first"])
+def _settle_kernel(
+    adjusted,
+    sums,
+    top_p,
+    ints,
+    floats,
+    tops,
+    first,
+    vocab_size,
+    num_rows,
+    listed,
+    found,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_AMD: tl.constexpr,
+):
+    i_r = tl.program_id(0).to(tl.int64)
+    row = i_r + first
+    if IS_AMD:
+        # Its compiler follows pointers to where they began, and a choice of two stops it.
+        adjusted = adjusted.to(tl.int64).to(tl.pointer_type(tl.float32))
+        listed = listed.to(tl.int64).to(tl.pointer_type(tl.float32))
+    if tl.load(ints + row * INTS) & SEARCHES != 0:
+        top = top_of(tops, i_r, num_blocks, BLOCKS)
+        temperature, share = tl.load(floats + row * 4), tl.load(top_p + row)
+        top_k, floor = tl.load(ints + row * INTS + TOP_K), tl.load(ints + row * INTS + FLOOR)
+        first_sums = sums + i_r * NUM_BOUNDS
+        second_sums = sums + (num_rows + i_r) * NUM_BOUNDS
+        target = _target(first_sums, share, top_k)
+        low, high, below = _second_interval(first_sums, second_sums, target)
+        low = tl.maximum(low, tl.load(found + i_r * 4 + 1))
+        high = tl.minimum(high, tl.load(found + i_r * 4 + 2) + 1)
+        number = tl.load(found + i_r * 4)
+        source, below = listed + i_r * _CAPACITY, tl.where(top_k > 0, 0, below)
+        if number > _CAPACITY:
+            source, below, number = adjusted + i_r * vocab_size, below * 0, vocab_size
+        # The first logits are read once, and most often there are no others.
+        offset = tl.arange(0, CHUNK)
+        x = tl.load(source + offset, mask=offset < number, other=float("nan"))
+        distance = distance_of(x, top, temperature)
+        mass = _mass(distance, floor)
+        weight = tl.where(top_k > 0, tl.full([CHUNK], 1, tl.int64), mass)
+        others = (source, number, top, temperature, floor)
+        lowest = _bisected(distance, weight, low, high, below, target, top_k, others, CHUNK)
+        if (top_k > 0) & (share < 1):
+            # Of equal logits at the end only as many count as top_k has room for.
+            above = _below(distance, weight, lowest, top_k, others, CHUNK)
+            total = _below(distance, mass, lowest, top_k * 0, others, CHUNK)
+            target = _share(share, total + (target - above) * _mass(lowest, floor))
+            low, high = lowest * 0, lowest + 1
+            lowest = _bisected(distance, mass, low, high, below, target, top_k * 0, others, CHUNK)
+        tl.store(found + i_r * 4 + 3, tl.minimum(lowest, floor))
+
+
+@triton.jit
+def _bisected(distance, weight, low, high, below, target, top_k, others, CHUNK: tl.constexpr):
+    """The least distance from `low` to below `high` at which the sum reaches the target."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        here = _below(distance, weight, middle, top_k, others, CHUNK)
+        is_reached = below + here >= target
+        low = tl.where(is_reached, low, middle)
+        high = tl.where(is_reached, middle, high)
+    return low
+
+
+@triton.jit
+def _below(distance, weight, bound, top_k, others, CHUNK: tl.constexpr):
+    """What the logits weigh whose distance is less than the bound: those that were read, and
+    those behind them."""
+    source, number, top, temperature, floor = others
+    total = tl.where(distance < bound, weight, 0)
+    for start in range(CHUNK, number, CHUNK):
+        offset = start + tl.arange(0, CHUNK)
+        x = tl.load(source + offset, mask=offset < number, other=float("nan"))
+        other = distance_of(x, top, temperature)
+        total += tl.where(other < bound, _weight(other, top_k, floor), 0)
+    return tl.sum(total, 0)
