@@ -67,7 +67,7 @@ class Host:
         self._num_asked = 0
 
     def ask(self, token_ids: list[int]) -> int:
-        """One request of one output token; gives how many tokens were reused."""
+        """One request of one output token; returns how many tokens were reused."""
         timed, self._num_asked = self._timed, self._num_asked + 1
         prompt = timed("read", lambda: read_prompt({"prompt_token_ids": token_ids}, None))
         limits = {"vocab_size": VOCAB_SIZE, "max_model_len": 1 << 20, "max_cache_marks": 8}

@@ -96,7 +96,7 @@ def metric(llm: LLM, name: str, **labels: str) -> float:
 
 
 def steps_until_done(llm: LLM) -> Iterator[int]:
-    """Run what is queued; gives the number of requests that run, after each step."""
+    """Run what is queued; returns the number of requests that run, after each step."""
     while llm.llm_engine.has_work:
         llm.llm_engine.step()
         yield len(llm.llm_engine.scheduler.running)
@@ -165,7 +165,7 @@ class Tiny:
     ) -> list[SampledToken]:
         """What follows each prefix of prompt and answer, of a single pass over both.
 
-        A causal model's answer is the one of which this gives every token.
+        A causal model's answer is the one of which this returns every token.
         """
         logits = self.logits([*token_ids, *found[:-1]])[len(token_ids) - 1 :]
         rows = [self._row(token_ids, found[:num], params, index) for num in range(len(found))]

@@ -114,7 +114,7 @@ def check_products() -> None:
 
 
 def check_decode() -> None:
-    """Of Gated DeltaNet: fewer units than processors, and more, each with padding."""
+    """Of Gated DeltaNet: fewer units than SMs, and more, each with padding."""
     for num_sequences in (2, 150):
         slots = range(3, 3 + num_sequences)
         batch = Batch(starts=[], lengths=[], slot_in=[1] * num_sequences, slot_out=slots)

@@ -15,7 +15,7 @@ from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 from milepost.runner.histories import Histories
-from milepost.runner.recording import Heading, PlanLog, Record, Retraction, read_records
+from milepost.runner.recording import Heading, PlanLog, Record, Rollback, read_records
 from milepost.runner.replay import digest
 from milepost.sampling_params import StructuredOutputs
 from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult, StepSampling
@@ -109,7 +109,7 @@ def test_the_record_has_all_that_a_plan_may_ask_for(recorded):
     assert any(sequence.number in plan.ended for plan in plans for sequence in plan.sequences), (
         "one that comes again in the plan that ends its table"
     )
-    (where,) = [i for i, record in enumerate(records) if isinstance(record, Retraction)]
+    (where,) = [i for i, record in enumerate(records) if isinstance(record, Rollback)]
     two = [record for record in records[where - 4 : where] if isinstance(record, StepPlan)]
     assert any(sequence.is_ahead for sequence in two[-1].sequences), "a step ahead is taken back"
 
@@ -121,7 +121,7 @@ def test_a_record_that_was_cut_short_is_left_out(tmp_path):
         StepPlan(sequences=(), ended=(3,)),
         StepSampling(rows=()),
         StepResult(tokens={1: [2, 3]}, written={4: 5}),
-        Retraction(),
+        Rollback(),
     ]
     for record in records:
         log.write(record)

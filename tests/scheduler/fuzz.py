@@ -241,7 +241,7 @@ class Fuzz:
         steps = [plan] if follow is None else [plan, follow]
         for step in steps[has_run:]:
             self.runner.follow_tables(step)
-        self.scheduler.retract(plan)
+        self.scheduler.roll_back(plan)
         for step in steps:
             self.runner.spoil(step, self.rng)
         if self.rng.random() < 0.5:  # it did not come so far

@@ -139,7 +139,7 @@ def test_who_waits_again_ages_anew():
     while long.allocation is None:
         load.step()
     assert first.finish_reason is not None
-    load.scheduler.retract(load.scheduler.schedule())
+    load.scheduler.roll_back(load.scheduler.schedule())
     urgent = load.ask(5000, priority=-1)
     shorts = [load.ask(1, max_tokens=1) for _ in range(2)]
     load.step()

@@ -242,7 +242,7 @@ def test_moves_of_the_step_ahead_may_be_half_done_when_both_are_taken_back():
     for seed in range(6):
         loop = busy_arena(seed)
         for plan in steps_whose_followers_move_pages(loop):
-            loop.scheduler.retract(plan)
+            loop.scheduler.roll_back(plan)
             check(loop.scheduler.cache)
             assert not loop.scheduler.running
             assert not loop.scheduler.cache.tree.nodes, "nobody knows what is where"
@@ -259,7 +259,7 @@ def test_both_steps_are_taken_back_together():
     behind = loop.scheduler.follow(plan)
     assert [s.number for s in behind.sequences] == [0, 1]
     assert len(first.allocation.exports) == 2
-    loop.scheduler.retract(plan)
+    loop.scheduler.roll_back(plan)
     check(loop.scheduler.cache)
     assert first.allocation is second.allocation is None
     assert loop.scheduler.cache.slots.pool.num_used == 0
@@ -275,7 +275,7 @@ def test_one_that_computes_in_neither_step_goes_on():
     urgent = add(loop, "b", [2] * 300, max_tokens=4)
     plan = loop.scheduler.schedule()
     loop.scheduler.follow(plan)
-    loop.scheduler.retract(plan)
+    loop.scheduler.roll_back(plan)
     check(loop.scheduler.cache)
     assert urgent.allocation is None
     assert patient.allocation is not None

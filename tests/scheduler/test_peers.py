@@ -397,7 +397,7 @@ def test_defect_16_no_environment_variable_switches_anything():
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 9])
-def test_retracted_step_leaves_nothing_of_what_it_wrote(num_steps):
+def test_step_rolled_back_leaves_nothing_of_what_it_wrote(num_steps):
     """Its requests are computed again; their slots, which may be half written, become free."""
     bench = Bench(budget=130, page_size=64)
     first = bench.ask(tokens(150), max_tokens=5)
@@ -411,7 +411,7 @@ def test_retracted_step_leaves_nothing_of_what_it_wrote(num_steps):
     ]
     for slot in outputs:
         bench.runner.slots[slot] = b"half written"
-    bench.scheduler.retract(plan)
+    bench.scheduler.roll_back(plan)
     check(bench.cache)
     assert not bench.scheduler.running
     assert all(bench.cache.slots.pool.live_refs(slot) == 0 for slot in outputs)

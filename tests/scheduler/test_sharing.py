@@ -39,7 +39,7 @@ def test_who_waits_for_one_that_goes_away_goes_on_at_once():
     assert bench.is_right(second)
 
 
-@pytest.mark.parametrize("ending", ["done", "aborted", "retracted"])
+@pytest.mark.parametrize("ending", ["done", "aborted", "rolled back"])
 def test_a_claim_ends_with_its_request(ending):
     """What one computed and was forgotten is the next one's to compute, and to be waited for."""
     bench = Bench(budget=128)
@@ -48,8 +48,8 @@ def test_a_claim_ends_with_its_request(ending):
     bench.step()
     if ending == "done":
         bench.run()
-    elif ending == "retracted":
-        bench.scheduler.retract(bench.scheduler.schedule())
+    elif ending == "rolled back":
+        bench.scheduler.roll_back(bench.scheduler.schedule())
     bench.scheduler.finish(first, FinishReason.ABORT)
     assert bench.cache.reset()
     _, second = submit_pair(bench, prompt)

@@ -103,7 +103,7 @@ def test_a_step_ahead_that_moves_pages_takes_all_that_is_cached_with_it(monkeypa
     assert bench.scheduler.follow(plan).moves == moves
     monkeypatch.undo()
     assert not plan.moves
-    bench.scheduler.retract(plan)
+    bench.scheduler.roll_back(plan)
     assert not bench.cache.tree.nodes
     assert bench.cache.pages.num_free == bench.cache.pages.total
     bench.run()

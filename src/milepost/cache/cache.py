@@ -169,7 +169,7 @@ class Cache:
     ) -> Allocation | None:
         """Reserve all that the prompt needs: pages for every token, and one slot to write.
 
-        Gives None if there is no room, and then nothing has changed. `match` must be of this
+        Returns None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
         checkpoint to resume from, the request takes over its slot and tail page. What is likely to
         be asked for within about `look_ahead` requests is no room.

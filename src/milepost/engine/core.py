@@ -132,7 +132,7 @@ class Engine:
             self._drain()
 
     def step(self) -> list[Job]:
-        """Run one step; gives the jobs that have new tokens, in the order in which they were added.
+        """Run one step; returns the jobs that have new tokens, in the order in which they were added.
 
         Raises EngineDeadError if the step fails: the state of its requests is lost, and so is the
         engine. One that is interrupted while the model runs is taken back: its requests are
@@ -142,14 +142,14 @@ class Engine:
         flight = self._under_way or self._start()
         if flight is None:
             return []
-        with self._retracting(flight.plan):
+        with self._rolling_back(flight.plan):
             self._under_way = self._start_ahead(flight)
             output = self.runner.collect(flight)
         with self._fatal(BaseException):
             jobs = self._take(flight.plan, output)
         ahead = self._under_way
         if ahead is not None and not ahead.is_sampled:
-            with self._retracting(ahead.plan):
+            with self._rolling_back(ahead.plan):
                 self._sample(ahead, num_ahead=0)
         for job in jobs:
             if job.is_finished:
@@ -228,7 +228,7 @@ class Engine:
             assert plan.sequences or not self.has_work, "a step with work to do does some of it"
         if not plan.sequences:
             return None
-        with self._retracting(plan):
+        with self._rolling_back(plan):
             flight = self.runner.launch(plan)
             self._sample(flight, num_ahead=0)
         return flight
@@ -270,7 +270,7 @@ class Engine:
                 self.scheduler.update(flight.plan, self.runner.collect(flight).result)
 
     @contextmanager
-    def _retracting(self, plan: StepPlan) -> Iterator[None]:
+    def _rolling_back(self, plan: StepPlan) -> Iterator[None]:
         """An interruption leaves half-written states, so the step and what follows it is taken
         back; a failure is the engine's death.
         """
@@ -280,8 +280,8 @@ class Engine:
             except (KeyboardInterrupt, SystemExit):
                 self._under_way = None
                 if self._death is None:  # else it was planning that was interrupted
-                    self.scheduler.retract(plan)
-                    self.runner.retract()
+                    self.scheduler.roll_back(plan)
+                    self.runner.roll_back()
                 raise
 
     def _take(self, plan: StepPlan, output: RunnerOutput) -> list[Job]:

@@ -2,7 +2,7 @@
 
 Two things make text wait: bytes that may be the beginning of a character, and text that may be the
 beginning of a stop string. What has been handed out is never taken back, and at the end the whole
-is what decoding all tokens at once gives (cut at the stop string, if one ended the answer).
+is what decoding all tokens at once returns (cut at the stop string, if one ended the answer).
 """
 
 from __future__ import annotations

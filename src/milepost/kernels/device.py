@@ -34,7 +34,7 @@ class Chip:
     """NVIDIA's compute capability; (0, 0) for AMD."""
     is_amd: bool
     num_sms: int
-    """Multiprocessors, or AMD's compute units."""
+    """SMs, or AMD's compute units."""
     shared_bytes: int
     """Shared memory that a program may ask for."""
 
@@ -160,5 +160,5 @@ def describe(device: torch.device, dtype: torch.dtype, operations: Iterable[Capa
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for Triton's interpreter."""
+    """SMs of a GPU; 1 for Triton's interpreter."""
     return probe(device).num_sms

@@ -2,7 +2,7 @@
 
 A record is a length (4 bytes, big-endian) and so many bytes of msgpack. First comes the
 configuration; then each plan before it is launched, how its tokens are sampled, and its result when
-that is taken, or a retraction. Two steps may be under way, so the plan of the second may stand
+that is taken, or a rollback. Two steps may be under way, so the plan of the second may stand
 before the result of the first.
 """
 
@@ -29,11 +29,11 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
     config: EngineConfig
 
 
-class Retraction(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Rollback(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The steps in flight were taken back: they have no results."""
 
 
-Record = Heading | StepPlan | StepSampling | StepResult | Retraction
+Record = Heading | StepPlan | StepSampling | StepResult | Rollback
 
 
 class PlanLog:

@@ -10,7 +10,7 @@ import torch
 
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
-from milepost.runner.recording import Record, Retraction
+from milepost.runner.recording import Record, Rollback
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
@@ -31,7 +31,7 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
                 runner.sample(next(each for each in under_way if not each.is_sampled), record)
             case StepResult():
                 yield record, runner.collect(under_way.popleft()).result
-            case Retraction():
+            case Rollback():
                 under_way.clear()
 
 

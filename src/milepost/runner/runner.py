@@ -20,7 +20,7 @@ from milepost.runner.flight import Flight
 from milepost.runner.histories import Histories
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
-from milepost.runner.recording import PlanLog, Record, Retraction
+from milepost.runner.recording import PlanLog, Record, Rollback
 from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import SamplingPlan, StepPlan, StepResult, StepSampling
 
@@ -109,9 +109,9 @@ class Runner:
         began_s, self._collected_s = max(launched_s, self._collected_s), perf_counter()
         return self._collected_s - began_s
 
-    def retract(self) -> None:
+    def roll_back(self) -> None:
         """Note that the steps in flight were taken back: nobody collects them."""
-        self._write_down(Retraction())
+        self._write_down(Rollback())
 
     def _write_down(self, record: Record) -> None:
         if self._log is not None:

@@ -2,7 +2,7 @@
 
 Owns the requests from `add` to their terminal event. Makes plans and takes facts; no tensors, no
 clock, no I/O. One step: `schedule()` gives a plan, somebody runs it, `update(plan, result)` takes
-the outcome, or `retract(plan)` if it was cut short. Between `schedule` and `update`, `follow(plan)`
+the outcome, or `roll_back(plan)` if it was cut short. Between `schedule` and `update`, `follow(plan)`
 may plan one further step, whose outcome is taken after that of `plan`.
 
 Order within a step: decodes, then running prefills and waiting requests by priority, those that run
@@ -314,7 +314,7 @@ class Scheduler:
         self.cache.commit(request.allocation, position, result.written)
         self._admission.in_flight.settle(request)
 
-    def retract(self, plan: StepPlan) -> None:
+    def roll_back(self, plan: StepPlan) -> None:
         """Take back a planned step that was cut short: its requests give up their live states,
         which may be half written, and wait to be admitted again. A step that follows it is taken
         back with it.

@@ -51,7 +51,7 @@ class _Answer:
     stop_reason: int | str | None = None
 
     def feed(self, delta: Delta) -> list[dict[str, Any]]:
-        """Take over what the engine sent; gives what a stream says of it, piece by piece."""
+        """Take over what the engine sent; returns what a stream says of it, piece by piece."""
         self.token_ids += delta.token_ids
         gains = [self._take(found) for found in self.events.feed(delta)]
         if delta.finish_reason is not None:
@@ -95,7 +95,7 @@ class _Answer:
 
 
 class _Writer:
-    """Gives the response its form."""
+    """Brings the response into its form."""
 
     def __init__(
         self,

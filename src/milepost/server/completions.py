@@ -75,7 +75,7 @@ def _listed(request: CompletionRequest) -> list[Any]:
 
 
 class _Writer:
-    """Gives the response its form."""
+    """Brings the response into its form."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class Blocks:
         return self.total - self.num_used
 
     def allocate(self, num: int) -> list[tuple[Key, Holding]]:
-        """Take blocks for a request; gives what was evicted for them. The caller has checked the
+        """Take blocks for a request; returns what was evicted for them. The caller has checked the
         room.
         """
         assert num <= self.room, "no more is allocated than is free or queued"

@@ -36,7 +36,7 @@ class Run:
 
 
 class Arrivals:
-    """When each request comes. `due` gives those that have come; `done` lets a session go on."""
+    """When each request comes. `due` returns those that have come; `done` lets a session go on."""
 
     def __init__(self, trace: Trace, *, closed: bool) -> None:
         self._heap: list[tuple[float, int]] = []
@@ -118,7 +118,7 @@ class Replay:
                 on_done(num_done)
 
     def _take_arrivals(self) -> int:
-        """Queue what has come; gives how many were refused."""
+        """Queue what has come; returns how many were refused."""
         refused: deque[int] = deque()
         for arrived_s, number in self._arrivals.due(self._now_s):
             request = self._request(number)
@@ -139,7 +139,7 @@ class Replay:
         return Request(id=str(number), chain=chain, max_tokens=asked.output_length)
 
     def _step(self) -> int:
-        """Plan, let time pass, take the outcome; gives how many requests ended."""
+        """Plan, let time pass, take the outcome; returns how many requests ended."""
         scheduler = self.run_so_far.scheduler
         plan = scheduler.schedule()
         assert plan.sequences, "the scheduler has work but plans nothing"

@@ -1,7 +1,7 @@
 """Replays a trace with one limit alone: the state slots.
 
 One request after the other, each done before the next; KV is never evicted, a running request's own
-slot is not counted, answers leave nothing. What it gives, the share of the input tokens that a
+slot is not counted, answers leave nothing. What it returns, the share of the input tokens that a
 saved state makes reusable, depends on which states are kept and on nothing else.
 """
 

@@ -144,8 +144,8 @@ class Expected:
         return end
 
     def _continue(self, chain: Chain, last: Node | None, digest: bytes) -> int:
-        """A prompt holds a known path to its last full page; gives how often the path was returned
-        to. Inside the page behind it may part from what was there, and so need an earlier state.
+        """A prompt holds a known path to its last full page: how often that was returned to. Inside
+        the page behind it may part from what was there, and so need an earlier state.
         """
         before = self._ends.pop(digest, None)
         if before is None:

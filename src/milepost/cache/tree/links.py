@@ -20,7 +20,7 @@ at, no more.
 
 
 def link(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Link a checkpoint that was attached; gives those whose links have changed."""
+    """Link a checkpoint that was attached; returns those whose links have changed."""
     above = _nearest_above(checkpoint)
     moved = [c for c in _nearest_below(checkpoint) if c.above is above]
     for deeper in moved:
@@ -36,7 +36,7 @@ def link(checkpoint: Checkpoint) -> list[Checkpoint]:
 
 
 def unlink(checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Take a checkpoint out of its links; gives those whose links have changed."""
+    """Take a checkpoint out of its links; returns those whose links have changed."""
     above, below = checkpoint.above, checkpoint.below
     for deeper in below:
         deeper.above = above

@@ -33,7 +33,7 @@ from milepost.kernels.batch import Capacity, Ints
 
 FIRST, TOKENS, ROW, POSITION, BEGIN, END, ORDINAL = range(7)
 """Columns of an item: first token, number of tokens (0: padding), row of the page tables, position
-of the first token, range of the KV, and which of its tokens' partial results it gives (-1: all of
+of the first token, range of the KV, and which of its tokens' partial results it leaves (-1: all of
 the result). A tile is an item that is not cut yet: its ordinal is that of its first piece."""
 ITEM_SIZE = 8
 

@@ -26,7 +26,7 @@ from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 _LOG2_E = 1.4426950408889634
 _COMBINED_AT_ONCE = 32
 _CROWD = 1.25
-"""Narrow programs for each processor, from which on they are many."""
+"""Narrow programs for each SM, from which on they are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Shape:
 _TESTED = Shape(16, 4, 1, 1)
 """For float32, whose products are unrolled multiplications, slow to compile."""
 _CROWDED = (Shape(64, 4, 2, 2), Shape(32, 4, 2, 2))
-"""Several share a processor, and each other's waits."""
+"""Several share an SM, and each other's waits."""
 _NARROW_LARGE = (Shape(64, 4, 5, 2), Shape(32, 4, 4, 2), Shape(32, 4, 2, 2))
 """A page is looked up two blocks before its KV is loaded, and that two before it is used."""
 _NARROW = (Shape(128, 4, 5, 2), Shape(64, 4, 4, 2), Shape(64, 4, 2, 2))

@@ -5,7 +5,7 @@ The weights do not depend on what runs before. So TMA begins to fetch them while
 kernel is under way whose output is multiplied, which is when memory would be idle. One warp has
 steps brought to shared memory, others multiply; they do not pause between one tile and the next.
 
-The weight is spread evenly: tiles are as wide as gives each SM one. Tensor cores take
+The weight is spread evenly: a tile is as wide as leaves each SM one. Tensor cores take
 64 or 128 rows of a weight, so what they make of the rows behind a tile's last is dropped.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials.

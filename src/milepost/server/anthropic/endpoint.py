@@ -99,7 +99,7 @@ def _failed(error: Exception) -> bytes:
 
 
 class _Writer:
-    """Gives the response its form."""
+    """Brings the response into its form."""
 
     def __init__(self, turn: Turn, model: str, request: MessagesRequest) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"

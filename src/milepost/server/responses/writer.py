@@ -20,7 +20,7 @@ _TEXTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"
 
 
 class Writer:
-    """Gives one response its form; `on_end` gets it when it is whole."""
+    """Brings one response into its form; `on_end` gets it when it is whole."""
 
     def __init__(
         self,
