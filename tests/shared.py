@@ -69,7 +69,7 @@ class SharedRunner(Runner):
 
 
 def share_memory(llm: LLM, pages_each: int, make: Callable[[Pools, int], Executor]) -> SharedRunner:
-    """Have the engine run on one memory from now on; `make` returns an executor for so many slots."""
+    """Have the engine run on one memory from now on; `make` makes an executor of so many slots."""
     cache, runner = llm.llm_engine.scheduler.cache, llm.llm_engine.runner
     shape = shape_of(llm)
     num_units = 2 * max(-(-cache.pages.total // pages_each), cache.slots.pool.total)

@@ -1,4 +1,4 @@
-"""Linear projections of few rows on a GPU, beside torch's product and the time to read the weight.
+"""Linear projections of few rows on a GPU, beside torch's GEMM and the time to read the weight.
 
 PYTHONPATH=src:. python bench/kernels/linear.py [--out FILE] [--copy-gbps N] [--tflops N]
 """

@@ -94,7 +94,7 @@ def make_experts(num_tokens: int) -> tuple[Tensor, ...]:
     return fill(num_tokens, HIDDEN), weights.cpu(), experts.cpu(), gate_up, down
 
 
-def check_products() -> None:
+def check_gemms() -> None:
     """Tiles of each regime and kind, the last one in part beyond the outputs."""
     random = torch.Generator().manual_seed(0)
 
@@ -193,7 +193,7 @@ def compare(name: str, actual: Tensor, expected: Tensor) -> None:
 OPS: dict[str, Callable[[], None]] = {
     "experts": check_experts,
     "decode": check_decode,
-    "products": check_products,
+    "gemms": check_gemms,
     "attention": check_attention,
     "sampling": check_sampling,
     "divided": check_divided,

@@ -32,7 +32,7 @@ def parse(document: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=document.splitlines()[0])
     parser.add_argument("--out", type=Path, help="also write the rows here, one JSON object a line")
     parser.add_argument("--copy-gbps", type=float, default=4280, help="measured memory bandwidth")
-    parser.add_argument("--tflops", type=float, default=787, help="measured rate of products")
+    parser.add_argument("--tflops", type=float, default=787, help="measured rate of GEMMs")
     return parser.parse_args()
 
 

@@ -132,7 +132,7 @@ class Engine:
             self._drain()
 
     def step(self) -> list[Job]:
-        """Run one step; returns the jobs that have new tokens, in the order in which they were added.
+        """Run one step; returns the jobs that have new tokens, in the order of being added.
 
         Raises EngineDeadError if the step fails: the state of its requests is lost, and so is the
         engine. One that is interrupted while the model runs is taken back: its requests are

@@ -1,7 +1,7 @@
 """Memory that a server's processes hold besides weights and pools: how it is kept small, and out of
 the way.
 
-Two things grow with use. oneDNN keeps a product's plan, a third of a megabyte or more, for each
+Two things grow with use. oneDNN keeps a GEMM's plan, a third of a megabyte or more, for each
 number of rows that it has seen, up to a bound. And glibc's heap keeps what steps have freed: under
 load tensors of many sizes come and go between those plans, so much of it is free in pieces that
 never reach the heap's end. Whole pages of them go back to the system when glibc is asked.
@@ -25,7 +25,7 @@ _BOUNDS = (b"LRU_CACHE_CAPACITY", b"ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def bound_plans() -> None:
-    """Lower oneDNN's bounds, unless the operator has set them; call it before the first product.
+    """Lower oneDNN's bounds, unless the operator has set them; call it before the first GEMM.
 
     The process's environment is the only place where they can be set; nothing here reads it.
     """

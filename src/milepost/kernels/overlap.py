@@ -6,7 +6,7 @@ ends. Such a kernel must call `wait_for_inputs` before it reads what a kernel wr
 writes: then everything launched before it is complete. Parameters may be read earlier. Any kernel
 may call `let_next_start`, and those with nothing of this mix freely with the others.
 
-The last kernel before a product had better let it start by ending: started while a long kernel
+The last kernel before a GEMM had better let it start by ending: started while a long kernel
 runs, its programs take the places that are free by then, on few SMs.
 
 On a GPU without this feature (before Hopper) and in Triton's interpreter nothing overlaps.

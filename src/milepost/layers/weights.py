@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from milepost.layers.parameters import ParameterKind
 
 _PACKED_ROWS = 16
-"""Rows of the products that a packed weight is arranged for; others are right too."""
+"""Rows of the GEMMs that a packed weight is arranged for; others are right too."""
 
 
 class Weight(Protocol):
@@ -187,7 +187,7 @@ class RawWeight(nn.Module):
 
     def pack(self) -> None:
         """For float32 on a CPU whose torch has oneDNN; does nothing to any other. With 16 rows a
-        product costs 0.5 to 0.9 of what it did."""
+        GEMM costs 0.5 to 0.9 of what it did."""
         if self.values is None or self.values.device.type != "cpu":
             return
         if torch.backends.mkldnn.is_available() and self.values.dtype == torch.float32:

@@ -1,9 +1,9 @@
 """Continuous batching with chunked prefill under a token budget, over the prefix cache.
 
 Owns the requests from `add` to their terminal event. Makes plans and takes facts; no tensors, no
-clock, no I/O. One step: `schedule()` gives a plan, somebody runs it, `update(plan, result)` takes
-the outcome, or `roll_back(plan)` if it was cut short. Between `schedule` and `update`, `follow(plan)`
-may plan one further step, whose outcome is taken after that of `plan`.
+clock, no I/O. One step: `schedule()` returns a plan, somebody runs it, `update(plan, result)` takes
+the outcome, or `roll_back(plan)` if it was cut short. Between `schedule` and `update`,
+`follow(plan)` may plan one further step, whose outcome is taken after that of `plan`.
 
 Order within a step: decodes, then running prefills and waiting requests by priority, those that run
 before those that wait, by arrival. A chunk that is not a prompt's last ends on the grid. Memory

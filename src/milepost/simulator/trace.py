@@ -99,7 +99,7 @@ class Trace:
         before.answer_ids = after.page_ids[first : -(-total // self.page_size)]
 
     def bound(self) -> float:
-        """Share of the input tokens that earlier prompts hold: what a state at every page would save."""
+        """Share of the input tokens that earlier prompts hold: with a state at every page."""
         seen = bytearray(self.num_page_ids)
         hit = 0
         for request in self.requests:
