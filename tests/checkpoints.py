@@ -11,6 +11,8 @@ import torch
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -158,6 +160,44 @@ def _lfm2_moe(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def _kimi_linear(**changes: Any) -> PreTrainedModel:
+    """Its configuration as transformers names things, and saves them."""
+    own = {
+        "kv_lora_rank": 24,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_head_dim": 12,
+        "linear_num_heads": 3,
+        "max_position_embeddings": 1024,
+        "moe_intermediate_size": 20,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 6,
+        "num_local_experts": 6,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+    }
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "initializer_range",
+    )
+    sizes = {name: _COMMON[name] for name in names}
+    model = KimiLinearForCausalLM(KimiLinearConfig(**(sizes | own | changes)))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            tensor.data.copy_(torch.randn(tensor.shape))
+        if name.endswith("A_log"):
+            # What transformers begins with forgets all within a few tokens.
+            tensor.data.copy_(torch.linspace(-3, 0.5, tensor.numel()).view(tensor.shape))
+    return model
+
+
 def _multimodal() -> PreTrainedModel:
     config = Qwen3_5Config(text_config=_COMMON, vision_config=_VISION)
     return Qwen3_5ForConditionalGeneration(config)
@@ -187,6 +227,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "olmo_hybrid": _olmo_hybrid,
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,
+    "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "qwen3_5": _qwen3_5,

@@ -18,12 +18,14 @@ from milepost.kernels.batch import Operation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Shape of an attention layer's cache: one tensor [pages, 2, page_size, num_kv_heads,
+    """Shape of an attention layer's cache: one tensor [pages, rows_each, page_size, num_kv_heads,
     head_dim], contiguous but from page to page.
     """
 
     num_kv_heads: int
     head_dim: int
+    rows_each: int = 2
+    """Of a token: its key and its value; or one, the latent of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

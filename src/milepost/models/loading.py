@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -86,8 +87,11 @@ def load_config(folder: Path) -> PreTrainedConfig:
     # Before they are read as a configuration, which renames some.
     refuse_layer_types((raw.get("text_config") or raw).get("layer_types") or (), architecture)
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        with warnings.catch_warnings():
+            # That a setting has another name by now is nothing that who runs the model can mend.
+            warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
     if config.get_text_config() is not config:
         _refuse_quantized(config)

@@ -62,6 +62,21 @@ def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> 
                 f"num_experts_per_tok={config.num_experts_per_tok} is not within "
                 f"{name}={num_experts}"
             )
+        if num_experts:
+            _refuse_groups(config, num_experts)
+
+
+def _refuse_groups(config: PreTrainedConfig, num_experts: int) -> None:
+    """Raise UnsupportedModelError if a router's groups of experts are none."""
+    num_groups = getattr(config, "n_group", None) or 1
+    num_chosen = getattr(config, "topk_group", None) or 1
+    size = num_experts // num_groups
+    fits = num_experts % num_groups == 0 and num_chosen <= num_groups
+    if not fits or (num_groups > 1 and size * num_chosen < config.num_experts_per_tok):
+        raise UnsupportedModelError(
+            f"topk_group={num_chosen} of n_group={num_groups} groups of num_experts={num_experts} "
+            f"do not hold num_experts_per_tok={config.num_experts_per_tok}"
+        )
 
 
 def refuse_layer_types(layer_types: Iterable[str], architecture: Architecture) -> None:

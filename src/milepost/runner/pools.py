@@ -79,10 +79,12 @@ class PoolShape:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """[attention layers, 2, page_size, num_kv_heads, head_dim]: keys, then values."""
+        """[attention layers, rows_each, page_size, num_kv_heads, head_dim]: keys, then values; or
+        latents."""
         layers = self.attention
         assert layers, "pages are for attention"
-        return (len(layers), 2, self.page_size, layers[0].num_kv_heads, layers[0].head_dim)
+        spec = layers[0]
+        return (len(layers), spec.rows_each, self.page_size, spec.num_kv_heads, spec.head_dim)
 
     @property
     def page_bytes(self) -> int:
@@ -114,13 +116,13 @@ class Pools:
     """Tensors by layer index; those of a kind are views of one tensor over all layers."""
 
     kv: dict[int, Tensor]
-    """[pages, 2, page_size, num_kv_heads, head_dim], contiguous but from page to page."""
+    """[pages, rows_each, page_size, num_kv_heads, head_dim], contiguous but from page to page."""
     states: dict[int, RecurrentState]
     conv_states: dict[int, Tensor]
     """[1 + pages, channels, kernel - 1]: zeros, then what lies beside each page."""
     page_size: int
     all_kv: Tensor | None
-    """[pages, attention layers, 2, page_size, num_kv_heads, head_dim], likewise."""
+    """[pages, attention layers, rows_each, page_size, num_kv_heads, head_dim], likewise."""
     carried: Tensor | None
     """[slots, carried_size]"""
     all_conv: Tensor | None

@@ -66,6 +66,7 @@ class AttentionItems:
     """[W, ITEM_SIZE]."""
     bases: Any
     """[T + 1], where each token's partial results begin; results that are whole have none."""
+    narrow_rows: int
     wide_rows: int
     num_partials: int
     """Partial results of all tokens, at most."""
@@ -90,6 +91,7 @@ def lay_out(
     num_programs: int,
     tables: NDArray[Any] | None = None,
     capacity: Capacity | None = None,
+    narrow_rows: int = NARROW_ROWS,
     wide_rows: int = _WIDE_ROWS,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
@@ -100,7 +102,7 @@ def lay_out(
     """
     if heads_per_kv > wide_rows:
         raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
-    narrow_tokens, wide_tokens = NARROW_ROWS // heads_per_kv, wide_rows // heads_per_kv
+    narrow_tokens, wide_tokens = narrow_rows // heads_per_kv, wide_rows // heads_per_kv
     programs = max(1, num_programs // num_kv_heads)
     narrow, wide = _tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
     counts = np.zeros(sum(lengths), np.int64)
@@ -116,6 +118,7 @@ def lay_out(
         narrow=_cut(narrow, narrow_pieces, counts),
         wide=_cut(wide, wide_pieces, counts),
         bases=bases,
+        narrow_rows=narrow_rows,
         wide_rows=wide_rows,
         num_partials=int(bases[-1]),
         num_combined=int(counts.nonzero()[0][-1]) + 1 if bases[-1] else 0,
@@ -288,6 +291,7 @@ def _pad(
         narrow=_lengthen(items.narrow, narrow, 0),
         wide=_lengthen(items.wide, wide, 0),
         bases=_lengthen(items.bases, num_tokens + 1, items.bases[-1]),
+        narrow_rows=items.narrow_rows,
         wide_rows=items.wide_rows,
         num_partials=narrow * narrow_tokens + wide * wide_tokens,
         num_combined=num_tokens,

@@ -217,11 +217,11 @@ def prefill(query: Tensor, pool: Tensor, prefills: tuple[Prefill, ...], scale: f
                 )
             )
         else:
-            _attend_in_tiles(queries, keys, values, sequence.start, scale, attended)
+            attend_in_tiles(queries, keys, values, sequence.start, scale, attended)
     return output
 
 
-def _attend_in_tiles(
+def attend_in_tiles(
     queries: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, output: Tensor
 ) -> None:
     """Attend from `queries` [1, H, length, E] at positions from `start` on; writes `output` [1, H,

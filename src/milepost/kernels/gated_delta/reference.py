@@ -41,16 +41,17 @@ def decode(
 ) -> Tensor:
     """Advance D sequences by one token each; returns [D, V, W] in `value`'s type and writes `pool`.
 
-    `query_key` [D, 2, G, K], `value` [D, V, W], `log_decay` and `beta` [D, V], `pool` [slots, V, K,
-    W], `slot_in` and `slot_out` [D].
+    `query_key` [D, 2, G, K], `value` [D, V, W], `log_decay` [D, V], or [D, V, K] where every
+    channel of a key has its own, `beta` [D, V], `pool` [slots, V, K, W], `slot_in` and `slot_out`
+    [D].
     """
     num_sequences, num_heads, value_dim = value.shape
     state = slots.read(pool, slot_in, slot_out, accumulation_dtype(value.dtype))
     state = state.view(num_sequences * num_heads, -1, value_dim)
-    paired = _pair_heads(_normalise(query_key), num_heads)
+    paired = _pair_heads(normalise(query_key), num_heads)
     query, key = paired[:, 0], paired[:, 1]
 
-    state.mul_(cast(log_decay, state.dtype).exp().view(-1, 1, 1))
+    state.mul_(cast(log_decay, state.dtype).exp().reshape(len(state), -1, 1))
     read, remembered = torch.bmm(paired, state).unbind(1)
     wanted = cast(value.reshape(-1, value_dim), state.dtype)
     change = (wanted - remembered).mul_(beta.reshape(-1, 1))
@@ -79,26 +80,12 @@ def prefill(
     is computed for all chunks at once, in the paper's chunkwise form (section 3.3); only the state
     goes from chunk to chunk.
     """
-    state = pool.index_select(0, slot_in.index_select(0, layout.order))
-    state = state.to(accumulation_dtype(value.dtype))
     chunks = _wy_fwd(query_key, value, log_decay, beta, layout)
-    output = torch.empty_like(chunks.u)
-    num_heads = state.shape[1]
-    for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
-        rows = slice(first * num_heads, (first + size) * num_heads)
-        running = state[:size].view(-1, *state.shape[2:])
-        chunks.advance(rows, running, output)
-        for index, slot in exports:
-            pool[slot].copy_(state[index])
-    slots.write(pool, slot_out.index_select(0, layout.order), state)
-
-    output.baddbmm_(chunks.scores, chunks.u)
-    output = output.view(-1, num_heads, layout.chunk, value.shape[-1]).transpose(1, 2)
-    return output.flatten(0, 1).index_select(0, layout.rows).to(value.dtype)
+    return carry(chunks, pool, slot_in, slot_out, layout).to(value.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunks:
+class Chunks:
     """What a chunk needs besides the state before it; B = N * V chunk-heads."""
 
     queries: Tensor
@@ -112,7 +99,7 @@ class _Chunks:
     scores: Tensor
     """[B, C, C], decayed products of queries and keys, zero above the diagonal."""
     decay: Tensor
-    """[B, 1, 1], decay over the whole chunk."""
+    """[B, 1, 1] or [B, K, 1], decay over the whole chunk."""
 
     def advance(self, rows: slice, state: Tensor, output: Tensor) -> None:
         """Carry `state` [rows, K, W] over the chunks `rows`; changes it, `u` and
@@ -122,17 +109,38 @@ class _Chunks:
         state.mul_(self.decay[rows]).baddbmm_(self.keys[rows].transpose(1, 2), self.u[rows])
 
 
+def carry(
+    chunks: Chunks, pool: Tensor, slot_in: Tensor, slot_out: Tensor, layout: ChunkRows
+) -> Tensor:
+    """Carry the states from chunk to chunk; returns the outputs [T, V, W] and writes `pool`,
+    exports among its slots."""
+    state = pool.index_select(0, slot_in.index_select(0, layout.order)).to(chunks.u.dtype)
+    output = torch.empty_like(chunks.u)
+    num_heads = state.shape[1]
+    for (first, size), exports in zip(layout.steps, layout.exports, strict=True):
+        rows = slice(first * num_heads, (first + size) * num_heads)
+        running = state[:size].view(-1, *state.shape[2:])
+        chunks.advance(rows, running, output)
+        for index, slot in exports:
+            pool[slot].copy_(state[index])
+    slots.write(pool, slot_out.index_select(0, layout.order), state)
+
+    output.baddbmm_(chunks.scores, chunks.u)
+    output = output.view(-1, num_heads, layout.chunk, output.shape[-1]).transpose(1, 2)
+    return output.flatten(0, 1).index_select(0, layout.rows)
+
+
 def _wy_fwd(
     query_key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, layout: ChunkRows
-) -> _Chunks:
+) -> Chunks:
     """The part of the chunkwise form that doesn't depend on the state."""
-    query, key = _chunked(_normalise(query_key), layout).unbind(2)  # [N, G, C, K]
+    query, key = chunked(normalise(query_key), layout).unbind(2)  # [N, G, C, K]
     query, key = query[:, :, None], key[:, :, None]  # [N, G, 1, C, K]
     num_chunks, num_groups = key.shape[:2]
 
     def per_head(tensor: Tensor) -> Tensor:
-        chunked = _chunked(tensor.to(key.dtype), layout)
-        return chunked.view(num_chunks, num_groups, -1, *chunked.shape[2:])
+        rows = chunked(tensor.to(key.dtype), layout)
+        return rows.view(num_chunks, num_groups, -1, *rows.shape[2:])
 
     is_token = layout.is_token[:, None, None]
     beta = per_head(beta).where(is_token, 0)[..., None]  # [N, G, R, C, 1]
@@ -146,7 +154,7 @@ def _wy_fwd(
     sides = torch.cat((per_head(value) * beta, key * (beta * from_begin)), -1)
     solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     u, w = solution.flatten(0, 2).split((value.shape[-1], key.shape[-1]), -1)
-    return _Chunks(
+    return Chunks(
         queries=(query * from_begin).flatten(0, 2),
         keys=(key * (total - decay_sums).exp()).flatten(0, 2),
         w=w,
@@ -156,19 +164,19 @@ def _wy_fwd(
     )
 
 
-def _chunked(tensor: Tensor, layout: ChunkRows) -> Tensor:
+def chunked(tensor: Tensor, layout: ChunkRows) -> Tensor:
     """[T, *heads, ...] as [N, *heads, C, ...]: the token axis behind the head axes.
 
     [T, 2, G, K] becomes [N, G, 2, C, K]; [T, V, W] becomes [N, V, C, W]; [T, V] becomes [N, V, C].
     """
-    chunked = tensor.index_select(0, layout.tokens.flatten())
-    chunked = chunked.view(*layout.tokens.shape, *tensor.shape[1:])
+    rows = tensor.index_select(0, layout.tokens.flatten())
+    rows = rows.view(*layout.tokens.shape, *tensor.shape[1:])
     if tensor.dim() == 4:
-        return chunked.permute(0, 3, 2, 1, 4)
-    return chunked.transpose(1, 2).contiguous()
+        return rows.permute(0, 3, 2, 1, 4)
+    return rows.transpose(1, 2).contiguous()
 
 
-def _normalise(query_key: Tensor) -> Tensor:
+def normalise(query_key: Tensor) -> Tensor:
     """Unit queries and keys [T, 2, G, K], queries scaled by K ** -0.5."""
     wide = cast(query_key, accumulation_dtype(query_key.dtype))
     length = wide.square().sum(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()

@@ -1,0 +1,93 @@
+"""Kimi Delta Attention from the projections to the output projection, over pools of states: short
+convolution, L2 norms, decays by channel, delta rule and gated norm.
+
+This is the door to the op: callers import it from here, whatever computes it. It can be imported
+without triton. `KDAOperation.lay_out` chooses the kernels by the device's capabilities; what it
+returns is what `mix` goes by. `reference` and `conv.reference` are the definition, on any device;
+in the fused kernels sums are float32, the operands of matrix products have the projection's type.
+
+Legend: T tokens, S sequences, C = 3 * H * K channels, J taps, H heads, K head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from milepost.kernels import chunks
+from milepost.kernels.batch import Batch
+from milepost.kernels.chunks import ChunkLayout
+from milepost.kernels.device import Chip
+from milepost.kernels.kda import mixer
+from milepost.kernels.kda.weights import MixerWeights
+from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
+
+__all__ = ["CHUNK", "KDAOperation", "MixerWeights", "mix"]
+
+CHUNK = 64
+"""Tokens in a full chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KDAOperation:
+    """The token mixer behind convolutions of so many taps."""
+
+    conv_width: int
+
+    def lay_out(self, batch: Batch) -> ChunkLayout | MixerRows | None:
+        """Chunks for the fused kernels, which need none where every sequence decodes; or rows for
+        the reference."""
+        if batch.chip is None:
+            return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
+        if batch.capacity.decodes:
+            return None
+        return chunks.lay_out(
+            batch.starts,
+            batch.lengths,
+            batch.exports,
+            chunk=CHUNK,
+            max_tokens=batch.capacity.num_tokens,
+            max_sequences=batch.capacity.num_sequences,
+            max_exports=batch.capacity.num_exports,
+        )
+
+    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
+        """The fused kernels run on every chip that runs Triton's."""
+        return ""
+
+
+def mix(
+    projected: Tensor,
+    decay_inputs: Tensor,
+    gate: Tensor,
+    weights: MixerWeights,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+    layout: ChunkLayout | MixerRows | None = None,
+) -> Tensor:
+    """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
+    it is None; returns [T, H * K] and writes both pools, the states of exports among them.
+
+    `projected` [T, C + H]: queries, keys, values (the C channels), heads side by side, and betas
+    before their sigmoid. `decay_inputs` and `gate` [T, H * K], contiguous: what softplus is taken
+    of, and what the output's gate is the sigmoid of. `conv_pool` [slots, C, J - 1],
+    `recurrent_pool` [slots, H, K, K], `slot_in` and `slot_out` [S] of any integer type. Rows of
+    `projected` may be strided, as may a pool's slots be, and nothing else.
+
+    A slot that is written is read by no other sequence of the batch; several sequences may read one
+    slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
+    padding are zeros.
+    """
+    inputs, pools = (projected, decay_inputs, gate, weights), (conv_pool, recurrent_pool)
+    if isinstance(layout, MixerRows):
+        return mixer.mix(*inputs, *pools, layout)
+    if layout is None:
+        from milepost.kernels.kda import triton_decode
+
+        return triton_decode.decode(*inputs, *pools, slot_in, slot_out)
+    from milepost.kernels.kda import triton_prefill
+
+    return triton_prefill.prefill(*inputs, *pools, slot_in, slot_out, layout)

@@ -1,0 +1,87 @@
+"""Paged, causal, multi-head latent attention: latents are written to pages and always read from
+there.
+
+This is the door to the op: callers import it from here, whatever computes it. A layer takes two
+calls: `store` norms latents and writes them, `attend` does all between the queries, which are
+multiplied by the keys' matrices already, and the values' matrices. `MLAOperation.lay_out` chooses
+the kernels by the device's capabilities; what it returns is what the two calls go by. `reference`
+is the definition, on any device.
+
+Legend: T tokens, H heads, R latent_dim, P shared_dim, E = R + P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from milepost.kernels.attention import AttentionItems, AttentionLayout, AttentionRows, items
+from milepost.kernels.attention.reference import lay_out
+from milepost.kernels.batch import Batch
+from milepost.kernels.device import Chip
+from milepost.kernels.mla import reference
+
+__all__ = ["AttentionItems", "AttentionRows", "MLAOperation", "attend", "store"]
+
+_MIN_ROWS, _WIDE_ROWS = 16, 64
+"""Of tiles: sums of a row take as many registers as a latent is wide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAOperation:
+    """Attention of these sizes."""
+
+    num_heads: int
+    latent_dim: int
+    shared_dim: int
+
+    def lay_out(self, batch: Batch) -> AttentionLayout:
+        """Items for the fused kernels, or rows for the reference."""
+        if batch.chip is None:
+            return lay_out(batch)
+        one_token = max(_MIN_ROWS, 1 << (self.num_heads - 1).bit_length())
+        return items.lay_out(
+            batch.starts,
+            batch.lengths,
+            batch.rows,
+            heads_per_kv=self.num_heads,
+            num_kv_heads=1,
+            page_size=batch.page_size,
+            tables=batch.tables,
+            narrow_rows=one_token,
+            wide_rows=max(_WIDE_ROWS, one_token),
+            num_programs=batch.chip.num_sms,
+            capacity=None if batch.capacity.is_exact else batch.capacity,
+        )
+
+    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
+        """No chip runs it fused yet."""
+        return "latent attention has no fused kernel yet"
+
+
+def store(
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    pool: Tensor,
+    kv_rows: Tensor,  # noqa: ARG001
+    layout: AttentionLayout,
+) -> None:
+    """Norm and write: see `reference.store`. `kv_rows` [T] are the step's."""
+    assert isinstance(layout, AttentionRows), "no fused kernel yet"
+    reference.store(projected, norm_weight, eps, pool, layout)
+
+
+def attend(
+    query: Tensor,
+    shared_query: Tensor,
+    pool: Tensor,
+    tables: Tensor | None,  # noqa: ARG001
+    layout: AttentionLayout,
+    scale: float,
+) -> Tensor:
+    """Attend to pages: see `reference.attend`. `tables` are those on the device, which items name
+    rows of."""
+    assert isinstance(layout, AttentionRows), "no fused kernel yet"
+    return reference.attend(query, shared_query, pool, layout, scale)

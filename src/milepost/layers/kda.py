@@ -1,0 +1,136 @@
+"""Kimi Delta Attention: short convolution, delta rule with a decay for every channel, gated norm
+(Kimi Linear, arXiv 2510.26692).
+
+Legend: T tokens, C hidden size, H heads, K head_dim, P split-K partials.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from milepost.kernels import kda
+from milepost.kernels.kda import KDAOperation, MixerWeights
+from milepost.layers.context import Context, RecurrentSpec
+from milepost.layers.linear import Linear
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import (
+    Placements,
+    fill_matrix,
+    place_rates,
+    place_rows,
+    place_whole,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KDAShapes:
+    """Sizes of a KDA layer."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    conv_width: int
+    norm_eps: float
+
+    @property
+    def size(self) -> int:
+        """Of all heads."""
+        return self.num_heads * self.head_dim
+
+
+class KDA(nn.Module):
+    """`hidden` [T, C] in and out; reads and writes its states as the step's slots say; a `Part`.
+
+    One projection's outputs are, heads side by side: queries, keys, values (which go through the
+    convolution), betas; then what two more make decay inputs and output gates of, as many of each
+    as a head is wide.
+    """
+
+    rotary = None
+
+    def __init__(self, shapes: KDAShapes, kind: ParameterKind) -> None:
+        super().__init__()
+        self.shapes, self.kind = shapes, kind
+        size, rank = shapes.size, shapes.head_dim
+        self.forget = "forget_gate." if kind.has("forget_gate.A_log") else ""
+        sections = (
+            ("q_proj", size),
+            ("k_proj", size),
+            ("v_proj", size),
+            ("b_proj", shapes.num_heads),
+            (f"{self.forget}f_a_proj", rank),
+            ("g_a_proj", rank),
+            (None, -(shapes.num_heads + 2 * rank) % 8),
+        )
+        self.projection = Linear(shapes.hidden_size, [each for each in sections if each[1]], kind)
+        self.decay = Linear(rank, ((f"{self.forget}f_b_proj", size),), kind)
+        self.gate = Linear(rank, (("g_b_proj", size),), kind)
+        self.conv_weight = kind.empty(3 * size, shapes.conv_width)
+        self.decay_rate = kind.empty_precise(shapes.num_heads)
+        self.decay_bias = kind.empty_precise(size)
+        self.norm_weight = kind.empty_precise(rank)
+        self.out = Linear(size, (("o_proj", shapes.hidden_size),), kind)
+        self.operation = KDAOperation(conv_width=shapes.conv_width)
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        shapes = self.shapes
+        return RecurrentSpec(
+            conv_shape=(3 * shapes.size, shapes.conv_width - 1),
+            recurrent_shape=(shapes.num_heads, shapes.head_dim, shapes.head_dim),
+            grid=kda.CHUNK,
+        )
+
+    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+        """The output, or partials [T, P, C] of it."""
+        state, step, shapes = ctx.states[number], ctx.step, self.shapes
+        weights = MixerWeights(
+            conv=self.conv_weight,
+            decay_rate=self.decay_rate,
+            decay_bias=self.decay_bias,
+            norm=self.norm_weight,
+            norm_eps=shapes.norm_eps,
+        )
+        projected = self.projection(hidden)
+        first, rank = 3 * shapes.size + shapes.num_heads, shapes.head_dim
+        mixed = kda.mix(
+            projected[:, :first],
+            self.decay(projected[:, first : first + rank]),
+            self.gate(projected[:, first + rank : first + 2 * rank], lets_next_start=ctx.decodes),
+            weights,
+            state.conv,
+            state.recurrent,
+            step.slot_in,
+            step.slot_out,
+            step.layouts[self.operation],
+        )
+        return self.out.partials(mixed)
+
+    def placements(self) -> Placements:
+        tensors = {
+            f"{self.forget}A_log": place_rates(self.decay_rate.view(1, 1, -1, 1)),
+            f"{self.forget}dt_bias": place_whole(self.decay_bias),
+            "o_norm.weight": place_whole(self.norm_weight),
+            **self._convolutions(),
+        }
+        return {self.kind.full(name): place for name, place in tensors.items()}
+
+    def _convolutions(self) -> Placements:
+        """One for all channels, or one each for queries, keys and values."""
+        size, weight = self.shapes.size, self.conv_weight.unsqueeze(1)
+        if self.kind.has("conv1d.weight"):
+            return {"conv1d.weight": place_whole(weight)}
+        return {
+            f"{letter}_conv1d.weight": place_rows(weight, index * size, size)
+            for index, letter in enumerate("qkv")
+        }
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
+        fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)
+        # Half-lives from about one token to a hundred, as trained models have them.
+        self.decay_rate.uniform_(-0.5, -0.005, generator=generator)
+        self.decay_bias.fill_(1)
+        self.norm_weight.fill_(1)

@@ -1,0 +1,114 @@
+"""Multi-head latent attention without positions (DeepSeek-V2, arXiv 2405.04434; Kimi Linear, arXiv
+2510.26692): pages hold one latent a token, of which every head's keys and values are made.
+
+Legend: T tokens, C hidden size, H heads, N entries of a key made of the latent, P entries that all
+heads share, R latent size, V value_dim, S split-K partials.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from milepost.kernels import mla
+from milepost.kernels.mla import MLAOperation
+from milepost.layers.context import AttentionSpec, Context
+from milepost.layers.linear import Linear
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import Placement, Placements, fill_matrix, place_whole
+
+_NORM_EPS = 1e-6
+"""Of latents, whatever the model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAShapes:
+    """Sizes of a latent attention layer."""
+
+    hidden_size: int
+    num_heads: int
+    latent_dim: int
+    own_dim: int
+    """Of a head's key, made of the latent."""
+    shared_dim: int
+    """Of the rest of a key, the same for all heads."""
+    value_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        return self.own_dim + self.shared_dim
+
+
+class MLA(nn.Module):
+    """`hidden` [T, C] in and out; writes the latents of the step's tokens to their pages first; a
+    `Part`.
+
+    The matrices that make keys and values of latents are multiplied with queries and outputs.
+    """
+
+    rotary = None
+
+    def __init__(self, shapes: MLAShapes, kind: ParameterKind) -> None:
+        super().__init__()
+        self.shapes, self.kind = shapes, kind
+        heads, latent = shapes.num_heads, shapes.latent_dim
+        sections = (
+            ("q_proj", heads * shapes.key_dim),
+            ("kv_a_proj_with_mqa", latent + shapes.shared_dim),
+        )
+        self.projection = Linear(shapes.hidden_size, sections, kind)
+        self.norm_weight = kind.empty_precise(latent)
+        self.up_key = kind.empty(heads, shapes.own_dim, latent)
+        self.up_value = kind.empty(heads, shapes.value_dim, latent)
+        out = (("o_proj", shapes.hidden_size),)
+        self.out = Linear(heads * shapes.value_dim, out, kind)
+        self.operation = MLAOperation(
+            num_heads=heads, latent_dim=latent, shared_dim=shapes.shared_dim
+        )
+
+    @property
+    def spec(self) -> AttentionSpec:
+        size = self.shapes.latent_dim + self.shapes.shared_dim
+        return AttentionSpec(num_kv_heads=1, head_dim=size, rows_each=1)
+
+    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+        """The output, or partials [T, S, C] of it."""
+        shapes, pool, layout = self.shapes, ctx.kv[number], ctx.step.layouts[self.operation]
+        projected = self.projection(hidden, lets_next_start=ctx.decodes)
+        latents = projected[:, shapes.num_heads * shapes.key_dim :]
+        mla.store(latents, self.norm_weight, _NORM_EPS, pool, ctx.step.kv_rows, layout)
+        queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
+        own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
+        # Heads are a batch of products; tokens stay the outer dimension in memory.
+        query = own.new_empty(*own.shape[:2], shapes.latent_dim)
+        torch.bmm(own.transpose(0, 1), self.up_key, out=query.transpose(0, 1))
+        attended = mla.attend(query, shared, pool, ctx.tables, layout, shapes.key_dim**-0.5)
+        output = own.new_empty(*own.shape[:2], shapes.value_dim)
+        torch.bmm(attended.transpose(0, 1), self.up_value.mT, out=output.transpose(0, 1))
+        return self.out.partials(output.flatten(1))
+
+    def placements(self) -> Placements:
+        """Head by head, the checkpoint's matrix makes its key and then its value."""
+        shapes = self.shapes
+        sizes = shapes.own_dim, shapes.value_dim
+
+        def store(values: Tensor) -> None:
+            by_head = values.unflatten(0, (shapes.num_heads, -1))
+            for parameter, part in zip(
+                (self.up_key, self.up_value), by_head.split(sizes, 1), strict=True
+            ):
+                parameter.copy_(part)
+
+        shape = shapes.num_heads * sum(sizes), shapes.latent_dim
+        tensors = {
+            "kv_a_layernorm.weight": place_whole(self.norm_weight),
+            "kv_b_proj.weight": Placement(shape, store),
+        }
+        return {self.kind.full(name): place for name, place in tensors.items()}
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        self.norm_weight.fill_(1)
+        fill_matrix(self.up_key, spread, generator)
+        fill_matrix(self.up_value, spread, generator)
