@@ -35,6 +35,8 @@ class Part:
     """Position from which KV is written; what is before it is in the pages already."""
     exports: dict[int, int] = field(default_factory=dict)
     """Position -> slot."""
+    fold: int = 0
+    """Recorded tokens that the state is moved on by first."""
 
 
 @dataclass
@@ -125,6 +127,8 @@ def build_batch(parts: list[Part], page_size: int, page_rows: int, num_decodes: 
         starts=starts,
         lengths=lengths,
         num_decodes=num_decodes,
+        folds=np.array([part.fold for part in parts]),
+        record_rows=np.arange(len(parts)),
         rows=np.arange(len(parts)),
         kv_rows=np.where(positions >= write_from[owners], kv_rows, -1),
         slot_in=slot_in,

@@ -187,10 +187,10 @@ def assert_pools_equal(actual: Pools, expected: Pools) -> None:
         assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
 
 
-def widen(weights: MixerWeights) -> MixerWeights:
-    """All in float32."""
+def widen(weights: MixerWeights, dtype: torch.dtype = torch.float32) -> MixerWeights:
+    """All in one type."""
     values = {each.name: getattr(weights, each.name) for each in fields(weights)}
-    wide = {name: value.float() for name, value in values.items() if isinstance(value, Tensor)}
+    wide = {name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)}
     return replace(weights, **wide)
 
 

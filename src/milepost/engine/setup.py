@@ -272,6 +272,7 @@ def _sizes(config: EngineConfig, shape: PoolShape, device: torch.device, activat
         activations=activations,
         cpu_cache_gib=config.cpu_cache_gib,
     )
+    budget -= shape.record_bytes
     may_share = num_pages is None and num_slots is None and config.cache_memory != "split"
     if may_share and (config.cache_memory == "shared" or device.type == "cuda"):
         one = share(budget, shape)

@@ -1,8 +1,16 @@
 """One step's batch on the host, from which every operation lays out its own work.
 
-A step is a flat list of tokens, sequence after sequence; decoding sequences (exactly one token
-each, nothing to export) come first. What an operation works out of this is the same for all layers
+A step is a flat list of tokens, sequence after sequence; decoding sequences (one token each, and
+nothing to export) come first. What an operation works out of this is the same for all layers
 of a step that have the operation, so it is worked out once: layouts are kept by operation.
+
+In a step that *verifies*, a decoding sequence has drafts behind its one token, which leave no trace
+in its state: what recurrent layers would need to take them in is recorded. The accepted ones are
+folded into the state by the sequence's next step, before its one token:
+
+    state    [ fold ][ 1 ]                  fold: recorded tokens, that are no longer in the batch
+    tokens           [ 1 ][ drafts ]        a sequence that only folds has none
+    records               [ drafts ]
 
 Legend: S sequences, T tokens.
 """
@@ -33,9 +41,16 @@ class Capacity:
     num_sequences: int
     num_exports: int = 0
     decodes: bool = False
-    """Every sequence is one token and exports nothing."""
+    """Every sequence decodes."""
+    num_drafts: int = 0
+    """Of a decoding sequence, at most; with more than 0 the step may verify."""
     is_exact: bool = False
     """It is one step's own: what depends on contents need not be padded."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens behind which is sampled, at most."""
+        return min(self.num_tokens, self.num_sequences * (1 + self.num_drafts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +62,10 @@ class Batch:
     lengths: Ints
     """[S] new tokens of each sequence."""
     num_decodes: int
+    folds: Ints
+    """[S] recorded tokens that each sequence's state is moved on by first."""
+    record_rows: Ints
+    """[S] row of the records that each sequence reads and then writes, -1 for those without."""
     rows: Ints
     """[S] row of the page tables."""
     kv_rows: Ints
@@ -66,6 +85,12 @@ class Batch:
     device: torch.device
     chip: Chip | None
     """None where the reference kernels run."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether a decoding sequence folds, or has another number of tokens than one."""
+        own = slice(self.num_decodes)
+        return bool(self.folds[own].any() or (self.lengths[own] != 1).any())
 
 
 class Operation(Capable, Protocol):

@@ -2,7 +2,7 @@
 
 Built once a step by the runner and passed down; layers keep no state of their own.
 
-Legend: T tokens of the step, S sequences, each with its capacity.
+Legend: T tokens of the step, S sequences, R tokens behind which is sampled, each with its capacity.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class AttentionSpec:
     rows_each: int = 2
     """Of a token: its key and its value; or one, the latent of both."""
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a step may verify: KV of drafts that were rejected is written again."""
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSpec:
@@ -40,6 +45,13 @@ class RecurrentSpec:
     conv_shape: tuple[int, ...]
     recurrent_shape: tuple[int, ...]
     grid: int
+    record_size: int | None = None
+    """Numbers in the model's dtype that are recorded of a draft; None where the layer's kernels
+    cannot take drafts."""
+
+    @property
+    def takes_drafts(self) -> bool:
+        return self.record_size is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +62,10 @@ class ShortConvSpec:
 
     conv_shape: tuple[int, ...]
 
+    @property
+    def takes_drafts(self) -> bool:
+        return False
+
 
 LayerSpec = AttentionSpec | RecurrentSpec | ShortConvSpec
 
@@ -57,11 +73,13 @@ LayerSpec = AttentionSpec | RecurrentSpec | ShortConvSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
     """A recurrent layer's pool: `conv` [slots, *conv_shape], `recurrent` [slots,
-    *recurrent_shape], contiguous but from slot to slot.
+    *recurrent_shape], contiguous but from slot to slot; and `records` [rows, drafts, record_size],
+    None where nothing is drafted.
     """
 
     conv: Tensor
     recurrent: Tensor
+    records: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +105,7 @@ class StepArrays:
     num_real: Any
     """[1] int32, tokens that are not padding."""
     last_tokens: Any
-    """[S] int64, the tokens behind which is sampled come first."""
+    """[R] int64, the tokens behind which is sampled come first."""
     sources: Any
     """[S] int64, where a step ahead finds its tokens in the one before."""
     layouts: Mapping[Operation, Any]

@@ -102,6 +102,7 @@ class GatedDelta(nn.Module):
             conv_shape=(shapes.channels, shapes.conv_width - 1),
             recurrent_shape=(shapes.num_value_heads, shapes.key_dim, shapes.value_dim),
             grid=gated_delta.CHUNK,
+            record_size=shapes.channels + 2 * shapes.num_value_heads,
         )
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
@@ -123,6 +124,7 @@ class GatedDelta(nn.Module):
             step.slot_in,
             step.slot_out,
             step.layouts[self.operation],
+            state.records,
         )
         return self.out.partials(mixed)
 

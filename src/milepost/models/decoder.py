@@ -100,6 +100,13 @@ class Decoder(nn.Module):
         """Of all parameters together."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
+    @property
+    def mixers_without_drafts(self) -> tuple[str, ...]:
+        """Names of the mixers whose kernels cannot take drafts."""
+        parts = (part for layer in self.layers for block in layer.blocks for part in block.parts)
+        without = [part for part in parts if part.spec and not part.spec.takes_drafts]
+        return tuple(dict.fromkeys(type(part).__name__ for part in without))
+
     def one_of_each_kind(self) -> list[Layer]:
         """Layers that together launch all kernels that the model does."""
         return list({layer.kind: layer for layer in self.layers}.values())

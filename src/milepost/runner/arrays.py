@@ -3,7 +3,7 @@
 Everything a GPU needs to know of a step goes there in one copy (see `staging`). With a capacity,
 arrays are as long as any step's that fits, so that a captured graph can read them.
 
-Legend: T tokens, S sequences, each with its capacity; R requests that sample.
+Legend: T tokens, S sequences, R tokens behind which is sampled, each with its capacity.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from milepost.cache.tree import TOKEN_BYTES
 from milepost.kernels.batch import Batch, Capacity, Operation
 from milepost.kernels.device import Chip
 from milepost.layers.context import StepArrays
+from milepost.runner.records import NO_ROW, RecordRows
 from milepost.runner.tables import HostTables
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
@@ -42,13 +43,15 @@ def build(
     capacity: Capacity,
     last_tokens: Sequence[int] = (),
     sources: Sequence[int] = (),
+    records: RecordRows | None = None,
 ) -> StepArrays:
-    """The arrays of a plan that `tables` have followed; an empty plan is all padding.
+    """The arrays of a plan that `tables` have followed, and `records` if anything is drafted; an
+    empty plan is all padding.
 
     `last_tokens` [R] are the tokens behind which is sampled, `sources` [T] the rows of the step
     before in which a plan's tokens are sampled.
     """
-    batch, positions = _batch(plan, tables, geometry, capacity)
+    batch, positions = _batch(plan, tables, records, geometry, capacity)
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     return StepArrays(
         token_ids=_padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
@@ -57,7 +60,7 @@ def build(
         slot_in=_padded(batch.slot_in, num_sequences, 0),
         slot_out=_padded(batch.slot_out, num_sequences, -1),
         num_real=np.array([len(positions)], np.int32),
-        last_tokens=_padded(last_tokens, num_sequences, 0, np.int64),
+        last_tokens=_padded(last_tokens, capacity.num_sampled, 0, np.int64),
         sources=_padded(sources, num_sequences, 0, np.int64),
         layouts={operation: operation.lay_out(batch) for operation in geometry.operations},
         decodes=capacity.decodes,
@@ -65,7 +68,11 @@ def build(
 
 
 def _batch(
-    plan: StepPlan, tables: HostTables, geometry: Geometry, capacity: Capacity
+    plan: StepPlan,
+    tables: HostTables,
+    records: RecordRows | None,
+    geometry: Geometry,
+    capacity: Capacity,
 ) -> tuple[Batch, np.ndarray]:
     """What operations lay out, and each token's position."""
     sequences = plan.sequences
@@ -78,6 +85,8 @@ def _batch(
         starts=starts,
         lengths=lengths,
         num_decodes=plan.num_decodes,
+        folds=np.array([s.fold for s in sequences], np.int64),
+        record_rows=_record_rows(sequences, records),
         rows=rows,
         kv_rows=_kv_rows(sequences, positions, owners, rows, tables, geometry),
         slot_in=np.array([s.slot_in for s in sequences], np.int64),
@@ -101,6 +110,12 @@ def token_ids(sequences: Sequence[SequencePlan]) -> np.ndarray:
     """Of a whole step, uint32; 0 for those that are not known yet."""
     known = b"".join(s.tokens or bytes(TOKEN_BYTES * s.num_tokens) for s in sequences)
     return np.frombuffer(known, np.dtype("<u4"))
+
+
+def _record_rows(sequences: Sequence[SequencePlan], records: RecordRows | None) -> np.ndarray:
+    if records is None:
+        return np.full(len(sequences), NO_ROW, np.int64)
+    return np.array(records.rows(sequences), np.int64)
 
 
 def _kv_rows(

@@ -25,6 +25,7 @@ from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
+from milepost.runner.records import RecordRows
 from milepost.runner.sampling import SamplingRow, are_plain
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
@@ -62,6 +63,7 @@ class DeviceExecutor:
         most = arrays.build(_NOTHING, self._tables.host, self._geometry, largest)
         self._staging = Staging(pools.device, num_staged_bytes(most))
         self._graphs = Graphs()
+        self._records = RecordRows(pools.num_record_rows)
         # Imported where it is used: machines without a GPU need not have triton.
         from milepost.runner.sampler import Sampler
 
@@ -72,10 +74,19 @@ class DeviceExecutor:
         """Queue one forward pass."""
         numbers, last_tokens = sampling_places(plan)
         self._tables.bring(plan)
+        self._records.follow(plan)
         captured = None if wants_scores(plan) else self._graphs.find(plan)
         capacity = captured or exact_capacity(plan)
         sources = before.places(plan) if before is not None else ()
-        step = arrays.build(plan, self._tables.host, self._geometry, capacity, last_tokens, sources)
+        step = arrays.build(
+            plan,
+            self._tables.host,
+            self._geometry,
+            capacity,
+            last_tokens,
+            sources,
+            self._records,
+        )
         self._staging.send(step)
         views = None if captured and not sources else self._staging.views(step)
         if before is not None and sources:
@@ -124,7 +135,7 @@ class DeviceExecutor:
         layers = self.model.one_of_each_kind()
         with compiling_only(probe(self._pools.device)):
             for capacity in capacities:
-                self._run(self._padding(capacity), num_rows=capacity.num_sequences, layers=layers)
+                self._run(self._padding(capacity), num_rows=capacity.num_sampled, layers=layers)
             self._sampler.rehearse(self.model.dtype)
 
     def capture(self, capacities: Sequence[Capacity]) -> None:
@@ -132,12 +143,12 @@ class DeviceExecutor:
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
             views = self._padding(capacity)
             self._graphs.capture(
-                capacity, lambda v=views, c=capacity: self._run(v, num_rows=c.num_sequences)
+                capacity, lambda v=views, c=capacity: self._run(v, num_rows=c.num_sampled)
             )
 
     def warm_up(self, capacity: Capacity) -> None:
         """Run a step of padding; takes as much memory as any that fits."""
-        self._run(self._padding(capacity), num_rows=capacity.num_sequences)
+        self._run(self._padding(capacity), num_rows=capacity.num_sampled)
         torch.cuda.synchronize()
 
     def _padding(self, capacity: Capacity) -> StepArrays:

@@ -19,7 +19,8 @@ class Flight:
 
     plan: StepPlan
     numbers: Sequence[int]
-    """Of the requests that sample, in the order of the choice's rows."""
+    """Of the requests that sample, in the order of the choice's rows: of one with drafts once more
+    for each of them."""
     launched_s: float = field(default_factory=perf_counter)
     """By the host's clock."""
     logits: Tensor | None = None
@@ -52,5 +53,8 @@ class Flight:
     def read(self) -> dict[int, list[SampledToken]]:
         """Wait for the tokens; the run of each request by its number."""
         assert self.is_sampled, "only what was sampled can be read"
+        runs: dict[int, list[SampledToken]] = {}
         tokens = self.choice.read() if self.choice is not None else []
-        return {number: [one] for number, one in zip(self.numbers, tokens, strict=True)}
+        for number, token in zip(self.numbers, tokens, strict=True):
+            runs.setdefault(number, []).append(token)
+        return runs

@@ -124,5 +124,6 @@ def exact_capacity(plan: StepPlan) -> Capacity:
         num_sequences=len(plan.sequences),
         num_exports=sum(len(sequence.exports) for sequence in plan.sequences),
         decodes=plan.num_decodes == len(plan.sequences),
+        num_drafts=max(plan.num_drafts, int(plan.verifies)),
         is_exact=True,
     )

@@ -14,6 +14,7 @@ from milepost.runner.flight import Flight
 from milepost.runner.graphs import exact_capacity
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import score_prompts
+from milepost.runner.records import RecordRows
 from milepost.runner.sampling import SamplingRow, choose
 from milepost.runner.staging import on_device
 from milepost.runner.tables import HostTables
@@ -33,6 +34,7 @@ class PlainExecutor:
         self._pools = pools
         max_pages = -(-max_model_len // pools.page_size)
         self._tables = HostTables(num_requests, max_pages, pools.page_size)
+        self._records = RecordRows(pools.num_record_rows)
         self._geometry = Geometry(
             operations=model.operations,
             page_size=pools.page_size,
@@ -44,7 +46,9 @@ class PlainExecutor:
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
         """One forward pass."""
         self._tables.update(plan)
-        host = arrays.build(plan, self._tables, self._geometry, exact_capacity(plan))
+        self._records.follow(plan)
+        capacity = exact_capacity(plan)
+        host = arrays.build(plan, self._tables, self._geometry, capacity, records=self._records)
         step = on_device(host, self._pools.device)
         if before is not None:
             places = before.places(plan)
@@ -73,11 +77,13 @@ class PlainExecutor:
 
 
 def sampling_places(plan: StepPlan) -> tuple[list[int], list[int]]:
-    """Numbers of the requests that sample, and the index of each one's last token in the batch."""
+    """The tokens behind which is sampled, by index in the batch: the last of each request that
+    samples, and those that drafts stand behind. Each with its request's number."""
     numbers, last_tokens, end = [], [], 0
     for sequence in plan.sequences:
         end += sequence.num_tokens
         if sequence.samples:
-            numbers.append(sequence.number)
-            last_tokens.append(end - 1)
+            num_rows = 1 + sequence.num_drafts
+            numbers += [sequence.number] * num_rows
+            last_tokens += range(end - num_rows, end)
     return numbers, last_tokens

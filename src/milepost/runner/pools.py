@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 
 import numpy as np
@@ -45,6 +46,10 @@ class PoolShape:
     state_dtype: torch.dtype
     carried_size: int = 0
     """Numbers of `dtype` that a slot carries for an MTP head."""
+    num_record_rows: int = 0
+    """Requests whose drafts are recorded at a time, in every recurrent layer."""
+    num_drafts: int = 0
+    """Of each, at most."""
 
     @property
     def attention(self) -> list[AttentionSpec]:
@@ -102,6 +107,16 @@ class PoolShape:
         return prod(self.page_shape) * self.dtype.itemsize if self.attention else 0
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes of all records together, in all recurrent layers."""
+        return self.num_record_rows * self.num_drafts * self.record_token_bytes
+
+    @property
+    def record_token_bytes(self) -> int:
+        """Bytes that one draft's record takes, in all recurrent layers."""
+        return sum(spec.record_size or 0 for spec in self.recurrent) * self.dtype.itemsize
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot: in all recurrent layers, and what it carries."""
         return self.carried_size * self.dtype.itemsize + sum(
@@ -127,6 +142,8 @@ class Pools:
     """[slots, carried_size]"""
     all_conv: Tensor | None
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
+    num_record_rows: int = 0
+    """Requests whose drafts are recorded at a time."""
 
     @property
     def device(self) -> torch.device:
@@ -166,6 +183,8 @@ class Pools:
         own = [pool for pool in shared if pool is not None]
         for state in self.states.values():
             own += [state.conv, state.recurrent]
+            if state.records is not None:
+                own.append(state.records)
         found = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, own)}
         return list(found.values())
 
@@ -240,7 +259,7 @@ def by_layer(
     kv_views = iter(kv.unbind(1) if kv is not None else ())
     state_views = iter(())
     if conv is not None and recurrent is not None:
-        state_views = map(_as_state, conv, recurrent)
+        state_views = map(_as_state, conv, recurrent, _records(shape, conv.device))
     beside_views = iter(beside if beside is not None else ())
     kv_by_layer, states, conv_states = {}, {}, {}
     for index, spec in enumerate(shape.specs):
@@ -258,8 +277,19 @@ def by_layer(
         all_kv=kv,
         all_conv=beside,
         carried=carried,
+        num_record_rows=shape.num_record_rows,
     )
 
 
-def _as_state(conv: Tensor, recurrent: Tensor) -> RecurrentState:
-    return RecurrentState(conv=conv, recurrent=recurrent)
+def _as_state(conv: Tensor, recurrent: Tensor, records: Tensor | None) -> RecurrentState:
+    return RecurrentState(conv=conv, recurrent=recurrent, records=records)
+
+
+def _records(shape: PoolShape, device: torch.device) -> Iterator[Tensor | None]:
+    """Of each recurrent layer [rows, drafts, record_size]; None where nothing is drafted."""
+    layers = shape.recurrent
+    size = layers[0].record_size
+    if not shape.record_bytes or size is None:
+        return repeat(None, len(layers))
+    memory = zeros(shape.record_bytes, device).view(shape.dtype)
+    return iter(memory.view(len(layers), shape.num_record_rows, shape.num_drafts, size))

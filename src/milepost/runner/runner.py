@@ -138,9 +138,9 @@ class Runner:
         for sequence in plan.sequences:
             if sequence.slot_out == ZERO_SLOT:
                 continue  # its states lie beside its pages
-            held = self._positions[sequence.slot_in]
-            assert held == sequence.start, (
-                f"S4: slot {sequence.slot_in} holds {held} tokens, the plan reads {sequence.start}"
+            held, begin = self._positions[sequence.slot_in], sequence.start - sequence.fold
+            assert held == begin, (
+                f"S4: slot {sequence.slot_in} holds {held} tokens, the plan reads {begin}"
             )
         for slot, position in _writes(plan).items():
             self._positions[slot] = position
@@ -151,7 +151,7 @@ def _writes(plan: StepPlan) -> dict[int, int]:
     written = {}
     for sequence in plan.sequences:
         if sequence.slot_out != ZERO_SLOT:
-            written[sequence.slot_out] = sequence.end
+            written[sequence.slot_out] = sequence.state_end
         for export in sequence.exports:
             written[export.slot] = export.position
     return written

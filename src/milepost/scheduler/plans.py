@@ -59,9 +59,9 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     """The ids before `start`, packed likewise: with a table's first pages, where sampling reads
     them and the runner is to keep them from now on."""
     fold: int = 0
-    """Accepted tokens, computed before, to fold into the state first; always 0 by now."""
+    """Accepted tokens, computed before, to fold into the state first."""
     num_drafts: int = 0
-    """How many of the last tokens are drafts; always 0 by now."""
+    """How many of the last tokens are drafts."""
 
     @property
     def end(self) -> int:
@@ -69,8 +69,19 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
 
     @property
     def is_decode(self) -> bool:
-        """One token and nothing to export: the one-token kernels serve it."""
-        return self.num_tokens == 1 and not self.exports
+        """One token besides drafts, or none, and nothing to export: the kernels of decoding serve
+        it."""
+        return self.num_tokens - self.num_drafts <= 1 and not self.exports
+
+    @property
+    def verifies(self) -> bool:
+        """Of a decode: whether it takes more than that one token."""
+        return self.fold > 0 or self.num_tokens != 1
+
+    @property
+    def state_end(self) -> int:
+        """Tokens that the state has consumed behind the step."""
+        return self.end - self.num_drafts
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -89,6 +100,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
     @property
     def num_decodes(self) -> int:
         return sum(sequence.is_decode for sequence in self.sequences)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether a decode takes more than one token."""
+        return any(sequence.is_decode and sequence.verifies for sequence in self.sequences)
+
+    @property
+    def num_drafts(self) -> int:
+        """The most that a sequence has."""
+        return max((sequence.num_drafts for sequence in self.sequences), default=0)
 
 
 class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

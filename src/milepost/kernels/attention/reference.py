@@ -6,14 +6,16 @@ finds its KV in a shared page reads the very bits that another sequence wrote.
 Rows that no token was written to are never read: places past the end of a sequence name its first
 token's row, and are masked.
 
-Legend: T tokens, W tokens whose KV is written, D decoding sequences (the first D of the batch), L
-tokens of the longest of them, H query heads, G KV heads, R = H / G query heads for each KV head, E
-head_dim, O turned dimensions of E. A pool is [pages, 2, page_size, G, E] (see `pages`).
+Legend: T tokens, W tokens whose KV is written, D tokens of decoding sequences (the first D of the
+batch: one each but where a step verifies), L tokens of the longest of them, H query heads, G KV
+heads, R = H / G query heads for each KV head, E head_dim, O turned dimensions of E. A pool is
+[pages, 2, page_size, G, E] (see `pages`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,7 @@ _QUERY_TILE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decodes:
-    """KV of D sequences, padded to the longest."""
+    """KV up to each of D tokens of decoding sequences, padded to the longest."""
 
     kv_rows: Tensor
     """[D * L] int64, rows of the keys."""
@@ -81,9 +83,12 @@ def lay_out(batch: Batch, first_row: int = 0) -> AttentionRows:
 
 
 def _lay_out_decodes(batch: Batch, first_row: int) -> Decodes:
-    ends = batch.starts[: batch.num_decodes] + 1
-    longest = int(ends.max())
-    kv_rows = _rows_of(batch, batch.rows[: batch.num_decodes], longest)
+    lengths = batch.lengths[: batch.num_decodes]
+    owners = np.arange(batch.num_decodes).repeat(lengths)
+    begins = lengths.cumsum() - lengths
+    ends = batch.starts[owners] + np.arange(len(owners)) - begins[owners] + 1
+    longest = int(ends.max(initial=0))
+    kv_rows = _rows_of(batch, batch.rows[owners], longest)
     mask = np.arange(longest) < ends[:, None]
     kv_rows = np.where(mask, kv_rows, kv_rows[:, :1])
     mask[:, :first_row] = False
@@ -106,7 +111,7 @@ def _rows_of(batch: Batch, tables: Any, num_tokens: int) -> Ints:
     """Rows [..., num_tokens] of the keys of each table's first tokens."""
     pages = batch.tables[tables, : -(-num_tokens // batch.page_size)].astype(np.int64)
     rows = pages[..., None] * batch.page_rows + np.arange(batch.page_size)
-    return rows.reshape(*pages.shape[:-1], -1)[..., :num_tokens]
+    return rows.reshape(*pages.shape[:-1], math.prod(rows.shape[-2:]))[..., :num_tokens]
 
 
 def prepare(
@@ -182,20 +187,19 @@ def _keys_and_values(pool: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(query: Tensor, pool: Tensor, rows: Decodes, scale: float) -> Tensor:
-    """Attend from the last token of each of D sequences: `query` [D, H, E], returns the same
-    shape."""
-    num_sequences, num_heads, head_dim = query.shape
+    """Attend from D tokens, each by itself: `query` [D, H, E], returns the same shape."""
+    num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = pool.shape[3]
     keys, values = (
         part.index_select(0, rows.kv_rows)
-        .view(num_sequences, -1, num_kv_heads, head_dim)
+        .view(num_tokens, rows.mask.shape[-1], num_kv_heads, head_dim)
         .transpose(1, 2)
         for part in _keys_and_values(pool)
     )
     # Query heads of one KV head stand where more queries would: no KV is repeated.
-    grouped = query.reshape(num_sequences, num_kv_heads, -1, head_dim)
+    grouped = query.unflatten(1, (num_kv_heads, -1))
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows.mask, scale=scale)
-    return output.reshape(num_sequences, num_heads, head_dim)
+    return output.reshape(num_tokens, num_heads, head_dim)
 
 
 def prefill(query: Tensor, pool: Tensor, prefills: tuple[Prefill, ...], scale: float) -> Tensor:

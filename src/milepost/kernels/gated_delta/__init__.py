@@ -49,7 +49,7 @@ class GatedDeltaOperation:
         """Chunks for the fused kernels, which need none where every sequence decodes; or rows for
         the reference."""
         if batch.chip is None:
-            return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
+            return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK, has_records=True)
         if batch.capacity.decodes:
             return None
         return chunks.lay_out(
@@ -77,6 +77,7 @@ def mix(
     slot_in: Tensor,
     slot_out: Tensor,
     layout: ChunkLayout | MixerRows | None = None,
+    records: Tensor | None = None,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
     it is None; returns [T, V * W] and writes both pools, the states of exports among them.
@@ -86,13 +87,17 @@ def mix(
     `recurrent_pool` [slots, V, K, W], `slot_in` and `slot_out` [S] of any integer type. Rows of
     `projected` may be strided, as may a pool's slots be, and nothing else.
 
+    `records` [rows, drafts, C + 2 * V] hold, of each draft that a sequence had in its step before,
+    what is read of its row but for the gates; those of this step's drafts take their place. A state
+    is written as it is behind a sequence's first token, never behind a draft.
+
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
     padding are zeros.
     """
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
-        return mixer.mix(projected, weights, *pools, layout)
+        return mixer.mix(projected, weights, *pools, layout, records)
     if layout is None:
         from milepost.kernels.gated_delta import triton_decode
 

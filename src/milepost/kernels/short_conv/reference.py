@@ -39,6 +39,7 @@ class ShortConvRows:
 def lay_out(batch: Batch, num_taps: int) -> ShortConvRows:
     """The rows of a step."""
     decodes, device = batch.num_decodes, batch.device
+    assert not batch.verifies, "V1: only mixers that keep records verify"
     if (batch.kv_rows[:decodes] < 0).any():
         decodes = 0  # one token that a shared page has already: nothing is written
     owners, ends = np.arange(len(batch.starts)), batch.starts + batch.lengths

@@ -1,0 +1,47 @@
+"""Which row of the records each request has that has drafts.
+
+A row holds what recurrent layers need to take in the drafts of a request's last step. The request
+keeps it until its next step, which folds in those that were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from milepost.scheduler.plans import SequencePlan, StepPlan
+
+NO_ROW = -1
+
+
+class RecordRows:
+    """`num_rows` rows: as many as requests that may have drafts in one step."""
+
+    __slots__ = ("_free", "_rows", "_spent")
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._rows: dict[int, int] = {}
+        """Request number -> its row."""
+        self._spent: list[int] = []
+        """Requests of the last plan that have no drafts any more."""
+
+    def follow(self, plan: StepPlan) -> None:
+        """Hand out rows for a plan, and take back those of the plan before that hold nothing."""
+        for number in (*plan.ended, *self._spent):
+            row = self._rows.pop(number, None)
+            if row is not None:
+                self._free.append(row)
+        self._spent.clear()
+        for sequence in plan.sequences:
+            number = sequence.number
+            has_row = number in self._rows
+            assert has_row or not sequence.fold, "V3: what is folded was recorded"
+            if sequence.num_drafts and not has_row:
+                assert self._free, "V4: no more requests have drafts than may run"
+                self._rows[number] = self._free.pop()
+            elif has_row and not sequence.num_drafts:
+                self._spent.append(number)
+
+    def rows(self, sequences: Sequence[SequencePlan]) -> list[int]:
+        """The row of each; their plan has been followed."""
+        return [self._rows.get(sequence.number, NO_ROW) for sequence in sequences]
