@@ -40,6 +40,9 @@ class EngineConfig:
     dtype: DType = "auto"
     """Type of weights and activations; `auto` takes the checkpoint's, but float32 rather than half
     precision on a CPU."""
+    quantization: str | None = None
+    """`fp8` rounds the weights of a raw checkpoint while they are loaded; a quantised checkpoint
+    needs nothing said."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
     generation_config: GenerationConfig = "auto"

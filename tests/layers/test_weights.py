@@ -44,7 +44,7 @@ class Int8Weight(nn.Module):
     def multiply_gated(self, hidden: Tensor) -> Tensor:
         return norm.silu_mul(self.partials(hidden, None))
 
-    def place(self, rows: Tensor) -> Placements:
+    def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
         return {
             "weight": replace(place_scattered(self.values, rows), types=("I8",)),
             "weight_scale": place_scattered(self.scales, rows),
@@ -166,8 +166,8 @@ class ShardWeight(Int8Weight):
         super().__init__(1, 1)
         self.values, self.scales, self.rank = values, torch.ones(1), rank
 
-    def place(self, rows: Tensor) -> Placements:
-        del rows
+    def place(self, rows: Tensor, path: str) -> Placements:
+        del rows, path
         num_outputs, size = self.values.shape
         columns = slice(self.rank * size, (self.rank + 1) * size)
         whole = place_whole(self.values)

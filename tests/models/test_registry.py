@@ -37,7 +37,7 @@ def test_unknown_architecture_is_refused(model_type: str | None, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {"quant_method": "bitsandbytes"}),
         ("hidden_act", "gelu"),
         ("sliding_window", 128),
         ("use_sliding_window", True),
@@ -66,9 +66,10 @@ def test_more_experts_per_token_than_experts_is_refused(tmp_path: Path) -> None:
         load(change(tmp_path, "qwen3_5_moe", num_experts_per_tok=9))
 
 
-def test_quantized_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="quantization_config"):
-        load(change(tmp_path, "qwen3_5_multimodal", quantization_config={"quant_method": "fp8"}))
+def test_another_quantization_of_a_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
+    settings = {"quant_method": "bitsandbytes"}
+    with pytest.raises(UnsupportedModelError, match="bitsandbytes"):
+        load(change(tmp_path, "qwen3_5_multimodal", quantization_config=settings))
 
 
 def test_folder_without_configuration_is_refused(tmp_path: Path) -> None:

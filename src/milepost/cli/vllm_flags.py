@@ -50,8 +50,6 @@ class VllmFlags:
     """Does nothing."""
     kv_cache_dtype: str = "auto"
     """Only `auto`: KV has the model's type."""
-    quantization: str | None = None
-    """Not supported."""
     pipeline_parallel_size: int = 1
     """Only 1."""
     data_parallel_size: int = 1
@@ -80,7 +78,6 @@ class VllmFlags:
 
 _ONLY_DEFAULT = (
     "kv_cache_dtype",
-    "quantization",
     "pipeline_parallel_size",
     "data_parallel_size",
     "tensor_parallel_size",

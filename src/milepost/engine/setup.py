@@ -72,6 +72,7 @@ def build(config: EngineConfig) -> Parts:
         load_format=config.load_format,
         seed=config.seed,
         head=_head(config),
+        quantization=config.quantization,
     )
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
@@ -181,6 +182,7 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape) -> bytes:
     has_weights = config.load_format != "dummy"
     facts: dict[str, str | int] = {
         "dtype": str(shape.dtype),
+        "quantization": config.quantization or "",
         "state_dtype": str(shape.state_dtype),
         "page_size": config.page_size,
     }

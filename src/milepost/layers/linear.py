@@ -126,7 +126,7 @@ class Linear(nn.Module):
             rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in own])
             rows = rows[self._orders[name]] if name in self._orders else rows
             group, prefix = own[0].group, self.kind.full(name)
-            tensors = self.weights[group].place(rows)
+            tensors = self.weights[group].place(rows, prefix)
             if self.biases is not None:
                 tensors["bias"] = place_scattered(self.biases[group], rows)
             placements |= {f"{prefix}.{tensor}": place for tensor, place in tensors.items()}

@@ -25,9 +25,6 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, place_whole
 from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes
 
-_MAX_JOINT = 4
-"""Experts that a shared one may be: each is one more for every token to choose."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShapes:
@@ -47,9 +44,9 @@ class ExpertShapes:
 
     @property
     def num_joint(self) -> int:
-        """Experts that the shared one is among the others; 0 where it stands beside them."""
+        """Experts that the shared one can be among the others; 0 where it stands beside them."""
         count, rest = divmod(self.shared_size, self.size)
-        return 0 if rest or self.latent_size or count > _MAX_JOINT else count
+        return 0 if rest or self.latent_size else count
 
 
 class MoE(nn.Module):
@@ -69,8 +66,12 @@ class MoE(nn.Module):
         super().__init__()
         self.shapes, self.kind, self.hidden_size = shapes, kind, hidden_size
         self.names = names
+        form = kind.precision("experts")
+        own = kind.under(names.shared)
+        joins = form == own.precision(names.shared_projections[0])
+        self.num_joint = shapes.num_joint if joins and shapes.num_joint <= form.max_shared else 0
         has_gate = bool(shapes.shared_size) and shapes.scores.gates_shared
-        has_gate_row = shapes.num_joint > 0 and has_gate
+        has_gate_row = self.num_joint > 0 and has_gate
         self.num_logits = shapes.num_experts + has_gate_row
         # Products with whole groups of 8 outputs are faster.
         sections = (
@@ -85,15 +86,14 @@ class MoE(nn.Module):
             hidden_size=inner_size,
             size=shapes.size,
             num_experts=shapes.num_experts,
-            num_shared=shapes.num_joint,
+            num_shared=self.num_joint,
         )
-        self.experts = kind.precision("experts").experts(sizes, names, kind)
+        self.experts = form.experts(sizes, names, kind)
         self.latent_in = self.latent_out = self.shared = self.shared_gate = None
         if shapes.latent_size:
             self.latent_in = Linear(hidden_size, (("fc1_latent_proj", inner_size),), kind)
             self.latent_out = Linear(inner_size, (("fc2_latent_proj", hidden_size),), kind)
-        if shapes.shared_size and not shapes.num_joint:
-            own = kind.under(names.shared)
+        if shapes.shared_size and not self.num_joint:
             self.shared = MLP(hidden_size, shapes.shared_size, own, names.shared_projections)
             if has_gate:
                 self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), kind)
@@ -110,7 +110,7 @@ class MoE(nn.Module):
             logits[..., : self.num_logits],
             self.shapes.num_chosen,
             normalise=self.shapes.normalise,
-            num_shared=self.shapes.num_joint,
+            num_shared=self.num_joint,
             scores=self.shapes.scores,
             bias=self.bias,
             dtype=hidden.dtype,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,9 @@ class Weight(Protocol):
         """SiLU of the first half of the outputs times the other half: [T, O / 2]."""
         ...
 
-    def place(self, rows: Tensor) -> Placements:
-        """A projection's tensors, by their names in it; its output i is row `rows[i]`."""
+    def place(self, rows: Tensor, path: str) -> Placements:
+        """The tensors of the projection at `path`, by their names in it; its output i is row
+        `rows[i]`."""
         ...
 
     def clear(self, first: int, count: int) -> None:
@@ -125,6 +126,9 @@ class ExpertSizes:
 class Precision(Protocol):
     """A form of weights; hashable."""
 
+    max_shared: ClassVar[int]
+    """Experts that a shared one may be: each is one more for every token to choose."""
+
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Weight:
         """An unfilled matrix for one or several projections."""
         ...
@@ -137,6 +141,8 @@ class Precision(Protocol):
 @dataclass(frozen=True, slots=True)
 class Raw:
     """Weights in the model's type."""
+
+    max_shared: ClassVar[int] = 4
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Weight:
         return RawWeight(kind.empty(num_outputs, num_inputs))
@@ -176,7 +182,7 @@ class RawWeight(nn.Module):
             return norm.silu_mul(self.multiply(hidden, None, lets_next_start=True))
         return linear.multiply_gated(hidden, self.values)
 
-    def place(self, rows: Tensor) -> Placements:
+    def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
         return {"weight": place_scattered(self._unpacked(), rows)}
 
     def clear(self, first: int, count: int) -> None:

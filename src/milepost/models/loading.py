@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import warnings
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,10 +18,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from milepost.config import DType, LoadFormat
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.parameters import ParameterKind
+from milepost.layers.weights import RAW
 from milepost.models.architecture import HEAD, Architecture
 from milepost.models.decoder import Decoder
 from milepost.models.folder import find_folder
 from milepost.models.head import check_head, why_no_head
+from milepost.models.quantization import SKIPPED, Quantization, on_the_fly, read_quantization
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
 from milepost.models.weights import WeightFiles, fill_from_files
 
@@ -41,23 +44,27 @@ def load_model(
     seed: int = 0,
     revision: str | None = None,
     head: Head = "none",
+    quantization: str | None = None,
 ) -> tuple[Decoder, PreTrainedConfig]:
     """Load a model and its whole configuration (of a multimodal checkpoint, the outer one).
 
     `model` is a local folder or a hub id. With `load_format="dummy"` only the configuration is read
     and the weights are filled from `seed`. With `head="mtp"` the model has the checkpoint's MTP
-    head; with "auto" too, or a warning says why not. Raises UnsupportedModelError, ConfigError,
-    WeightsError.
+    head; with "auto" too, or a warning says why not. `quantization="fp8"` rounds the weights of a
+    raw checkpoint while they are loaded. Raises UnsupportedModelError, ConfigError, WeightsError.
     """
     folder = find_folder(model, revision=revision, with_weights=load_format != "dummy")
     config = load_config(folder)
     text = config.get_text_config()
     architecture = find_architecture(config.model_type)
     files = None if load_format == "dummy" else WeightFiles(folder)
+    names = () if files is None else files.by_name
+    forms = _find_forms(config, quantization, names, has_files=files is not None)
     kind = ParameterKind(
         dtype=resolve_dtype(dtype, config),
         device=torch.device(device),
-        names=() if files is None else files.by_name,
+        names=names,
+        **({} if forms is None else {"precision_of": forms.precision_of}),
     )
     # A checkpoint that says it is tied but holds a head of its own means that head.
     is_tied = config.tie_word_embeddings and (
@@ -69,7 +76,7 @@ def load_model(
     if files is None:
         loaded.fill(seed)
     else:
-        skipped = () if has_head else (rf"{HEAD}\.",)
+        skipped = (*(SKIPPED if forms else ()), *(() if has_head else (rf"{HEAD}\.",)))
         fill_from_files(loaded, files, (*architecture.skipped, *skipped))
     logger.info("loaded %s as %s on %s", model, kind.dtype, kind.device)
     return loaded, config
@@ -93,8 +100,6 @@ def load_config(folder: Path) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
-    if config.get_text_config() is not config:
-        _refuse_quantized(config)
     refuse_unsupported(config.get_text_config(), architecture)
     return config
 
@@ -136,12 +141,21 @@ def check_room(
     needed = model.num_bytes
     if needed > free:
         name = str(kind.dtype).removeprefix("torch.")
-        advice = "" if kind.dtype.itemsize < 4 else "dtype='bfloat16' halves the weights, or "
+        advice = _advise(kind)
         raise ConfigError(
             f"the weights take {needed / GIB:.1f} GiB in {name} and {kind.device} has "
             f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; "
             f"{advice}use a smaller model or a device with more memory, or end what else uses it"
         )
+
+
+def _advise(kind: ParameterKind) -> str:
+    """What would make the weights smaller."""
+    if kind.dtype.itemsize >= 4:
+        return "dtype='bfloat16' halves the weights, or "
+    if kind.precision("layers") == RAW:
+        return "quantization='fp8' halves the weights, or "
+    return ""
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -167,10 +181,18 @@ def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch
     return named or torch.float32
 
 
-def _refuse_quantized(config: PreTrainedConfig) -> None:
-    """Quantization is set on the outer configuration of a multimodal checkpoint."""
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(
-            f"quantization_config={config.quantization_config!r} is not supported; "
-            "supported is an unquantized checkpoint"
+def _find_forms(
+    config: PreTrainedConfig, method: str | None, names: Container[str], *, has_files: bool
+) -> Quantization | None:
+    """The forms of quantised weights; None for a raw checkpoint that stays so."""
+    # Of a multimodal checkpoint it is set on the outer configuration.
+    own = getattr(config, "quantization_config", None)
+    own = own or getattr(config.get_text_config(), "quantization_config", None)
+    if not own:
+        return None if method is None else on_the_fly(method)
+    if method not in (None, own.get("quant_method")):
+        raise ConfigError(
+            f"quantization={method!r}: the checkpoint is quantised with "
+            f"{own.get('quant_method')!r}; leave it out"
         )
+    return read_quantization(own, names, has_files=has_files)

@@ -90,7 +90,6 @@ def refuse_layer_types(layer_types: Iterable[str], architecture: Architecture) -
 
 
 _REQUIREMENTS: dict[str, Requirement] = {
-    "quantization_config": (is_unset, "an unquantized checkpoint"),
     "compression_config": (is_unset, "an unquantized checkpoint"),
     "linear_conv_kernel_dim": (lambda value: value is None or value > 1, "2 or more"),
     "mamba_d_conv": (lambda value: value is None or value > 1, "2 or more"),

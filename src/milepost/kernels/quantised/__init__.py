@@ -1,0 +1,75 @@
+"""Products with quantised weights: `multiply`, `partials` and routed experts' `mix`.
+
+This is the door to the op: callers import it from here, whatever computes it. `forms` and
+`reference` are the definition; on a GPU `triton` computes what it has tiles for.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from milepost.kernels.device import runs_triton
+from milepost.kernels.quantised import reference
+from milepost.kernels.quantised.forms import (
+    BLOCK,
+    FP8,
+    FP8_MAX,
+    Fp8,
+    Int4,
+    Quantised,
+    lane_of,
+    pack,
+    quantise_fp8,
+)
+from milepost.kernels.quantised.forms import multiply as multiply_plainly
+
+__all__ = [
+    "BLOCK",
+    "FP8",
+    "FP8_MAX",
+    "Fp8",
+    "Int4",
+    "Quantised",
+    "lane_of",
+    "mix",
+    "multiply",
+    "pack",
+    "partials",
+    "quantise_fp8",
+]
+
+
+def multiply(
+    hidden: Tensor, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
+) -> Tensor:
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O]."""
+    product = partials(hidden, weight, bias, lets_next_start=lets_next_start)
+    if product.dim() == hidden.dim():
+        return product
+    from milepost.kernels.linear import triton
+
+    return triton.add_up(product, hidden.dtype)
+
+
+def partials(
+    hidden: Tensor, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
+) -> Tensor:
+    """What `multiply` returns; or float32 split-K partials [T, P, O] that add up to it."""
+    if hidden.dim() == 2 and runs_triton(hidden):
+        from milepost.kernels.quantised import triton
+
+        product = triton.partials(hidden, weight, bias, lets_next_start=lets_next_start)
+        if product is not None:
+            return product
+    return multiply_plainly(hidden, weight, bias)
+
+
+def mix(hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised) -> Tensor:
+    """The outputs of each token's experts in partials [T, P, H]: see `reference.mix`."""
+    if runs_triton(hidden):
+        from milepost.kernels.quantised import triton
+
+        mixed = triton.mix(hidden, shares, experts, up, down)
+        if mixed is not None:
+            return mixed
+    return reference.mix(hidden, shares, experts, up, down)

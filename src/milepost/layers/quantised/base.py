@@ -1,0 +1,110 @@
+"""What the quantised forms have in common.
+
+Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P split-K partials.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from milepost.kernels import norm, quantised
+from milepost.kernels.quantised import Quantised
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import Placements
+from milepost.layers.weights import ExpertNames, ExpertSizes
+
+
+def empty(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """An unfilled parameter of a quantised form."""
+    values = torch.empty(shape, dtype=dtype, device=kind.device)
+    return nn.Parameter(values, requires_grad=False)
+
+
+def ones(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """Scales, of which those of padding are never filled and must not be anything."""
+    values = torch.ones(shape, dtype=dtype, device=kind.device)
+    return nn.Parameter(values, requires_grad=False)
+
+
+class QuantisedMatrix(nn.Module):
+    """A `Weight` by its `form`."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Quantised:
+        """What the kernels read."""
+
+    def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:
+        return quantised.multiply(hidden, self.form, bias, lets_next_start=lets_next_start)
+
+    def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        return quantised.partials(hidden, self.form, bias)
+
+    def multiply_gated(self, hidden: Tensor) -> Tensor:
+        return norm.silu_mul(self.partials(hidden, None))
+
+    def multiply_precise(self, hidden: Tensor) -> Tensor:
+        """Routers are multiplied so, and stay raw."""
+        return self.partials(hidden, None)
+
+    def pack(self) -> None:
+        """They are small as they are."""
+
+
+class Stack(Protocol):
+    """Matrices of experts in one quantised form."""
+
+    def place_projection(self, rows: Tensor, at: tuple[int, ...], path: str) -> Placements:
+        """The tensors of a projection whose output i is row rows[i] of the matrix `at`; `path` is
+        its own."""
+        ...
+
+
+def shapes_of(sizes: ExpertSizes, names: ExpertNames) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the matrices of gate and up projections, or of up projections alone; and of down ones."""
+    count = sizes.num_experts + sizes.num_shared
+    num_rows = (len(names.projections) - 1) * sizes.size
+    return (count, num_rows, sizes.hidden_size), (count, sizes.hidden_size, sizes.size)
+
+
+def place_experts(
+    sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
+) -> Placements:
+    """Of experts that the checkpoint has one by one."""
+    placements = place_shared(sizes, names, kind, up, down)
+    for expert in range(sizes.num_experts):
+        path = kind.full(f"experts.{expert}")
+        placements |= _place_expert(sizes, names.projections, path, expert, up, down)
+    return placements
+
+
+def place_shared(
+    sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
+) -> Placements:
+    """Of the shared expert, if it is one of them."""
+    if not sizes.num_shared:
+        return {}
+    path, last = kind.full(names.shared), sizes.num_experts
+    return _place_expert(sizes, names.shared_projections, path, last, up, down)
+
+
+def _place_expert(
+    sizes: ExpertSizes, names: tuple[str, ...], path: str, expert: int, up: Stack, down: Stack
+) -> Placements:
+    *firsts, last = names
+    rows: dict[str, Tensor] = {}
+    for name, part in zip(
+        firsts, torch.arange(len(firsts) * sizes.size).chunk(len(firsts)), strict=True
+    ):
+        rows[name] = torch.cat((rows[name], part)) if name in rows else part
+    projections = [(up, name, part) for name, part in rows.items()]
+    projections.append((down, last, torch.arange(sizes.hidden_size)))
+    placements: Placements = {}
+    for stack, name, part in projections:
+        tensors = stack.place_projection(part, (expert,), f"{path}.{name}")
+        placements |= {f"{path}.{name}.{tensor}": place for tensor, place in tensors.items()}
+    return placements

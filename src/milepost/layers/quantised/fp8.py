@@ -1,0 +1,282 @@
+"""Weights in float8_e4m3fn: the official block format, compressed-tensors' channels and tensors,
+and raw weights that are rounded while they are loaded.
+
+Legend: O outputs, I inputs, X experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from milepost.errors import UnsupportedModelError
+from milepost.kernels import quantised
+from milepost.kernels.quantised import BLOCK, FP8, FP8_MAX, Fp8, quantise_fp8
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import Placement, Placements, place_scattered
+from milepost.layers.quantised.base import (
+    QuantisedMatrix,
+    empty,
+    ones,
+    place_experts,
+    place_shared,
+    shapes_of,
+)
+from milepost.layers.weights import ExpertNames, ExpertSizes
+
+_VALUES = ("F8_E4M3",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Precision:
+    """Which scales a checkpoint has."""
+
+    strategy: Literal["block", "channel", "tensor", "none"]
+    """One for 128 x 128 weights, for each output, for each projection; none: the checkpoint is raw
+    and is rounded to blocks."""
+    scale: str = "weight_scale"
+    """Name of the scales' tensor."""
+    is_static: bool = False
+    """The checkpoint sets the scale of activations, as `input_scale`."""
+
+    max_shared: ClassVar[int] = 1
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """A projection has one of these tensors if it is of this form."""
+        return ("weight",) if self.strategy == "none" else (self.scale,)
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.strategy in ("block", "none")
+
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Fp8Matrix:
+        return Fp8Matrix(self, num_outputs, num_inputs, kind)
+
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Fp8Experts:
+        return Fp8Experts(self, sizes, names, kind)
+
+    def count_scales(self, num_outputs: int) -> int:
+        """Of a projection in the checkpoint, along its outputs."""
+        sizes = {"block": -(-num_outputs // BLOCK), "channel": num_outputs, "tensor": 1}
+        return sizes[self.strategy]
+
+
+class Fp8Stack(nn.Module):
+    """Values [..., O, I] with their scales, which are filled projection by projection."""
+
+    def __init__(
+        self, precision: Fp8Precision, shape: tuple[int, ...], kind: ParameterKind, *, rows: int
+    ) -> None:
+        super().__init__()
+        self.precision, self.kind, self.rows = precision, kind, rows
+        self.depth = BLOCK if precision.has_blocks else shape[-1]
+        self.values = empty(kind, shape, FP8)
+        self.scales = ones(kind, self._scales_shape(), torch.float32)
+        self.input_scale: nn.Parameter | None = None
+        if precision.is_static:
+            self.input_scale = ones(kind, shape[:-2], torch.float32)
+            self.input_scale.data.zero_()
+
+    def _scales_shape(self) -> tuple[int, ...]:
+        *stack, num_outputs, num_inputs = self.values.shape
+        return (*stack, -(-num_outputs // self.rows), -(-num_inputs // self.depth))
+
+    @property
+    def form(self) -> Fp8:
+        return Fp8(
+            values=self.values,
+            scales=self.scales,
+            rows=self.rows,
+            depth=self.depth,
+            input_scale=self.input_scale,
+        )
+
+    def place_projection(
+        self,
+        rows: Tensor,
+        at: tuple[int, ...],
+        path: str,  # noqa: ARG002
+    ) -> Placements:
+        """The tensors of a projection whose output i is row rows[i] of the matrix `at`."""
+        precision, num_inputs = self.precision, self.values.shape[-1]
+        count = len(rows)
+        if self.rows == BLOCK and not _keeps_blocks(rows, self.values.shape[-2]):
+            self._part_blocks()
+        if precision.strategy == "none":
+            return {"weight": Placement((count, num_inputs), self._rounding(rows, at))}
+        bytes_ = self.values.data.view(torch.uint8)[at]
+        values = place_scattered(bytes_, rows)
+        places = {
+            "weight": replace(
+                values,
+                store=lambda tensor: values.store(tensor.view(torch.uint8)),
+                types=_VALUES,
+            )
+        }
+        across = -(-num_inputs // BLOCK) if precision.has_blocks else 1
+        down = precision.count_scales(count)
+        shape = (1,) if precision.strategy == "tensor" else (down, across)
+        places[precision.scale] = Placement(shape, self._scaling(rows, at, down, across))
+        if precision.is_static:
+            places["input_scale"] = Placement((1,), self._input_scaling(at))
+        return places
+
+    def _part_blocks(self) -> None:
+        """Keep a scale for every row: a projection's blocks are not those of the matrix."""
+        self.rows = 1
+        self.scales = ones(self.kind, self._scales_shape(), torch.float32)
+
+    def _scaling(
+        self, rows: Tensor, at: tuple[int, ...], down: int, across: int
+    ) -> Callable[[Tensor], None]:
+        def store(tensor: Tensor) -> None:
+            scales = tensor.to(self.scales.device, torch.float32).view(down, across)
+            self._store_scales(scales, -(-len(rows) // down), rows, at)
+
+        return store
+
+    def _store_scales(
+        self, scales: Tensor, rows_each: int, rows: Tensor, at: tuple[int, ...]
+    ) -> None:
+        """`scales`, of which each is for so many of the projection's outputs."""
+        target = self.scales.data[at]
+        if self.rows == BLOCK:
+            target[(rows[::BLOCK] // BLOCK).to(target.device)] = scales
+        else:
+            rows_each = BLOCK if self.precision.has_blocks and rows_each > 1 else rows_each
+            each = scales.repeat_interleave(rows_each, 0)[: len(rows)]
+            target[rows.to(target.device)] = each
+
+    def _rounding(self, rows: Tensor, at: tuple[int, ...]) -> Callable[[Tensor], None]:
+        def store(tensor: Tensor) -> None:
+            raw = tensor.to(self.values.device)
+            values, scales = quantise_fp8(raw, self.rows)
+            self.values.data.view(torch.uint8)[at][rows.to(raw.device)] = values.view(torch.uint8)
+            self._store_scales(scales, self.rows, rows, at)
+
+        return store
+
+    def _input_scaling(self, at: tuple[int, ...]) -> Callable[[Tensor], None]:
+        """Projections in one matrix share what they read, so the largest scale is right for all."""
+
+        def store(tensor: Tensor) -> None:
+            scale = self.input_scale
+            assert scale is not None, "asked for where activations have one"
+            value = tensor.to(scale.device, torch.float32).view(())
+            scale.data[at] = torch.maximum(scale.data[at], value)
+
+        return store
+
+    def clear(self, first: int, count: int) -> None:
+        self.values.data.view(torch.uint8)[..., first : first + count, :] = 0
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        """Uniform; one matrix at a time, so that little is held beside the stack."""
+        for values in self.values.data.view(-1, *self.values.shape[-2:]):
+            raw = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+            values.copy_(raw.uniform_(-FP8_MAX, FP8_MAX, generator=generator).to(FP8))
+        self.scales.data.fill_(spread * math.sqrt(3.0) / FP8_MAX)
+        if self.input_scale is not None:
+            self.input_scale.data.fill_(0.05)
+
+
+def _keeps_blocks(rows: Tensor, num_outputs: int) -> bool:
+    """Whether blocks of a projection's outputs are blocks of the matrix's rows."""
+    if len(rows) % BLOCK and int(rows[-1]) != num_outputs - 1:
+        return False
+    firsts = rows[::BLOCK]
+    expected = firsts.repeat_interleave(BLOCK)[: len(rows)] + torch.arange(len(rows)) % BLOCK
+    return bool((firsts % BLOCK == 0).all()) and torch.equal(rows, expected)
+
+
+class Fp8Matrix(QuantisedMatrix):
+    """Projections of one matrix [O, I]; a `Weight`."""
+
+    def __init__(
+        self, precision: Fp8Precision, num_outputs: int, num_inputs: int, kind: ParameterKind
+    ) -> None:
+        super().__init__()
+        rows = BLOCK if precision.has_blocks else 1
+        self.stack = Fp8Stack(precision, (num_outputs, num_inputs), kind, rows=rows)
+
+    @property
+    def form(self) -> Fp8:
+        return self.stack.form
+
+    def place(self, rows: Tensor, path: str) -> Placements:
+        return self.stack.place_projection(rows, (), path)
+
+    def clear(self, first: int, count: int) -> None:
+        self.stack.clear(first, count)
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        self.stack.fill(spread, generator)
+
+
+class Fp8Experts(nn.Module):
+    """Each expert's gate and up projection stand in one matrix; `Experts`."""
+
+    def __init__(
+        self,
+        precision: Fp8Precision,
+        sizes: ExpertSizes,
+        names: ExpertNames,
+        kind: ParameterKind,
+    ) -> None:
+        super().__init__()
+        self.sizes, self.names, self.kind, self.precision = sizes, names, kind, precision
+        fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
+        rows = BLOCK if precision.has_blocks and fits else 1
+        up, down = shapes_of(sizes, names)
+        self.up = Fp8Stack(precision, up, kind, rows=rows)
+        self.down = Fp8Stack(precision, down, kind, rows=rows)
+
+    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
+
+    def placements(self) -> Placements:
+        names = self.names
+        if not self.kind.has(names.stacked[0]):
+            return place_experts(self.sizes, names, self.kind, self.up, self.down)
+        return {
+            **self._place_stacked(names.stacked[0], self.up),
+            **self._place_stacked(names.stacked[1], self.down),
+            **place_shared(self.sizes, names, self.kind, self.up, self.down),
+        }
+
+    def _place_stacked(self, name: str, stack: Fp8Stack) -> Placements:
+        """One tensor of all experts that the checkpoint stacks, and one of their scales."""
+        count = self.sizes.num_experts
+        shape = stack.values.shape[1:]
+        rows = torch.arange(shape[0])
+        own = [stack.place_projection(rows, (expert,), name) for expert in range(count)]
+        names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
+        if not own[0].keys() <= names.keys():
+            raise UnsupportedModelError(
+                f"{self.kind.full(name)}: stacked experts have blocks of scales or none, "
+                f"not one for each {self.precision.strategy}"
+            )
+
+        def storing(tensor: str) -> Callable[[Tensor], None]:
+            def store(values: Tensor) -> None:
+                for place, value in zip(own, values, strict=True):
+                    place[tensor].store(value)
+
+            return store
+
+        return {
+            self.kind.full(names[tensor]): Placement(
+                (count, *place.shape), storing(tensor), types=place.types
+            )
+            for tensor, place in own[0].items()
+        }
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        for stack in (self.up, self.down):
+            stack.fill(spread, generator)

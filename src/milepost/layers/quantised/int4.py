@@ -1,0 +1,244 @@
+"""Weights of four bits: AWQ, GPTQ and compressed-tensors' pack-quantized layout, all brought into
+one arrangement while they are loaded (see `kernels.quantised.forms.Int4`).
+
+Legend: O outputs, I inputs, G groups of inputs, X experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from milepost.errors import UnsupportedModelError, WeightsError
+from milepost.kernels import quantised
+from milepost.kernels.quantised import Int4, lane_of, pack
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import Placement, Placements
+from milepost.layers.quantised.base import (
+    QuantisedMatrix,
+    empty,
+    ones,
+    place_experts,
+    shapes_of,
+)
+from milepost.layers.weights import ExpertNames, ExpertSizes
+
+_WORDS = ("I32",)
+_EIGHT = torch.arange(8)
+_AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+"""Number i of eight stands in the i-th entry's four bits of a word."""
+_MIDDLE = 8
+"""Zero point of symmetric weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Precision:
+    """How a checkpoint lays out its tensors."""
+
+    layout: Literal["awq", "gptq", "packed"]
+    group: int
+    """Inputs that share a scale; -1: all of them."""
+    is_symmetric: bool
+    zero_offset: int = 0
+    """Added to the zero points that a GPTQ checkpoint has: its first version stores one less."""
+    has_order: bool = False
+    """A GPTQ or packed checkpoint names each input's group."""
+
+    max_shared: ClassVar[int] = 1
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """A projection has one of these tensors if it is of this form."""
+        return ("weight_packed",) if self.layout == "packed" else ("qweight",)
+
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Int4Matrix:
+        return Int4Matrix(self, num_outputs, num_inputs, kind)
+
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Int4Experts:
+        return Int4Experts(self, sizes, names, kind)
+
+    def group_of(self, num_inputs: int, path: str) -> int:
+        group = num_inputs if self.group == -1 else self.group
+        if num_inputs % group or num_inputs % (2 * lane_of(group)):
+            raise UnsupportedModelError(
+                f"{path}: {num_inputs} inputs are not whole pairs of groups of {group}"
+            )
+        return group
+
+
+class _Int4Stack(nn.Module):
+    """Numbers [..., O, I / 2] with scales and zero points, filled projection by projection."""
+
+    def __init__(
+        self, precision: Int4Precision, shape: tuple[int, ...], kind: ParameterKind
+    ) -> None:
+        super().__init__()
+        *stack, num_outputs, num_inputs = shape
+        self.precision, self.kind, self.num_inputs = precision, kind, num_inputs
+        self.group = precision.group_of(num_inputs, kind.path)
+        groups = (*stack, num_outputs, num_inputs // self.group)
+        self.packed = empty(kind, (*stack, num_outputs, num_inputs // 2), torch.uint8)
+        self.scales = ones(kind, groups, kind.dtype)
+        self.zeros = empty(kind, groups, torch.uint8)
+        self.zeros.data.fill_(_MIDDLE)
+
+    @property
+    def form(self) -> Int4:
+        return Int4(packed=self.packed, scales=self.scales, zeros=self.zeros, group=self.group)
+
+    def place_projection(self, rows: Tensor, at: tuple[int, ...], path: str) -> Placements:
+        """The tensors of a projection whose output i is row rows[i] of the matrix `at`."""
+        count, inputs, groups = len(rows), self.num_inputs, self.scales.shape[-1]
+        if count % 8:
+            raise UnsupportedModelError(f"{path}: {count} outputs are not whole words of eight")
+        scatter = self._scatterer(rows, at)
+        if self.precision.layout == "packed":
+            places = self._place_packed(scatter, count, inputs, groups)
+        else:
+            places = self._place_transposed(scatter, count, inputs, groups)
+        if self.precision.has_order:
+            name = "g_idx" if self.precision.layout == "gptq" else "weight_g_idx"
+            if f"{path}.{name}" in self.kind.names:
+                places[name] = Placement((inputs,), self._check_order, types=(*_WORDS, "I64"))
+        return places
+
+    def _place_packed(self, scatter: _Scatter, count: int, inputs: int, groups: int) -> Placements:
+        """compressed-tensors: words along inputs, numbers with an offset of eight."""
+        places = {
+            "weight_packed": Placement(
+                (count, inputs // 8), lambda words: scatter.numbers(split(words, -1)), types=_WORDS
+            ),
+            "weight_scale": Placement((count, groups), scatter.scales),
+            "weight_shape": Placement((2,), len, types=(*_WORDS, "I64")),
+        }
+        if not self.precision.is_symmetric:
+            places["weight_zero_point"] = Placement(
+                (count // 8, groups), lambda words: scatter.zeros(split(words, 0)), types=_WORDS
+            )
+        return places
+
+    def _place_transposed(
+        self, scatter: _Scatter, count: int, inputs: int, groups: int
+    ) -> Placements:
+        """Inputs are rows; words along outputs (AWQ, every zero point) or inputs (GPTQ)."""
+        is_awq, offset = self.precision.layout == "awq", self.precision.zero_offset
+        order = _AWQ_ORDER if is_awq else _EIGHT
+        shape = (inputs, count // 8) if is_awq else (inputs // 8, count)
+
+        def store_numbers(words: Tensor) -> None:
+            scatter.numbers(split(words, 1 if is_awq else 0, order).T)
+
+        def store_zeros(words: Tensor) -> None:
+            scatter.zeros((split(words, 1, order).T + offset) & 15)
+
+        return {
+            "qweight": Placement(shape, store_numbers, types=_WORDS),
+            "scales": Placement((groups, count), lambda scales: scatter.scales(scales.T)),
+            "qzeros": Placement((groups, count // 8), store_zeros, types=_WORDS),
+        }
+
+    def _check_order(self, order: Tensor) -> None:
+        if not torch.equal(order.long().cpu(), torch.arange(self.num_inputs) // self.group):
+            raise WeightsError(
+                "inputs are ordered by activation (desc_act, actorder); supported are groups in "
+                "the inputs' own order"
+            )
+
+    def _scatterer(self, rows: Tensor, at: tuple[int, ...]) -> _Scatter:
+        lane = lane_of(self.group)
+        return _Scatter(self.packed.data[at], self.scales.data[at], self.zeros.data[at], rows, lane)
+
+    def clear(self, first: int, count: int) -> None:
+        """Numbers at their zero point."""
+        self.packed.data[..., first : first + count, :] = _MIDDLE | _MIDDLE << 4
+        self.zeros.data[..., first : first + count, :] = _MIDDLE
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        self.packed.data.random_(0, 256, generator=generator)
+        self.scales.data.fill_(spread / 4.6)  # uniform numbers of 16 spread 4.6
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """Puts a projection's numbers [n, I], scales and zero points [n, G] into rows of a matrix."""
+
+    packed: Tensor
+    target_scales: Tensor
+    target_zeros: Tensor
+    rows: Tensor
+    lane: int
+
+    def numbers(self, q: Tensor) -> None:
+        packed = pack(q.to(self.packed.device), self.lane)
+        self.packed[self.rows.to(packed.device)] = packed
+
+    def scales(self, scales: Tensor) -> None:
+        target = self.target_scales
+        target[self.rows.to(target.device)] = scales.to(target.device, target.dtype)
+
+    def zeros(self, zeros: Tensor) -> None:
+        target = self.target_zeros
+        target[self.rows.to(target.device)] = zeros.to(target.device)
+
+
+def split(words: Tensor, dim: int, order: Tensor = _EIGHT) -> Tensor:
+    """The eight four-bit numbers of each int32 word, as uint8 along `dim`; number i stands in bits
+    4 * order[i] on."""
+    dim = dim % words.dim()
+    shifts = 4 * order.to(words.device)
+    shape = [1] * (words.dim() + 1)
+    shape[dim + 1] = 8
+    numbers = words.unsqueeze(dim + 1) >> shifts.to(words.dtype).view(shape)
+    return (numbers & 15).to(torch.uint8).flatten(dim, dim + 1)
+
+
+class Int4Matrix(QuantisedMatrix):
+    """Projections of one matrix [O, I]; a `Weight`."""
+
+    def __init__(
+        self, precision: Int4Precision, num_outputs: int, num_inputs: int, kind: ParameterKind
+    ) -> None:
+        super().__init__()
+        self.stack = _Int4Stack(precision, (num_outputs, num_inputs), kind)
+
+    @property
+    def form(self) -> Int4:
+        return self.stack.form
+
+    def place(self, rows: Tensor, path: str) -> Placements:
+        return self.stack.place_projection(rows, (), path)
+
+    def clear(self, first: int, count: int) -> None:
+        self.stack.clear(first, count)
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        self.stack.fill(spread, generator)
+
+
+class Int4Experts(nn.Module):
+    """Each expert's gate and up projection stand in one matrix; `Experts`."""
+
+    def __init__(
+        self,
+        precision: Int4Precision,
+        sizes: ExpertSizes,
+        names: ExpertNames,
+        kind: ParameterKind,
+    ) -> None:
+        super().__init__()
+        self.sizes, self.names, self.kind = sizes, names, kind
+        up, down = shapes_of(sizes, names)
+        self.up, self.down = (_Int4Stack(precision, shape, kind) for shape in (up, down))
+
+    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
+
+    def placements(self) -> Placements:
+        return place_experts(self.sizes, self.names, self.kind, self.up, self.down)
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        for stack in (self.up, self.down):
+            stack.fill(spread, generator)

@@ -1,0 +1,273 @@
+"""Quantised checkpoints: each published layout is read as the values that it means, what is left
+raw stays raw, and what is broken or not supported is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
+from milepost.kernels import norm
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.quantised import Fp8Precision
+from milepost.layers.quantised.fp8 import Fp8Stack
+from milepost.layers.weights import ExpertNames, ExpertSizes, Raw, RawExperts, RawWeight
+from milepost.models import load_config
+from milepost.models.loading import load_model
+from milepost.models.quantization import read_quantization
+from milepost.models.registry import find_architecture
+from milepost.models.weights import WeightFiles, fill_from_files
+from tests.batches import Part, build_pools
+from tests.numbers import relative_error
+from tests.quantised import EXPERTS, FORMATS, write
+
+TOKENS = torch.arange(70) % 11
+PART = Part(pages=[3, 1], start=0, length=70, slot_in=0, slot_out=1)
+QKV = "model.layers.0.linear_attn.in_proj_qkv"
+
+
+def logits(model: Any) -> Tensor:
+    return model.compute_logits(model(TOKENS, build_pools(model).context([PART])))
+
+
+def round_inputs(hidden: Tensor, depth: int | None, scale: float | None) -> Tensor:
+    """To float8 and back, with a scale for `depth` inputs each or one that is given."""
+    rows = hidden.reshape(len(hidden), -1).float()
+    blocks = rows.split(depth or rows.shape[1], 1)
+    rounded = []
+    for block in blocks:
+        own = block.abs().amax(1, keepdim=True) / 448 if scale is None else scale
+        own = own.clamp(min=1e-12) if scale is None else own
+        rounded.append((block / own).clamp(-448, 448).to(torch.float8_e4m3fn).float() * own)
+    return torch.cat(rounded, 1).to(hidden.dtype)
+
+
+@dataclass(frozen=True)
+class Rounding(Raw):
+    """Raw weights, and activations as the quantised ones have them."""
+
+    depth: int | None = None
+    scale: float | None = None
+
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> RawWeight:
+        return RoundingWeight(kind.empty(num_outputs, num_inputs), self)
+
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> RawExperts:
+        experts = RoundingExperts(sizes, names, kind)
+        experts.rounding = self
+        return experts
+
+
+class RoundingWeight(RawWeight):
+    def __init__(self, values: torch.nn.Parameter, rounding: Rounding) -> None:
+        super().__init__(values)
+        self.rounding = rounding
+
+    def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:  # noqa: ARG002
+        rounded = round_inputs(hidden, self.rounding.depth, self.rounding.scale)
+        return F.linear(rounded, self.values, bias)
+
+    def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        return self.multiply(hidden, bias, lets_next_start=True)
+
+    def multiply_gated(self, hidden: Tensor) -> Tensor:
+        return norm.silu_mul(self.partials(hidden, None))
+
+
+class RoundingExperts(RawExperts):
+    rounding: Rounding
+
+    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        depth, scale = self.rounding.depth, self.rounding.scale
+        output = torch.zeros_like(hidden)
+        for token, (row, chosen, weights) in enumerate(zip(hidden, experts, shares, strict=True)):
+            for expert, share in zip(chosen.tolist(), weights, strict=True):
+                rounded = round_inputs(row[None], depth, scale)
+                gate, up = (rounded @ self.up[expert].T).chunk(2, 1)
+                active = round_inputs(F.silu(gate) * up, depth, scale)
+                output[token] += share * (active @ self.down[expert].T)[0]
+        return output.unsqueeze(1)
+
+
+def load_meant(folder: Path, stored: Path, rounding: Raw) -> Any:
+    """The raw checkpoint, with activations rounded where the stored one is quantised."""
+    config, files = load_config(folder), WeightFiles(folder)
+    settings = json.loads((stored / "config.json").read_text())["quantization_config"]
+    forms = read_quantization(settings, WeightFiles(stored).by_name, has_files=True)
+    kind = ParameterKind(
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        names=files.by_name,
+        precision_of=lambda path: (
+            rounding if isinstance(forms.precision_of(path), Fp8Precision) else Raw()
+        ),
+    )
+    architecture = find_architecture(config.model_type)
+    model = architecture.decoder(config.get_text_config(), kind, is_tied=False)
+    fill_from_files(model, files, architecture.skipped)
+    return model
+
+
+ROUNDINGS = {
+    "fp8-blocks": Rounding(128),
+    "fp8-channels": Rounding(),
+    "fp8-tensors": Rounding(None, 0.02),
+}
+CASES = [
+    ("qwen3_next", "fp8-blocks", EXPERTS),
+    ("qwen3_5_moe", "fp8-blocks", EXPERTS | {"linear_key_head_dim": 64, "hidden_size": 256}),
+    ("qwen3_5", "fp8-channels", {}),
+    ("qwen3_5_moe", "fp8-tensors", EXPERTS),
+    ("qwen3_next", "awq", EXPERTS),
+    ("qwen3_5", "gptq", {}),
+    ("qwen3_5_moe", "gptq", EXPERTS),
+    (
+        "qwen3_5_moe",
+        "packed",
+        EXPERTS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    ),
+    ("qwen3_5", "packed-asymmetric", {"intermediate_size": 256}),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "sizes"), CASES, ids=lambda each: str(each)[:20])
+def test_a_checkpoint_answers_as_the_values_that_it_means(
+    name: str, form: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    # In float64, where rounding differences seldom put an activation on the other side of a bound.
+    stored, meant = write(name, tmp_path, form, **sizes)
+    model, _ = load_model(stored, dtype="float64")
+    expected = logits(load_meant(meant, stored, ROUNDINGS.get(form, Raw())))
+    assert relative_error(logits(model), expected) < 1e-4
+    raw_bytes = load_model(meant, dtype="float64")[0].num_bytes
+    assert model.num_bytes < 0.5 * raw_bytes, "they are kept quantised"
+
+
+def test_layers_that_a_checkpoint_left_raw_stay_so(tmp_path: Path) -> None:
+    """A shared expert of another form than the others stands beside them."""
+    stored, meant = write(
+        "qwen3_5_moe",
+        tmp_path,
+        "gptq",
+        left=lambda path: "shared_expert" in path or "layers.3" in path,
+        **EXPERTS,
+    )
+    assert relative_error(logits(load_model(stored)[0]), logits(load_model(meant)[0])) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_raw_checkpoint_is_rounded_on_the_fly(name: str, tmp_path: Path) -> None:
+    """To the values that it would be stored with, but for their scales' own rounding."""
+    sizes = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    stored, meant = write(
+        name, tmp_path, "fp8-blocks", **(EXPERTS | sizes if "moe" in name else {})
+    )
+    made, _ = load_model(meant, quantization="fp8")
+    read = dict(load_model(stored)[0].named_modules())
+    forms = {key: each for key, each in made.named_modules() if isinstance(each, Fp8Stack)}
+    assert len(forms) > 8
+    for key, stack in forms.items():
+        values, expected = (each.form.dequantise(torch.float32) for each in (stack, read[key]))
+        assert relative_error(values, expected) < (1e-2 if stack.rows == 128 else 4e-2)
+
+
+@pytest.mark.parametrize(("form", "part"), [(form, part) for form in FORMATS for part in range(2)])
+def test_a_missing_tensor_is_named(form: str, part: int, tmp_path: Path) -> None:
+    stored, _ = write("qwen3_5", tmp_path, form)
+    tensors = load_file(stored / "model.safetensors")
+    own = [key for key in tensors if key.startswith(f"{QKV}.")]
+    # What remains says that the projection is quantised.
+    markers = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+    others = [key for key in own if key.rpartition(".")[2] not in markers]
+    gone = (others or own)[part % len(others or own)]
+    del tensors[gone]
+    save_file(tensors, stored / "model.safetensors")
+    if gone.endswith("g_idx"):
+        load_model(stored)
+        return
+    with pytest.raises(WeightsError, match=gone):
+        load_model(stored)
+
+
+def test_quantised_values_without_their_scales_are_refused(tmp_path: Path) -> None:
+    stored, _ = write("qwen3_5", tmp_path, "fp8-blocks")
+    tensors = load_file(stored / "model.safetensors")
+    del tensors[f"{QKV}.weight_scale_inv"]
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(WeightsError, match=rf"{QKV}\.weight' is F8_E4M3"):
+        load_model(stored)
+
+
+def test_scales_of_other_blocks_are_refused(tmp_path: Path) -> None:
+    stored, _ = write("qwen3_5", tmp_path, "fp8-blocks")
+    tensors = load_file(stored / "model.safetensors")
+    tensors[f"{QKV}.weight_scale_inv"] = torch.ones(9, 1)
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"weight_scale_inv' has shape \[9, 1\]"):
+        load_model(stored)
+
+
+def test_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
+    stored, _ = write("qwen3_5", tmp_path, "gptq")
+    tensors = load_file(stored / "model.safetensors")
+    tensors[f"{QKV}.g_idx"] = tensors[f"{QKV}.g_idx"].flip(0)
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(WeightsError, match="desc_act"):
+        load_model(stored)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ({"quant_method": "fp8"}, "weight_block_size"),
+    ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
+    ({"quant_method": "gptq", "bits": 8}, "bits=8"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+    ({"quant_method": "compressed-tensors"}, "config_groups"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"type": "float", "num_bits": 4}}},
+        },
+        "NVFP4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), REFUSED, ids=lambda each: str(each)[:40])
+def test_what_is_not_supported_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        read_quantization(settings, (), has_files=False)
+
+
+def test_a_method_must_fit_the_checkpoint(tmp_path: Path) -> None:
+    stored, meant = write("qwen3_5", tmp_path, "awq")
+    with pytest.raises(ConfigError, match="leave it out"):
+        load_model(stored, quantization="fp8")
+    with pytest.raises(UnsupportedModelError, match="on the fly"):
+        load_model(meant, quantization="awq")
+
+
+def test_dummy_weights_follow_the_configurations_lists() -> None:
+    left = ["model.layers.0.mlp.gate", "lm_head"]
+    settings = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": left,
+    }
+    forms = read_quantization(settings, (), has_files=False)
+    quantised: Callable[[str], bool] = lambda path: forms.precision_of(path) != Raw()  # noqa: E731
+    assert not quantised("model.layers.0.mlp.gate")
+    assert not quantised("lm_head")
+    assert quantised("model.layers.0.mlp.gate_proj")
+    assert quantised("model.layers.0.mlp.experts")
+    assert replace(Rounding(), depth=1) != Raw()

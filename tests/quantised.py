@@ -1,0 +1,215 @@
+"""Writes quantised checkpoints in their published layouts, beside raw ones of the same values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from milepost.kernels.quantised import quantise_fp8
+from tests.checkpoints import save
+
+Tensors = dict[str, Tensor]
+Quantise = Callable[[Tensor], tuple[Tensors, Tensor]]
+"""A projection's weight -> the tensors that stand for it, and the weight that they mean."""
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "initializer_range": 0.08,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+_LEFT = ("lm_head", "embed_tokens", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
+_LEFT_TOO = ("in_proj_ba", "conv1d", "visual")
+
+
+def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
+    values, scales = quantise_fp8(weight)
+    scales = scales.to(torch.bfloat16)
+    each = scales.float().repeat_interleave(128, 0)[: len(weight)]
+    each = each.repeat_interleave(128, 1)[:, : weight.shape[1]]
+    return {"weight": values, "weight_scale_inv": scales}, values.float() * each
+
+
+def fp8_channels(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    values = (weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale": scales}, values.float() * scales
+
+
+def fp8_tensor(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scale = (weight.abs().max() / 448).view(1)
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    tensors = {"weight": values, "weight_scale": scale, "input_scale": torch.tensor([0.02])}
+    return tensors, values.float() * scale
+
+
+def _round4(weight: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers [O, I], scales and zero points [O, G]."""
+    groups = weight.unflatten(1, (-1, group))
+    if symmetric:
+        scales = groups.abs().amax(-1) / 7
+        zeros = torch.full_like(scales, 8)
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = (high - low) / 15
+        zeros = (-low / scales).round()
+    q = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return q.flatten(1).int(), scales, zeros.int()
+
+
+def _meant4(q: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
+    each = [part.repeat_interleave(group, 1) for part in (scales, zeros)]
+    return (q - each[1]) * each[0]
+
+
+def _words(q: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight numbers a word along `dim`: the p-th four bits hold number order[p]."""
+    eights = F.pad(q, (0, 0, 0, -len(q) % 8)) if dim == 0 else q
+    eights = eights.long().unflatten(dim, (-1, 8)).movedim(dim + 1, -1)
+    word = sum(eights[..., order[p]] << 4 * p for p in range(8))
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).int()
+
+
+def awq(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor]:
+    q, scales, zeros = _round4(weight, group, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": _words(q.T.contiguous(), 1, order),
+        "qzeros": _words(zeros.T.contiguous(), 1, order),
+        "scales": scales.T.contiguous(),
+    }
+    return tensors, _meant4(q, scales, zeros, group)
+
+
+def gptq(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor]:
+    q, scales, zeros = _round4(weight, group, symmetric=True)
+    tensors = {
+        "qweight": _words(q.T.contiguous(), 0),
+        "qzeros": _words((zeros - 1).T.contiguous(), 1),
+        "scales": scales.T.contiguous(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group,
+    }
+    return tensors, _meant4(q, scales, zeros, group)
+
+
+def packed(weight: Tensor, group: int = 64, *, symmetric: bool = True) -> tuple[Tensors, Tensor]:
+    q, scales, zeros = _round4(weight, group, symmetric=symmetric)
+    tensors = {
+        "weight_packed": _words(q, 1),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = _words(zeros, 0)
+    return tensors, _meant4(q, scales, zeros, group)
+
+
+def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if inputs is None else "float-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+        "ignore": ["lm_head", "re:.*gate$"],
+    }
+
+
+_FLOAT = {"type": "float", "num_bits": 8}
+_INT = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
+FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
+    "fp8-blocks": (
+        fp8_blocks,
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    ),
+    "fp8-channels": (
+        fp8_channels,
+        _compressed(
+            _FLOAT | {"strategy": "channel"}, _FLOAT | {"dynamic": True, "strategy": "token"}
+        ),
+    ),
+    "fp8-tensors": (
+        fp8_tensor,
+        _compressed(
+            _FLOAT | {"strategy": "tensor"}, _FLOAT | {"dynamic": False, "strategy": "tensor"}
+        ),
+    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}),
+    "packed": (packed, _compressed(_INT, None)),
+    "packed-asymmetric": (
+        lambda weight: packed(weight, symmetric=False),
+        _compressed(_INT | {"symmetric": False}, None),
+    ),
+}
+"""Name -> how a projection is written, and what the configuration says of it."""
+
+
+def write(
+    name: str,
+    folder: Path,
+    form: str,
+    *,
+    left: Callable[[str], bool] = lambda _: False,
+    **sizes: Any,
+) -> tuple[Path, Path]:
+    """Two checkpoints of an architecture: a quantised one, and a raw one of the values that it
+    means. Projections whose path is `left`, beside those that nobody quantises, stay raw."""
+    quantise, settings = FORMATS[form]
+    stored_folder, meant_folder = folder / "stored", folder / "meant"
+    save(name, meant_folder, **(SIZES | sizes))
+    stored, meant = {}, {}
+    for key, tensor in _one_by_one(load_file(meant_folder / "model.safetensors")).items():
+        path, _, kind = key.rpartition(".")
+        last = path.rpartition(".")[2]
+        is_left = last in (*_LEFT, *_LEFT_TOO) or left(path)
+        if kind != "weight" or tensor.dim() != 2 or is_left:
+            stored[key] = meant[key] = tensor
+            continue
+        tensors, value = quantise(tensor)
+        stored |= {f"{path}.{part}": each.contiguous() for part, each in tensors.items()}
+        meant[key] = value.contiguous()
+    config = json.loads((meant_folder / "config.json").read_text())
+    stored_folder.mkdir()
+    (stored_folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": settings})
+    )
+    save_file(stored, stored_folder / "model.safetensors")
+    save_file(meant, meant_folder / "model.safetensors")
+    return stored_folder, meant_folder
+
+
+def _one_by_one(tensors: Tensors) -> Tensors:
+    """Stacked experts as the projections of each, which is how they are quantised."""
+    single: Tensors = {}
+    for key, tensor in tensors.items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            single[key] = tensor
+            continue
+        prefix, _, kind = key.rpartition(".")
+        for expert, weight in enumerate(tensor):
+            if kind == "down_proj":
+                single[f"{prefix}.{expert}.down_proj.weight"] = weight.contiguous()
+            else:
+                gate, up = weight.chunk(2)
+                single[f"{prefix}.{expert}.gate_proj.weight"] = gate.contiguous()
+                single[f"{prefix}.{expert}.up_proj.weight"] = up.contiguous()
+    return single
