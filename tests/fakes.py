@@ -16,6 +16,9 @@ import msgspec
 
 from milepost.cache import ZERO_SLOT, Cache
 from milepost.cache.check import check
+from milepost.cache.placement import floor
+from milepost.cache.plans import HOLE
+from milepost.cache.tree import HYBRID, LayerKind, window_of
 from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
@@ -54,17 +57,28 @@ class FakeRunner:
 
     Plans come as bytes, and page tables are kept by what they say; only what a request's tokens are
     is looked up. With `pages_each` slot u lies where the pages from u x pages_each on do: writing
-    one kind destroys the other.
+    one kind destroys the other. Of `kinds` counts where states lie, and how far back KV is read.
     """
 
     def __init__(
-        self, scheduler: Scheduler, *, page_size: int, vocab_size: int = 4, pages_each: int = 0
+        self,
+        scheduler: Scheduler,
+        *,
+        page_size: int,
+        vocab_size: int = 4,
+        pages_each: int = 0,
+        kinds: tuple[LayerKind, ...] = HYBRID,
     ) -> None:
         self.scheduler = scheduler
         self.page_size = page_size
         self.pages_each = pages_each
         self.vocab_size = vocab_size
+        self.uses_slots = any(kind.where == "slot" for kind in kinds)
+        self.uses_pages = any(kind.where == "page" for kind in kinds)
+        self.window = window_of(kinds)
         self.kv: dict[int, list[bytes]] = {}
+        self.beside: dict[int, bytes] = {}
+        """The state that lies beside a page."""
         self.tables: dict[int, list[int]] = {}
         self.records: dict[int, list[bytes]] = {}
         """What the last step that judged drafts has computed, token by token."""
@@ -87,18 +101,31 @@ class FakeRunner:
         self.follow_tables(plan)
         for move in plan.moves:
             self.kv[move.target] = list(self.kv[move.source])
+            self.beside[move.target] = self.beside.get(move.source, EMPTY)
         for sequence in plan.sequences:
             self._copy_page(sequence)
-        states = [self.slots[sequence.slot_in] for sequence in plan.sequences]
-        positions = [self.positions[sequence.slot_in] for sequence in plan.sequences]
+        states = [self._state(sequence) for sequence in plan.sequences]
         self._written = {}
         tokens: dict[int, list[int]] = {}
-        for sequence, state, position in zip(plan.sequences, states, positions, strict=True):
-            assert position == sequence.start - sequence.fold
+        for sequence, state in zip(plan.sequences, states, strict=True):
             run = self._compute(sequence, state)
             if sequence.samples:
                 tokens[sequence.number] = run
         return StepResult(tokens=tokens, written=self._written, seconds=1.0)
+
+    def _state(self, sequence: SequencePlan) -> bytes | None:
+        """What the recurrent layers go on from; None if there are none."""
+        start, held = sequence.start, None
+        if self.uses_slots:
+            assert self.positions[sequence.slot_in] == start - sequence.fold
+            held = self.slots[sequence.slot_in]
+        if self.uses_pages:
+            beside = EMPTY
+            if start:
+                beside = self.beside[self.tables[sequence.number][(start - 1) // self.page_size]]
+            assert held in (None, beside), "the state in the slot is that beside the page"
+            held = beside
+        return held
 
     def follow_tables(self, plan: StepPlan) -> None:
         for number in plan.ended:
@@ -110,10 +137,11 @@ class FakeRunner:
             assert len(table) * self.page_size >= sequence.end, "the table covers the step"
             allocation = self.scheduler.request(sequence.number).allocation
             assert allocation is not None
-            assert table == allocation.page_table[: len(table)], "the table is the request's own"
+            own = zip(table, allocation.page_table, strict=False)
+            assert all(page == named or named == HOLE for page, named in own), "the request's own"
 
     def _check_outputs(self, plan: StepPlan) -> None:
-        outputs = [s.slot_out for s in plan.sequences]
+        outputs = [s.slot_out for s in plan.sequences] if self.uses_slots else []
         outputs += [export.slot for s in plan.sequences for export in s.exports]
         assert ZERO_SLOT not in outputs
         assert len(set(outputs)) == len(outputs)
@@ -125,7 +153,7 @@ class FakeRunner:
         if copy is not None:
             self._page(copy.target)[: copy.num_tokens] = self.kv[copy.source][: copy.num_tokens]
 
-    def _compute(self, sequence: SequencePlan, state: bytes) -> list[int]:
+    def _compute(self, sequence: SequencePlan, state: bytes | None) -> list[int]:
         """The run of tokens behind what is computed."""
         request = self.scheduler.request(sequence.number)
         history = self._states(request)
@@ -133,22 +161,23 @@ class FakeRunner:
             assert len(history) == sequence.end, (
                 "the token ahead is the one behind the chain's last"
             )
-            history = [*history, consume(state, next_token(state, self.vocab_size))]
+            history = [*history, consume(history[-1], next_token(history[-1], self.vocab_size))]
         begin = sequence.start - sequence.fold
-        assert state == history[begin], f"{request.id} resumed from a wrong state"
+        assert state in (None, history[begin]), f"{request.id} resumed from a wrong state"
         if sequence.fold:
             folded = self.records[sequence.number][: sequence.fold]
             assert folded == history[begin + 1 : sequence.start + 1], "folds what was computed"
         if sequence.num_drafts:
             return self._judge(sequence, history)
-        for position in range(sequence.start, sequence.end):
-            if position >= sequence.write_from:
-                page = self.tables[sequence.number][position // self.page_size]
-                self._page(page)[position % self.page_size] = history[position + 1]
+        for position in range(max(sequence.start, sequence.write_from), sequence.end):
+            page = self.tables[sequence.number][position // self.page_size]
+            self._page(page)[position % self.page_size] = history[position + 1]
+            self.beside[page] = history[position + 1]
         for export in sequence.exports:
             assert sequence.start < export.position <= sequence.end
             self._write(export.slot, history[export.position], export.position)
-        self._write(sequence.slot_out, history[sequence.end], sequence.end)
+        if self.uses_slots:
+            self._write(sequence.slot_out, history[sequence.end], sequence.end)
         self._check_kv(sequence, history, sequence.end)
         return [next_token(history[sequence.end], self.vocab_size)]
 
@@ -172,12 +201,13 @@ class FakeRunner:
         return run
 
     def _check_kv(self, sequence: SequencePlan, history: list[bytes], length: int) -> None:
-        """All that attention reads: the KV of every token so far."""
-        for start in range(0, length, self.page_size):
-            end = min(start + self.page_size, length)
+        """All that attention reads: the KV of every token so far, or in the first one's window."""
+        first = max(sequence.start + 1 - self.window, 0) if self.window is not None else 0
+        for start in range(floor(first, self.page_size), length, self.page_size):
+            end, skipped = min(start + self.page_size, length), max(first - start, 0)
             page = self.kv[self.tables[sequence.number][start // self.page_size]]
-            found = page[: end - start]
-            assert found == history[start + 1 : end + 1], (
+            found = page[skipped : end - start]
+            assert found == history[start + skipped + 1 : end + 1], (
                 f"request {sequence.number} reads wrong KV in [{start}, {end})"
             )
 

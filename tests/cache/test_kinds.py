@@ -99,6 +99,21 @@ def test_pages_behind_the_window_are_free_where_nothing_is_kept():
     assert cache.pages.num_free == cache.pages.total
 
 
+def test_a_state_inside_a_page_behind_the_window_keeps_that_page():
+    """The step that passes it goes further than the window."""
+    cache = Cache(num_pages=16, num_slots=4, page_size=PAGE_SIZE, kinds=WINDOWED)
+    chain = cache.chain(range(200))
+    allocation = cache.admit(chain, cache.match(chain), marks=(20,))
+    tail = allocation.page_table[1]
+    run(cache, allocation, 200)
+    assert allocation.page_table[1] == HOLE
+    cache.release(allocation, Kind.ANSWER_END)
+    check(cache)
+    match = cache.match(cache.chain([*range(20), 999]))
+    assert match.state_length == 20
+    assert match.checkpoint.tail_page == tail
+
+
 def test_a_window_of_some_layers_frees_nothing():
     kinds = (FullAttention(), SlidingWindow(window=40), Recurrent(grid=PAGE_SIZE))
     cache = Cache(num_pages=40, num_slots=4, page_size=PAGE_SIZE, kinds=kinds, mode="none")

@@ -2,8 +2,9 @@
 
     python -m tests.scheduler.fuzz [--runs 2000] [--operations 400] [--seed S] [--jobs 0]
 
-A run is a seed: pools of a few pages and slots (one memory or two), prompts that part and meet at
-many places, salts, marks, priorities, stop tokens, steps ahead, steps that are cut short, aborts.
+A run is a seed: pools of a few pages and slots (one memory or two), kinds of layers (grids,
+windows, states beside pages), prompts that part and meet at many places, salts, marks, priorities,
+stop tokens, steps ahead, steps that are cut short, aborts.
 After every operation each invariant is checked, and each cached page and state compared with the
 tokens that it is filed under. Every accepted request ends once, and with the answer of a model
 without any engine. A failure prints its seed and operation; `--seed S --runs 1` repeats it. Runs in
@@ -19,11 +20,21 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from math import lcm
 
 from milepost.cache import Cache, Chain
 from milepost.cache.check import check
 from milepost.cache.memory import Arena, Split
-from milepost.cache.tree import Checkpoint, Node
+from milepost.cache.tree import (
+    Checkpoint,
+    FullAttention,
+    LayerKind,
+    Node,
+    Recurrent,
+    ShortConvolution,
+    SlidingWindow,
+    grid_of,
+)
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
 from milepost.scheduler.request import FinishReason, Request
@@ -46,7 +57,11 @@ class WatchfulRunner(FakeRunner):
 
     def __init__(self, scheduler: Scheduler, cache: Cache, pages_each: int) -> None:
         super().__init__(
-            scheduler, page_size=cache.page_size, vocab_size=VOCAB_SIZE, pages_each=pages_each
+            scheduler,
+            page_size=cache.page_size,
+            vocab_size=VOCAB_SIZE,
+            pages_each=pages_each,
+            kinds=cache.kinds,
         )
         self.cache = cache
 
@@ -78,12 +93,36 @@ class WatchfulRunner(FakeRunner):
             if rng.random() < 0.5:
                 self._page(move.target)[:] = [SPOILT] * self.page_size
         for sequence in plan.sequences:
-            for slot in (sequence.slot_out, *(export.slot for export in sequence.exports)):
-                self._write(slot, SPOILT, -1)
+            if self.uses_slots:
+                for slot in (sequence.slot_out, *(export.slot for export in sequence.exports)):
+                    self._write(slot, SPOILT, -1)
             table = self.tables[sequence.number]
             for position in range(max(sequence.start, sequence.write_from), sequence.end):
                 page = table[position // self.page_size]
                 self._page(page)[position % self.page_size] = SPOILT
+                self.beside[page] = SPOILT
+
+
+def draw_kinds(rng: random.Random, page_size: int) -> tuple[LayerKind, ...]:
+    """Most often full attention and states in slots; a grid, a window or a place of their own."""
+    beside = ShortConvolution(grid=page_size)
+    recurrent = Recurrent(grid=rng.choice([64, 64, page_size]))
+    if rng.random() < 0.5:
+        return FullAttention(), recurrent
+    window = SlidingWindow(window=rng.choice([16, 20, 64, 100]))
+    drawn: list[tuple[LayerKind, ...]] = [
+        (FullAttention(), Recurrent(grid=rng.choice([1, 24, 33, 48, 256]))),
+        (FullAttention(), Recurrent(grid=64), Recurrent(grid=96)),
+        (FullAttention(), window, recurrent),
+        (window, recurrent),
+        (window, recurrent),
+        (window, Recurrent(grid=48)),
+        (FullAttention(), beside),
+        (FullAttention(), beside, recurrent),
+        (window, beside),
+        (FullAttention(),),
+    ]
+    return rng.choice(drawn)
 
 
 class Fuzz:
@@ -95,15 +134,21 @@ class Fuzz:
         num_pages, num_slots = rng.choice([4, 6, 8, 12, 20, 40]), rng.choice([2, 2, 3, 4, 6, 9])
         pages_each = rng.choice([0, 0, 0, 1, 2, 3, 5, 8])
         mode = rng.choice([*["auto"] * 9, "align", "all", "none"])
-        storage: Arena | Split = Split(num_pages, num_slots)
-        if pages_each:
+        kinds = draw_kinds(rng, page_size)
+        places = [kind.where for kind in kinds]
+        storage: Arena | Split = Split(num_pages, num_slots if "slot" in places else 0)
+        if pages_each and "slot" in places:
             storage = Arena(-(-num_pages // pages_each) + num_slots, pages_each)
-        grid = rng.choice([64, 64, page_size])
+        grid = grid_of(kinds)
         self.cache = Cache(
-            storage=storage, page_size=page_size, mode=mode, block_size=64, grid=grid
+            storage=storage,
+            page_size=page_size,
+            mode=mode,
+            block_size=lcm(64, grid),
+            kinds=kinds,
         )
         max_num_seqs = rng.choice([1, 2, 3, 5, 8])
-        budget = rng.choice([64, 70, 130, 512])
+        budget = max(rng.choice([64, 70, 130, 512]), grid)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
@@ -115,11 +160,11 @@ class Fuzz:
         self.cut = 0
         self.under_way: tuple[StepPlan, StepResult] | None = None
         self.truth: dict[bytes, list[bytes]] = {}
-        self.num_drafts = rng.choice([0, 1, 3, 6])
+        self.num_drafts = rng.choice([0, 1, 3, 6]) if "page" not in places else 0
         self.shape = (
             f"{num_pages} pages of {page_size}, {num_slots} slots, {pages_each} a slot, {mode}, "
-            f"grid {grid}, {max_num_seqs} sequences, {budget} tokens, "
-            f"{self.num_drafts} drafts"
+            f"{max_num_seqs} sequences, {budget} tokens, {self.num_drafts} drafts, "
+            f"{', '.join(map(str, kinds))}"
         )
         self._operations: list[tuple[Callable[[], None], int]] = [
             (self.submit, 12),
@@ -308,6 +353,9 @@ class Fuzz:
         moved = {move.target: move.source for move in reversed(mover.pending)} if mover else {}
         for node in self.cache.tree.nodes.values():
             assert self._holds(node.page, moved) == self._states(node), f"page {node.page} is wrong"
+            if self.runner.uses_pages:
+                beside = self.runner.beside[self._where(node.page, moved)]
+                assert beside == self._last_state(node), f"the state beside {node.page} is wrong"
         for checkpoint in self.cache.tree.at_slot.values():
             self._check_checkpoint(checkpoint, moved)
 
@@ -323,10 +371,14 @@ class Fuzz:
             assert held == states, f"tail page {checkpoint.tail_page} is wrong"
 
     def _holds(self, page: int, moved: dict[int, int]) -> list[bytes]:
-        """The contents of a page; a copy that no plan has made yet is still where it was."""
+        """The contents of a page."""
+        return self.runner.kv.get(self._where(page, moved), [])
+
+    def _where(self, page: int, moved: dict[int, int]) -> int:
+        """Where a page's contents are: a copy that no plan has made yet is still where it was."""
         while page in moved:
             page = moved[page]
-        return self.runner.kv.get(page, [])
+        return page
 
     def _states(self, node: Node) -> list[bytes]:
         """What a node's page must hold."""
@@ -341,11 +393,18 @@ class Fuzz:
         return EMPTY if node.is_root else self._states(node)[-1]
 
     def _longest_state(self, chain: Chain) -> int:
-        """By trying every cached slot."""
+        """By trying every position, and every cached slot."""
+        longest = min(self._longest_kv(chain), len(chain) - 1)
+        if self.runner.uses_pages:
+            longest -= longest % self.cache.page_size
+        if not self.runner.uses_slots:
+            return longest
         best = 0
         for checkpoint in self.cache.tree.at_slot.values():
             position = checkpoint.position
             *_, root = checkpoint.node.ancestors()
+            if self.runner.uses_pages and position % self.cache.page_size:
+                continue
             if position < len(chain) and root.digest == chain.root and position > best:
                 holds = self.runner.slots[checkpoint.slot]
                 best = position if holds == state_after(chain.tokens[:position]) else best

@@ -134,10 +134,10 @@ class Running:
         self._fold(allocation, written)
         if self._enabled:
             self._publisher.publish_pages(allocation)
-        if self._window is not None:
-            self._give_up_behind(allocation, self._window)
         if allocation.exports:
             self._publish_exports(allocation, written)
+        if self._window is not None:
+            self._give_up_behind(allocation, self._window)
 
     def _publish_exports(self, allocation: Allocation, written: Mapping[int, int]) -> None:
         """Publish the states that the request has passed."""
