@@ -142,7 +142,9 @@ class Step:
 
     def prepare(self) -> None:
         for pool in self.pools:
-            prepare(self.projected, self.scale, 1e-6, self.angles, self.angles, pool, self.kv_rows)
+            angles = self.angles, self.angles
+            places = pool, self.kv_rows
+            prepare(self.projected, self.scale, 1e-6, angles, *places, num_heads=HEADS)
 
     def time_us(self, run: Any) -> float:
         """Median time of one layer."""

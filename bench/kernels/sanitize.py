@@ -45,6 +45,7 @@ from tests.kernels.mixers import (
 from tests.numbers import relative_error
 
 from milepost.kernels import attention, linear, moe
+from milepost.kernels.attention import triton_prepare as preparation
 from milepost.kernels.moe import few, reference
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
@@ -142,9 +143,9 @@ def check_attention() -> None:
     cpu = build_projection(70, head_dim=128, half=16, dtype=DTYPE)
     query, pool = cpu.expected()
     kept = cpu.pool.cuda()
-    moved = (cpu.projected, cpu.norm_scale, cpu.eps, cpu.cosines, cpu.sines)
-    moved = [each.cuda() if isinstance(each, Tensor) else each for each in moved]
-    compare("queries", attention.prepare(*moved, kept, cpu.kv_slots.cuda()), query)
+    scales, angles = cpu.norm_scale.cuda(), tuple(each.cuda() for each in cpu.angles)
+    moved = cpu.projected.cuda(), scales, cpu.eps, angles, kept, cpu.kv_rows.cuda()
+    compare("queries", preparation.prepare(*moved, num_heads=cpu.num_heads), query)
     compare("pool", kept.nan_to_num(), pool.nan_to_num())
 
 

@@ -42,6 +42,17 @@ CASES = {
     "large_pages": replace(LARGE, starts=(900, 10), lengths=(1, 300), page_size=1024),
     "odd_groups": replace(LARGE, starts=(900, 10), lengths=(1, 300), num_heads=6),
     "few_rows": replace(LARGE, starts=(900, 10), lengths=(1, 300), wide_rows=64),
+    "nemotron": replace(
+        LARGE,
+        starts=(900, 5000, 10),
+        lengths=(1, 1, 300),
+        num_heads=32,
+        head_dim=128,
+        has_gate=False,
+    ),
+    "narrow_heads_without_gates": replace(
+        LARGE, starts=(900, 10), lengths=(1, 300), head_dim=64, has_gate=False
+    ),
     "float16": replace(LARGE, starts=(900, 10), lengths=(1, 300), dtype=torch.float16),
     "float32": replace(LARGE, starts=(900, 10), lengths=(1, 60), dtype=torch.float32, wide_rows=64),
     "float32_narrow_heads": Case(starts=(900, 10), lengths=(1, 60), head_dim=64),
@@ -86,19 +97,21 @@ def attend(step: Step) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 64, 3000])
-def test_prepare_matches_layer(num_tokens: int, dtype: torch.dtype) -> None:
-    given = build_projection(
-        num_tokens, num_heads=16, head_dim=256, half=32, dtype=dtype, device="cuda"
-    )
+@pytest.mark.parametrize(("half", "has_norms"), [(32, True), (64, False), (0, False)])
+def test_prepare_matches_layer(
+    half: int, has_norms: bool, num_tokens: int, dtype: torch.dtype
+) -> None:
+    sizes = {"num_heads": 16, "head_dim": 256, "half": half, "has_norms": has_norms}
+    given = build_projection(num_tokens, **sizes, dtype=dtype, device="cuda")
     query, pool = given.expected()
     actual = preparation.prepare(
         given.projected,
         given.norm_scale,
         given.eps,
-        given.cosines,
-        given.sines,
+        given.angles,
         given.pool,
         given.kv_rows,
+        num_heads=given.num_heads,
     )
     assert relative_error(actual, query) < BOUNDS[dtype]
     assert torch.equal(given.pool.isnan(), pool.isnan())

@@ -115,3 +115,27 @@ def test_skewed_choices(num_tokens: int) -> None:
     wide = (tensor.float() for tensor in (hidden, weights))
     expected = reference.apply(*wide, experts.long(), gate_up.float(), down.float())
     assert relative_error(output, expected) < TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 9, 16, 64, 300, 3000])
+def test_experts_without_gates(num_tokens: int, dtype: torch.dtype) -> None:
+    """Nemotron-3-Nano's sizes: inputs of 21 times 128, experts of 29 times 64, two shared ones."""
+    random = torch.Generator("cuda").manual_seed(num_tokens)
+
+    def draw(*shape: int) -> Tensor:
+        wide = torch.randn(shape, generator=random, device="cuda")
+        return (wide * shape[-1] ** -0.5).to(dtype)
+
+    hidden, up, down = draw(num_tokens, 2688), draw(18, 1856, 2688), draw(18, 2688, 1856)
+    logits = 8 * draw(num_tokens, 2, 16).float()
+    bias = torch.linspace(-0.2, 0.2, 16, device="cuda")
+    scores = moe.Scores(kind="sigmoid", scale=2.5, gates_shared=False)
+    how = {"normalise": True, "num_shared": 2, "scores": scores, "bias": bias, "dtype": dtype}
+    weights, experts = moe.route(logits, 6, **how)
+    wanted = reference.route(logits, 6, **how)
+    assert torch.equal(experts.long(), wanted[1])
+    torch.testing.assert_close(weights, wanted[0])
+    output = moe.apply(hidden, weights, experts, up, down)
+    wide = hidden.double(), weights.double(), experts.long(), up.double(), down.double()
+    assert relative_error(output, reference.apply(*wide)) < TOLERANCES[dtype]

@@ -31,6 +31,7 @@ class Case:
     head_dim: int = 32
     page_size: int = 64
     num_sharing: int = 0
+    has_gate: bool = True
     dtype: torch.dtype = torch.float32
     wide_rows: int = 128
     num_programs: int = 16
@@ -50,7 +51,7 @@ class Step:
         heads = case.num_heads + case.num_kv_heads
         size = case.head_dim * (heads + case.num_kv_heads + case.num_heads)
         projected = torch.randn(padded, size, **options).to(case.dtype)
-        self.gate = projected[:, -case.num_heads * case.head_dim :]
+        self.gate = projected[:, -case.num_heads * case.head_dim :] if case.has_gate else None
         self.query = projected[:, : case.num_heads * case.head_dim].unflatten(
             1, (case.num_heads, case.head_dim)
         )
@@ -126,9 +127,11 @@ class Step:
         pool = self.pool.to(wide)
         batch = build_batch(parts, case.page_size, pages.rows_per_page(pool))
         laid_out = reference.lay_out(replace(batch, device=pool.device)).prefills
-        query, gate = (part[: self.num_tokens].to(wide) for part in (self.query, self.gate))
-        attended = reference.prefill(query, pool, laid_out, case.head_dim**-0.5)
-        return attended.flatten(1) * gate.sigmoid()
+        query = self.query[: self.num_tokens].to(wide)
+        attended = reference.prefill(query, pool, laid_out, case.head_dim**-0.5).flatten(1)
+        if self.gate is None:
+            return attended
+        return attended * self.gate[: self.num_tokens].to(wide).sigmoid()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,26 +139,29 @@ class Projection:
     """A layer's projected tokens and what `prepare` needs besides them."""
 
     projected: Tensor
-    norm_scale: Tensor
-    cosines: Tensor
-    sines: Tensor
+    norm_scale: Tensor | None
+    angles: tuple[Tensor, Tensor] | None
     pool: Tensor
     kv_rows: Tensor
+    num_heads: int
     eps: float = 1e-6
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Queries and the pool afterwards, by the layer's own composition in float32."""
         _, _, _, num_kv_heads, head_dim = self.pool.shape
         heads = self.projected.unflatten(1, (-1, head_dim)).float()
-        num_heads = len(self.norm_scale) - num_kv_heads
-        normed = F.rms_norm(heads[:, : len(self.norm_scale)], (head_dim,), eps=self.eps)
-        normed = normed * self.norm_scale
-        half = self.cosines.shape[-1]
-        first, second, rest = normed.split((half, half, head_dim - 2 * half), -1)
-        cosines, sines = self.cosines.float(), self.sines.float()
-        turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
-        query, key = torch.cat(turned, -1).split((num_heads, num_kv_heads), 1)
-        value = heads[:, len(self.norm_scale) :][:, :num_kv_heads]
+        num_moved = self.num_heads + num_kv_heads
+        moved = heads[:, :num_moved]
+        if self.norm_scale is not None:
+            moved = F.rms_norm(moved, (head_dim,), eps=self.eps) * self.norm_scale
+        if self.angles is not None:
+            cosines, sines = (each.float() for each in self.angles)
+            half = cosines.shape[-1]
+            first, second, rest = moved.split((half, half, head_dim - 2 * half), -1)
+            turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
+            moved = torch.cat(turned, -1)
+        query, key = moved.split((self.num_heads, num_kv_heads), 1)
+        value = heads[:, num_moved:][:, :num_kv_heads]
         pool = _copy(self.pool)
         tokens = (self.kv_rows >= 0).nonzero()[:, 0]
         reference.store(pool, key, value, tokens, self.kv_rows[tokens])
@@ -176,6 +182,7 @@ def build_projection(
     num_kv_heads: int = 2,
     head_dim: int = 32,
     half: int = 4,
+    has_norms: bool = True,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Projection:
@@ -188,11 +195,12 @@ def build_projection(
     places = torch.randperm(64 * num_pages, **options)[:num_tokens]
     kv_rows = places // 64 * pages.rows_per_page(pool) + places % 64
     kv_rows[::5] = -1
+    norm_scale = 1 + 0.1 * torch.randn(num_heads + num_kv_heads, head_dim, **options)
     return Projection(
         projected=3 * torch.randn(num_tokens, columns, **options).to(dtype),
-        norm_scale=1 + 0.1 * torch.randn(num_heads + num_kv_heads, head_dim, **options),
-        cosines=angles.cos().to(dtype),
-        sines=angles.sin().to(dtype),
+        norm_scale=norm_scale if has_norms else None,
+        angles=(angles.cos().to(dtype), angles.sin().to(dtype)) if half else None,
         pool=pool,
         kv_rows=kv_rows,
+        num_heads=num_heads,
     )

@@ -100,8 +100,6 @@ class Attention(nn.Module):
             num_kv_heads=shapes.num_kv_heads,
             head_dim=shapes.head_dim,
             norm=shapes.norm,
-            has_gate=shapes.has_gate,
-            is_turned=self.rotary is not None,
             first_row=shapes.first_row,
         )
 

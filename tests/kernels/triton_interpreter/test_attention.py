@@ -34,6 +34,7 @@ CASES = {
     "shared_and_prefill": Case(
         starts=(700, 650, 640, 900, 641), lengths=(1, 1, 2, 1, 50), num_sharing=640
     ),
+    "no_gate": Case(starts=(700, 650, 0), lengths=(1, 1, 70), has_gate=False),
     "one_program": Case(starts=(600, 100), lengths=(1, 100), num_programs=1),
 }
 
@@ -103,20 +104,20 @@ def error_of(step: Step) -> float:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 11, 37])
-@pytest.mark.parametrize("half", [4, 12])
-def test_prepare_matches_layer(monkeypatch, num_tokens: int, half: int) -> None:
+@pytest.mark.parametrize(("half", "has_norms"), [(4, True), (12, True), (4, False), (0, False)])
+def test_prepare_matches_layer(monkeypatch, num_tokens: int, half: int, has_norms: bool) -> None:
     """One token to a program, and several."""
     monkeypatch.setattr(preparation, "_FEW_TOKENS", 16)
-    given = build_projection(num_tokens, head_dim=24, half=half)
+    given = build_projection(num_tokens, head_dim=24, half=half, has_norms=has_norms)
     query, pool = given.expected()
     actual = preparation.prepare(
         given.projected,
         given.norm_scale,
         given.eps,
-        given.cosines,
-        given.sines,
+        given.angles,
         given.pool,
         given.kv_rows,
+        num_heads=given.num_heads,
     )
     assert relative_error(actual, query) < 1e-6
     assert torch.equal(given.pool.isnan(), pool.isnan())

@@ -246,7 +246,7 @@ def test_tall_blocks(num_tokens: int) -> None:
     active = torch.full((2 * num_tokens, 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 2, 256), torch.nan, dtype=torch.half)
     groups = group_many(experts, 4, tall.BLOCK_M)
-    assert tall.suits(hidden, gate_up)
+    assert tall.suits(hidden, 128)
     tall.project_up(hidden, gate_up / 16, active, groups)
     tall.project_down(active, weights, down / 16, output, groups)
     expected = reference.apply(
@@ -262,7 +262,7 @@ def test_few_tokens(num_tokens: int) -> None:
     logits[:, 2] = -torch.inf
     gate_up[2] = down[2] = torch.nan
     weights, experts = triton.route(logits, 2, normalise=True, num_shared=1)
-    assert few.suits(hidden, gate_up)
+    assert few.suits(hidden, 128)
     active = torch.full((experts.numel(), 128), torch.nan, dtype=torch.half)
     output = torch.full((num_tokens, 3, 256), torch.nan, dtype=torch.half)
     few.project_up(hidden, experts, gate_up / 16, active)
@@ -271,3 +271,34 @@ def test_few_tokens(num_tokens: int) -> None:
         hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
     )
     assert relative_error(output.float().sum(1), expected) < 5e-3
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "few", "grouped_gemm", "swapped", "tall"])
+def test_experts_without_gates(kernel: str) -> None:
+    """Of a size that is an odd multiple of 64; every output written."""
+    num_tokens = 70 if kernel == "tall" else 9
+    hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 4, 128, 192))
+    up, down = gate_up[:, :192].contiguous() / 16, down / 16
+    weights, experts = triton.route(logits, 2, normalise=True, num_shared=0)
+    active = torch.full((2 * num_tokens, 192), torch.nan, dtype=torch.half)
+    output = torch.full((num_tokens, 2, 128), torch.nan, dtype=torch.half)
+    small = {"block_n": 16, "block_k": 64, "num_warps": 4}
+    if kernel == "gemv":
+        gemv.project_up(hidden, experts, up, active, **small)
+        gemv.project_down(active, weights, experts, down, output, **small)
+    elif kernel == "few":
+        assert few.suits(hidden, 192)
+        few.project_up(hidden, experts, up, active)
+        few.project_down(active, weights, experts, down, output)
+    elif kernel == "tall":
+        assert tall.suits(hidden, 192)
+        groups = group_many(experts, 4, tall.BLOCK_M)
+        tall.project_up(hidden, up, active, groups)
+        tall.project_down(active, weights, down, output, groups)
+    else:
+        tiles = Tiles(block_m=16, num_stages=2, is_swapped=kernel == "swapped", **small)
+        groups = group_few(experts, 4, 16)
+        grouped_gemm.project_up(hidden, up, active, groups, tiles)
+        grouped_gemm.project_down(active, weights, down, output, groups, tiles)
+    wide = hidden.float(), weights.float(), experts.long(), up.float(), down.float()
+    assert relative_error(output.float().sum(1), reference.apply(*wide)) < 5e-3

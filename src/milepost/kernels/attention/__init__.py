@@ -48,9 +48,6 @@ class AttentionOperation:
     num_kv_heads: int
     head_dim: int
     norm: HeadNorm = "each"
-    has_gate: bool = True
-    is_turned: bool = True
-    """By rotary positions."""
     first_row: int = 0
     """KV before this position is not attended to."""
 
@@ -73,11 +70,9 @@ class AttentionOperation:
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
-        if self.norm != "each":
-            return f"the fused ones norm each head, this model's norms are {self.norm!r}"
-        if not self.has_gate:
-            return "the fused ones have an output gate, this model's attention has none"
-        return "" if self.is_turned else "the fused ones turn positions, this model has none"
+        if self.norm == "whole":
+            return "the fused ones norm heads one by one, this model norms all as one"
+        return ""
 
 
 def prepare(
@@ -104,7 +99,9 @@ def prepare(
         )
     from milepost.kernels.attention import triton_prepare
 
-    return triton_prepare.prepare(projected, norm_scale, eps, *angles, pool, kv_rows)
+    return triton_prepare.prepare(
+        projected, norm_scale, eps, angles, pool, kv_rows, num_heads=operation.num_heads
+    )
 
 
 def attend(

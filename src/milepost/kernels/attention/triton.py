@@ -81,7 +81,7 @@ def choose_shape(
 
 def attend(
     query: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     pool: Tensor,
     tables: Tensor,
     items: AttentionItems,
@@ -91,7 +91,7 @@ def attend(
     wide_shape: Shape | None = None,
 ) -> Tensor:
     """Attend from `query` [T, H, E] to the pages of `pool` [pages, 2, page_size, G, E] that the
-    `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E].
+    `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E] if there is one.
 
     Returns [T, H * E]; rows of tokens that are in no item hold anything.
     """
@@ -120,7 +120,7 @@ def attend(
             items.bases,
             gate,
             output,
-            gate.stride(0),
+            _stride(gate),
             HEADS=num_heads,
             HEAD_DIM=head_dim,
             BLOCK_E=triton.next_power_of_2(head_dim),
@@ -129,6 +129,10 @@ def attend(
             **OVERLAPPED,
         )
     return output
+
+
+def _stride(gate: Tensor | None) -> int:
+    return 0 if gate is None else gate.stride(0)
 
 
 def _hopper_kernel(query: Tensor, pool: Tensor, wide_rows: int) -> Callable[..., None] | None:
@@ -145,7 +149,7 @@ def _launch(
     rows: int,
     shape: Shape,
     query: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     output: Tensor,
     pool: Tensor,
     tables: Tensor,
@@ -175,7 +179,7 @@ def _launch(
         rows_per_page(pool),
         query.stride(0),
         query.stride(1),
-        gate.stride(0),
+        _stride(gate),
         tables.stride(0),
         BOXED=boxed,
         KV_HEADS=num_kv_heads,
@@ -264,8 +268,9 @@ def _attend_kernel(
     acc = acc / l[:, None]
     inside = head[:, None] * HEAD_DIM + o_e[None, :]
     if ordinal < 0:
-        b_g = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
-        acc *= tl.sigmoid(b_g.to(tl.float32))
+        if gate is not None:
+            b_g = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
+            acc *= tl.sigmoid(b_g.to(tl.float32))
         p_o = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
         tl.store(p_o, acc.to(output.dtype.element_ty), mask=held)
     else:
@@ -364,7 +369,8 @@ def _combine_kernel(
     o_e = tl.arange(0, BLOCK_E)
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)
-    b_g = tl.load(gate + token * gate_stride + head * HEAD_DIM + o_e, mask=inside, other=0.0)
+    if gate is not None:
+        b_g = tl.load(gate + token * gate_stride + head * HEAD_DIM + o_e, mask=inside, other=0.0)
     m = float("-inf")
     l = 0.0
     acc = tl.zeros([BLOCK_E], tl.float32)
@@ -381,6 +387,8 @@ def _combine_kernel(
         acc = acc * shrink + tl.sum(b_o * b_p[:, None], 0)
         l = l * shrink + tl.sum(b_p, 0)
         m = m_new
-    acc = acc / l * tl.sigmoid(b_g.to(tl.float32))
+    acc = acc / l
+    if gate is not None:
+        acc *= tl.sigmoid(b_g.to(tl.float32))
     at = (token * HEADS + head) * HEAD_DIM + o_e
     tl.store(output + at, acc.to(output.dtype.element_ty), mask=inside)

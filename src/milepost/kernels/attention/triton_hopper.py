@@ -48,7 +48,7 @@ def suits(query: Tensor, pool: Tensor, wide_rows: int) -> bool:
 def attend(
     work: Tensor,
     query: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     output: Tensor,
     pool: Tensor,
     tables: Tensor,
@@ -65,7 +65,7 @@ def attend(
     kv = as_rows(pool).flatten(1)
     _attend_kernel[(num_kv_heads, len(work))](
         query,
-        gate,
+        query if gate is None else gate,
         output,
         TensorDescriptor.from_tensor(kv, [_BLOCK, head_dim], layout),
         tables,
@@ -77,7 +77,7 @@ def attend(
         rows_per_page(pool),
         query.stride(0),
         query.stride(1),
-        gate.stride(0),
+        0 if gate is None else gate.stride(0),
         tables.stride(0),
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -85,6 +85,7 @@ def attend(
         PAGE_SIZE=page_size,
         BLOCK=_BLOCK,
         STAGES=_STAGES,
+        GATED=gate is not None,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
@@ -115,6 +116,7 @@ def _attend_kernel(
     PAGE_SIZE: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
+    GATED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -145,8 +147,8 @@ def _attend_kernel(
     produced = (kv, table, begin, end, page_rows, i_h, keys, values, bars)
     gl.warp_specialize(
         [
-            (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES)),
-            (_consume, (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES)),
+            (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED)),
+            (_consume, (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED)),
             (_produce, (produced, HEAD_DIM, PAGE_SIZE, BLOCK, STAGES)),
         ],
         [4, 1],
@@ -192,6 +194,7 @@ def _consume(
     HEAD_DIM: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
+    GATED: gl.constexpr,
 ):
     """Half of the tile's rows: 64 of them in four warps."""
     query, gate, output, item, bases, partials, lse, scale, i_h = consumed[:9]
@@ -258,8 +261,9 @@ def _consume(
     inside = (i_h * GROUP + wide_row % GROUP)[:, None] * HEAD_DIM + o_e[None, :]
     held = (wide_row // GROUP < num_tokens)[:, None] & (o_e >= 0)[None, :]
     if ordinal < 0:
-        b_g = gl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
-        acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
+        if GATED:
+            b_g = gl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
+            acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
         p_o = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
         gl.store(p_o, acc.to(output.dtype.element_ty), mask=held)
     else:

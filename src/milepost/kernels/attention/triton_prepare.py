@@ -1,5 +1,5 @@
-"""What comes before attention, in one launch: norms of query and key heads, rotary positions, and
-KV to its rows.
+"""What comes before attention, in one launch: norms of query and key heads and rotary positions,
+if a model has them, and KV to its rows.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim, O turned dimensions of E.
 """
@@ -19,18 +19,19 @@ _TOKENS_AT_ONCE, _NUM_WARPS = 8, 4
 
 def prepare(
     projected: Tensor,
-    norm_scale: Tensor,
+    norm_scale: Tensor | None,
     eps: float,
-    cosines: Tensor,
-    sines: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
     pool: Tensor,
     kv_rows: Tensor,
+    *,
+    num_heads: int,
 ) -> Tensor:
-    """As `reference.prepare`, with norms of each head; `norm_scale` is float32, and `kv_rows` [T]
-    int64 say where each token's key goes, -1 for nowhere."""
+    """As `reference.prepare`, with norms of each head or none; `norm_scale` is float32, and
+    `kv_rows` [T] int64 say where each token's key goes, -1 for nowhere."""
     num_tokens = len(projected)
     _, _, page_size, num_kv_heads, head_dim = pool.shape
-    num_heads = len(norm_scale) - num_kv_heads
+    cosines, sines = angles or (None, None)
     query = projected.new_empty(num_tokens, num_heads, head_dim)
     tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
     grid = (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
@@ -45,13 +46,13 @@ def prepare(
         eps,
         num_tokens,
         projected.stride(0),
-        cosines.stride(0),
-        sines.stride(0),
+        0 if cosines is None else cosines.stride(0),
+        0 if sines is None else sines.stride(0),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
-        HALF=cosines.shape[-1],
+        HALF=0 if cosines is None else cosines.shape[-1],
         BLOCK_E=triton.next_power_of_2(head_dim),
         TOKENS=tokens,
         num_warps=1 if tokens == 1 else _NUM_WARPS,
@@ -93,19 +94,23 @@ def _prepare_kernel(
     x = tl.load(heads + column, mask=inside, other=0.0)
     if head < HEADS + KV_HEADS:
         wide = x.to(tl.float32)
-        norm = tl.rsqrt(tl.sum(wide * wide, 1)[:, None] / HEAD_DIM + eps)
-        scale = norm_scale + head * HEAD_DIM
-        wide = wide * norm * tl.load(scale + column, mask=column < HEAD_DIM, other=0.0)
-        # A turned dimension needs the one half a turn away: read again, it is in the cache.
-        turned = (column < 2 * HALF) & (token < num_tokens)
-        other = tl.where(column < HALF, column + HALF, column - HALF)
-        paired = tl.load(heads + other, mask=turned, other=0.0).to(tl.float32)
-        paired = paired * norm * tl.load(scale + other, mask=column < 2 * HALF, other=0.0)
-        angle = column % HALF
-        cosine = tl.load(cosines + token * cosine_stride + angle, mask=turned, other=1.0)
-        sine = tl.load(sines + token * sine_stride + angle, mask=turned, other=0.0)
-        sine = tl.where(column < HALF, -sine.to(tl.float32), sine.to(tl.float32))
-        x = (wide * cosine.to(tl.float32) + paired * sine).to(x.dtype)
+        if norm_scale is not None:
+            norm = tl.rsqrt(tl.sum(wide * wide, 1)[:, None] / HEAD_DIM + eps)
+            scale = norm_scale + head * HEAD_DIM
+            wide = wide * norm * tl.load(scale + column, mask=column < HEAD_DIM, other=0.0)
+        if HALF:
+            # A turned dimension needs the one half a turn away: read again, it is in the cache.
+            turned = (column < 2 * HALF) & (token < num_tokens)
+            other = tl.where(column < HALF, column + HALF, column - HALF)
+            paired = tl.load(heads + other, mask=turned, other=0.0).to(tl.float32)
+            if norm_scale is not None:
+                paired = paired * norm * tl.load(scale + other, mask=column < 2 * HALF, other=0.0)
+            angle = column % HALF
+            cosine = tl.load(cosines + token * cosine_stride + angle, mask=turned, other=1.0)
+            sine = tl.load(sines + token * sine_stride + angle, mask=turned, other=0.0)
+            sine = tl.where(column < HALF, -sine.to(tl.float32), sine.to(tl.float32))
+            wide = wide * cosine.to(tl.float32) + paired * sine
+        x = wide.to(x.dtype)
     if head < HEADS:
         tl.store(query + (token * HEADS + head) * HEAD_DIM + column, x, mask=inside)
     else:

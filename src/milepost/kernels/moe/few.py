@@ -17,35 +17,36 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import probe
+from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _BLOCK_M = 16
 """Tokens of a tile."""
 _UP = {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5}
 _DOWN = {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-"""BLOCK_N are a program's outputs (both of gate and of up), BLOCK_K the inputs of one
-step."""
-_WHOLE = 128
-"""Sizes that are multiples of this are whole tiles."""
+_DOWN_OF_HALVES = _DOWN | {"BLOCK_K": 64, "num_stages": 5}
+"""BLOCK_N are a program's outputs (both of gate and of up), BLOCK_K the inputs of one step; they
+are fewer for experts whose size is an odd multiple of 64."""
 
 
-def suits(hidden: Tensor, gate_up: Tensor) -> bool:
-    """Whether the tokens fit a tile, and sizes are whole tiles of a 16-bit type."""
-    size, num_inputs = gate_up.shape[1] // 2, gate_up.shape[2]
-    is_whole = size % _WHOLE == 0 and num_inputs % _WHOLE == 0
+def suits(hidden: Tensor, size: int) -> bool:
+    """Whether the tokens fit a tile, and sizes (`size` is an expert's) are whole tiles of a 16-bit
+    type."""
+    is_whole = size % _UP["BLOCK_N"] == 0 and hidden.shape[1] % _DOWN["BLOCK_N"] == 0
     return len(hidden) <= _BLOCK_M and hidden.element_size() == 2 and is_whole
 
 
-def project_up(hidden: Tensor, experts: Tensor, gate_up: Tensor, active: Tensor) -> None:
-    """`active` [P, I]: SiLU(gate) * up of the routed tokens' `hidden` [T, H].
+def project_up(hidden: Tensor, experts: Tensor, up: Tensor, active: Tensor) -> None:
+    """`active` [P, I]: the routed tokens' `hidden` [T, H] through `up` [X, 2 * I, H] and SwiGLU, or
+    through `up` [X, I, H] and the square of a ReLU.
 
     No token may have an expert twice in `experts` [T, N].
     """
     size = active.shape[1]
-    num_experts = gate_up.shape[0]
+    num_experts, has_gates = up.shape[0], is_gated(up, size)
     _up_kernel[(num_experts * (size // _UP["BLOCK_N"]),)](
         hidden,
-        gate_up,
+        up,
         active,
         experts,
         hidden.stride(0),
@@ -54,8 +55,9 @@ def project_up(hidden: Tensor, experts: Tensor, gate_up: Tensor, active: Tensor)
         TOP_K=experts.shape[1],
         INPUTS=hidden.shape[1],
         SIZE=size,
+        GATED=has_gates,
         BLOCK_M=_BLOCK_M,
-        **_fitted(_UP, 2, hidden),
+        **_fitted(_UP, 1 + has_gates, hidden),
         **OVERLAPPED,
     )
 
@@ -76,7 +78,7 @@ def project_down(
         SIZE=size,
         OUTPUTS=num_outputs,
         BLOCK_M=_BLOCK_M,
-        **_fitted(_DOWN, 1, active),
+        **_fitted(_DOWN_OF_HALVES if size % _DOWN["BLOCK_K"] else _DOWN, 1, active),
         **OVERLAPPED,
     )
 
@@ -103,7 +105,7 @@ def _find(experts, expert, num_tokens, TOP_K: tl.constexpr, BLOCK_M: tl.constexp
 @triton.jit(do_not_specialize=("num_tokens",))
 def _up_kernel(
     hidden,
-    gate_up,
+    up,
     active,
     experts,
     stride,
@@ -112,6 +114,7 @@ def _up_kernel(
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -129,16 +132,19 @@ def _up_kernel(
     # Rows beyond the last token repeat the first.
     token = tl.where(o_m < num_tokens, o_m, 0).to(tl.int64)
     p_x = hidden + token[:, None] * stride + o_k[None, :]
-    first = gate_up + expert.to(tl.int64) * (2 * SIZE * INPUTS)
-    p_w = first + o_n[:, None] * INPUTS + o_k[None, :]
+    ROWS: tl.constexpr = 2 * SIZE if GATED else SIZE
+    # Up rows stand behind the gates'.
+    p_gate = up + expert.to(tl.int64) * (ROWS * INPUTS) + o_n[:, None] * INPUTS + o_k[None, :]
+    p_up = p_gate + (ROWS - SIZE) * INPUTS
     # The weights are the left operand: they fill the tensor cores' tall side.
-    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = gate
+    b_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    b_up = b_gate
     for i_k in range(0, INPUTS, BLOCK_K):
         b_x = tl.trans(tl.load(p_x + i_k))
-        gate = tl.dot(tl.load(p_w + i_k), b_x, gate)
-        up = tl.dot(tl.load(p_w + SIZE * INPUTS + i_k), b_x, up)
-    b_o = (gate * tl.sigmoid(gate) * up).to(active.dtype.element_ty)
+        if GATED:
+            b_gate = tl.dot(tl.load(p_gate + i_k), b_x, b_gate)
+        b_up = tl.dot(tl.load(p_up + i_k), b_x, b_up)
+    b_o = activate(b_up, b_gate, GATED).to(active.dtype.element_ty)
     target = active + (routed * SIZE)[None, :] + o_n[:, None]
     tl.store(target, b_o, mask=(routed >= 0)[None, :])
 

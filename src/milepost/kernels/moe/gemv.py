@@ -11,30 +11,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
 def project_up(
     hidden: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
+    up: Tensor,
     active: Tensor,
     *,
     block_n: int,
     block_k: int,
     num_warps: int,
 ) -> None:
-    """`active` [P, I]: SiLU(gate) * up of the routed tokens' `hidden` [T, H]."""
-    size = gate_up.shape[1] // 2
+    """`active` [P, I]: the routed tokens' `hidden` [T, H] through `up` [X, 2 * I, H] and SwiGLU, or
+    through `up` [X, I, H] and the square of a ReLU."""
+    size = active.shape[1]
     _up_kernel[(triton.cdiv(size, block_n), experts.numel())](
         hidden,
         experts,
-        gate_up,
+        up,
         active,
         hidden.stride(0),
         TOP_K=experts.shape[1],
         INPUTS=hidden.shape[1],
         SIZE=size,
+        GATED=is_gated(up, size),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=num_warps,
@@ -46,12 +49,13 @@ def project_up(
 def _up_kernel(
     hidden,
     experts,
-    gate_up,
+    up,
     active,
     stride,
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -62,18 +66,21 @@ def _up_kernel(
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
     p_x = hidden + (routed // TOP_K).to(tl.int64) * stride + o_k
-    p_w = gate_up + expert * (2 * SIZE * INPUTS) + (o_n % SIZE)[:, None] * INPUTS + o_k[None, :]
+    ROWS: tl.constexpr = 2 * SIZE if GATED else SIZE
+    # Up rows stand behind the gates'.
+    p_gate = up + expert * (ROWS * INPUTS) + (o_n % SIZE)[:, None] * INPUTS + o_k[None, :]
+    p_up = p_gate + (ROWS - SIZE) * INPUTS
     gates = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for i_k in tl.static_range(0, INPUTS, BLOCK_K):
         is_input = i_k + o_k < INPUTS
         b_x = tl.load(p_x + i_k, mask=is_input, other=0.0).to(tl.float32)[None, :]
-        b_gate = tl.load(p_w + i_k, mask=is_input[None, :], other=0.0)
-        b_up = tl.load(p_w + SIZE * INPUTS + i_k, mask=is_input[None, :], other=0.0)
-        gates += b_gate.to(tl.float32) * b_x
+        if GATED:
+            b_gate = tl.load(p_gate + i_k, mask=is_input[None, :], other=0.0)
+            gates += b_gate.to(tl.float32) * b_x
+        b_up = tl.load(p_up + i_k, mask=is_input[None, :], other=0.0)
         ups += b_up.to(tl.float32) * b_x
-    gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
-    b_o = (gate * tl.sigmoid(gate) * up).to(active.dtype.element_ty)
+    b_o = activate(tl.sum(ups, 1), tl.sum(gates, 1), GATED).to(active.dtype.element_ty)
     tl.store(active + routed * SIZE + o_n, b_o, mask=o_n < SIZE)
 
 

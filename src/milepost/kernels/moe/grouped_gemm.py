@@ -9,20 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.tiles import Tiles
 
 
-def project_up(
-    hidden: Tensor, gate_up: Tensor, active: Tensor, groups: Groups, tiles: Tiles
-) -> None:
-    """`active` [P, I], by `groups.order`: SiLU(gate) * up of the rows' `hidden` [T, H]."""
-    size = gate_up.shape[1] // 2
+def project_up(hidden: Tensor, up: Tensor, active: Tensor, groups: Groups, tiles: Tiles) -> None:
+    """`active` [P, I], by `groups.order`: the rows' `hidden` [T, H] through `up` [X, 2 * I, H] and
+    SwiGLU, or through `up` [X, I, H] and the square of a ReLU."""
+    size = active.shape[1]
     capacity = groups.blocks.shape[1]
     _up_kernel[(capacity * triton.cdiv(size, tiles.block_n),)](
         hidden,
-        gate_up,
+        up,
         active,
         groups.order,
         groups.blocks,
@@ -31,6 +31,7 @@ def project_up(
         TOP_K=active.shape[0] // hidden.shape[0],
         INPUTS=hidden.shape[1],
         SIZE=size,
+        GATED=is_gated(up, size),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -50,10 +51,19 @@ def _multiply(left, right, acc, SWAPPED: tl.constexpr):
         return tl.dot(left, tl.trans(right), acc, input_precision="ieee")
 
 
+@triton.jit
+def _load(pointers, i_k, o_k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile [rows, BLOCK_K] from input i_k on."""
+    if INPUTS % BLOCK_K == 0:
+        return tl.load(pointers + i_k)
+    else:
+        return tl.load(pointers + i_k, mask=(i_k + o_k < INPUTS)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=("capacity",))
 def _up_kernel(
     hidden,
-    gate_up,
+    up,
     active,
     order,
     blocks,
@@ -62,6 +72,7 @@ def _up_kernel(
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -81,26 +92,22 @@ def _up_kernel(
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
     p_x = hidden + token.to(tl.int64)[:, None] * stride + o_k[None, :]
-    first = gate_up + expert.to(tl.int64) * (2 * SIZE * INPUTS)
-    p_w = first + (o_n % SIZE)[:, None] * INPUTS + o_k[None, :]
+    ROWS: tl.constexpr = 2 * SIZE if GATED else SIZE
+    # Up rows stand behind the gates'.
+    p_gate = up + expert.to(tl.int64) * (ROWS * INPUTS) + (o_n % SIZE)[:, None] * INPUTS
+    p_gate += o_k[None, :]
+    p_up = p_gate + (ROWS - SIZE) * INPUTS
     if SWAPPED:
-        gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        b_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
-        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = gate
+        b_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_up = b_gate
     for i_k in range(0, INPUTS, BLOCK_K):
-        if INPUTS % BLOCK_K == 0:
-            b_x = tl.load(p_x + i_k)
-            b_gate = tl.load(p_w + i_k)
-            b_up = tl.load(p_w + SIZE * INPUTS + i_k)
-        else:
-            is_input = (i_k + o_k < INPUTS)[None, :]
-            b_x = tl.load(p_x + i_k, mask=is_input, other=0.0)
-            b_gate = tl.load(p_w + i_k, mask=is_input, other=0.0)
-            b_up = tl.load(p_w + SIZE * INPUTS + i_k, mask=is_input, other=0.0)
-        gate = _multiply(b_x, b_gate, gate, SWAPPED)
-        up = _multiply(b_x, b_up, up, SWAPPED)
-    b_o = (gate * tl.sigmoid(gate) * up).to(active.dtype.element_ty)
+        b_x = _load(p_x, i_k, o_k, INPUTS, BLOCK_K)
+        if GATED:
+            b_gate = _multiply(b_x, _load(p_gate, i_k, o_k, INPUTS, BLOCK_K), b_gate, SWAPPED)
+        b_up = _multiply(b_x, _load(p_up, i_k, o_k, INPUTS, BLOCK_K), b_up, SWAPPED)
+    b_o = activate(b_up, b_gate, GATED).to(active.dtype.element_ty)
     target = o_m.to(tl.int64) * SIZE
     if SWAPPED:
         mask = (o_n < SIZE)[:, None] & is_row[None, :]
@@ -181,14 +188,8 @@ def _down_kernel(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i_k in range(0, SIZE, BLOCK_K):
-        if SIZE % BLOCK_K == 0:
-            b_x = tl.load(p_x + i_k)
-            b_w = tl.load(p_w + i_k)
-        else:
-            is_input = (i_k + o_k < SIZE)[None, :]
-            b_x = tl.load(p_x + i_k, mask=is_input, other=0.0)
-            b_w = tl.load(p_w + i_k, mask=is_input, other=0.0)
-        acc = _multiply(b_x, b_w, acc, SWAPPED)
+        b_x = _load(p_x, i_k, o_k, SIZE, BLOCK_K)
+        acc = _multiply(b_x, _load(p_w, i_k, o_k, SIZE, BLOCK_K), acc, SWAPPED)
     target = routed.to(tl.int64) * OUTPUTS
     if SWAPPED:
         b_o = (acc * weight[None, :]).to(partials.dtype.element_ty)

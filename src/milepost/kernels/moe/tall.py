@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.device import num_sms, probe
+from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.moe.grouping import Groups
 
 BLOCK_M = 128
@@ -25,24 +26,29 @@ _PROGRAMS = 2
 """Programs of the down projection that share an SM."""
 
 
-def suits(hidden: Tensor, gate_up: Tensor) -> bool:
-    """Whether the chip has TMA and room, and sizes are whole tiles of a 16-bit type."""
+def suits(hidden: Tensor, size: int) -> bool:
+    """Whether the chip has TMA and room, and sizes (`size` is an expert's) are whole steps of a
+    16-bit type."""
     chip = probe(hidden.device)
     if not chip.has_tma or chip.shared_bytes < _SHARED_BYTES:
         return False
-    size, num_inputs = gate_up.shape[1] // 2, gate_up.shape[2]
-    return hidden.element_size() == 2 and size % _BLOCK_N == 0 and num_inputs % _BLOCK_N == 0
+    num_inputs = hidden.shape[1]
+    return hidden.element_size() == 2 and size % _BLOCK_K == 0 and num_inputs % _BLOCK_N == 0
 
 
-def project_up(hidden: Tensor, gate_up: Tensor, active: Tensor, groups: Groups) -> None:
-    """`active` [P, I], by `groups.order`: SiLU(gate) * up of the rows' `hidden` [T, H]."""
-    size, num_inputs = gate_up.shape[1] // 2, gate_up.shape[2]
+def project_up(hidden: Tensor, up: Tensor, active: Tensor, groups: Groups) -> None:
+    """`active` [P, I], by `groups.order`: the rows' `hidden` [T, H] through `up` [X, 2 * I, H] and
+    SwiGLU, or through `up` [X, I, H] and the square of a ReLU."""
+    size, num_inputs = active.shape[1], hidden.shape[1]
     capacity = groups.blocks.shape[1]
-    # A tile holds the gate rows of its outputs, then their up rows.
-    weights = gate_up.view(-1, 2, size, num_inputs)
-    _up_kernel[(capacity * (size // _BLOCK_N),)](
+    # A tile holds the gate rows of its outputs, then their up rows; or twice as many up rows.
+    # What lies past an expert's last row reads as zeros.
+    num_parts = 1 + is_gated(up, size)
+    block_n = 2 * _BLOCK_N // num_parts
+    weights = up.view(-1, num_parts, size, num_inputs)
+    _up_kernel[(capacity * triton.cdiv(size, block_n),)](
         hidden,
-        TensorDescriptor.from_tensor(weights, [1, 2, _BLOCK_N, _BLOCK_K]),
+        TensorDescriptor.from_tensor(weights, [1, num_parts, block_n, _BLOCK_K]),
         active,
         groups.order,
         groups.blocks,
@@ -51,8 +57,9 @@ def project_up(hidden: Tensor, gate_up: Tensor, active: Tensor, groups: Groups) 
         TOP_K=active.shape[0] // hidden.shape[0],
         INPUTS=num_inputs,
         SIZE=size,
+        GATED=num_parts == 2,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=block_n,
         BLOCK_K=_BLOCK_K,
         num_warps=8,
         num_stages=4,
@@ -62,7 +69,7 @@ def project_up(hidden: Tensor, gate_up: Tensor, active: Tensor, groups: Groups) 
 @triton.jit(do_not_specialize=("capacity",))
 def _up_kernel(
     hidden,
-    gate_up,
+    up,
     active,
     order,
     blocks,
@@ -71,11 +78,12 @@ def _up_kernel(
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    TILES: tl.constexpr = SIZE // BLOCK_N
+    TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     expert = tl.load(blocks + block)
     if expert < 0:
@@ -85,18 +93,18 @@ def _up_kernel(
     # fmt: off
     # An expert's last block is often less than half full: then half the rows are multiplied.
     if end - first_row <= BLOCK_M // 2:
-        _up_tile(hidden, gate_up, active, order, expert, first_row, end, tile, stride,
-                     TOP_K, INPUTS, SIZE, BLOCK_M // 2, BLOCK_N, BLOCK_K)
+        _up_tile(hidden, up, active, order, expert, first_row, end, tile, stride,
+                     TOP_K, INPUTS, SIZE, GATED, BLOCK_M // 2, BLOCK_N, BLOCK_K)
     else:
-        _up_tile(hidden, gate_up, active, order, expert, first_row, end, tile, stride,
-                     TOP_K, INPUTS, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
+        _up_tile(hidden, up, active, order, expert, first_row, end, tile, stride,
+                     TOP_K, INPUTS, SIZE, GATED, BLOCK_M, BLOCK_N, BLOCK_K)
     # fmt: on
 
 
 @triton.jit
 def _up_tile(
     hidden,
-    gate_up,
+    up,
     active,
     order,
     expert,
@@ -107,6 +115,7 @@ def _up_tile(
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -118,14 +127,18 @@ def _up_tile(
     o_k = tl.arange(0, BLOCK_K)
     p_x = hidden + token.to(tl.int64)[:, None] * stride + o_k[None, :]
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    both = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    both = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for i_k in range(0, INPUTS, BLOCK_K):
-        weights = gate_up.load([expert, 0, tile * BLOCK_N, i_k]).reshape(2 * BLOCK_N, BLOCK_K)
+        weights = up.load([expert, 0, tile * BLOCK_N, i_k]).reshape(WIDTH, BLOCK_K)
         both = tl.dot(tl.load(p_x + i_k), tl.trans(weights), both)
-    gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1)))
-    b_o = (gate * tl.sigmoid(gate) * up).to(active.dtype.element_ty)
+    if GATED:
+        gate, both = tl.split(tl.permute(tl.reshape(both, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1)))
+    else:
+        gate = both
+    b_o = activate(both, gate, GATED).to(active.dtype.element_ty)
     target = active + o_m.to(tl.int64)[:, None] * SIZE + o_n[None, :]
-    tl.store(target, b_o, mask=is_row[:, None])
+    tl.store(target, b_o, mask=is_row[:, None] & (o_n < SIZE)[None, :])
 
 
 def project_down(

@@ -11,13 +11,14 @@ expert's size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from milepost.kernels.device import probe
 from milepost.kernels.moe import few, gemv, grouped_gemm, tall
+from milepost.kernels.moe.activation import is_gated
 from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.routing import route
 from milepost.kernels.tiles import Tiles
@@ -69,42 +70,51 @@ _WIDE = ExpertRegime(
 """For float32, which the tensor cores do not multiply exactly."""
 
 
-def partials(
-    hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
+def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """A partial for each routed token: [T, N, H], in `hidden`'s type.
 
     `hidden` [T, H] with contiguous rows, `weights` and `experts` (int32) [T, N] as `route` returns
-    them, `gate_up` [X, 2 * I, H] and `down` [X, H, I] contiguous.
+    them, `up` [X, 2 * I, H], or [X, I, H] of experts without gates, and `down` [X, H, I]
+    contiguous.
     """
     num_tokens, top_k = experts.shape
     num_routed = experts.numel()
     output = hidden.new_empty(num_tokens, top_k, down.shape[1])
     active = hidden.new_empty(num_routed, down.shape[2])
     if num_routed <= _FEWEST_ROUTED:
-        gemv.project_up(hidden, experts, gate_up, active, block_n=4, block_k=2048, num_warps=4)
+        gemv.project_up(hidden, experts, up, active, block_n=4, block_k=2048, num_warps=4)
         gemv.project_down(
             active, weights, experts, down, output, block_n=8, block_k=512, num_warps=4
         )
         return output
-    if few.suits(hidden, gate_up):
-        few.project_up(hidden, experts, gate_up, active)
+    if few.suits(hidden, down.shape[2]):
+        few.project_up(hidden, experts, up, active)
         few.project_down(active, weights, experts, down, output)
         return output
-    num_experts = gate_up.shape[0]
-    if num_routed > _TALL_ROUTED * num_experts and tall.suits(hidden, gate_up):
+    num_experts = up.shape[0]
+    if num_routed > _TALL_ROUTED * num_experts and tall.suits(hidden, down.shape[2]):
         groups = group_many(experts, num_experts, tall.BLOCK_M)
-        tall.project_up(hidden, gate_up, active, groups)
+        tall.project_up(hidden, up, active, groups)
         tall.project_down(active, weights, down, output, groups)
         return output
     regime = _choose_regime(hidden.dtype, num_routed / num_experts)
     group = group_many if num_routed > _MANY_ROUTED else group_few
     groups = group(experts, num_experts, regime.up.block_m)
     chip = probe(hidden.device)
-    up, down_tiles = regime.up.fitted(chip, num_weights=2), regime.down.fitted(chip)
-    grouped_gemm.project_up(hidden, gate_up, active, groups, up)
+    num_weights = 1 + is_gated(up, down.shape[2])
+    up_tiles = regime.up.fitted(chip, num_weights=num_weights)
+    down_tiles = _dividing(regime.down, down.shape[2]).fitted(chip)
+    grouped_gemm.project_up(hidden, up, active, groups, up_tiles)
     grouped_gemm.project_down(active, weights, down, output, groups, down_tiles)
     return output
+
+
+def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
+    """The same in steps half as deep, twice as many under way, where only these are whole."""
+    half = tiles.block_k // 2
+    if num_inputs % tiles.block_k == 0 or num_inputs % half:
+        return tiles
+    return replace(tiles, block_k=half, num_stages=2 * tiles.num_stages)
 
 
 def _choose_regime(dtype: torch.dtype, num_routed: float) -> ExpertRegime:
