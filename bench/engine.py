@@ -210,6 +210,7 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
     if type(bench.llm).__module__.partition(".")[0] != "milepost":
         return {}
     from milepost.kernels import moe
+    from milepost.layers.moe import MoE
     from milepost.runner.graphs import Graphs
 
     executor = bench.llm.llm_engine.runner.executor
@@ -227,7 +228,8 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
     finally:
         moe.route, executor._graphs = route, graphs
     last = {"distinct_tokens": len({answer[-1] for answer in answers})}
-    num_layers = bench.llm.llm_engine.runner.executor.model.config.num_hidden_layers
+    parts = [part for layer in executor.model.layers for b in layer.blocks for part in b.parts]
+    num_layers = sum(isinstance(part, MoE) for part in parts)
     return last | ({"experts_touched": statistics.mean(counts[-num_layers:])} if counts else {})
 
 
