@@ -111,6 +111,8 @@ def lay_out(
         starts=np.array(batch.starts or [0] * count),
         lengths=lengths,
         num_decodes=count if decodes else 0,
+        folds=np.zeros(count, np.int64),
+        record_rows=np.full(count, -1),
         rows=np.arange(count),
         kv_rows=np.empty(0, np.int64),
         slot_in=np.array(batch.slot_in, np.int64),
