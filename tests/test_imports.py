@@ -36,7 +36,7 @@ FLOORS = {
 }
 """Folders of the cache, each with one door, its `__init__`, and what it may use."""
 
-BESIDE_FLOORS = {"order", "placement", "plans", "report"}
+BESIDE_FLOORS = {"events", "order", "placement", "plans", "report"}
 """Modules beside the folders that all of them may use."""
 
 SHARED = {"config", "errors", "sampling_params", "speculative_config"}

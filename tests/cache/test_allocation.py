@@ -8,7 +8,9 @@ from milepost.cache import Cache, Kind
 from milepost.cache.allocation import Event, State
 from milepost.cache.allocation.states import TRANSITIONS
 from milepost.cache.check import check
+from milepost.cache.events import Cleared, Departure
 from milepost.cache.tree import checkpoint_key
+from tests.follower import Follower
 
 PAGE_SIZE = 16
 
@@ -160,10 +162,9 @@ def test_what_does_not_come_is_computed_from_what_was_cached(cache):
     check(cache)
 
 
-@pytest.mark.parametrize("is_reset", [False, True])
-def test_all_that_leaves_is_told_once_with_its_key(cache, is_reset):
+def test_all_that_leaves_is_told_once_with_its_key(cache):
     told = []
-    cache.reclaimer.on_departure = told.append
+    cache.listen()
     held = {}
 
     def note():
@@ -177,8 +178,7 @@ def test_all_that_leaves_is_told_once_with_its_key(cache, is_reset):
     for seed in range(12):
         serve(cache, range(100 * seed, 100 * seed + 60 + seed))
         note()
-    if is_reset:
-        assert cache.reset()
+        told += [event for event in cache.take_events() if isinstance(event, Departure)]
     here = {("state", c.key) for c in cache.tree.at_slot.values()}
     here |= {("tail", c.key) for c in cache.tree.at_slot.values() if c.tail}
     here |= {("page", node.digest) for node in cache.tree.nodes.values()}
@@ -188,3 +188,41 @@ def test_all_that_leaves_is_told_once_with_its_key(cache, is_reset):
     assert len(told) == len(held) - len(here), "each leaves once"
     assert {d.what for d in told} == {"state", "tail", "page"}
     assert any(d.worth > 0 for d in told if d.what == "state")
+    assert cache.reset()
+    assert cache.take_events() == (Cleared(),)
+
+
+def test_nobody_who_listens_costs_nothing(cache):
+    for seed in range(12):
+        serve(cache, range(100 * seed, 100 * seed + 60 + seed))
+    assert cache.stats.checkpoints_evicted
+    assert cache.reset()
+    assert cache.take_events() == ()
+
+
+def test_who_listens_late_is_told_what_is_there(cache):
+    serve(cache, range(40))
+    serve(cache, [*range(20), *range(100, 130)])
+    follower = Follower(PAGE_SIZE)
+    cache.listen()
+    cache.listen()
+    follower.follow(cache.take_events())
+    follower.check(cache)
+    chain = cache.chain([*range(40), 1])
+    assert follower.hit(chain) == cache.match(chain).state_length > 0
+
+
+def test_a_page_is_reachable_while_a_state_at_or_behind_its_end_is_there(cache):
+    cache.listen()
+    serve(cache, range(40))
+    follower = Follower(PAGE_SIZE)
+    follower.follow(cache.take_events())
+    assert len(follower.pages) == len(follower.reachable) == 2
+    (end,) = (c for c in cache.tree.at_slot.values() if c.position == 40)
+    cache.reclaimer.evict_checkpoint(end, "pages")
+    for checkpoint in list(cache.tree.at_slot.values()):
+        if checkpoint.position == 32:
+            cache.reclaimer.evict_checkpoint(checkpoint, "pages")
+    follower.follow(cache.take_events())
+    follower.check(cache)
+    assert (len(follower.pages), len(follower.reachable)) == (2, 0)

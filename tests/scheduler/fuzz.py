@@ -40,6 +40,7 @@ from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import EMPTY, FakeRunner, cold_answer, consume, make_request, state_after
+from tests.follower import Follower
 
 NUM_RUNS, NUM_OPERATIONS = 2000, 400
 PROGRESS_EACH = 20
@@ -160,6 +161,7 @@ class Fuzz:
         self.cut = 0
         self.under_way: tuple[StepPlan, StepResult] | None = None
         self.truth: dict[bytes, list[bytes]] = {}
+        self.follower: Follower | None = None
         self.num_drafts = rng.choice([0, 1, 3, 6]) if "page" not in places else 0
         self.shape = (
             f"{num_pages} pages of {page_size}, {num_slots} slots, {pages_each} a slot, {mode}, "
@@ -175,6 +177,7 @@ class Fuzz:
             (self.abort, 3),
             (self.look, 4),
             (self.reset, 1),
+            (self.listen, 1),
         ]
 
     def operate(self) -> None:
@@ -311,6 +314,8 @@ class Fuzz:
         if self.cache.enabled:
             assert found.kv_length == self._longest_kv(chain)
             assert found.state_length == self._longest_state(chain)
+            if self.follower is not None and self.runner.uses_slots and not self.runner.uses_pages:
+                assert found.state_length == self.follower.hit(chain)
         report = found.report
         assert report.reused + sum(report.lost.values()) == len(chain)
         assert all(num > 0 for num in report.lost.values())
@@ -322,6 +327,13 @@ class Fuzz:
         assert self.cache.reset() is not busy
         if not busy:
             assert self.cache.pages.num_free == self.cache.pages.total
+
+    def listen(self) -> None:
+        """From some time on somebody follows what comes and goes."""
+        if self.follower is None:
+            assert not self.cache.take_events(), "nobody has listened"
+            self.follower = Follower(self.cache.page_size)
+            self.cache.listen()
 
     def _run(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
         return plan, self.runner.run(plan)
@@ -358,6 +370,9 @@ class Fuzz:
                 assert beside == self._last_state(node), f"the state beside {node.page} is wrong"
         for checkpoint in self.cache.tree.at_slot.values():
             self._check_checkpoint(checkpoint, moved)
+        if self.follower is not None:
+            self.follower.follow(self.cache.take_events())
+            self.follower.check(self.cache)
 
     def _check_checkpoint(self, checkpoint: Checkpoint, moved: dict[int, int]) -> None:
         state = self._last_state(checkpoint.node)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from milepost.cache.allocation import Admitter, Allocation, Running
+from milepost.cache.events import Event
 from milepost.cache.eviction import Expected, Reclaimer, Worth
 from milepost.cache.memory import Split, Storage
 from milepost.cache.placement import POLICIES, Kind, Mode, Placement
@@ -22,6 +23,7 @@ from milepost.cache.tree import (
     Finder,
     LayerKind,
     Match,
+    Outbox,
     Ticket,
     Tree,
     grid_of,
@@ -74,7 +76,10 @@ class Cache:
         if worth is None:
             worth = Expected(storage.usual_slots, self.grid)
         self.worth: Worth = worth
-        self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.worth, page_size)
+        self._outbox = Outbox(page_size, needs_states=self.slots_each > 0)
+        self.reclaimer = Reclaimer(
+            self.tree, storage, self.stats, self.worth, self._outbox, page_size
+        )
         self._admitter = Admitter(
             self.tree,
             storage,
@@ -254,6 +259,19 @@ class Cache:
         """
         self._running.release(allocation, kind)
         del self.allocations[allocation]
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Record what comes and goes from now on, and first what is there; for `take_events`."""
+        if not self._outbox.is_open:
+            self._outbox.open(self.tree)
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What has come, become reachable or gone since they were last taken, in that order. Taken
+        with each plan: what leaves may be overwritten by that plan's step, not before.
+        """
+        return self._outbox.take()
 
     def reset(self) -> bool:
         """Forget everything cached; False, and nothing happens, while requests are running."""

@@ -1,6 +1,4 @@
-"""What goes on to the runner, and to whoever keeps what leaves: exports, copies, arrivals and
-departures, all of which can be sent as bytes.
-"""
+"""What goes on to the runner: exports, copies, moves, arrivals. All of it can be sent as bytes."""
 
 from __future__ import annotations
 
@@ -9,6 +7,9 @@ from typing import Literal
 import msgspec
 
 from milepost.cache.placement import Kind
+
+What = Literal["page", "tail", "state"]
+"""A full page, the page of a checkpoint's last tokens, or a slot."""
 
 
 class PageMove(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -40,24 +41,6 @@ class Export(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 HOLE = -1
 """In a page table: a page behind every layer's window, which is not there."""
-
-
-What = Literal["page", "tail", "state"]
-"""A full page, the page of a checkpoint's last tokens, or a slot."""
-
-
-class Departure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Something that was cached leaves a page or slot, which may be written from now on."""
-
-    key: bytes
-    what: What
-    id: int
-    worth: float
-    """Tokens that it was expected to save."""
-    num_moves: int
-    """Of the page moves that the next plan carries, those that come before it. Who wants the
-    contents copies them behind those moves, and before anything else.
-    """
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

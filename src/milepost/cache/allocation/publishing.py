@@ -57,6 +57,8 @@ class Publisher:
             parent = path[-1] if path else self._tree.root(chain.root)
             pages = allocation.page_table[first:end]
             run = self._tree.insert(chain, parent, pages)
+            if self._reclaimer.outbox.is_open:
+                self._reclaimer.outbox.pages_came(run)
             path.extend(run)
             self._pages.keep(pages)
             first = end
@@ -95,7 +97,9 @@ class Publisher:
         )
         self._slots.pool.keep((slot,))
         self._slots.pool.unpin((slot,))
-        self._tree.attach(checkpoint)
+        num_reached = self._tree.attach(checkpoint)
+        if self._reclaimer.outbox.is_open:
+            self._reclaimer.outbox.state_came(checkpoint, num_reached)
         self._stats.checkpoints_made += 1
         self._reclaimer.made(checkpoint)
         allocation.deepest_state = max(allocation.deepest_state, position)

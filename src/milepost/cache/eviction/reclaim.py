@@ -14,7 +14,6 @@ states, and what is worth least for its bytes goes first, whichever kind is want
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 from milepost.cache.eviction.moving import Mover
@@ -22,12 +21,12 @@ from milepost.cache.eviction.shelves import Shelves
 from milepost.cache.eviction.worth import Worth
 from milepost.cache.memory import Arena, Storage
 from milepost.cache.order import Order
-from milepost.cache.plans import Departure, What
 from milepost.cache.report import Stats
 from milepost.cache.tree import (
     Checkpoint,
     End,
     Node,
+    Outbox,
     Ticket,
     Tree,
     follow,
@@ -53,20 +52,26 @@ class Reclaimer:
         "_strays",
         "_tree",
         "mover",
-        "on_departure",
+        "outbox",
         "stats",
         "worth",
     )
 
     def __init__(
-        self, tree: Tree, storage: Storage, stats: Stats, worth: Worth, page_size: int
+        self,
+        tree: Tree,
+        storage: Storage,
+        stats: Stats,
+        worth: Worth,
+        outbox: Outbox,
+        page_size: int,
     ) -> None:
         self._tree = tree
         self._storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
         self.mover = Mover(tree, storage) if isinstance(storage, Arena) else None
-        self.on_departure: Callable[[Departure], None] | None = None
+        self.outbox = outbox
         self.stats = stats
         self.worth = worth
         self._page_size = page_size
@@ -193,14 +198,16 @@ class Reclaimer:
 
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
-        if self.on_departure is not None:
-            self._tell_of_checkpoint(checkpoint)
+        if self.outbox.is_open:
+            self.outbox.state_goes(checkpoint, self.worth.of(checkpoint), self._num_moves)
         self.worth.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
         node.evicted_tail = checkpoint.tail
         pass_on(checkpoint)
-        self._tree.detach(checkpoint)
+        num_lost = self._tree.detach(checkpoint)
+        if self.outbox.is_open:
+            self.outbox.reach_lost(node, num_lost)
         self._tree.changed += (checkpoint, *unlink(checkpoint))
         self._slots.pool.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
@@ -215,18 +222,13 @@ class Reclaimer:
             self._evict_strays(*stray, len(self._tree.nodes))
         if self.mover is not None:
             self.mover.take()  # nothing is left that stands elsewhere
+        if self.outbox.is_open:
+            self.outbox.cleared()
 
-    def _tell_of_checkpoint(self, checkpoint: Checkpoint) -> None:
-        key, worth = checkpoint.key, self.worth.of(checkpoint)
-        self._depart(key, "state", checkpoint.slot, worth)
-        if checkpoint.tail_page is not None:
-            self._depart(key, "tail", checkpoint.tail_page, worth)
-
-    def _depart(self, key: bytes, what: What, id_: int, worth: float) -> None:
-        """The one place through which what is cached leaves."""
-        num_moves = len(self.mover.pending) if self.mover is not None else 0
-        assert self.on_departure is not None
-        self.on_departure(Departure(key=key, what=what, id=id_, worth=worth, num_moves=num_moves))
+    @property
+    def _num_moves(self) -> int:
+        """Copies that are yet to be made."""
+        return len(self.mover.pending) if self.mover is not None else 0
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
         node, tail_page = checkpoint.node, checkpoint.tail_page
@@ -291,9 +293,8 @@ class Reclaimer:
                 self._strays.push(parent, key)
                 break
             run.append(parent)
-        if self.on_departure is not None:
-            for gone in run:
-                self._depart(gone.digest, "page", gone.page, 0.0)
+        if self.outbox.is_open:
+            self.outbox.pages_go(run, self._num_moves)
         self._tree.remove(run)
         for gone in run:
             self._pages.drop(gone.page)

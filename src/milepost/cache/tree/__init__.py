@@ -26,6 +26,7 @@ from milepost.cache.tree.nodes import (
     Ticket,
     Tree,
 )
+from milepost.cache.tree.outbox import Outbox
 from milepost.cache.tree.view import Run, View, survey
 from milepost.cache.tree.waiting import hang, pass_on, take
 
@@ -41,6 +42,7 @@ __all__ = [
     "LayerKind",
     "Match",
     "Node",
+    "Outbox",
     "Path",
     "Recurrent",
     "Run",

@@ -288,8 +288,10 @@ class Tree:
             self.changed.append(above)
         self._prune(above)
 
-    def attach(self, checkpoint: Checkpoint) -> None:
-        """Hang a checkpoint on its node; the path above becomes reachable."""
+    def attach(self, checkpoint: Checkpoint) -> int:
+        """Hang a checkpoint on its node; so many nodes, this one and those above it, have become
+        reachable.
+        """
         node = checkpoint.node
         if node.checkpoints is NO_CHECKPOINTS:
             node.checkpoints = {}
@@ -298,24 +300,32 @@ class Tree:
         self.changed += (node, checkpoint)
         if checkpoint.tail_page is not None:
             self.at_tail.setdefault(checkpoint.tail_page, []).append(checkpoint)
+        num_reached = 0
         for ancestor in node.ancestors():
             ancestor.num_reaching += 1
             if ancestor.num_reaching > 1:
                 break
+            num_reached += 1
+        return num_reached
 
-    def detach(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint off its node; the path above may become unreachable."""
+    def detach(self, checkpoint: Checkpoint) -> int:
+        """Take a checkpoint off its node; so many nodes, this one and those above it, cannot be
+        reached any more.
+        """
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
         del self.at_slot[checkpoint.slot]
         self.changed.append(node)
         if checkpoint.tail_page is not None:
             self._let_go_of_tail(checkpoint, checkpoint.tail_page)
+        num_lost = 0
         for ancestor in node.ancestors():
             ancestor.num_reaching -= 1
             if ancestor.num_reaching:
                 break
+            num_lost += 1
         self._prune(node)
+        return num_lost
 
     def move(self, page: int, target: int) -> None:
         """Note that what is cached in a page stands in another one now."""

@@ -1,0 +1,90 @@
+"""What becomes true of the cache, in the order in which it does: for tiers that keep what leaves,
+and for routers that send a prompt to where it hits.
+
+A page is *reachable* while a checkpoint at or behind its end is there: a resume can use it then. In
+a model without states in slots every page is. Whoever follows the events knows what is cached, and
+what a prompt would hit: the deepest state on its path. Nothing is recorded until somebody listens.
+
+Events can be sent as bytes. Token ids are packed little-endian uint32.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from milepost.cache.plans import What
+
+
+class PagesCached(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):
+    """Full pages, one behind the other, have their KV."""
+
+    keys: tuple[bytes, ...]
+    parent: bytes
+    """The key of the page before the first, or of the root, which stands for model and salt."""
+    tokens: bytes
+    position: int
+    """Tokens before the first."""
+    ids: tuple[int, ...]
+    is_salted: bool
+
+
+class StateCached(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):
+    """A checkpoint was made: `position` tokens with their state."""
+
+    key: bytes
+    parent: bytes
+    """The key of its last full page, or of the root. Without a tail its own key is the same."""
+    tokens: bytes
+    """Its tail, past that page."""
+    position: int
+    id: int
+    tail_page: int | None
+    kind: str
+
+
+class PagesReachable(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False
+):
+    """Pages that are cached, one behind the other: the first behind `parent`, which is a root or
+    reachable too.
+    """
+
+    keys: tuple[bytes, ...]
+    parent: bytes
+    tokens: bytes
+    position: int
+    is_salted: bool
+
+
+class PagesUnreachable(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False
+):
+    """None of these can be used by now, though they may be cached; the first behind the others."""
+
+    keys: tuple[bytes, ...]
+
+
+class Departure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):
+    """Something that was cached leaves a page or slot, which may be written from now on."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    """The page's, or the tail."""
+    position: int
+    """Tokens up to its end."""
+    what: What
+    id: int
+    worth: float
+    """Tokens that it was expected to save."""
+    num_moves: int
+    """Of the page moves that the next plan carries, those that come before it. Who wants the
+    contents copies them behind those moves, and before anything else.
+    """
+
+
+class Cleared(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):
+    """Nothing is cached any more, and no contents are worth keeping."""
+
+
+Event = PagesCached | StateCached | PagesReachable | PagesUnreachable | Departure | Cleared
