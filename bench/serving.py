@@ -61,11 +61,12 @@ def num_fds(pid: int) -> int:
 @contextlib.contextmanager
 def serving(flags: Sequence[str], source: Path | None = None) -> Iterator[Server]:
     """A server on a free port, until the end of the block; of another `source` tree, perhaps."""
-    environment = {} if source is None else {"PYTHONPATH": str(source.resolve())}
+    environment = dict(os.environ)
+    if source is not None:  # before what else is there: dependencies may come that way
+        known = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source.resolve()), known)))
     command = [sys.executable, "-m", "milepost", "serve", "--port", "0", "--no-access-log", *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

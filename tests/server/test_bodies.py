@@ -1,6 +1,7 @@
 """What a body may cost before it is refused: few findings, little memory, whatever it holds."""
 
 import json
+import sys
 import tracemalloc
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from milepost.server import bodies
+from milepost.server import bodies, messages, unknown
 from milepost.server.errors import HttpError
 from milepost.server.protocol import ChatRequest, CompletionRequest
 
@@ -144,3 +145,47 @@ def test_a_content_type_is_not_needed_but_must_not_lie(http):
         )
         assert response.status_code == 415
         assert "application/json" in response.json()["error"]["message"]
+
+
+def test_a_marked_part_costs_few_calls():
+    """To pydantic, to what looks for unknown fields, and to what makes it the template's."""
+    num_parts, num_calls = 1000, 0
+    parts = [from_json(PART)] * num_parts
+    body = {"messages": [{"role": "user", "content": parts}]}
+
+    def count(frame, event, argument):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        request = ChatRequest.model_validate(body)
+        assert list(unknown.taken(request)) == []
+        messages.for_template(request.messages)
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 6 * num_parts
+
+
+def test_unknown_fields_are_named_where_they_stand():
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "x": 1}}
+    body = {"messages": [{"role": "user", "content": [part, {**part, "y": 1}], "z": 1}], "w": 1}
+    request = ChatRequest.model_validate(body)
+    inside = "messages[0].content"
+    assert list(unknown.taken(request)) == [
+        "w",
+        "messages[0].z",
+        f"{inside}[0].cache_control.x",
+        f"{inside}[1].y",
+        f"{inside}[1].cache_control.x",
+    ]
+    assert list(unknown.taken(request)) == []
+
+
+def test_very_many_unknown_fields_are_refused():
+    policy = unknown.UnknownFields(strict=False)
+    request = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "a"}], **{f"f{i}": i for i in range(5000)}}
+    )
+    with pytest.raises(HttpError, match="more than 256 fields"):
+        policy.settle(request, {"milepost.record": {}, "milepost.headers": []})

@@ -24,7 +24,7 @@ from milepost.server.errors import ClientGoneError, HttpError
 MAX_VALUES: Final = 2**21
 """Elements of all lists and objects of a body, nearly all of them token ids."""
 MAX_KEYS: Final = 2**17
-MAX_CONTAINERS: Final = 2**16
+MAX_CONTAINERS: Final = 2**15
 """Lists and objects of a body."""
 
 STOP_AT_FIRST: Final = Field(fail_fast=True)

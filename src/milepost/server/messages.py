@@ -47,8 +47,13 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
 
 
 def _part(part: TextPart) -> dict[str, Any]:
-    plain = part.model_dump(exclude_none=True, exclude={"refusal"})
-    return {**plain, "type": "text", "text": part.text if part.type == "text" else part.refusal}
+    plain: dict[str, Any] = {
+        "type": "text",
+        "text": part.text if part.type == "text" else part.refusal,
+    }
+    if part.cache_control is not None:
+        plain["cache_control"] = {"type": part.cache_control.type}
+    return plain
 
 
 def _call(where: str, call: ToolCall) -> dict[str, Any]:

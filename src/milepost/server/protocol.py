@@ -23,9 +23,8 @@ from pydantic import (
 
 from milepost.server.bodies import STOP_AT_FIRST
 
-MAX_FIELDS = 256
 MAX_MESSAGES = 16384
-MAX_PARTS = 16384
+MAX_PARTS = 8192
 MAX_BIASES = 1024
 MAX_STOPS = 64
 MAX_STOP_LEN = 1024
@@ -66,13 +65,6 @@ class Body(BaseModel):
     """JSON types are taken as they are: no number in a string."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"it has {len(value)} fields: use {MAX_FIELDS} or fewer")
-        return value
 
 
 # --- parts ----------------------------------------------------------------------------------------
