@@ -54,8 +54,8 @@ REAL = Shapes(heads=32, head_dim=128)
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> MixerWeights:
-    """The first head keeps what it holds, the last one forgets nearly all of it at every token:
-    over a chunk its decays are no numbers that could be divided by."""
+    """The first head forgets nearly all that it holds at every token: over a chunk its decays are
+    no numbers that could be divided by. The last one keeps it."""
     random = torch.Generator().manual_seed(1)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -64,7 +64,7 @@ def make_weights(
 
     return MixerWeights(
         conv=(normal(shapes.channels, shapes.taps) * shapes.taps**-0.5).to(device, dtype),
-        decay_rate=-torch.logspace(-2, 1.3, shapes.heads).to(device, precise),
+        decay_rate=-torch.logspace(1.3, -2, shapes.heads).to(device, precise),
         decay_bias=normal(shapes.size).to(device, precise),
         norm=normal(shapes.head_dim).to(device, precise),
         norm_eps=1e-5,

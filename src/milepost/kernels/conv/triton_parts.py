@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from milepost.kernels.activations import silu
+
 
 @triton.jit
 def convolve_rows(
@@ -76,3 +78,38 @@ def keep_inputs(
     tl.debug_barrier()
     written = pool + slot.to(tl.int64) * slot_stride
     tl.store(written + of_channel + tap, inputs.to(pool.dtype.element_ty), is_kept)
+
+
+@triton.jit
+def convolve_one(
+    state,
+    token,
+    weight,
+    bias,
+    channel,
+    is_channel,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+):
+    """Of some channels: what the convolution and SiLU make of the newest input, float32; and the
+    inputs that it saw, [channels, taps]."""
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    o_channel = channel[:, None]
+    was_kept = is_channel[:, None] & (tap < TAPS - 1)
+    window = tl.load(state + o_channel * (TAPS - 1) + tap, was_kept, 0)
+    newest = tl.load(token + channel, is_channel, 0)
+    window = tl.where(tap == TAPS - 1, newest[:, None], window.to(newest.dtype))
+    taps = tl.load(weight + o_channel * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
+    x = tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1)
+    if bias is not None:
+        x += tl.load(bias + channel, is_channel, 0).to(tl.float32)
+    return silu(x), window
+
+
+@triton.jit
+def keep_window(state, window, channel, is_channel, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
+    """Write the inputs that the next token sees."""
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
+    at = channel[:, None] * (TAPS - 1) + tap - 1
+    tl.store(state + at, window.to(state.dtype.element_ty), is_kept)

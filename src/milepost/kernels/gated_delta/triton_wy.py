@@ -106,7 +106,7 @@ def _wy_fwd_kernel(
 
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
     system = b_kk * pairwise_decay(b_g, o_t, 1) * b_beta[:, None]
-    b_inv = _invert(system, o_t, C, SPLIT)
+    b_inv = invert(system, o_t, C, SPLIT)
     p_u = values + v_begin * VALUE_DIM + o_t[:, None] * VALUE_DIM + o_v
     b_v = tl.load(p_u, in_v, 0)
     # The factors of the right sides' rows stand in the inverse's columns.
@@ -119,7 +119,7 @@ def _wy_fwd_kernel(
 
 
 @triton.jit
-def _invert(lower, row, C: tl.constexpr, SPLIT: tl.constexpr):
+def invert(lower, row, C: tl.constexpr, SPLIT: tl.constexpr):
     """Inverse of 1 + `lower` [C, C], strictly lower triangular, float32.
 
     Inverses of diagonal blocks grow to twice their size at each step: [[A, 0], [B, D]] has the

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.activations import silu
+from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.mamba2.layout import DecodeLayout
 from milepost.kernels.mamba2.triton_norm import gated_norm
 from milepost.kernels.mamba2.triton_parts import time_step
@@ -140,9 +140,9 @@ def _decode(
 
     args = p_conv, p_token + inner, conv_weight, conv_bias
     o_x = i_head * HEAD_DIM + o_p
-    b_x, window_x = _convolve(*args, o_x, is_p, TAPS, BLOCK_TAPS)
-    b_b, window_b = _convolve(*args, first_b + o_k, is_k, TAPS, BLOCK_TAPS)
-    b_c, window_c = _convolve(*args, first_c + o_k, is_k, TAPS, BLOCK_TAPS)
+    b_x, window_x = convolve_one(*args, o_x, is_p, TAPS, BLOCK_TAPS)
+    b_b, window_b = convolve_one(*args, first_b + o_k, is_k, TAPS, BLOCK_TAPS)
+    b_c, window_c = convolve_one(*args, first_c + o_k, is_k, TAPS, BLOCK_TAPS)
     inputs = tl.load(p_token + 2 * inner + 2 * GROUPS * STATE_SIZE + i_head)
     step = time_step(inputs, tl.load(dt_bias + i_head), dt_low, dt_high)
     b_state = b_state * tl.exp(step * tl.load(rate + i_head))
@@ -155,13 +155,13 @@ def _decode(
     p_state = pool + written * slot_stride + o_state
     tl.store(p_state, b_state.to(pool.dtype.element_ty), in_state)
     p_conv = conv_pool + written * conv_stride
-    _keep(p_conv, window_x, o_x, is_p, TAPS, BLOCK_TAPS)
+    keep_window(p_conv, window_x, o_x, is_p, TAPS, BLOCK_TAPS)
     p_arrivals = arrivals + i_sequence * GROUPS + i_group
     arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
     if arrived == HEADS // GROUPS - 1:
         tl.store(p_arrivals, 0)
-        _keep(p_conv, window_b, first_b + o_k, is_k, TAPS, BLOCK_TAPS)
-        _keep(p_conv, window_c, first_c + o_k, is_k, TAPS, BLOCK_TAPS)
+        keep_window(p_conv, window_b, first_b + o_k, is_k, TAPS, BLOCK_TAPS)
+        keep_window(p_conv, window_c, first_c + o_k, is_k, TAPS, BLOCK_TAPS)
         width: tl.constexpr = inner // GROUPS
         column = tl.arange(0, BLOCK_W)
         o_w, is_w = i_group * width + column, column < width
@@ -172,38 +172,3 @@ def _decode(
         b_group = tl.load(y + i_sequence * inner + o_w, is_w, 0)
         b_group = gated_norm(b_group, b_gate, b_w, norm_eps, BEFORE_GATE, width, 0)
         tl.store(p_output + o_w, b_group.to(output.dtype.element_ty), is_w)
-
-
-@triton.jit
-def _convolve(
-    state,
-    token,
-    weight,
-    bias,
-    channel,
-    is_channel,
-    TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-):
-    """Of some channels: what the convolution and SiLU make of the newest input, float32; and the
-    inputs that it saw, [channels, taps]."""
-    tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    o_channel = channel[:, None]
-    was_kept = is_channel[:, None] & (tap < TAPS - 1)
-    window = tl.load(state + o_channel * (TAPS - 1) + tap, was_kept, 0)
-    newest = tl.load(token + channel, is_channel, 0)
-    window = tl.where(tap == TAPS - 1, newest[:, None], window.to(newest.dtype))
-    taps = tl.load(weight + o_channel * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
-    x = tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1)
-    if bias is not None:
-        x += tl.load(bias + channel, is_channel, 0).to(tl.float32)
-    return silu(x), window
-
-
-@triton.jit
-def _keep(state, window, channel, is_channel, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
-    """Write the inputs that the next token sees."""
-    tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
-    at = channel[:, None] * (TAPS - 1) + tap - 1
-    tl.store(state + at, window.to(state.dtype.element_ty), is_kept)
