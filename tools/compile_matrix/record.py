@@ -101,6 +101,7 @@ CASES: Sequence[Case] = (
         model=_BAMBA,
         overrides={**_MAMBA2, "mamba_n_groups": 8, "mamba_n_heads": 64, "mamba_chunk_size": 128},
     ),
+    Case(model="bench/models/kimi-linear-48b-a3b"),
     Case(model=_TINY),
     Case(model=_TINY, page_size=16),
 )

@@ -49,6 +49,36 @@ def llm(request, tiny, monkeypatch):
     return llm
 
 
+def test_kimi_linear_cold_and_hit(tmp_path):
+    """KDA, latents in pages and a sigmoid router, one memory for pages and slots."""
+    shapes = {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "hidden_size": 16,
+        "linear_num_heads": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 3,
+    }
+    tiny = save_tiny(tmp_path, "kimi_linear", torch.float32, **shapes)
+    llm = tiny.open(num_pages=64, num_slots=16, page_size=64)
+    model = llm.llm_engine.runner.executor.model
+
+    def make(pools: Pools, num_slots: int) -> DeviceExecutor:
+        largest = largest_step(max_num_seqs=64, max_num_batched_tokens=8192)
+        return DeviceExecutor(
+            model, pools, num_requests=num_slots, max_model_len=1024, largest=largest
+        )
+
+    share_memory(llm, 3, make)
+    params = greedy(3)
+    for expected in (0, 64):
+        outputs = ask(llm, tokens(75), params=params)
+        tiny.check(outputs, params)
+        assert cached(outputs) == [expected]
+    assert num_held(llm) == (0, 0)
+
+
 def test_cold_and_hit(tiny, llm):
     params = greedy(4)
     prompt = tokens(100)

@@ -114,21 +114,30 @@ def attend(
         shape = narrow_shape or choose_shape(NARROW_ROWS, *kind, chip, are_many=are_many)
         _launch(items.narrow, NARROW_ROWS, shape, *common)
     if items.num_combined:
-        _combine_kernel[(items.num_combined, num_heads)](
-            partials,
-            lse,
-            items.bases,
-            gate,
-            output,
-            _stride(gate),
-            HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_E=triton.next_power_of_2(head_dim),
-            STEP=_COMBINED_AT_ONCE,
-            num_warps=4,
-            **OVERLAPPED,
-        )
+        combine(partials, lse, items, gate, output)
     return output
+
+
+def combine(
+    partials: Tensor, lse: Tensor, items: AttentionItems, gate: Tensor | None, output: Tensor
+) -> None:
+    """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
+    if there is one."""
+    _, num_heads, head_dim = partials.shape
+    _combine_kernel[(items.num_combined, num_heads)](
+        partials,
+        lse,
+        items.bases,
+        gate,
+        output,
+        _stride(gate),
+        HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_E=triton.next_power_of_2(head_dim),
+        STEP=_COMBINED_AT_ONCE,
+        num_warps=4,
+        **OVERLAPPED,
+    )
 
 
 def _stride(gate: Tensor | None) -> int:

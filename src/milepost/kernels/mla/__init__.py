@@ -26,6 +26,9 @@ __all__ = ["AttentionItems", "AttentionRows", "MLAOperation", "attend", "store"]
 
 _MIN_ROWS, _WIDE_ROWS = 16, 64
 """Of tiles: sums of a row take as many registers as a latent is wide."""
+_MAX_LATENT = 512
+_WIDE_BYTES = 160 << 10
+"""Shared memory from which on wide tiles fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class MLAOperation:
         if batch.chip is None:
             return lay_out(batch)
         one_token = max(_MIN_ROWS, 1 << (self.num_heads - 1).bit_length())
+        is_large = batch.chip.shared_bytes >= _WIDE_BYTES
         return items.lay_out(
             batch.starts,
             batch.lengths,
@@ -50,14 +54,18 @@ class MLAOperation:
             page_size=batch.page_size,
             tables=batch.tables,
             narrow_rows=one_token,
-            wide_rows=max(_WIDE_ROWS, one_token),
+            wide_rows=_WIDE_ROWS if is_large else one_token,
             num_programs=batch.chip.num_sms,
             capacity=None if batch.capacity.is_exact else batch.capacity,
         )
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """No chip runs it fused yet."""
-        return "latent attention has no fused kernel yet"
+        """The fused kernels run on every chip that runs Triton's."""
+        if self.num_heads > _WIDE_ROWS:
+            return f"the fused ones have up to {_WIDE_ROWS} heads, not {self.num_heads}"
+        if self.latent_dim > _MAX_LATENT:
+            return f"the fused ones have latents up to {_MAX_LATENT}, not {self.latent_dim}"
+        return ""
 
 
 def store(
@@ -65,23 +73,29 @@ def store(
     norm_weight: Tensor,
     eps: float,
     pool: Tensor,
-    kv_rows: Tensor,  # noqa: ARG001
+    kv_rows: Tensor,
     layout: AttentionLayout,
 ) -> None:
     """Norm and write: see `reference.store`. `kv_rows` [T] are the step's."""
-    assert isinstance(layout, AttentionRows), "no fused kernel yet"
-    reference.store(projected, norm_weight, eps, pool, layout)
+    if isinstance(layout, AttentionRows):
+        return reference.store(projected, norm_weight, eps, pool, layout)
+    from milepost.kernels.mla import triton_store
+
+    return triton_store.store(projected, norm_weight, eps, pool, kv_rows)
 
 
 def attend(
     query: Tensor,
     shared_query: Tensor,
     pool: Tensor,
-    tables: Tensor | None,  # noqa: ARG001
+    tables: Tensor | None,
     layout: AttentionLayout,
     scale: float,
 ) -> Tensor:
     """Attend to pages: see `reference.attend`. `tables` are those on the device, which items name
     rows of."""
-    assert isinstance(layout, AttentionRows), "no fused kernel yet"
-    return reference.attend(query, shared_query, pool, layout, scale)
+    if isinstance(layout, AttentionRows):
+        return reference.attend(query, shared_query, pool, layout, scale)
+    from milepost.kernels.mla import triton
+
+    return triton.attend(query, shared_query, pool, tables, layout, scale)

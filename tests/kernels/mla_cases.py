@@ -1,0 +1,84 @@
+"""Latent attention's kernels beside their reference: what the tests on CPU and GPU share.
+
+Legend: T tokens, H heads, R latent_dim, P shared_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from milepost.kernels import mla
+from milepost.kernels.attention import rows_per_page
+from milepost.kernels.batch import Capacity
+from milepost.kernels.device import Chip
+from milepost.runner.staging import on_device
+from tests.batches import Part, build_batch, build_pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sequences of a step, with pages of their own in no order; the first `num_decodes` decode."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_decodes: int = 0
+    heads: int = 3
+    latent: int = 24
+    shared: int = 8
+    page_size: int = 16
+    padding: int = 0
+    """Tokens and sequences more than there are."""
+
+
+def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """[T, H, R], padding left out, by the reference or on a chip by the fused kernels: latents of
+    the new tokens are stored, and attended to."""
+    random = torch.Generator().manual_seed(3)
+    ends = [start + length for start, length in zip(case.starts, case.lengths, strict=True)]
+    counts = [-(-end // case.page_size) for end in ends]
+    ids = torch.randperm(sum(counts), generator=random).add_(1).split(counts)
+    pages = [each.tolist() for each in ids]
+    width = case.latent + case.shared
+    pool = build_pages(sum(counts) + 1, case.page_size, 1, width, dtype, device)[:, :1]
+    for own, start in zip(pages, case.starts, strict=True):
+        latents = torch.randn(start, width, generator=random).to(device, dtype)
+        for page, rows in zip(own, latents.split(case.page_size), strict=False):
+            pool[page, 0, : len(rows), 0] = rows
+    num_tokens, padded = sum(case.lengths), sum(case.lengths) + case.padding
+    queries = torch.randn(num_tokens, case.heads, width + 2, generator=random)
+    new = torch.randn(num_tokens, width + 5, generator=random)
+    weight = torch.randn(case.latent, generator=random).to(device)
+    queries, new = (_pad(each.to(device, dtype), padded) for each in (queries, new))
+    parts = [
+        Part(pages=own, start=start, length=length, slot_in=0, slot_out=1)
+        for own, start, length in zip(pages, case.starts, case.lengths, strict=True)
+    ]
+    batch = build_batch(parts, case.page_size, rows_per_page(pool), case.num_decodes)
+    size = {"num_tokens": padded, "num_sequences": len(parts) + case.padding}
+    capacity = Capacity(**size, decodes=case.num_decodes == len(parts))
+    batch = replace(batch, device=torch.device(device), chip=chip, capacity=capacity)
+    operation = mla.MLAOperation(
+        num_heads=case.heads, latent_dim=case.latent, shared_dim=case.shared
+    )
+    layout = operation.lay_out(batch)
+    if chip is not None:
+        layout = on_device(layout, torch.device(device))
+    else:
+        queries, new = queries[:num_tokens], new[:num_tokens]
+    kv_rows = torch.full((padded,), -1)
+    kv_rows[:num_tokens] = torch.from_numpy(batch.kv_rows)
+    mla.store(new[:, :width], weight, 1e-6, pool, kv_rows.to(device), layout)
+    tables = torch.from_numpy(batch.tables).to(device)
+    query = queries[..., : case.latent].contiguous()
+    shared = queries[..., case.latent : width]
+    return mla.attend(query, shared, pool, tables, layout, 0.2)[:num_tokens]
+
+
+def _pad(tensor: Tensor, length: int) -> Tensor:
+    """Rows of what is no number behind it."""
+    padded = tensor.new_full((length, *tensor.shape[1:]), torch.nan)
+    padded[: len(tensor)] = tensor
+    return padded

@@ -1,0 +1,43 @@
+"""The fused kernels of latent attention, interpreted, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from milepost.kernels.device import probe
+from milepost.kernels.mla import MLAOperation
+from tests.kernels.mla_cases import Case, run
+from tests.numbers import relative_error
+
+CHIP = replace(probe(torch.device("cpu")), num_sms=6)
+CASES = {
+    "decodes": Case(starts=(0, 300, 40), lengths=(1, 1, 1), num_decodes=3),
+    "one_head": Case(starts=(200,), lengths=(1,), num_decodes=1, heads=1, latent=9, shared=5),
+    "prefill": Case(starts=(0, 150), lengths=(9, 4), heads=20, page_size=8),
+    "mixed": Case(starts=(130, 20, 5), lengths=(1, 30, 2), num_decodes=1, padding=4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_matches_the_reference(name: str) -> None:
+    """Ranges of long sequences are cut, and combined; what lies past a sequence's end is NaN."""
+    case = CASES[name]
+    expected = run(case, None, torch.float32)
+    assert relative_error(run(case, CHIP, torch.float32), expected) < 5e-6
+
+
+def test_half_precision() -> None:
+    case = CASES["mixed"]
+    expected = run(case, None, torch.float32)
+    output = run(case, CHIP, torch.float16)
+    assert output.dtype == torch.float16
+    assert relative_error(output.float(), expected) < 5e-3
+
+
+def test_too_many_heads_run_on_the_reference() -> None:
+    sizes = {"latent_dim": 512, "shared_dim": 64}
+    assert MLAOperation(num_heads=64, **sizes).why_reference(CHIP) == ""
+    assert "heads" in MLAOperation(num_heads=65, **sizes).why_reference(CHIP)
