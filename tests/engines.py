@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from milepost import LLM, CompletionOutput, RequestOutput, SamplingParams
-from milepost.cache.check import check
 from milepost.models import load_model
 from milepost.runner.choice import SampledToken
 from milepost.runner.sampling import SamplingRow, choose
 from tests.batches import Part, build_pools
 from tests.checkpoints import build
+from tests.invariants import check
 
 VOCAB_SIZE = 320
 PAGE_SIZE = 64

@@ -3,7 +3,7 @@
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.check import check
+from tests.invariants import check
 
 
 def admitted(num_tokens, marks=()):

@@ -7,10 +7,10 @@ import pytest
 from milepost.cache import Cache, Kind
 from milepost.cache.allocation import Event, State
 from milepost.cache.allocation.states import TRANSITIONS
-from milepost.cache.check import check
 from milepost.cache.events import Cleared, Departure
 from milepost.cache.tree import checkpoint_key
 from tests.follower import Follower
+from tests.invariants import check
 
 PAGE_SIZE = 16
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.check import check
 from milepost.cache.memory import Arena, fit
+from tests.invariants import check
 
 PAGE_SIZE = 64
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from milepost.cache import ZERO_SLOT, Cache, Kind
-from milepost.cache.check import check
 from milepost.cache.plans import HOLE
 from milepost.cache.tree import HYBRID, FullAttention, Recurrent, grid_of, window_of
 from milepost.cache.tree.kinds import ShortConvolution, SlidingWindow
 from milepost.errors import ConfigError
 from milepost.scheduler.scheduler import Scheduler
+from tests.invariants import check
 
 PAGE_SIZE = 16
 CONVOLUTIONS = (FullAttention(), ShortConvolution(grid=PAGE_SIZE))

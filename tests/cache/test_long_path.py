@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from milepost.cache import Cache
-from milepost.cache.check import check
 from milepost.cache.placement import Kind
+from tests.invariants import check
 
 PAGE_SIZE = 16
 NUM_PAGES = 100_000

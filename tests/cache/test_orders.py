@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from milepost.cache import Cache, Kind
-from milepost.cache.check import check
+from tests.invariants import check
 
 PAGE_SIZE = 16
 A, B, C, D = ([seed] * 100 for seed in range(1, 5))

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from milepost.cache import Cache, Chain, Kind
-from milepost.cache.check import check
 from milepost.cache.tree import checkpoint_key
+from tests.invariants import check
 
 PAGE_SIZE = 16
 NUM_SIBLINGS = 40

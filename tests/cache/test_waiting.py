@@ -3,10 +3,10 @@
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.check import check
 from milepost.cache.eviction import Expected
 from milepost.cache.tree.nodes import NO_PAGE, Checkpoint, End, Node, Ticket
 from milepost.cache.tree.waiting import hang
+from tests.invariants import check
 
 PAGE_SIZE = 16
 

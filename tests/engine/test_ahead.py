@@ -5,7 +5,6 @@ behind.
 import pytest
 import torch
 
-from milepost.cache.check import check
 from milepost.engine.prompts import Prompt
 from tests.engines import (
     answer,
@@ -18,6 +17,7 @@ from tests.engines import (
     save_tiny,
     tokens,
 )
+from tests.invariants import check
 
 
 @pytest.fixture(scope="module")

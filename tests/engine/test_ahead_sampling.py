@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost import LLM, SamplingParams
-from milepost.cache.check import check
 from milepost.engine.prompts import Prompt, read_prompt
 from milepost.engine.requests import Job
 from milepost.sampling_params import StructuredOutputs
 from tests import chatmodel
+from tests.invariants import check
 
 SCHEMA = {
     "type": "object",

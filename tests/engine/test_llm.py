@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from milepost import LLM, SamplingParams
-from milepost.cache.check import check
 from milepost.errors import EngineDeadError
 from milepost.scheduler.plans import StepPlan
 from tests.engines import (
@@ -29,6 +28,7 @@ from tests.engines import (
     save_tiny,
     tokens,
 )
+from tests.invariants import check
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

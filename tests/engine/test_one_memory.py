@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from milepost import LLM
-from milepost.cache.check import check
 from milepost.cache.memory import Arena, Split
 from milepost.config import EngineConfig
 from milepost.engine import setup
@@ -26,6 +25,7 @@ from tests.engines import (
     steps_until_done,
     tokens,
 )
+from tests.invariants import check
 
 FEW_UNITS = 0.0008
 """GiB: room for some 25 slots of the tiny model, or five pages of 16 tokens each in their place."""

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost.cache import Cache
-from milepost.cache.check import check
 from milepost.config import EngineConfig
 from milepost.engine.client import _joined
 from milepost.engine.core import Engine
@@ -32,6 +31,7 @@ from milepost.scheduler.plans import SamplingPlan, StepPlan, StepResult, StepSam
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.loop import outcome
 from tests import chatmodel
+from tests.invariants import check
 
 TOKENIZER = chatmodel.make_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")

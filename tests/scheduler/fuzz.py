@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from math import lcm
 
 from milepost.cache import Cache, Chain
-from milepost.cache.check import check
 from milepost.cache.memory import Arena, Split
 from milepost.cache.tree import (
     Checkpoint,
@@ -41,6 +40,7 @@ from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import EMPTY, FakeRunner, cold_answer, consume, make_request, state_after
 from tests.follower import Follower
+from tests.invariants import check
 
 NUM_RUNS, NUM_OPERATIONS = 2000, 400
 PROGRESS_EACH = 20

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 
 from milepost.cache import Cache
-from milepost.cache.check import check
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, cold_answer, make_request, step
+from tests.invariants import check
 
 PAGE_SIZE = 16
 PROMPT = [1, 2, 3] * 9

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from milepost.cache import Cache
-from milepost.cache.check import check
 from milepost.cache.memory import Arena
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, Loop, cold_answer, make_request
+from tests.invariants import check
 
 
 def loop_of(*, num_pages: int = 32, num_slots: int = 8, mode: str = "auto", **options) -> Loop:

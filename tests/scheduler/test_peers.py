@@ -11,7 +11,6 @@ import pytest
 
 import milepost
 from milepost.cache import ZERO_SLOT, Cache, Export
-from milepost.cache.check import check
 from milepost.cache.memory import Status
 from milepost.cache.placement import Kind
 from milepost.errors import InvalidRequestError
@@ -19,6 +18,7 @@ from milepost.scheduler.budget import max_num_exports
 from milepost.scheduler.request import FinishReason, Request
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, cold_answer, make_request, run_all, step
+from tests.invariants import check
 from tests.scheduler.test_determinism import dump
 from tests.scheduler.workload import describe
 

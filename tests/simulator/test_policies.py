@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from milepost.cache import Cache
-from milepost.cache.check import check
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES, Policy
 from milepost.simulator.results import percentile
 from milepost.simulator.slots import replay
+from tests.invariants import check
 from tests.simulator.traces import DATA, TRACES, Maker, needs_traces, round_robin
 
 COST = read_cost("hybrid-35b-a3b-h200")

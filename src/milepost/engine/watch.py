@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from milepost.cache.memory import Pool
-from milepost.cache.tree import Node, Run, View, survey
+from milepost.cache.tree import Node
 from milepost.engine.facts import Facts
+from milepost.engine.survey import Run, View, survey
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 

@@ -27,7 +27,6 @@ from milepost.cache.tree.nodes import (
     Tree,
 )
 from milepost.cache.tree.outbox import Outbox
-from milepost.cache.tree.view import Run, View, survey
 from milepost.cache.tree.waiting import hang, pass_on, take
 
 __all__ = [
@@ -45,19 +44,16 @@ __all__ = [
     "Outbox",
     "Path",
     "Recurrent",
-    "Run",
     "ShortConvolution",
     "SlidingWindow",
     "Ticket",
     "Tree",
-    "View",
     "checkpoint_key",
     "follow",
     "grid_of",
     "hang",
     "link",
     "pass_on",
-    "survey",
     "take",
     "unlink",
     "window_of",

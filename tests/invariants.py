@@ -1,6 +1,6 @@
-"""Checks every invariant of a cache from scratch. For tests and a debug flag: it walks everything.
+"""Checks every invariant of a cache from scratch, at the cost of a walk over everything.
 
-The names (P1, T2 ...) are those of README.md in this folder.
+The names (P1, T2 ...) are those of the cache's README.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost.cache import Cache, Kind
-from milepost.cache.tree import Chain, Tree, survey
+from milepost.cache.tree import Chain, Tree
+from milepost.engine.survey import survey
 from tests.cache.test_tree import PAGE, Planted, prompts, salts
 
 

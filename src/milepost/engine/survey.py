@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
-from milepost.cache.tree.nodes import Checkpoint, Node, Tree
+from milepost.cache.tree import Checkpoint, Node, Tree
 
 MAX_RUNS = 2000
 """More are added up where they hang: the largest are kept, and those that somebody asks after."""
