@@ -83,6 +83,7 @@ def lay_out(
     exports: Sequence[tuple[int, int, int]] = (),
     *,
     chunk: int,
+    first: int = 0,
     max_tokens: int | None = None,
     max_sequences: int | None = None,
     max_exports: int | None = None,
@@ -91,13 +92,13 @@ def lay_out(
     `chunk` tokens.
 
     `exports` are (sequence, position, slot) with start < position <= start + length, at most one
-    for each position. The capacities default to what is needed; arrays have shapes that follow from
-    the capacities alone.
+    for each position. The tokens before `first` are of others. The capacities default to what is
+    needed; arrays have shapes that follow from the capacities alone.
     """
     start, length = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
-    end = length.cumsum()
+    end = first + length.cumsum()
     begin = end - length
-    num_tokens = int(end[-1]) if len(end) else 0
+    num_tokens = int(end[-1]) if len(end) else first
     tokens = num_tokens if max_tokens is None else max_tokens
     sequences = len(end) if max_sequences is None else max_sequences
     num_exports = len(exports) if max_exports is None else max_exports
@@ -106,12 +107,12 @@ def lay_out(
 
     export_end, export_slot = _sort_exports(exports, start, begin, length)
     tile_end, tile_sequence = _grid_ends(np.zeros_like(start), length, begin, TILE)
-    tile_begin = _begins(tile_end)
+    tile_begin = _begins(tile_end, first)
     max_tiles = min(tokens, (tokens + (TILE - 1) * sequences) // TILE)
     chunk_end, _ = _grid_ends(start, length, begin, chunk)
     if exports:
         chunk_end = np.unique(np.concatenate((chunk_end, export_end)))
-    chunk_begin = _begins(chunk_end)
+    chunk_begin = _begins(chunk_end, first)
     # A sequence of n tokens touches at most (n + 126) // 64 pieces of a grid of 64.
     touched = (tokens + 2 * (chunk - 1) * sequences) // chunk
     max_chunks = min(tokens, touched + num_exports) + 1
@@ -166,10 +167,10 @@ def _sort_exports(
     return end[order], slot[order]
 
 
-def _begins(ends: Array) -> Array:
-    """Where pieces begin that follow each other from 0 and end at `ends`."""
+def _begins(ends: Array, first: int) -> Array:
+    """Where pieces begin that follow each other from `first` and end at `ends`."""
     begins = np.empty_like(ends)
-    begins[:1] = 0
+    begins[:1] = first
     begins[1:] = ends[:-1]
     return begins
 

@@ -12,6 +12,7 @@ Legend: T tokens, S sequences, C channels, J taps, V value heads, K key_dim, W v
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from milepost.kernels.batch import Batch
 from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import mixer
+from milepost.kernels.gated_delta.layout import VerifyLayout, lay_out_verifies
 from milepost.kernels.gated_delta.weights import MixerWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 
@@ -34,6 +36,8 @@ __all__ = [
 ]
 
 
+MixerLayout = ChunkLayout | VerifyLayout | MixerRows | None
+
 CHUNK = 64
 """Tokens in a full chunk."""
 
@@ -45,11 +49,13 @@ class GatedDeltaOperation:
     conv_width: int
     max_beta: float = 1.0
 
-    def lay_out(self, batch: Batch) -> ChunkLayout | MixerRows | None:
+    def lay_out(self, batch: Batch) -> MixerLayout:
         """Chunks for the fused kernels, which need none where every sequence decodes; or rows for
         the reference."""
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK, has_records=True)
+        if batch.capacity.num_drafts:
+            return lay_out_verifies(batch, CHUNK)
         if batch.capacity.decodes:
             return None
         return chunks.lay_out(
@@ -76,7 +82,7 @@ def mix(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
-    layout: ChunkLayout | MixerRows | None = None,
+    layout: MixerLayout = None,
     records: Tensor | None = None,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
@@ -93,7 +99,7 @@ def mix(
 
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
-    padding are zeros.
+    padding are zeros, but for steps that verify, where they hold anything.
     """
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
@@ -104,4 +110,15 @@ def mix(
         return triton_decode.decode(projected, weights, *pools, slot_in, slot_out)
     from milepost.kernels.gated_delta import triton_prefill
 
+    if isinstance(layout, VerifyLayout):
+        from milepost.kernels.gated_delta import triton_verify
+
+        assert records is not None, "V1: only mixers that keep records verify"
+        output = projected.new_empty(len(projected), math.prod(recurrent_pool.shape[1::2]))
+        triton_verify.verify(projected, weights, *pools, layout, records, output)
+        many = layout.prefills
+        if many is not None:
+            slots = many.slot_in, many.slot_out
+            triton_prefill.prefill(projected, weights, *pools, *slots, many.chunks, output)
+        return output
     return triton_prefill.prefill(projected, weights, *pools, slot_in, slot_out, layout)

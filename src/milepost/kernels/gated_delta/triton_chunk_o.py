@@ -25,9 +25,11 @@ def chunk_fwd_o(
     values: Tensor,
     g_cumsum: Tensor,
     h: Tensor,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Outputs [T, V * W] from states `h` and what tokens add, `values`, through the gated norm."""
-    output = projected.new_empty(len(projected), shapes.value_heads * shapes.value_dim)
+    if output is None:
+        output = projected.new_empty(len(projected), shapes.value_heads * shapes.value_dim)
     _chunk_fwd_o_kernel[(shapes.value_heads, len(layout.chunk_size))](
         projected,
         projected.stride(0),

@@ -34,8 +34,9 @@ def prefill(
     slot_in: Tensor,
     slot_out: Tensor,
     layout: ChunkLayout,
+    output: Tensor | None = None,
 ) -> Tensor:
-    """See `gated_delta.mix`."""
+    """See `gated_delta.mix`; writes to `output` if there is one."""
     shapes = shapes_of(weights, recurrent_pool, layout)
     num_tokens, num_chunks = len(projected), len(layout.chunk_size)
     key_dim, value_heads, value_dim = shapes.key_dim, shapes.value_heads, shapes.value_dim
@@ -49,4 +50,4 @@ def prefill(
     convolve(*common, conv_pool, *slots, *chunked)
     wy_fwd(*common, *chunked, w, g_cumsum)
     chunk_fwd_h(layout, shapes, recurrent_pool, *slots, *chunked, w, g_cumsum, h)
-    return chunk_fwd_o(*common, *chunked, g_cumsum, h)
+    return chunk_fwd_o(*common, *chunked, g_cumsum, h, output)

@@ -1,0 +1,84 @@
+"""What Gated DeltaNet's fused kernels need to know of a step that may verify.
+
+Legend: S sequences, with their capacity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from milepost.kernels import chunks
+from milepost.kernels.batch import Batch
+from milepost.kernels.chunks import Array, ChunkLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefills:
+    """The sequences that do not decode: int32 arrays."""
+
+    chunks: ChunkLayout
+    slot_in: Array
+    """[S]"""
+    slot_out: Array
+    """[S], -1 for padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyLayout:
+    """The decoding sequences: int32 arrays."""
+
+    begin: Array
+    """[S], first token of each."""
+    length: Array
+    """[S], its tokens: one and its drafts, or none."""
+    fold: Array
+    """[S], recorded tokens before them."""
+    row: Array
+    """[S], of the records."""
+    slot_in: Array
+    """[S]"""
+    slot_out: Array
+    """[S], -1 for padding."""
+    prefills: Prefills | None
+    """None where every sequence decodes."""
+
+
+def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:
+    """Decodes of any length, and chunks for the others."""
+    own, num = slice(batch.num_decodes), batch.capacity.num_sequences
+    lengths = batch.lengths[own]
+    return VerifyLayout(
+        begin=_padded(lengths.cumsum() - lengths, num, 0),
+        length=_padded(lengths, num, 0),
+        fold=_padded(batch.folds[own], num, 0),
+        row=_padded(batch.record_rows[own], num, 0),
+        slot_in=_padded(batch.slot_in[own], num, 0),
+        slot_out=_padded(batch.slot_out[own], num, -1),
+        prefills=None if batch.capacity.decodes else _lay_out_prefills(batch, chunk),
+    )
+
+
+def _lay_out_prefills(batch: Batch, chunk: int) -> Prefills:
+    decodes, capacity = batch.num_decodes, batch.capacity
+    return Prefills(
+        chunks=chunks.lay_out(
+            batch.starts[decodes:],
+            batch.lengths[decodes:],
+            [(sequence - decodes, *export) for sequence, *export in batch.exports],
+            chunk=chunk,
+            first=int(batch.lengths[:decodes].sum()),
+            max_tokens=capacity.num_tokens,
+            max_sequences=capacity.num_sequences,
+            max_exports=capacity.num_exports,
+        ),
+        slot_in=_padded(batch.slot_in[decodes:], capacity.num_sequences, 0),
+        slot_out=_padded(batch.slot_out[decodes:], capacity.num_sequences, -1),
+    )
+
+
+def _padded(values: Array, length: int, filler: int) -> Array:
+    padded = np.full(length, filler, np.int32)
+    padded[: len(values)] = values
+    return padded

@@ -1,0 +1,269 @@
+"""Gated DeltaNet's token mixer for decoding sequences with drafts, in two launches.
+
+As `triton_decode`, token by token, with the state in registers all the while: first the recorded
+tokens that are folded in, then the sequence's own, behind which the state is written, then its
+drafts, which are recorded. Each token takes the operations of a decode in their order, so states
+are the same bit for bit.
+
+    place     0 .. F - 1    F          F + 1 .. F + N - 1
+    token     records       its own    drafts
+
+Legend: S sequences, F folded and N new tokens of each, R places at most, C channels, J taps, G key
+heads, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.activations import sigmoid, silu
+from milepost.kernels.chunks import UNSPECIALISED
+from milepost.kernels.gated_delta.layout import VerifyLayout
+from milepost.kernels.gated_delta.triton_parts import (
+    gated_norm,
+    head_channels,
+    log_decay,
+    unit_scale,
+)
+from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+
+_CONVOLVE = {"num_warps": 1}
+_UPDATE = {"num_warps": 4}
+_UNSPECIALISED = [*UNSPECIALISED, "begin", "length", "fold", "row"]
+
+
+def verify(
+    projected: Tensor,
+    weights: MixerWeights,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    layout: VerifyLayout,
+    records: Tensor,
+    output: Tensor,
+) -> None:
+    """Write `output` [T, V * W] of the sequences that decode; see `gated_delta.mix`."""
+    num_sequences = len(layout.slot_out)
+    _, value_heads, key_dim, value_dim = recurrent_pool.shape
+    channels, conv_width = weights.conv.shape
+    key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
+    places = 2 * records.shape[1] + 1
+    mixed = projected.new_empty(num_sequences, places, channels, dtype=torch.float32)
+    sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+    rows = layout.begin, layout.length, layout.fold, layout.row
+    recorded = records, records.stride(0), records.stride(1)
+    _convolve[(num_sequences, 2 * key_heads + value_heads)](
+        projected,
+        projected.stride(0),
+        *recorded,
+        weights.conv,
+        conv_pool,
+        conv_pool.stride(0),
+        *rows,
+        layout.slot_in,
+        layout.slot_out,
+        mixed,
+        channels,
+        places,
+        **sizes,
+        TAPS=conv_width,
+        BLOCK_TAPS=triton.next_power_of_2(conv_width),
+        BLOCK=triton.next_power_of_2(max(key_dim, value_dim)),
+        **_CONVOLVE,
+    )
+    _update[(value_heads, num_sequences)](
+        projected,
+        projected.stride(0),
+        *recorded,
+        mixed,
+        weights.decay_rate,
+        weights.decay_bias,
+        weights.norm,
+        weights.norm_eps,
+        recurrent_pool,
+        recurrent_pool.stride(0),
+        *rows,
+        layout.slot_in,
+        layout.slot_out,
+        output,
+        channels,
+        places,
+        **sizes,
+        VALUE_HEADS=value_heads,
+        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_W=triton.next_power_of_2(value_dim),
+        **_UPDATE,
+        **OVERLAPPED,
+    )
+
+
+@triton.jit
+def _window(stream, channel, is_channel, place, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
+    """[BLOCK, BLOCK_TAPS], the inputs up to a place, oldest first: of the state, of records, of the
+    step's tokens."""
+    tokens, projected_stride, row, record_stride, state, num_folded = stream
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    source, at = place - (TAPS - 1) + tap, channel[:, None]
+    held = is_channel[:, None] & (tap < TAPS)
+    new = held & (source >= num_folded)
+    window = tl.load(tokens + (source - num_folded) * projected_stride + at, new, 0)
+    folded = held & (source >= 0) & (source < num_folded)
+    window += tl.load(row + source * record_stride + at, folded, 0)
+    old = tl.load(state + at * (TAPS - 1) + TAPS - 1 + source, held & (source < 0), 0)
+    return window + old.to(window.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNSPECIALISED)
+def _convolve(
+    projected,
+    projected_stride,
+    records,
+    row_stride,
+    record_stride,
+    weight,
+    pool,
+    slot_stride,
+    begin,
+    length,
+    fold,
+    row,
+    slot_in,
+    slot_out,
+    mixed,
+    channels,
+    places,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head: convolution, SiLU, L2 norm of queries and keys into `mixed` [S, R, C] float32;
+    moves the head's convolution state on, and records the drafts' inputs."""
+    let_next_start()
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    written = tl.load(slot_out + sequence).to(tl.int64)
+    if written < 0:
+        return
+    num_folded, num_new = tl.load(fold + sequence), tl.load(length + sequence)
+    first, size = head_channels(head, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    column = tl.arange(0, BLOCK)
+    channel, is_channel = first + column, column < size
+    tokens = projected + tl.load(begin + sequence).to(tl.int64) * projected_stride
+    records += tl.load(row + sequence).to(tl.int64) * row_stride
+    state = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
+    stream = tokens, projected_stride, records, record_stride, state, num_folded
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    at = channel[:, None]
+    taps = tl.load(weight + at * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
+    mixed += sequence * places * channels + channel
+    for place in range(num_folded + num_new):
+        window = _window(stream, channel, is_channel, place, TAPS, BLOCK_TAPS)
+        x = silu(tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1))
+        x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 0)
+        tl.store(mixed + place * channels, x, is_channel)
+
+    last = num_folded + tl.minimum(num_new, 1) - 1
+    window = _window(stream, channel, is_channel, last, TAPS, BLOCK_TAPS)
+    # All that is read of the state and of the records has been.
+    tl.debug_barrier()
+    is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
+    target = pool + written * slot_stride + at * (TAPS - 1) + tap - 1
+    tl.store(target, window.to(pool.dtype.element_ty), is_kept)
+    for draft in range(num_new - 1):
+        inputs = tl.load(tokens + (draft + 1) * projected_stride + channel, is_channel, 0)
+        tl.store(records + draft * record_stride + channel, inputs, is_channel)
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNSPECIALISED)
+def _update(
+    projected,
+    projected_stride,
+    records,
+    row_stride,
+    record_stride,
+    mixed,
+    decay_rate,
+    decay_bias,
+    norm_weight,
+    norm_eps,
+    pool,
+    slot_stride,
+    begin,
+    length,
+    fold,
+    row,
+    slot_in,
+    slot_out,
+    output,
+    channels,
+    places,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One value head: its state [K, W] moves on token by token; of new ones it is read, and the
+    gated norm of that goes to `output` [T, V * W]."""
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
+    is_k, is_v = o_k < KEY_DIM, o_v < VALUE_DIM
+    written = tl.load(slot_out + sequence).to(tl.int64)
+    if written < 0:
+        # Padding waits too: a launch that is nothing else must not end before the one before it.
+        wait_for_inputs()
+        return
+    num_folded, num_new = tl.load(fold + sequence), tl.load(length + sequence)
+    state_at = (head * KEY_DIM + o_k[:, None]) * VALUE_DIM + o_v[None, :]
+    in_state = is_k[:, None] & is_v[None, :]
+    state_type = pool.dtype.element_ty
+    read = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
+    state = tl.load(read + state_at, in_state, 0).to(tl.float32)
+    first = tl.load(begin + sequence).to(tl.int64)
+    tokens = projected + first * projected_stride + channels
+    gates = tokens + VALUE_HEADS * VALUE_DIM + head
+    recorded = records + tl.load(row + sequence).to(tl.int64) * row_stride + channels + head
+    output += (first * VALUE_HEADS + head) * VALUE_DIM + o_v
+    rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
+    weight = tl.load(norm_weight + o_v, is_v, 0)
+    query_at = mixed + sequence * places * channels + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    value_at = mixed + sequence * places * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    last = num_folded + tl.minimum(num_new, 1) - 1
+    # From here on the first launch has ended.
+    wait_for_inputs()
+    for place in range(num_folded + num_new):
+        strengths = gates + (place - num_folded) * projected_stride
+        if place < num_folded:
+            strengths = recorded + place * record_stride
+        beta = sigmoid(tl.load(strengths))
+        decay = tl.exp(log_decay(rate, bias, tl.load(strengths + VALUE_HEADS)))
+        query = tl.load(query_at + place * channels + o_k, is_k, 0)
+        key = tl.load(query_at + place * channels + KEY_HEADS * KEY_DIM + o_k, is_k, 0)
+        value = tl.load(value_at + place * channels + o_v, is_v, 0)
+        state = state * decay
+        change = (value - tl.sum(state * key[:, None], 0)) * beta
+        state += key[:, None] * change[None, :]
+        if place >= num_folded:
+            new = place - num_folded
+            gate = tl.load(tokens + new * projected_stride + head * VALUE_DIM + o_v, is_v, 0)
+            x = tl.sum(state * query[:, None], 0)
+            x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 0)
+            at = output + new * VALUE_HEADS * VALUE_DIM
+            tl.store(at, x.to(output.dtype.element_ty), is_v)
+        kept = state.to(state_type)
+        if place == last:
+            tl.store(pool + written * slot_stride + state_at, kept, in_state)
+        # What a step that ends here would find in the pool.
+        state = kept.to(tl.float32)
+    tl.debug_barrier()
+    for draft in range(num_new - 1):
+        strengths = gates + (draft + 1) * projected_stride
+        kept_at = recorded + draft * record_stride
+        tl.store(kept_at, tl.load(strengths))
+        tl.store(kept_at + VALUE_HEADS, tl.load(strengths + VALUE_HEADS))
