@@ -53,6 +53,14 @@ CASES = {
     "narrow_heads_without_gates": replace(
         LARGE, starts=(900, 10), lengths=(1, 300), head_dim=64, has_gate=False
     ),
+    "drafts": replace(LARGE, starts=(0, 63, 5000, 64) * 9, lengths=(4, 3, 4, 0) * 9, num_drafts=3),
+    "shared_drafts": replace(
+        LARGE,
+        starts=(2100, 2050, 2060) * 12,
+        lengths=(4, 1, 2) * 12,
+        num_sharing=2048,
+        num_drafts=3,
+    ),
     "float16": replace(LARGE, starts=(900, 10), lengths=(1, 300), dtype=torch.float16),
     "float32": replace(LARGE, starts=(900, 10), lengths=(1, 60), dtype=torch.float32, wide_rows=64),
     "float32_narrow_heads": Case(starts=(900, 10), lengths=(1, 60), head_dim=64),

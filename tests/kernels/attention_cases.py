@@ -35,6 +35,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     wide_rows: int = 128
     num_programs: int = 16
+    num_drafts: int = 0
     capacity: Capacity | None = None
 
 
@@ -86,15 +87,18 @@ class Step:
 
     def items(self, *, share: bool = True) -> work.AttentionItems:
         case = self.case
+        group = case.num_heads // case.num_kv_heads
         return work.lay_out(
             case.starts,
             case.lengths,
             self.rows,
-            heads_per_kv=case.num_heads // case.num_kv_heads,
+            heads_per_kv=group,
             num_kv_heads=case.num_kv_heads,
             page_size=case.page_size,
             tables=self.tables if share else None,
             capacity=case.capacity,
+            narrow_rows=work.choose_narrow_rows(group, 1 + case.num_drafts),
+            tokens_each=1 + case.num_drafts,
             wide_rows=case.wide_rows,
             num_programs=case.num_programs,
         )
@@ -122,6 +126,7 @@ class Step:
                 slot_out=1,
             )
             for row, start, length in sequences
+            if length
         ]
         wide = torch.promote_types(case.dtype, torch.float32)
         pool = self.pool.to(wide)

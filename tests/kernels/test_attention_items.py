@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from milepost.kernels.attention import items as work
@@ -23,7 +23,7 @@ from milepost.kernels.batch import Capacity
 
 PAGE_SIZE, NUM_PAGES = 64, 40
 STARTS = st.one_of(st.integers(0, 300), st.integers(600, 2000))
-LENGTHS = st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 400))
+LENGTHS = st.one_of(st.just(1), st.integers(0, 5), st.integers(1, 400))
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Step:
 def steps(draw: st.DrawFn) -> Step:
     shared_pages = draw(st.sampled_from((0, 0, 9, 15)))
     sequences = draw(st.lists(st.tuples(STARTS, LENGTHS), min_size=1, max_size=12))
+    assume(any(length for _, length in sequences))
     starts, lengths = zip(*sequences, strict=True)
     return Step(starts, lengths, shared_pages)
 

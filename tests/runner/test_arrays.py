@@ -18,6 +18,7 @@ from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import GatedDeltaOperation
 from milepost.runner.arrays import Geometry, build
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
+from milepost.runner.records import RecordRows
 from milepost.runner.staging import num_staged_bytes
 from milepost.runner.tables import HostTables
 from milepost.scheduler.plans import SequencePlan, StepPlan
@@ -149,25 +150,86 @@ def test_ladder_stays_within_the_token_budget():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_step_fits_what_is_staged_for_the_largest(data):
-    """What an executor stages is sized by `largest_step`."""
+    """What an executor stages is sized by `largest_step`, with drafts and without."""
     budget, max_num_seqs = data.draw(st.sampled_from([(64, 3), (200, 8), (640, 40)]))
-    largest = largest_step(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    tables = HostTables(max_num_seqs, max_pages=128, page_size=64)
-    most = build(steps(), tables, GEOMETRY, largest)
+    num_drafts = data.draw(st.sampled_from([0, 3]))
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    largest = largest_step(**limits, num_drafts=num_drafts)
+    tables, records = HostTables(max_num_seqs, max_pages=128, page_size=64), RecordRows(40)
+    most = max(
+        num_staged_bytes(build(steps(), tables, GEOMETRY, each))
+        for each in (largest, largest_step(**limits))
+    )
     sequences, num_exports = [], largest.num_exports
     for slot in range(1, data.draw(st.integers(1, max_num_seqs)) + 1):
         left = budget - sum(s.num_tokens for s in sequences)
         if not left:
             break
         start, length = data.draw(st.integers(0, 3000)), data.draw(st.integers(1, left))
+        drafts = min(data.draw(st.integers(0, num_drafts)), left - 1)
+        if drafts:
+            sequences.append(sequence(start, [1] * (1 + drafts), slot, num_drafts=drafts))
+            continue
         ends = data.draw(st.sets(st.integers(start + 1, start + length), max_size=num_exports))
         num_exports -= len(ends)
         exports = tuple(Export(position=end, slot=1, kind=Kind.MARK) for end in sorted(ends))
         sequences.append(sequence(start, [1] * length, slot, exports=exports))
-    plan = steps(*sequences)
+    plan = steps(*sorted(sequences, key=lambda s: not s.is_decode))
     tables.update(plan)
-    step = build(plan, tables, GEOMETRY, exact_capacity(plan))
-    assert num_staged_bytes(step) <= num_staged_bytes(most)
+    records.follow(plan)
+    step = build(plan, tables, GEOMETRY, exact_capacity(plan), records=records)
+    assert num_staged_bytes(step) <= most
+
+
+def drafting(slot: int, num_drafts: int, fold: int = 0) -> SequencePlan:
+    return sequence(100, [1] * (1 + num_drafts), slot, num_drafts=num_drafts, fold=fold)
+
+
+def test_ladder_holds_small_steps_that_verify():
+    """And no step that does not verify takes one of theirs."""
+    capacities = ladder(max_num_seqs=20, max_num_batched_tokens=8192, num_drafts=3)
+    plain = ladder(max_num_seqs=20, max_num_batched_tokens=8192)
+    assert len(set(capacities)) == len(capacities) <= len(plain) + 16
+    assert [c for c in capacities if not c.num_drafts] == plain
+    for num in range(1, 21):
+        sequences = [drafting(1 + i, i % 4) for i in range(num)]
+        found = smallest(capacities, steps(drafting(30, 1), *sequences[1:]))
+        assert found is not None
+        assert found.decodes
+        assert found.num_drafts == 3
+        assert num <= found.num_sequences <= max(2 * num, 1)
+        found = smallest(capacities, steps(*(sequence(9, [1], 1 + i) for i in range(num))))
+        assert found is not None
+        assert not found.num_drafts
+    mixed = steps(drafting(1, 3), drafting(2, 0, fold=2), sequence(0, [1] * 50, 3))
+    found = smallest(capacities, mixed)
+    assert found is not None
+    assert (found.num_tokens, found.num_drafts, found.decodes) == (64, 3, False)
+    assert found.num_sampled == 64
+    only_folds = steps(sequence(100, [], 1, fold=1, samples=False))
+    found = smallest(capacities, only_folds)
+    assert found is not None
+    assert found.num_sequences == 1
+    assert smallest(capacities, steps(drafting(1, 4))) is None
+
+
+def test_shapes_of_a_step_that_verifies_follow_from_the_capacity(tables):
+    records = RecordRows(4)
+    for decodes in (True, False):
+        capacity = Capacity(
+            num_tokens=128, num_sequences=6, num_exports=2, decodes=decodes, num_drafts=3
+        )
+        plans = [steps(), steps(drafting(1, 3), drafting(2, 0), ended=(3,)), steps(drafting(1, 2))]
+        if not decodes:
+            plans.append(steps(drafting(1, 1), sequence(0, [1] * 70, 3)))
+        shapes = []
+        for plan in plans:
+            tables.update(plan)
+            records.follow(plan)
+            step = build(plan, tables, GEOMETRY, capacity, records=records)
+            shapes.append([array.shape for array in _arrays(step)])
+        assert all(each == shapes[0] for each in shapes)
+        assert len(step.last_tokens) == 24
 
 
 def test_the_largest_step_has_all_sequences_and_states():

@@ -16,6 +16,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 REPOSITORY = Path(__file__).parents[2]
+_NUM_DRAFTS = 3
 _EAGER = (600, 2048, 8192)
 """Tokens of prefills that no graph holds; the last is the default max_num_batched_tokens."""
 
@@ -201,8 +202,14 @@ def _run_steps(case: Case) -> None:
         page_size=case.page_size,
         dtype=kind.dtype,
         state_dtype=torch.float32,
+        num_record_rows=case.max_num_seqs,
+        num_drafts=_NUM_DRAFTS if all(spec.takes_drafts for spec in model.layer_specs) else 0,
     )
-    limits = {"max_num_seqs": case.max_num_seqs, "max_num_batched_tokens": _EAGER[-1]}
+    limits = {
+        "max_num_seqs": case.max_num_seqs,
+        "max_num_batched_tokens": _EAGER[-1],
+        "num_drafts": shape.num_drafts,
+    }
     steps = [
         Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
         for num_tokens in _EAGER

@@ -131,10 +131,13 @@ def _fused(
     """
     if not _announce_kernels(config, device, model):
         return None
-    largest = largest_step(
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-    )
-    captured = _captured(config)
+    limits = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "num_drafts": shape.num_drafts,
+    }
+    largest = largest_step(**limits)
+    captured = [] if config.enforce_eager else ladder(**limits)
     try:
         activations = measure_activations(model, shape, largest, captured)
     except KernelError as error:
@@ -208,15 +211,6 @@ def _announce_kernels(config: EngineConfig, device: torch.device, model: Decoder
     log = logger.warning if is_unexpected else logger.info
     log("kernels: %s", describe(device, model.dtype, model.operations))
     return not reason
-
-
-def _captured(config: EngineConfig) -> list[Capacity]:
-    """The steps that are worth a graph."""
-    if config.enforce_eager:
-        return []
-    return ladder(
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-    )
 
 
 def _runs_ahead(config: EngineConfig, device: torch.device) -> bool:

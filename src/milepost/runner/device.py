@@ -7,6 +7,7 @@ themselves. Two steps may be under way at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,8 +61,11 @@ class DeviceExecutor:
             device=pools.device,
             chip=probe(pools.device),
         )
-        most = arrays.build(_NOTHING, self._tables.host, self._geometry, largest)
-        self._staging = Staging(pools.device, num_staged_bytes(most))
+        most = [
+            arrays.build(_NOTHING, self._tables.host, self._geometry, capacity)
+            for capacity in {largest, replace(largest, num_drafts=0)}
+        ]
+        self._staging = Staging(pools.device, max(map(num_staged_bytes, most)))
         self._graphs = Graphs()
         self._records = RecordRows(pools.num_record_rows)
         # Imported where it is used: machines without a GPU need not have triton.
@@ -77,6 +81,8 @@ class DeviceExecutor:
         self._records.follow(plan)
         captured = None if wants_scores(plan) else self._graphs.find(plan)
         capacity = captured or exact_capacity(plan)
+        if not capacity.num_tokens:
+            capacity = replace(capacity, num_tokens=1)  # nothing is launched for none
         sources = before.places(plan) if before is not None else ()
         step = arrays.build(
             plan,

@@ -24,6 +24,11 @@ _FEW_SEQUENCES = 4
 start than its kernels to run."""
 _FINE_DECODES = (1, 2, 4, 8)
 _DECODE_STEP = 8
+_VERIFY_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_VERIFY_LENGTHS = (2, 4, 8, 16)
+"""Tokens of a sequence, on average, besides as many as it may have. What is past a step's own is
+padding at its end, so sequences with and without drafts fit together."""
+_VERIFY_MIXED_TOKENS = (64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,13 @@ class Outcome:
     """[R] int64, the likeliest token of each."""
 
 
-def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
-    """Capacities to capture, the largest first, so that the others find their memory in its."""
+def ladder(
+    *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
+) -> list[Capacity]:
+    """Capacities to capture, the largest first, so that the others find their memory in its.
+
+    With drafts, up to so many of each sequence, those of steps that verify come on top.
+    """
     mixed = [
         Capacity(
             num_tokens=num_tokens,
@@ -55,10 +65,40 @@ def ladder(*, max_num_seqs: int, max_num_batched_tokens: int) -> list[Capacity]:
         Capacity(num_tokens=count, num_sequences=count, num_exports=0, decodes=True)
         for count in counts
     ]
-    return [*reversed(mixed), *reversed(decodes)]
+    verifies: list[Capacity] = []
+    if num_drafts:
+        verifies = _verifies(max_num_seqs, max_num_batched_tokens, num_drafts)
+    return [*reversed(mixed), *verifies, *reversed(decodes)]
 
 
-def largest_step(*, max_num_seqs: int, max_num_batched_tokens: int) -> Capacity:
+def _verifies(max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int) -> list[Capacity]:
+    """Decodes of several lengths, and prefills beside as many of them as there may be."""
+    counts = {min(n, max_num_seqs) for n in _VERIFY_DECODES} | {max_num_seqs}
+    lengths = {n for n in _VERIFY_LENGTHS if n <= num_drafts} | {1 + num_drafts}
+    decodes = [
+        Capacity(
+            num_tokens=count * length, num_sequences=count, decodes=True, num_drafts=num_drafts
+        )
+        for count in counts
+        for length in lengths
+        if count * length <= max_num_batched_tokens
+    ]
+    mixed = [
+        Capacity(
+            num_tokens=num_tokens,
+            num_sequences=min(max_num_seqs, num_tokens),
+            num_exports=max_num_exports(min(max_num_seqs, num_tokens), num_tokens, CHUNK),
+            num_drafts=num_drafts,
+        )
+        for num_tokens in _VERIFY_MIXED_TOKENS
+        if num_tokens <= max_num_batched_tokens
+    ]
+    return sorted(decodes + mixed, key=lambda c: (-c.num_tokens, -c.num_sequences))
+
+
+def largest_step(
+    *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
+) -> Capacity:
     """The step that takes the most memory: its whole budget, cut into as many sequences as may run,
     each of which samples and leaves a state, and a state at each grid position."""
     num_sequences = min(max_num_seqs, max_num_batched_tokens)
@@ -67,6 +107,7 @@ def largest_step(*, max_num_seqs: int, max_num_batched_tokens: int) -> Capacity:
         num_sequences=num_sequences,
         num_exports=max_num_exports(num_sequences, max_num_batched_tokens, CHUNK),
         decodes=False,
+        num_drafts=num_drafts,
     )
 
 
@@ -110,6 +151,8 @@ def smallest(capacities: Sequence[Capacity], plan: StepPlan) -> Capacity | None:
         c
         for c in capacities
         if c.decodes == exact.decodes
+        and (c.num_drafts > 0) == (exact.num_drafts > 0)
+        and c.num_drafts >= exact.num_drafts
         and c.num_tokens >= exact.num_tokens
         and c.num_sequences >= exact.num_sequences
         and c.num_exports >= exact.num_exports

@@ -15,7 +15,7 @@ from tests.numbers import relative_error
 
 CHIP = probe(torch.device("cpu"))
 SHAPES = Shapes(key_heads=1, value_heads=2, key_dim=8, value_dim=5, taps=3)
-KIND = Kind(shapes=SHAPES, dtype=torch.float32, chip=CHIP, num_tokens=6)
+KIND = Kind(shapes=SHAPES, dtype=torch.float32, chip=CHIP, num_tokens=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -15,7 +15,11 @@ from typing import Literal
 from torch import Tensor
 
 from milepost.kernels.attention import items, reference
-from milepost.kernels.attention.items import AttentionItems, choose_wide_rows
+from milepost.kernels.attention.items import (
+    AttentionItems,
+    choose_narrow_rows,
+    choose_wide_rows,
+)
 from milepost.kernels.attention.pages import rows_per_page
 from milepost.kernels.attention.reference import AttentionRows
 from milepost.kernels.batch import Batch
@@ -63,6 +67,10 @@ class AttentionOperation:
             num_kv_heads=self.num_kv_heads,
             page_size=batch.page_size,
             tables=batch.tables,
+            narrow_rows=choose_narrow_rows(
+                self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
+            ),
+            tokens_each=1 + batch.capacity.num_drafts,
             wide_rows=choose_wide_rows(self.head_dim, batch.chip.shared_bytes),
             num_programs=batch.chip.num_sms,
             capacity=None if batch.capacity.is_exact else batch.capacity,

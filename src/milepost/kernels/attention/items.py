@@ -38,6 +38,7 @@ the result). A tile is an item that is not cut yet: its ordinal is that of its f
 ITEM_SIZE = 8
 
 NARROW_ROWS = 16
+MAX_NARROW_ROWS = 64
 _WIDE_ROWS = 128
 UNIT = 128
 """KV ranges begin at multiples of this."""
@@ -67,11 +68,20 @@ class AttentionItems:
     bases: Any
     """[T + 1], where each token's partial results begin; results that are whole have none."""
     narrow_rows: int
+    tokens_each: int
+    """Of most narrow items."""
     wide_rows: int
     num_partials: int
     """Partial results of all tokens, at most."""
     num_combined: int
     """Tokens from here on have no partial results."""
+
+
+def choose_narrow_rows(heads_per_kv: int, tokens_each: int) -> int:
+    """Rows of narrow items where most sequences have so many tokens, which then read their KV
+    together."""
+    rows = 1 << (heads_per_kv * tokens_each - 1).bit_length()
+    return max(rows, NARROW_ROWS) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
 
 
 def choose_wide_rows(head_dim: int, shared_bytes: int) -> int:
@@ -92,6 +102,7 @@ def lay_out(
     tables: NDArray[Any] | None = None,
     capacity: Capacity | None = None,
     narrow_rows: int = NARROW_ROWS,
+    tokens_each: int = 1,
     wide_rows: int = _WIDE_ROWS,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
@@ -119,6 +130,7 @@ def lay_out(
         wide=_cut(wide, wide_pieces, counts),
         bases=bases,
         narrow_rows=narrow_rows,
+        tokens_each=tokens_each,
         wide_rows=wide_rows,
         num_partials=int(bases[-1]),
         num_combined=int(counts.nonzero()[0][-1]) + 1 if bases[-1] else 0,
@@ -153,14 +165,14 @@ def _tile_all(
 
 
 def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Ints:
-    """A tile for each sequence, [S, ITEM_SIZE]."""
+    """A tile for each sequence that has tokens, [S, ITEM_SIZE]."""
     tiles = np.zeros((len(lengths), ITEM_SIZE), np.int64)
     tiles[:, TOKENS] = lengths
     tiles[:, FIRST] = tiles[:, TOKENS].cumsum() - tiles[:, TOKENS]
     tiles[:, ROW] = rows
     tiles[:, POSITION] = starts
     tiles[:, END] = tiles[:, POSITION] + tiles[:, TOKENS]
-    return tiles
+    return tiles if tiles[:, TOKENS].all() else tiles[tiles[:, TOKENS] > 0]
 
 
 def _tile(sequences: Ints, size: int) -> Ints:
@@ -292,6 +304,7 @@ def _pad(
         wide=_lengthen(items.wide, wide, 0),
         bases=_lengthen(items.bases, num_tokens + 1, items.bases[-1]),
         narrow_rows=items.narrow_rows,
+        tokens_each=items.tokens_each,
         wide_rows=items.wide_rows,
         num_partials=narrow * narrow_tokens + wide * wide_tokens,
         num_combined=num_tokens,

@@ -65,7 +65,7 @@ def choose_shape(
     if dtype == torch.float32:
         return _TESTED
     large = head_dim > 128
-    if rows == NARROW_ROWS:
+    if rows <= 2 * NARROW_ROWS:
         shapes = _CROWDED if large and are_many else _NARROW_LARGE if large else _NARROW
     elif rows < 128:
         shapes = _HALF
@@ -110,9 +110,10 @@ def attend(
             _launch(items.wide, items.wide_rows, shape, *common)
     if len(items.narrow):
         # Decodes are most of them; how many items are padding is not known here.
-        are_many = num_tokens * pool.shape[3] > _CROWD * chip.num_sms
-        shape = narrow_shape or choose_shape(NARROW_ROWS, *kind, chip, are_many=are_many)
-        _launch(items.narrow, NARROW_ROWS, shape, *common)
+        num_narrow = num_tokens // items.tokens_each * pool.shape[3]
+        are_many = num_narrow > _CROWD * chip.num_sms
+        shape = narrow_shape or choose_shape(items.narrow_rows, *kind, chip, are_many=are_many)
+        _launch(items.narrow, items.narrow_rows, shape, *common)
     if items.num_combined:
         combine(partials, lse, items, gate, output)
     return output
