@@ -19,9 +19,14 @@ PROMPT = [1, 2, 3] * 9
 class Bench:
     """One request with a long answer, some steps into it."""
 
-    def __init__(self, *, max_tokens=40, num_pages=40, budget=128, num_others=0):
+    def __init__(self, *, max_tokens=40, num_pages=40, budget=128, num_others=0, lookahead=0):
         self.cache = Cache(num_pages=num_pages, num_slots=6, page_size=PAGE_SIZE)
-        self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            num_lookahead_tokens=lookahead,
+        )
         self.runner = FakeRunner(self.scheduler, page_size=PAGE_SIZE)
         self.answer = cold_answer(PROMPT, max_tokens, self.runner.vocab_size)
         self.request = self.add("a", PROMPT, max_tokens)
@@ -137,3 +142,22 @@ def test_a_request_that_is_aborted_leaves_what_is_final(is_under_way):
     num_final = len(PROMPT) + (1 if is_under_way else 3)
     following = bench.cache.chain([*PROMPT, *bench.answer])
     assert bench.cache.match(following).state_length == num_final
+
+
+def test_page_tables_reach_ahead_for_drafts_to_come():
+    """As far as the answer may go, and not further."""
+    bench = Bench(lookahead=3)
+    longest = len(PROMPT) + 40
+    while bench.request.allocation is not None:
+        reach = min(bench.request.num_computed_tokens + 3, longest)
+        table = bench.request.allocation.page_table
+        assert len(table) == -(-reach // PAGE_SIZE)
+        bench.propose(1)
+        bench.step()
+
+
+def test_nobody_gives_way_to_drafts_to_come():
+    """Two requests that fit to the last page."""
+    bench = Bench(max_tokens=37, num_pages=8, num_others=1, lookahead=16)
+    bench.finish()
+    assert bench.scheduler.stats.num_preemptions == 0

@@ -91,6 +91,7 @@ def build(config: EngineConfig) -> Parts:
             cache,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            num_lookahead_tokens=_num_lookahead_tokens(config, model),
         ),
         runner=Runner(executor, pools, num_slots=sizes.num_slots, log=log),
         tokenizer=tokenizer,
@@ -228,6 +229,12 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch sees no CUDA device here; use device='cpu'")
     return device
+
+
+def _num_lookahead_tokens(config: EngineConfig, model: Decoder) -> int:
+    """What the head drafts behind a token has to fit page tables."""
+    wanted = config.speculative_config
+    return wanted.num_tokens if wanted is not None and model.mtp is not None else 0
 
 
 def _head(config: EngineConfig) -> Head:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -28,8 +28,12 @@ class Flight:
     by a later step."""
     best: Tensor | None = None
     """[R], the likeliest token of each, where the step finds it."""
+    hidden: Tensor | None = None
+    """[R, C], what their logits were made of; kept where a head drafts."""
     choice: Choice | None = None
     """None until the tokens are being sampled."""
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Request number -> what may follow its tokens."""
     prompt_scores: Sequence[PromptScores] = ()
 
     @property

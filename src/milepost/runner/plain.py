@@ -10,6 +10,7 @@ from milepost.layers.context import Context
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
 from milepost.runner.arrays import Geometry
+from milepost.runner.drafting import Drafting, beginnings
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import exact_capacity
 from milepost.runner.pools import Pools
@@ -42,6 +43,8 @@ class PlainExecutor:
             device=pools.device,
             chip=None,
         )
+        has_head = model.mtp is not None
+        self._drafting = Drafting(model, pools, self._tables, self._geometry) if has_head else None
 
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
         """One forward pass."""
@@ -67,13 +70,26 @@ class PlainExecutor:
         numbers, last_tokens = sampling_places(plan)
         if not numbers:
             return Flight(plan=plan, numbers=numbers, prompt_scores=scores)
-        logits = self.model.compute_logits(hidden[torch.tensor(last_tokens, device=hidden.device)])
-        return Flight(plan=plan, numbers=numbers, logits=logits, prompt_scores=scores)
+        own = hidden[torch.tensor(last_tokens, device=hidden.device)]
+        return Flight(
+            plan=plan,
+            numbers=numbers,
+            logits=self.model.compute_logits(own),
+            hidden=own,
+            prompt_scores=scores,
+        )
 
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
         """By the definition."""
         assert flight.logits is not None
         flight.choice = choose(flight.logits, rows)
+
+    def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
+        """Pass by pass."""
+        assert self._drafting is not None, "only a model with a head drafts"
+        assert flight.hidden is not None
+        begun = beginnings(flight.plan, list(flight.read().values()))
+        flight.drafts = self._drafting.draft(begun, flight.hidden, rows, num_drafts)
 
 
 def sampling_places(plan: StepPlan) -> tuple[list[int], list[int]]:

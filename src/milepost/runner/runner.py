@@ -8,7 +8,7 @@ come from another process, and can be written to a file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
@@ -32,6 +32,8 @@ class RunnerOutput:
     result: StepResult
     sampled: Mapping[int, Sequence[SampledToken]]
     """By request number."""
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """By request number: what may follow these tokens."""
     prompt_scores: Sequence[PromptScores] = ()
 
 
@@ -51,6 +53,12 @@ class Executor(Protocol):
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a flight's tokens, with a row for each of its requests, in their
         order. Before the next forward pass, and once.
+        """
+        ...
+
+    def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
+        """Queue drafts of the model's head behind a flight's tokens, up to so many for each of its
+        requests. Right behind `sample`, with its rows.
         """
         ...
 
@@ -89,7 +97,10 @@ class Runner:
         assert flight.numbers == [row.number for row in sampling.rows], "a row for who samples"
         if flight.numbers:
             self._write_down(sampling)
-            self.executor.sample(flight, [self._row(row) for row in sampling.rows])
+            rows = [self._row(row) for row in sampling.rows]
+            self.executor.sample(flight, rows)
+            if sampling.num_drafts:
+                self.executor.draft(flight, rows, sampling.num_drafts)
 
     def collect(self, flight: Flight) -> RunnerOutput:
         """Wait for a step's tokens."""
@@ -102,7 +113,12 @@ class Runner:
         )
         self._write_down(result)
         self._histories.add(flight.plan, tokens)
-        return RunnerOutput(result=result, sampled=sampled, prompt_scores=flight.prompt_scores)
+        return RunnerOutput(
+            result=result,
+            sampled=sampled,
+            drafts=flight.drafts,
+            prompt_scores=flight.prompt_scores,
+        )
 
     def _seconds_since(self, launched_s: float) -> float:
         """Time that a step took, up to now, behind the one before it."""

@@ -63,6 +63,10 @@ class HostTables:
         """The row of each; their plan has been followed."""
         return [self._places[sequence.number] for sequence in sequences]
 
+    def num_covered(self, number: int) -> int:
+        """Tokens that a request's page table has room for."""
+        return self._lengths[self._places[number]] * self._page_size
+
     def _place(self, sequence: SequencePlan) -> int:
         place = self._places.get(sequence.number)
         if place is None:

@@ -135,6 +135,8 @@ class StepSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     """How the tokens of a step are chosen: of all its sequences that sample, in their order."""
 
     rows: tuple[SamplingPlan, ...]
+    num_drafts: int = 0
+    """How many tokens the model's head drafts behind each, at most."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):

@@ -38,9 +38,20 @@ from milepost.scheduler.stats import SchedulerStats
 
 
 class Scheduler:
-    """Raises ConfigError for a budget with which a step could not make progress."""
+    """Raises ConfigError for a budget with which a step could not make progress.
 
-    def __init__(self, cache: Memory, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    Page tables of requests that sample reach `num_lookahead_tokens` further than they have to, for
+    drafts that are made behind the tokens; where there is room, nobody gives way to that.
+    """
+
+    def __init__(
+        self,
+        cache: Memory,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_lookahead_tokens: int = 0,
+    ) -> None:
         check_budget(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -49,6 +60,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.waiting = Queue(cache)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
@@ -230,6 +242,11 @@ class Scheduler:
         tokens = b"" if is_ahead else chain.token_bytes(start, end)
         if num_drafts:
             tokens += array("I", request.drafts[:num_drafts]).tobytes()
+        samples = num_tokens > 0 and end >= request.num_tokens
+        if samples and self.num_lookahead_tokens:
+            longest = request.num_prompt_tokens + request.max_tokens
+            reach = end + num_drafts + self.num_lookahead_tokens
+            self.cache.extend(allocation, min(reach, longest))
         fold, slot_in, page_copy = (
             allocation.num_unfolded,
             allocation.next_slot_in,
@@ -246,7 +263,7 @@ class Scheduler:
             slot_out=allocation.slot_out,
             exports=tuple(self.cache.take_exports(allocation, end, num_exports, num_drafts)),
             page_copy=page_copy,
-            samples=num_tokens > 0 and end >= request.num_tokens,
+            samples=samples,
             fold=fold,
             num_drafts=num_drafts,
             is_ahead=is_ahead,

@@ -1,0 +1,146 @@
+"""Drafts what may follow a step's tokens with the model's MTP head: one pass a draft, any device.
+
+A pass takes one token of each request: the first the one that was sampled last, with the model's
+hidden state before it, each further one the draft before, with the head's own. The KV that the
+first pass writes is that of the token; what the further ones write is a guess, as the token is, and
+the step that computes it writes it again.
+
+A request drafts as far as its page table reaches.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from milepost.layers.context import Context
+from milepost.models.decoder import Decoder
+from milepost.runner import arrays
+from milepost.runner.arrays import Geometry
+from milepost.runner.choice import SampledToken
+from milepost.runner.graphs import exact_capacity
+from milepost.runner.pools import Pools
+from milepost.runner.sampling import SamplingRow, choose
+from milepost.runner.staging import on_device
+from milepost.runner.tables import HostTables
+from milepost.scheduler.plans import SequencePlan, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where one request's drafts begin."""
+
+    number: int
+    row: int
+    """Of the step's sampled rows, that of the last token that was accepted."""
+    token: int
+    """The sampled one."""
+    position: int
+    """Its own."""
+
+
+def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[Beginning]:
+    """Of each request that samples; `runs` are their tokens, in the order of the plan."""
+    found, first = [], 0
+    sampling = [sequence for sequence in plan.sequences if sequence.samples]
+    for sequence, run in zip(sampling, runs, strict=True):
+        num_accepted = len(run) - 1
+        found.append(
+            Beginning(
+                number=sequence.number,
+                row=first + num_accepted,
+                token=run[-1].token_id,
+                position=sequence.end - sequence.num_drafts + num_accepted,
+            )
+        )
+        first += 1 + sequence.num_drafts
+    return found
+
+
+class Drafting:
+    """Drafts of `model` over `pools`, with the page tables of the steps before."""
+
+    def __init__(
+        self, model: Decoder, pools: Pools, tables: HostTables, geometry: Geometry
+    ) -> None:
+        assert model.mtp is not None, "only a model with a head drafts"
+        self._model = model
+        self._pools = pools
+        self._tables = tables
+        self._geometry = replace(geometry, operations=(model.mtp.attention.operation,))
+
+    def draft(
+        self,
+        begun: Sequence[Beginning],
+        hidden: Tensor,
+        rows: Sequence[SamplingRow],
+        num_drafts: int,
+    ) -> dict[int, list[int]]:
+        """Up to `num_drafts` for each request; `hidden` [R, C] and `rows` are those of all that the
+        step has sampled. A token is drawn with the noise of its place, as the model's own will be:
+        so both are the more often the same.
+        """
+        drafts: dict[int, list[int]] = {each.number: [] for each in begun}
+        tokens, before = [each.token for each in begun], hidden[[each.row for each in begun]]
+        for index in range(num_drafts):
+            kept = [k for k, each in enumerate(begun) if self._reaches(each, index)]
+            if not kept:
+                break
+            if len(kept) < len(begun):
+                begun, tokens = [begun[k] for k in kept], [tokens[k] for k in kept]
+                before = before[kept]
+            before = self._pass(begun, tokens, before, index)
+            logits = self._model.compute_logits(before)
+            chosen = choose(logits, [_ahead(rows[each.row], 1 + index) for each in begun])
+            tokens = chosen.token_ids.tolist()
+            for each, token in zip(begun, tokens, strict=True):
+                drafts[each.number].append(token)
+        return drafts
+
+    def _reaches(self, begun: Beginning, index: int) -> bool:
+        return begun.position + index < self._tables.num_covered(begun.number)
+
+    def _pass(
+        self, begun: Sequence[Beginning], tokens: Sequence[int], before: Tensor, index: int
+    ) -> Tensor:
+        sequences = tuple(
+            _one_token(each.number, each.position + index, token)
+            for each, token in zip(begun, tokens, strict=True)
+        )
+        plan = StepPlan(sequences=sequences)
+        host = arrays.build(plan, self._tables, self._geometry, exact_capacity(plan))
+        step = on_device(host, self._pools.device)
+        context = Context(
+            step=step, tables=None, kv=self._pools.kv, states={}, conv_states={}, carried=None
+        )
+        return self._model.draft(step.token_ids, before, context)
+
+
+def _one_token(number: int, position: int, token: int) -> SequencePlan:
+    """A pass's part of one request, which reads and writes no slot."""
+    return SequencePlan(
+        number=number,
+        start=position,
+        num_tokens=1,
+        tokens=array("I", [token]).tobytes(),
+        new_pages=(),
+        write_from=0,
+        slot_in=0,
+        slot_out=0,
+        samples=True,
+    )
+
+
+def _ahead(row: SamplingRow, num_ahead: int) -> SamplingRow:
+    """The choice so many tokens further on, without what depends on the tokens between."""
+    params = row.params
+    if params.has_penalties:
+        params = replace(
+            params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+        )
+    if params.logprobs is not None:
+        params = replace(params, logprobs=None)
+    return replace(row, params=params, num_ahead=row.num_ahead + num_ahead, mask=None)
