@@ -10,6 +10,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import rows_per_page
 from milepost.kernels.batch import Batch, Capacity, Operation
+from milepost.kernels.mtp import Carried
 from milepost.layers.context import (
     AttentionSpec,
     Context,
@@ -49,7 +50,7 @@ class Pools:
     page_size: int
     operations: tuple[Operation, ...]
     conv_states: dict[int, Tensor] = field(default_factory=dict)
-    carried: Tensor | None = None
+    carried: Carried | None = None
 
     def context(self, parts: list[Part], num_decodes: int = 0) -> Context:
         """The context of a step with these sequences, of which the first `num_decodes` decode."""
@@ -91,7 +92,9 @@ def build_pools(
                 conv=_slots(num_slots, spec.conv_shape, dtype),
                 recurrent=_slots(num_slots, spec.recurrent_shape, state_dtype),
             )
-    carried = _slots(num_slots, (model.carried_size,), dtype) if model.carried_size else None
+    carried = None
+    if model.carried_size:
+        carried = Carried(states=_slots(num_slots, (model.carried_size,), dtype))
     return Pools(kv, states, page_size, model.operations, conv_states, carried)
 
 

@@ -54,8 +54,8 @@ class Watched:
         def sample_and_draft(flight, sampling):
             sample(flight, structs.replace(sampling, num_drafts=NUM_DRAFTS))
 
-        def note_pass(begun, given, before, index):
-            states = run(begun, given, before, index)
+        def note_pass(begun, *given, index):
+            states = run(begun, *given, index=index)
             for each, state in zip(begun, states, strict=True):
                 self.hidden.setdefault(each.number, {})[each.position, index] = state
             return states
@@ -150,7 +150,7 @@ def test_without_what_slots_carry_drafts_would_differ(tiny, cold):
     """So the hits above are compared closely enough."""
     watched = open_watched(tiny)
     ask(watched.llm, tokens(300), params=PARAMS)
-    watched.llm.llm_engine.runner.pools.carried.zero_()
+    watched.llm.llm_engine.runner.pools.carried.states.zero_()
     (output,) = ask(watched.llm, tokens(300), params=PARAMS)
     assert output.num_cached_tokens == 256
     tiny.check([output], PARAMS)
@@ -228,7 +228,7 @@ def test_sampled_answers_are_drafted_with_their_own_noise(tiny):
     expected = tiny.expected(tokens(100), params)
     true = hidden_of(tiny, torch.tensor([*tokens(100), *expected]))
     drafting = watched.llm.llm_engine.runner.executor._drafting
-    drafting._pass = lambda begun, given, before, index: torch.stack(
+    drafting._pass = lambda begun, *_, index: torch.stack(
         [true[min(each.position + index, len(true) - 1)] for each in begun]
     )
     (output,) = ask(watched.llm, tokens(100), params=params)

@@ -8,19 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.mtp import CarryRows, reference
+from milepost.kernels.mtp import Carried, CarryRows, reference
 from milepost.kernels.mtp.rows import lay_out
 from tests.batches import Part, build_batch
 
-SIZE, EPS, NUM_SLOTS = 24, 1e-6, 9
+SIZE, EPS, NUM_SLOTS, NUM_DRAFTS = 24, 1e-6, 12, 3
 PARTS = [
     Part(pages=[1, 2], start=69, length=1, slot_in=1, slot_out=1),
     Part(pages=[3], start=5, length=1, slot_in=2, slot_out=3),
+    Part(pages=[7], start=9, length=3, slot_in=9, slot_out=9, fold=2),
+    Part(pages=[8], start=9, length=0, slot_in=10, slot_out=10, fold=3),
+    Part(pages=[9], start=9, length=4, slot_in=11, slot_out=11),
     Part(pages=[4, 5], start=30, length=50, slot_in=4, slot_out=5, exports={64: 6, 80: 8}),
     Part(pages=[6], start=0, length=20, slot_in=0, slot_out=7),
 ]
-"""Two decodes, one of which resumes from another's slot; a chunk with states to keep, a prompt's
-first."""
+"""Decodes, one of which resumes from another's slot; some that verify, among them one that only
+folds; a chunk with states to keep; a prompt's first."""
+NUM_DECODES = 5
 
 
 @dataclass
@@ -28,15 +32,17 @@ class Case:
     token_ids: Tensor
     table: Tensor
     hidden: Tensor
-    carried: Tensor
+    carried: Carried
     scales: tuple[Tensor, Tensor]
     rows: CarryRows
 
     def expected(self) -> Tensor:
         """Token by token."""
         rows, first = [], 0
-        for part in PARTS:
-            before = self.carried[part.slot_in]
+        for row, part in enumerate(PARTS):
+            before = self.carried.states[part.slot_in]
+            if part.fold:
+                before = self.carried.records[row, part.fold - 1]
             for index in range(first, first + part.length):
                 embedded = self.table[self.token_ids[index]]
                 rows.append(torch.cat((self._norm(embedded, 0), self._norm(before, 1))))
@@ -48,15 +54,30 @@ class Case:
         wide = x.float()
         return wide * (wide.square().mean() + EPS).rsqrt() * self.scales[which]
 
-    def kept(self) -> Tensor:
-        """What slots carry behind the step."""
-        carried, first = self.carried.clone(), 0
-        for part in PARTS:
+    def kept(self) -> Carried:
+        """What is carried behind the step."""
+        states, records, first = self.carried.states.clone(), self.carried.records.clone(), 0
+        for row, part in enumerate(PARTS):
+            num_final = min(part.length, 1) if row < NUM_DECODES else part.length
             for position, slot in part.exports.items():
-                carried[slot] = self.hidden[first + position - part.start - 1]
-            carried[part.slot_out] = self.hidden[first + part.length - 1]
+                states[slot] = self.hidden[first + position - part.start - 1]
+            if num_final:
+                states[part.slot_out] = self.hidden[first + num_final - 1]
+            else:
+                states[part.slot_out] = self.carried.records[row, part.fold - 1]
+            records[row, : part.length - num_final] = self.hidden[
+                first + num_final : first + part.length
+            ]
             first += part.length
-        return carried
+        return Carried(states=states, records=records)
+
+    def assert_kept(self, expected: Carried) -> None:
+        """Bit for bit, and nothing else is touched."""
+        for found, wanted in (
+            (self.carried.states, expected.states),
+            (self.carried.records, expected.records),
+        ):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def build_case() -> Case:
@@ -66,16 +87,19 @@ def build_case() -> Case:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    carried = torch.full((NUM_SLOTS, 2 * SIZE), torch.nan)[:, :SIZE]
-    carried[:5] = randn(5, SIZE)
-    carried[0] = 0
+    states = torch.full((NUM_SLOTS, 2 * SIZE), torch.nan)[:, :SIZE]
+    states[:5] = randn(5, SIZE)
+    states[9:] = randn(3, SIZE)
+    states[0] = 0
+    records = torch.full((len(PARTS), NUM_DRAFTS, SIZE), torch.nan)
+    records[2, :2], records[3] = randn(2, SIZE), randn(3, SIZE)
     return Case(
         token_ids=torch.randint(0, 31, (num_tokens,), generator=generator),
         table=randn(31, SIZE),
         hidden=randn(num_tokens, SIZE),
-        carried=carried,
+        carried=Carried(states=states, records=records),
         scales=(randn(SIZE), randn(SIZE)),
-        rows=lay_out(build_batch(PARTS, page_size=64, page_rows=128, num_decodes=2)),
+        rows=lay_out(build_batch(PARTS, page_size=64, page_rows=128, num_decodes=NUM_DECODES)),
     )
 
 
@@ -91,4 +115,4 @@ def test_slots_carry_the_last_state_of_what_they_stand_for() -> None:
     case = build_case()
     expected = case.kept()
     reference.keep(case.hidden, case.carried, case.rows)
-    torch.testing.assert_close(case.carried, expected, rtol=0, atol=0, equal_nan=True)
+    case.assert_kept(expected)

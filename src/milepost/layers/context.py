@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from milepost.kernels.batch import Operation
+from milepost.kernels.mtp import Carried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +130,8 @@ class Context:
     conv_states: Mapping[int, Tensor]
     """Number of a mixer -> its pool [1 + pages, *conv_shape] of states beside pages, behind zeros.
     """
-    carried: Tensor | None = None
-    """[slots, hidden size], the last hidden states of the tokens that each slot stands for; None
-    where there is no head that reads them."""
+    carried: Carried | None = None
+    """Hidden states for an MTP head; None where there is none."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model's to fill."""
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from milepost.kernels import mtp
-from milepost.kernels.mtp import CarryOperation, CarryRows
+from milepost.kernels.mtp import Carried, CarryOperation, CarryRows
 from milepost.layers.attention import Attention
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
@@ -82,7 +82,7 @@ class MTPHead(nn.Module):
         token_ids: Tensor,
         table: Tensor,
         hidden: Tensor,
-        carried: Tensor | None = None,
+        carried: Carried | None = None,
         rows: CarryRows | None = None,
     ) -> Tensor:
         scales = self.norm_embedding.scale, self.norm_hidden.scale

@@ -92,7 +92,7 @@ class Drafting:
             if len(kept) < len(begun):
                 begun, tokens = [begun[k] for k in kept], [tokens[k] for k in kept]
                 before = before[kept]
-            before = self._pass(begun, tokens, before, index)
+            before = self._pass(begun, tokens, before, index=index)
             logits = self._model.compute_logits(before)
             chosen = choose(logits, [_ahead(rows[each.row], 1 + index) for each in begun])
             tokens = chosen.token_ids.tolist()
@@ -104,7 +104,7 @@ class Drafting:
         return begun.position + index < self._tables.num_covered(begun.number)
 
     def _pass(
-        self, begun: Sequence[Beginning], tokens: Sequence[int], before: Tensor, index: int
+        self, begun: Sequence[Beginning], tokens: Sequence[int], before: Tensor, *, index: int
     ) -> Tensor:
         sequences = tuple(
             _one_token(each.number, each.position + index, token)

@@ -23,6 +23,7 @@ from torch import Tensor
 from milepost.cache.plans import PageMove
 from milepost.kernels.attention import rows_per_page
 from milepost.kernels.gated_delta import CHUNK
+from milepost.kernels.mtp import Carried
 from milepost.layers.context import (
     AttentionSpec,
     LayerSpec,
@@ -108,13 +109,14 @@ class PoolShape:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of all records together, in all recurrent layers."""
+        """Bytes of all records together."""
         return self.num_record_rows * self.num_drafts * self.record_token_bytes
 
     @property
     def record_token_bytes(self) -> int:
-        """Bytes that one draft's record takes, in all recurrent layers."""
-        return sum(spec.record_size or 0 for spec in self.recurrent) * self.dtype.itemsize
+        """Bytes that one draft's record takes, in all recurrent layers and for a head."""
+        sizes = [spec.record_size or 0 for spec in self.recurrent]
+        return (sum(sizes) + self.carried_size) * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> int:
@@ -138,8 +140,8 @@ class Pools:
     page_size: int
     all_kv: Tensor | None
     """[pages, attention layers, rows_each, page_size, num_kv_heads, head_dim], likewise."""
-    carried: Tensor | None
-    """[slots, carried_size]"""
+    carried: Carried | None
+    """For an MTP head."""
     all_conv: Tensor | None
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
     num_record_rows: int = 0
@@ -179,7 +181,10 @@ class Pools:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory that the tensors lie in, each piece once."""
-        shared = (self.all_kv, self.all_conv, self.carried)
+        carried = (None, None)
+        if self.carried is not None:
+            carried = self.carried.states, self.carried.records
+        shared = (self.all_kv, self.all_conv, *carried)
         own = [pool for pool in shared if pool is not None]
         for state in self.states.values():
             own += [state.conv, state.recurrent]
@@ -276,7 +281,7 @@ def by_layer(
         page_size=shape.page_size,
         all_kv=kv,
         all_conv=beside,
-        carried=carried,
+        carried=None if carried is None else _carried(shape, carried),
         num_record_rows=shape.num_record_rows,
     )
 
@@ -289,7 +294,19 @@ def _records(shape: PoolShape, device: torch.device) -> Iterator[Tensor | None]:
     """Of each recurrent layer [rows, drafts, record_size]; None where nothing is drafted."""
     layers = shape.recurrent
     size = layers[0].record_size
-    if not shape.record_bytes or size is None:
+    if not shape.num_record_rows or size is None:
         return repeat(None, len(layers))
-    memory = zeros(shape.record_bytes, device).view(shape.dtype)
-    return iter(memory.view(len(layers), shape.num_record_rows, shape.num_drafts, size))
+    return iter(_zeroed_records(shape, device, len(layers), size))
+
+
+def _carried(shape: PoolShape, states: Tensor) -> Carried:
+    if not shape.num_record_rows:
+        return Carried(states=states)
+    (records,) = _zeroed_records(shape, states.device, 1, shape.carried_size)
+    return Carried(states=states, records=records)
+
+
+def _zeroed_records(shape: PoolShape, device: torch.device, num: int, size: int) -> Tensor:
+    """[num, rows, drafts, size]"""
+    whole = num, shape.num_record_rows, shape.num_drafts, size
+    return zeros(prod(whole) * shape.dtype.itemsize, device).view(shape.dtype).view(whole)

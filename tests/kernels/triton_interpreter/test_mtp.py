@@ -13,9 +13,11 @@ from tests.kernels.test_mtp import EPS, build_case
 
 def padded(rows: CarryRows) -> CarryRows:
     """As long as a captured step's."""
-    more = torch.full((3, 2), -1, dtype=torch.int32)
+    more = torch.full((3, 4), -1, dtype=torch.int32)
     return CarryRows(
-        sources=torch.cat((rows.sources, more[:, 0])), targets=torch.cat((rows.targets, more))
+        sources=torch.cat((rows.sources, more[:, :2])),
+        targets=torch.cat((rows.targets, more)),
+        recorded=torch.cat((rows.recorded, more[:, :2])),
     )
 
 
@@ -45,4 +47,14 @@ def test_keep() -> None:
     case = build_case()
     expected = case.kept()
     triton.keep(case.hidden, case.carried, padded(case.rows))
-    torch.testing.assert_close(case.carried, expected, rtol=0, atol=0, equal_nan=True)
+    case.assert_kept(expected)
+
+
+def test_keep_without_records() -> None:
+    case = build_case()
+    case.carried = replace(case.carried, records=None)
+    expected = case.carried.states.clone()
+    rows = replace(case.rows, targets=case.rows.targets[:1])
+    triton.keep(case.hidden, case.carried, rows)
+    expected[1] = case.hidden[0]
+    torch.testing.assert_close(case.carried.states, expected, rtol=0, atol=0, equal_nan=True)

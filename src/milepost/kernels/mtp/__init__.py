@@ -2,7 +2,8 @@
 
 In a step the state before a token is that behind the token ahead of it in the batch. Before a
 sequence's first it is *carried*: each slot holds the last hidden state of the tokens that it stands
-for. So a hit, whose tokens are not in the batch, has it too, bit for bit.
+for. So a hit, whose tokens are not in the batch, has it too, bit for bit. Behind drafts that were
+accepted it is one of those that are recorded, as recurrent layers record what they need.
 
 This is the door to the op: callers import it from here, whatever computes it. `reference` is the
 definition, on any device.
@@ -19,9 +20,9 @@ from torch import Tensor
 from milepost.kernels.batch import Batch
 from milepost.kernels.device import Chip, runs_triton
 from milepost.kernels.mtp import reference
-from milepost.kernels.mtp.rows import CarryRows, lay_out
+from milepost.kernels.mtp.rows import Carried, CarryRows, lay_out
 
-__all__ = ["CarryOperation", "CarryRows", "join", "keep"]
+__all__ = ["Carried", "CarryOperation", "CarryRows", "join", "keep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def join(
     hidden: Tensor,
     scales: tuple[Tensor, Tensor],
     eps: float,
-    carried: Tensor | None = None,
+    carried: Carried | None = None,
     rows: CarryRows | None = None,
 ) -> Tensor:
     """See `reference.join`."""
@@ -54,7 +55,7 @@ def join(
     return reference.join(token_ids, table, hidden, scales, eps, carried, rows)
 
 
-def keep(hidden: Tensor, carried: Tensor, rows: CarryRows) -> None:
+def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
     """See `reference.keep`."""
     if runs_triton(hidden):
         from milepost.kernels.mtp import triton

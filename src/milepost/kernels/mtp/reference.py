@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.mtp.rows import CarryRows
+from milepost.kernels.mtp.rows import Carried, CarryRows
 from milepost.kernels.precision import cast
 
 
@@ -19,26 +19,28 @@ def join(
     hidden: Tensor,
     scales: tuple[Tensor, Tensor],
     eps: float,
-    carried: Tensor | None = None,
+    carried: Carried | None = None,
     rows: CarryRows | None = None,
 ) -> Tensor:
     """[T, 2 * C]: the embeddings of `token_ids` [T] from the `table` [V, C], and the hidden states
     before them, each normed with its of the `scales` [C].
 
     Before token t stands row t of `hidden` [T, C]; or, with `rows`, row t - 1, and before a
-    sequence's first what the slot of `carried` [slots, C] has that `rows` names.
+    sequence's first what is `carried`.
     """
     embedded = F.embedding(token_ids, table)
     before = hidden if rows is None or carried is None else _shift(hidden, carried, rows)
     return torch.cat((_norm(embedded, scales[0], eps), _norm(before, scales[1], eps)), -1)
 
 
-def _shift(hidden: Tensor, carried: Tensor, rows: CarryRows) -> Tensor:
-    if len(hidden) == 1:
-        return carried[rows.sources]
-    is_first = rows.sources >= 0
+def _shift(hidden: Tensor, carried: Carried, rows: CarryRows) -> Tensor:
+    where, place = rows.sources.unbind(1)
     before = torch.cat((hidden[:1], hidden[:-1]))
-    before[is_first] = carried[rows.sources[is_first]]
+    in_slot = (where >= 0) & (place < 0)
+    before[in_slot] = carried.states[where[in_slot]]
+    if carried.records is not None:
+        in_record = place >= 0
+        before[in_record] = carried.records[where[in_record], place[in_record]]
     return before
 
 
@@ -47,7 +49,15 @@ def _norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return cast(normed, x.dtype)
 
 
-def keep(hidden: Tensor, carried: Tensor, rows: CarryRows) -> None:
-    """Have slots of `carried` [slots, C] carry rows of `hidden` [T, C], as `rows` say."""
-    tokens, slots = rows.targets.long().unbind(1)
-    carried.index_copy_(0, slots, hidden.index_select(0, tokens))
+def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
+    """Carry on rows of `hidden` [T, C], and records, and record others, as `rows` say."""
+    token, slot, row, place = rows.targets.long().unbind(1)
+    in_batch = token >= 0
+    carried.states[slot[in_batch]] = hidden[token[in_batch]]
+    if carried.records is None:
+        return
+    in_record = (token < 0) & (slot >= 0)
+    carried.states[slot[in_record]] = carried.records[row[in_record], place[in_record]]
+    row, place = rows.recorded.unbind(1)
+    is_draft = row >= 0
+    carried.records[row[is_draft], place[is_draft]] = hidden[is_draft]

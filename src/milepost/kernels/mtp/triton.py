@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.mtp.rows import CarryRows
+from milepost.kernels.mtp.rows import Carried, CarryRows
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
@@ -19,7 +19,7 @@ def join(
     hidden: Tensor,
     scales: tuple[Tensor, Tensor],
     eps: float,
-    carried: Tensor | None = None,
+    carried: Carried | None = None,
     rows: CarryRows | None = None,
 ) -> Tensor:
     """As `reference.join`; rows of `hidden` and slots of `carried` may lie apart."""
@@ -27,16 +27,20 @@ def join(
     joined = hidden.new_empty(num_tokens, 2 * size)
     columns = triton.next_power_of_2(size)
     is_shifted = rows is not None and carried is not None
+    states = carried.states if is_shifted else hidden
+    records = carried.records if is_shifted else None
     _join_kernel[(num_tokens, 2)](
         token_ids,
         table,
         hidden,
-        carried if is_shifted else hidden,
-        rows.sources if is_shifted else token_ids,
+        states,
+        records,
+        rows.sources if is_shifted else None,
         *scales,
         joined,
         hidden.stride(0),
-        carried.stride(0) if is_shifted else 0,
+        states.stride(0),
+        0 if records is None else records.shape[1],
         eps,
         SHIFTED=is_shifted,
         SIZE=size,
@@ -47,18 +51,20 @@ def join(
     return joined
 
 
-@triton.jit(do_not_specialize=["slot_stride"])
+@triton.jit(do_not_specialize=["slot_stride", "num_drafts"])
 def _join_kernel(
     token_ids,
     table,
     hidden,
     carried,
+    records,
     sources,
     embedding_scale,
     hidden_scale,
     joined,
     hidden_stride,
     slot_stride,
+    num_drafts,
     eps,
     SHIFTED: tl.constexpr,
     SIZE: tl.constexpr,
@@ -79,10 +85,14 @@ def _join_kernel(
         b_scale = tl.load(hidden_scale + column, mask=inside, other=0.0)
         p_before = hidden + token * hidden_stride
         if SHIFTED:
-            slot = tl.load(sources + token).to(tl.int64)
+            where = tl.load(sources + 2 * token).to(tl.int64)
+            place = tl.load(sources + 2 * token + 1)
             p_before = hidden + tl.maximum(token - 1, 0) * hidden_stride
-            if slot >= 0:
-                p_before = carried + slot * slot_stride
+            if where >= 0:
+                p_before = carried + where * slot_stride
+                if records is not None:  # noqa: SIM102  decided when compiled
+                    if place >= 0:
+                        p_before = records + (where * num_drafts + place) * SIZE
         x = tl.load(p_before + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     norm = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
@@ -90,16 +100,22 @@ def _join_kernel(
     tl.store(joined + (2 * token + half) * SIZE + column, result.to(x.dtype), mask=inside)
 
 
-def keep(hidden: Tensor, carried: Tensor, rows: CarryRows) -> None:
-    """As `reference.keep`; targets of -1 are padding."""
+def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
+    """As `reference.keep`."""
     size = hidden.shape[1]
     columns = triton.next_power_of_2(size)
-    _keep_kernel[(len(rows.targets),)](
+    records, num_targets = carried.records, len(rows.targets)
+    num_recorded = 0 if records is None else len(rows.recorded)
+    _keep_kernel[(num_targets + num_recorded,)](
         hidden,
-        carried,
+        carried.states,
+        records,
         rows.targets,
+        rows.recorded,
+        num_targets,
         hidden.stride(0),
-        carried.stride(0),
+        carried.states.stride(0),
+        0 if records is None else records.shape[1],
         SIZE=size,
         COLUMNS=columns,
         num_warps=min(32, max(1, columns // 256)),
@@ -107,24 +123,42 @@ def keep(hidden: Tensor, carried: Tensor, rows: CarryRows) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["slot_stride"])
+@triton.jit(do_not_specialize=["num_targets", "slot_stride", "num_drafts"])
 def _keep_kernel(
     hidden,
     carried,
+    records,
     targets,
+    recorded,
+    num_targets,
     hidden_stride,
     slot_stride,
+    num_drafts,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One state."""
+    """One state: to a slot, or behind those one to a record."""
     let_next_start()
     wait_for_inputs()
-    token = tl.load(targets + 2 * tl.program_id(0)).to(tl.int64)
-    slot = tl.load(targets + 2 * tl.program_id(0) + 1).to(tl.int64)
-    if slot < 0:
-        return
+    index = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     inside = column < SIZE
-    x = tl.load(hidden + token * hidden_stride + column, mask=inside, other=0.0)
-    tl.store(carried + slot * slot_stride + column, x, mask=inside)
+    if index < num_targets:
+        token = tl.load(targets + 4 * index).to(tl.int64)
+        slot = tl.load(targets + 4 * index + 1).to(tl.int64)
+        if slot < 0:
+            return
+        p_x = hidden + token * hidden_stride
+        if records is not None:  # noqa: SIM102  decided when compiled
+            if token < 0:
+                row = tl.load(targets + 4 * index + 2).to(tl.int64)
+                p_x = records + (row * num_drafts + tl.load(targets + 4 * index + 3)) * SIZE
+        x = tl.load(p_x + column, mask=inside, other=0.0)
+        tl.store(carried + slot * slot_stride + column, x, mask=inside)
+    elif records is not None:
+        token = (index - num_targets).to(tl.int64)
+        row = tl.load(recorded + 2 * token).to(tl.int64)
+        place = tl.load(recorded + 2 * token + 1)
+        if row >= 0:
+            x = tl.load(hidden + token * hidden_stride + column, mask=inside, other=0.0)
+            tl.store(records + (row * num_drafts + place) * SIZE + column, x, mask=inside)
