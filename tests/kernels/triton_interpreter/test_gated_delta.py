@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from milepost.kernels.gated_delta import CHUNK
 from tests.batches import spread
 from tests.kernels.mixers import (
     FEW_HEADS,
@@ -73,11 +75,20 @@ BATCHES = {
         exports=[(2, 128, 7), (0, 101, 8), (0, 129, 9), (2, 66, 10), (0, 140, 11), (3, 1, 12)],
     ),
 }
+TWO = Batch(
+    starts=[100, 0], lengths=[40, 3], slot_in=[1, 0], slot_out=[1, 3], exports=[(0, 129, 4)]
+)
+PAIRS = replace(ODD, value_heads=4)
+"""Two value heads for each key head, and odd sizes."""
 
 
-@pytest.mark.parametrize("shapes", [ODD, SMALL], ids=["odd", "small"])
 @pytest.mark.parametrize(
-    ("name", "spacing"), [*((name, SPACING) for name in BATCHES), ("several", 0)]
+    ("name", "shapes", "spacing"),
+    [
+        *((name, shapes, SPACING) for name in BATCHES for shapes in (PAIRS, SMALL)),
+        ("several", FEW_HEADS, 0),
+    ],
+    ids=str,
 )
 def test_prefill_matches_reference(name: str, shapes: Shapes, spacing: int) -> None:
     batch = BATCHES[name]
@@ -106,14 +117,14 @@ def test_slots_may_lie_far_apart() -> None:
 
 
 def test_prefill_padding_changes_nothing() -> None:
-    batch, weights = BATCHES["several"], make_weights(FEW_HEADS)
+    batch, weights = TWO, make_weights(FEW_HEADS)
     tokens = sum(batch.lengths)
-    projected = make_projected(FEW_HEADS, 300)
+    projected = make_projected(FEW_HEADS, 120)
     projected[tokens:] = torch.nan
-    exact, padded = make_pools(FEW_HEADS, 14), make_pools(FEW_HEADS, 14)
+    exact, padded = make_pools(FEW_HEADS, 6), make_pools(FEW_HEADS, 6)
     expected = fused_prefill(projected[:tokens], weights, exact, batch)
     output = fused_prefill(
-        projected, weights, padded, batch, max_tokens=300, max_sequences=8, max_exports=9
+        projected, weights, padded, batch, max_tokens=120, max_sequences=4, max_exports=3
     )
     assert torch.equal(output[:tokens], expected)
     assert (output[tokens:] == 0).all()
@@ -132,54 +143,45 @@ def test_prefill_half_inputs() -> None:
     assert_pools_match(ours, pools, 5e-3)
 
 
-@pytest.mark.parametrize("start", [0, 100])
-def test_export_equals_prefill_that_ends_there(start: int) -> None:
-    end, weights = 134, make_weights(FEW_HEADS)
-    projected = make_projected(FEW_HEADS, end - start)
-    positions = (start + 1, 110, 126, 128, end)
+@pytest.mark.parametrize(
+    ("start", "cuts", "end"), [(0, (1, 110, 126, 128), 134), (20, (64, 110, 128), 150)]
+)
+def test_exports_equal_prefills_that_end_there_and_go_on_alike(
+    start: int, cuts: tuple[int, ...], end: int
+) -> None:
+    """Where a chunk ends anyway no export has to cut it."""
+    weights, projected = make_weights(FEW_HEADS), make_projected(FEW_HEADS, end - start)
+    named = [cut for cut in (*cuts, end) if cut % CHUNK or not start]
+    slots = {cut: 4 + index for index, cut in enumerate(named)}
     batch = Batch(
         starts=[start],
         lengths=[end - start],
         slot_in=[1],
         slot_out=[3],
-        exports=[(0, position, 4 + index) for index, position in enumerate(positions)],
+        exports=[(0, cut, slot) for cut, slot in slots.items()],
     )
-    pools = make_pools(FEW_HEADS, 10)
-    fused_prefill(projected, weights, pools, batch)
-    for index, position in enumerate(positions):
-        length = position - start
-        # Chunks that end at earlier exports end there in both.
-        alone = Batch(
-            starts=[start],
-            lengths=[length],
-            slot_in=[1],
-            slot_out=[3],
-            exports=batch.exports[:index],
-        )
-        shorter = make_pools(FEW_HEADS, 10)
-        fused_prefill(projected[:length], weights, shorter, alone)
-        assert torch.equal(pools.recurrent[4 + index], shorter.recurrent[3])
-        assert torch.equal(pools.conv[4 + index], shorter.conv[3])
-
-
-def test_prefill_in_parts_gives_the_same_bits() -> None:
-    weights, projected = make_weights(FEW_HEADS), make_projected(FEW_HEADS, 200)
-    whole, parts = make_pools(FEW_HEADS, 5), make_pools(FEW_HEADS, 5)
-    batch = Batch(starts=[20], lengths=[200], slot_in=[1], slot_out=[3], exports=[(0, 150, 4)])
+    whole, parts = make_pools(FEW_HEADS, 10), make_pools(FEW_HEADS, 10)
     expected = fused_prefill(projected, weights, whole, batch)
     outputs, slot_in = [], 1
-    for begin, end in pairwise((20, 64, 150, 192, 220)):
-        part = Batch(starts=[begin], lengths=[end - begin], slot_in=[slot_in], slot_out=[3])
-        rows = projected[begin - 20 : end - 20]
+    for begin, stop in pairwise((start, *cuts, end)):
+        part = Batch(starts=[begin], lengths=[stop - begin], slot_in=[slot_in], slot_out=[3])
+        rows = projected[begin - start : stop - start]
         outputs.append(fused_prefill(rows, weights, parts, part))
         slot_in = 3
+        if stop in slots:
+            assert torch.equal(parts.recurrent[3], whole.recurrent[slots[stop]])
+            assert torch.equal(parts.conv[3], whole.conv[slots[stop]])
     assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(parts.recurrent[3], whole.recurrent[3])
     assert torch.equal(parts.conv[3], whole.conv[3])
 
 
 def test_nan_in_one_sequence_stays_there() -> None:
-    projected, weights, pools = make_projected(ODD, 80), make_weights(ODD), make_pools(ODD, 5)
+    projected, weights, pools = (
+        make_projected(FEW_HEADS, 80),
+        make_weights(FEW_HEADS),
+        make_pools(FEW_HEADS, 5),
+    )
     projected[40:] = torch.nan
     batch = Batch(starts=[0, 0], lengths=[40, 40], slot_in=[0, 0], slot_out=[3, 4])
     output = fused_prefill(projected, weights, pools, batch)
