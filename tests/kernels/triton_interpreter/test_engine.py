@@ -27,12 +27,12 @@ def tiny(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("fused"), "qwen3_next", torch.float32, **shapes)
 
 
-@pytest.fixture(params=["plain", "ahead", "shared"])
+@pytest.fixture(params=["plain", "ahead in one memory"])
 def llm(request, tiny, monkeypatch):
     # The interpreter's time goes by programs. A GPU has one for each token of so few.
     monkeypatch.setattr(triton_prepare, "_FEW_TOKENS", 4)
-    is_ahead = request.param == "ahead"
-    llm = tiny.open(async_scheduling=is_ahead, num_pages=64, num_slots=16, page_size=64)
+    is_plain = request.param == "plain"
+    llm = tiny.open(async_scheduling=not is_plain, num_pages=64, num_slots=16, page_size=64)
     runner = llm.llm_engine.runner
     model = runner.executor.model
 
@@ -42,10 +42,10 @@ def llm(request, tiny, monkeypatch):
             model, pools, num_requests=num_slots, max_model_len=1024, largest=largest
         )
 
-    if request.param == "shared":
-        share_memory(llm, 3, make)
-    else:
+    if is_plain:
         runner.executor = make(runner.pools, 16)
+    else:
+        share_memory(llm, 3, make)
     return llm
 
 
