@@ -255,6 +255,30 @@ def _consume(
 
     l = gl.where(l == 0.0, 1.0, l)
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, RESULT))[:, None]
+    targets = gate, gate_stride, output, bases, partials, lse
+    _store(targets, m, l, acc, row, half, first, num_tokens, ordinal, i_h, KV_HEADS, GROUP, GATED)
+
+
+@gluon.jit
+def _store(
+    targets,
+    m,
+    l,
+    acc,
+    row,
+    half: gl.constexpr,
+    first,
+    num_tokens,
+    ordinal,
+    i_h,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """To `output`, if GATED times the sigmoid of the gates; or a partial result with its LSE."""
+    gate, gate_stride, output, bases, partials, lse = targets
+    RESULT: gl.constexpr = acc.type.layout
+    HEAD_DIM: gl.constexpr = acc.type.shape[1]
     wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
     o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
     token = (first + wide_row // GROUP).to(gl.int64)
