@@ -1,0 +1,78 @@
+"""Fused steps that verify on a GPU: states and outputs are those of one token at a time, bit for
+bit, and near the reference's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from milepost.kernels.device import allow_hopper_kernels, probe
+from tests.kernels.mixers import ODD, REAL, Shapes, make_projected
+from tests.kernels.verifying import Kind, Mixer, Plain, is_equal, play
+from tests.numbers import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(params=[True, False], ids=["hopper", "any chip"])
+def chip(request: pytest.FixtureRequest) -> Iterator[None]:
+    allow_hopper_kernels(request.param)
+    yield
+    allow_hopper_kernels(True)
+
+
+def kind_of(shapes: Shapes, dtype: torch.dtype) -> Kind:
+    chip = probe(torch.device("cuda"))
+    return Kind(shapes=shapes, dtype=dtype, device="cuda", chip=chip, num_tokens=12)
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
+def test_any_split_gives_the_states_of_one_token_at_a_time(
+    shapes: Shapes, dtype: torch.dtype
+) -> None:
+    plain = Plain(kind_of(shapes, dtype))
+    for seed in range(6):
+        play(plain, random.Random(seed))
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
+def test_it_matches_the_reference_beside_a_prefill_and_padding(shapes: Shapes) -> None:
+    kind = kind_of(shapes, torch.bfloat16)
+    ours, theirs = Mixer(kind), Mixer(replace(kind, chip=None))
+    tokens = make_projected(shapes, 9, torch.bfloat16, "cuda")
+    prompt = make_projected(shapes, 70, torch.bfloat16, "cuda", seed=5)
+    steps = [
+        {0: (0, tokens[:3]), 1: (0, tokens[3:4])},
+        {0: (2, tokens[4:9]), 1: (0, tokens[:2]), 2: (0, tokens[:1])},
+        {0: (1, tokens[:0]), 1: (1, tokens[:1])},
+    ]
+    for padding, parts in enumerate(steps):
+        beside = prompt if padding == 1 else None
+        expected = theirs.step(parts, beside)
+        assert relative_error(ours.step(parts, beside, padding=padding), expected) < 1e-2
+    for sequence in range(4):
+        for found, wanted in zip(ours.state(sequence), theirs.state(sequence), strict=True):
+            assert relative_error(found, wanted) < 1e-2
+    assert torch.equal(ours.records.nan_to_num(9), theirs.records.nan_to_num(9))
+
+
+@pytest.mark.usefixtures("chip")
+def test_a_prefill_beside_verifying_sequences_has_the_bits_that_it_has_alone() -> None:
+    kind = kind_of(REAL, torch.bfloat16)
+    beside, alone = Mixer(kind), Mixer(kind)
+    tokens = make_projected(REAL, 4, torch.bfloat16, "cuda")
+    prompt = make_projected(REAL, 70, torch.bfloat16, "cuda", seed=5)
+    output = beside.step({0: (0, tokens[:3]), 2: (0, tokens[3:])}, prompt, padding=3)
+    assert torch.equal(output[4:], alone.step({}, prompt, verifies=False))
+    assert is_equal(beside.state(3), alone.state(3))
