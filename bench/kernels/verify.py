@@ -77,13 +77,16 @@ def _lay_out(num: int, drafts: int, first: int) -> tuple[object, torch.Tensor]:
         for slot in range(first, first + num)
     ]
     batch = build_batch(parts, 64, 0, num)
-    capacity = Capacity(
-        num_tokens=num * (1 + drafts), num_sequences=num, decodes=True, num_drafts=drafts
-    )
+    capacity = _capacity(num, drafts)
     object.__setattr__(batch, "chip", probe(CUDA))
     object.__setattr__(batch, "capacity", capacity)
     layout = on_device(GatedDeltaOperation(conv_width=REAL.taps).lay_out(batch), CUDA)
     return layout, torch.from_numpy(batch.slot_out.astype(np.int32)).to(CUDA)
+
+
+def _capacity(num: int, drafts: int) -> Capacity:
+    num_tokens = num * (1 + drafts)
+    return Capacity(num_tokens=num_tokens, num_sequences=num, decodes=True, num_drafts=drafts)
 
 
 class Steps:
@@ -117,9 +120,7 @@ class Steps:
 
     def time_us(self, num: int, drafts: int) -> float:
         """Of a step of `num` requests, each with so many drafts."""
-        capacity = Capacity(
-            num_tokens=num * (1 + drafts), num_sequences=num, decodes=True, num_drafts=drafts
-        )
+        capacity = _capacity(num, drafts)
         self.executor.capture([capacity])
         if drafts:  # what is folded is recorded first
             self.executor.launch(self._plan(num, drafts, 0), None)
@@ -150,6 +151,7 @@ class Steps:
 
 def step_rows(model: str, sequences: tuple[int, ...]) -> list[Row]:
     steps, rows = Steps(model, max(sequences), max(DRAFTS)), []
+    steps.executor.compile([_capacity(num, drafts) for num in sequences for drafts in (0, *DRAFTS)])
     for num in sequences:
         plain = steps.time_us(num, 0)
         for drafts in (0, *DRAFTS):
