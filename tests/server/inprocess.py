@@ -13,7 +13,13 @@ from milepost.server.config import ServerConfig
 from milepost.server.service import Service
 from tests import chatmodel
 
-INFO = SimpleNamespace(max_model_len=4096, vocab_size=448, page_size=64, sampling_defaults={})
+INFO = SimpleNamespace(
+    max_model_len=4096,
+    vocab_size=448,
+    page_size=64,
+    sampling_defaults={},
+    facts=SimpleNamespace(model_type=""),
+)
 
 MAX_IN_FLIGHT = 100
 

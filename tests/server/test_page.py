@@ -12,6 +12,7 @@ from milepost.server import app
 from milepost.server.config import ServerConfig
 from milepost.server.service import Service
 from milepost.server.ui import page
+from tests.server.inprocess import INFO
 
 PROMPT = list(range(10, 10 + 3 * 64))
 
@@ -97,7 +98,7 @@ class Engine:
     """As much of a client as the application asks."""
 
     death = None
-    info = SimpleNamespace(page_size=64, max_model_len=64, vocab_size=8)
+    info = SimpleNamespace(page_size=64, max_model_len=64, vocab_size=8, facts=INFO.facts)
 
     async def state(self):
         return b"{}"

@@ -25,3 +25,5 @@ class Facts:
     """Whether pages and slots share one memory."""
     num_graphs: int
     """Captured steps."""
+    model_type: str = ""
+    """Of the model's configuration."""

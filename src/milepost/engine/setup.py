@@ -109,6 +109,7 @@ def build(config: EngineConfig) -> Parts:
             cache_bytes=sizes.num_bytes(shape),
             is_shared=isinstance(sizes, OneMemory),
             num_graphs=len(fused.captured) if fused else 0,
+            model_type=load_config(folder).model_type,
         ),
         runs_ahead=_runs_ahead(config, device),
     )

@@ -111,6 +111,7 @@ class Service:
             template,
             calls=config.tool_call_parser,
             reasoning=config.reasoning_parser,
+            model_type=client.info.facts.model_type,
         )
         self._special_tags = special_tags(self.format, tokenizer)
         self.is_closing = False

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from milepost.server.parsing import lark
 from milepost.server.parsing.answer import AnswerParser, Format, find_format
 from milepost.server.parsing.events import CallArguments, CallStart
-from milepost.server.parsing.formats import TOOL_CALLS
+from milepost.server.parsing.formats import CALLS_OF, TOOL_CALLS
 from milepost.server.parsing.json_calls import JsonCalls
 from tests.server.parsing.written import Grammar, hermes, parsed, tool, xml
 
@@ -367,6 +367,12 @@ KIMI_ENDS = "<|tool_call_end|><|tool_calls_section_end|>"
         ("olmo3", "Well.\n<function_calls>\nf(from=1)\n</function_calls>", "Well.",
          [["f", '{"from": 1}']]),
         ("granite4", CALL, "", [["f", '{"a": 1, "s": "}\\"{"}']]),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f"}]', "",
+         [["f", '{"a": 1}'], ["f", "{}"]]),
+        ("granite", 'Hm. <tool_call> [{"arguments": {"s": "]"}, "name": "f"}]\n', "Hm.",
+         [["f", '{"s": "]"}']]),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": ', "", [["f", '{"a": ']]),
+        ("granite", "<|tool_call|>no call", "<|tool_call|>no call", []),
     ],
 )  # fmt: skip
 def test_other_families(calls, text, content, found):
@@ -381,6 +387,39 @@ def test_a_call_keeps_the_id_that_the_model_wrote():
     assert parser.has_ended_call
 
 
-@pytest.mark.parametrize("name", ["kimi_k2", "lfm2", "olmo3"])
+@pytest.mark.parametrize("name", ["kimi_k2", "lfm2", "olmo3", "granite"])
 def test_templates_of_other_families_are_found(name):
     assert find_format("... " + TOOL_CALLS[name].open).calls == name
+
+
+@pytest.mark.parametrize("model_type", CALLS_OF)
+def test_a_family_writes_calls_that_its_template_does_not_show(model_type):
+    """LFM2's lists the tools, and wraps their results; of calls it says nothing."""
+    silent = "{%- if tools %}List of tools: <|tool_list_start|>[{{ tools }}]{% endif %}"
+    assert CALLS_OF[model_type] in TOOL_CALLS
+    assert find_format(silent, model_type=model_type).calls == CALLS_OF[model_type]
+    assert find_format(silent).calls == "none"
+    assert find_format("{{ messages }}", model_type=model_type).calls == "none"
+    assert find_format(silent, calls="none", model_type=model_type).calls == "none"
+    assert find_format(silent + "<TOOLCALL>", model_type=model_type).calls == "nemotron_json"
+
+
+def test_reasoning_between_two_sentences():
+    form = Format(calls="granite", reasoning="granite")
+    template = "'Here is my thought process:' ... 'Here is my response:' ... <|tool_call|>"
+    assert find_format(template) == form
+    for verb in ("Here is", "Here's"):
+        text = f"{verb} my thought process:\nhm\n\n{verb} my response:\n\nyes"
+        assert agreed(form, text) == ("hm", "yes", [])
+        calls = '<|tool_call|>[{"name": "f", "arguments": {}}]'
+        assert agreed(form, text + calls) == ("hm", "yes", [["f", "{}"]])
+    assert agreed(form, "Here is my dog.") == ("", "Here is my dog.", [])
+
+
+def test_demanded_calls_of_a_list_that_the_answer_ends():
+    tools = [tool({"type": "object"}, name) for name in "fg"]
+    calls = [{"name": name, "arguments": {"a": [1]}} for name in "fg"]
+    text = f"<|tool_call|>{json.dumps(calls)}"
+    assert Grammar("granite", tools, is_single=False).accepts(text)
+    assert not Grammar("granite", tools).accepts(text)
+    assert Grammar("granite", tools).accepts(f"<|tool_call|>{json.dumps(calls[:1])}")

@@ -12,8 +12,10 @@ To add a family of models, add one file to `families/`, with either or both of
 
     TOOL_CALLS = {"name": JsonCalls(open=..., close=..., signs=(...))}
     REASONING = {"name": ThinkTags(open=..., close=..., signs=(...))}
+    CALLS_OF = {"model_type": "name"}
 
 The names become values of --tool-call-parser and --reasoning-parser (use vLLM's names); `signs` are
-what a chat template of the family contains, by which `auto` finds the format. A layout that neither
-class describes gets a class of its own in that file, with the two methods of `formats.ToolCalls`.
+what a chat template of the family contains, by which `auto` finds the format; `CALLS_OF` counts
+where a template takes tools and shows no format. A layout that neither class describes gets a class
+of its own in that file, with the two methods of `formats.ToolCalls`.
 """

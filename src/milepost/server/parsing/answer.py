@@ -7,7 +7,14 @@ from typing import Any
 
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import Content, Event, Found
-from milepost.server.parsing.formats import REASONING, TOOL_CALLS, CallReader, ToolCalls, told_by
+from milepost.server.parsing.formats import (
+    CALLS_OF,
+    REASONING,
+    TOOL_CALLS,
+    CallReader,
+    ToolCalls,
+    told_by,
+)
 from milepost.server.parsing.reasoning import ThinkTags
 from milepost.server.parsing.tape import Reading, Tape, tags, until
 
@@ -70,12 +77,14 @@ class AnswerParser:
 
 
 def _read_calls(tape: Tape, found: Found, calls: CallReader) -> Reading[None]:
-    starts, with_close = tags(*calls.starts), tags(*calls.starts, calls.close)
+    starts = tags(*calls.starts)
+    with_close = tags(*calls.starts, calls.close) if calls.close else starts
     is_call = False
     while tag := (yield from until(tape, with_close if is_call else starts, found.content)):
-        if tag == calls.close:
+        is_close = tag not in calls.starts
+        if is_close:
             found.end_call()
-        is_call = tag != calls.close and (yield from calls.read(tape, found, tag))
+        is_call = not is_close and (yield from calls.read(tape, found, tag))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +117,18 @@ class Format:
         return AnswerParser(self.thinking, calls, is_open=is_open)
 
 
-def find_format(template: object, *, calls: str = "auto", reasoning: str = "auto") -> Format:
-    """Settle what is `auto` by what the chat template writes itself."""
+def find_format(
+    template: object, *, calls: str = "auto", reasoning: str = "auto", model_type: str = ""
+) -> Format:
+    """Settle what is `auto` by what the chat template writes itself; how a model writes calls, if
+    its template takes tools and doesn't show that, by what its family does."""
     text = template if isinstance(template, str) else ""
+    if calls == "auto":
+        calls = told_by(text, TOOL_CALLS)
+        if calls == "none" and "tools" in text:
+            calls = CALLS_OF.get(model_type, "none")
     return Format(
-        calls=told_by(text, TOOL_CALLS) if calls == "auto" else calls,
+        calls=calls,
         reasoning=told_by(text, REASONING) if reasoning == "auto" else reasoning,
     )
 

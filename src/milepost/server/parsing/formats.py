@@ -53,6 +53,8 @@ def _gathered(kind: str) -> dict[str, object]:
 
 TOOL_CALLS: Mapping[str, ToolCalls] = _gathered("TOOL_CALLS")
 REASONING: Mapping[str, ThinkTags] = _gathered("REASONING")
+CALLS_OF: Mapping[str, str] = _gathered("CALLS_OF")
+"""`model_type` -> what its models write, where their templates don't show it."""
 
 
 def told_by(template: str, formats: Mapping[str, S]) -> str:

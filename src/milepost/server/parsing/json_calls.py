@@ -30,6 +30,9 @@ class JsonCalls:
 
     open: str = "<tool_call>"
     close: str = "</tool_call>"
+    """"" where the end of the answer closes."""
+    others: tuple[str, ...] = ()
+    """Further tags that open."""
     name: str = "name"
     arguments: str = "arguments"
     is_list: bool = False
@@ -47,7 +50,8 @@ class JsonCalls:
         rules = [self._rule(name, tool) for name, tool in zip(names, tools, strict=True)]
         one = f"({' | '.join(names)})"
         before, after = (lark.text(part) for part in self.layout)
-        opened, closed = f"{tag(self.open)} {before}", f"{after} {tag(self.close)}"
+        opened = f"{tag(self.open)} {before}"
+        closed = f"{after} {tag(self.close)}" if self.close else after
         if self.is_list:
             more = "" if is_single else f'(", " {one})*'
             return [f'calls: {opened} "[" {one} {more} "]" {closed}', *rules]
@@ -66,7 +70,7 @@ class _Reader:
 
     def __init__(self, form: JsonCalls) -> None:
         self._form = form
-        self.starts = (form.open,)
+        self.starts = (form.open, *form.others)
         self.close = form.close
 
     def read(self, tape: Tape, found: Found, start: str) -> Reading[bool]:
@@ -100,7 +104,7 @@ class _Call:
 
     def read(self) -> Reading[bool]:
         """Whether it is a call. What is none has become content."""
-        is_whole = yield from self._members((self._form.close,))
+        is_whole = yield from self._members((self._form.close,) if self._form.close else ())
         if not self._has_begun and (self._name is None or not is_whole):
             self._found.content("".join(self._seen))
             return False

@@ -1,4 +1,4 @@
-"""Reasoning between two tags.
+"""Reasoning between two tags, or two sentences that do as tags.
 
 Where the template's generation prompt opens the reasoning, the answer has only the closing tag.
 Line breaks beside the tags belong to neither side. Reasoning that is never closed is all there is.
@@ -21,6 +21,8 @@ class ThinkTags:
 
     open: str = "<think>"
     close: str = "</think>"
+    others: tuple[tuple[str, str], ...] = ()
+    """Further pairs that mean the same, of which any opening goes with any closing one."""
     is_always_open: bool = False
     """Whether an answer begins inside the reasoning whatever its prompt says."""
     signs: tuple[str, ...] = ("</think>",)
@@ -38,15 +40,17 @@ class ThinkTags:
         `ends` at the beginning of a line ends it too, and is left to be read.
         """
         before = yield from spaces(tape)
-        is_named = yield from take(tape, tags(self.open))
+        opens = (self.open, *(opening for opening, _ in self.others))
+        closes = (self.close, *(closing for _, closing in self.others))
+        is_named = yield from take(tape, tags(*opens))
         if not is_named and not is_open:
             found.content(before)
             return
         text = _Lines(found)
         text.give("" if is_named else before)
-        marks = tags(self.close, *ends)
+        marks = tags(*closes, *ends)
         while mark := (yield from until(tape, marks, text.give)):
-            if mark == self.close:
+            if mark in closes:
                 yield from run(tape, _LINES)
                 return
             if text.is_new:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from milepost.server.parsing.named_calls import NamedCalls
 from milepost.server.parsing.reasoning import ThinkTags
 
+CALLS_OF = {"kimi_linear": "kimi_k2"}
 TOOL_CALLS = {
     "kimi_k2": NamedCalls(
         open="<|tool_calls_section_begin|>",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from milepost.server.parsing.pythonic_calls import PythonicCalls
 from milepost.server.parsing.reasoning import ThinkTags
 
+CALLS_OF = {"olmo_hybrid": "olmo3"}
 TOOL_CALLS = {
     "olmo3": PythonicCalls(
         open="<function_calls>",

@@ -7,6 +7,8 @@ from milepost.server.parsing.json_calls import JsonCalls
 from milepost.server.parsing.reasoning import ThinkTags
 from milepost.server.parsing.tagged_calls import TaggedCalls
 
+CALLS_OF = {"falcon_h1": "hermes"}
+"""Falcon's models write what Hermes' do."""
 TOOL_CALLS = {
     "hermes": JsonCalls(),
     "qwen3_xml": TaggedCalls(),
