@@ -73,7 +73,8 @@ def _calls(shapes: Shapes, count: int, length: int) -> Iterator[Callable[[], obj
         conv=space(small.conv[1:2].expand(1 + turns * count, -1, -1), 0),
         recurrent=space(small.recurrent[1:2].expand(1 + turns * count, -1, -1, -1), 0),
     )
-    projected = make_projected(shapes, count * max(length, 1), torch.bfloat16, "cuda")
+    wide = make_projected(shapes, count * max(length, 1), torch.bfloat16, "cuda")
+    projected = wide.contiguous()  # as a layer's projection leaves it
     for turn in range(turns):
         slots = range(1 + turn * count, 1 + (turn + 1) * count)
         batch = Batch(

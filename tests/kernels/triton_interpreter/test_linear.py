@@ -55,3 +55,13 @@ def test_multiply_few(num_tokens: int, num_outputs: int, is_taken: bool) -> None
     if output is not None:
         output = output.sum(1) if output.dim() == 3 else output
         assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 40])
+def test_multiply_precise(num_tokens: int) -> None:
+    """Nothing is rounded to the operands' type on the way."""
+    hidden, weight = randn(num_tokens, 300).half(), randn(24, 300).half()
+    output = triton.multiply_precise(hidden, weight)
+    output = output.sum(1) if output.dim() == 3 else output
+    assert output.dtype == torch.float32
+    assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-5

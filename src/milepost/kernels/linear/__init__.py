@@ -39,8 +39,8 @@ def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor:
     if _are_few(hidden):
         from milepost.kernels.linear import triton
 
-        result = triton.multiply_few(hidden, weight, None, lets_next_start=True)
-        if result is not None and result.dtype == torch.float32:
+        result = triton.multiply_precise(hidden, weight)
+        if result is not None:
             return result
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

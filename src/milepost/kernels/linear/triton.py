@@ -61,6 +61,20 @@ def multiply_few(
     return multiply(hidden, weight, bias, tiles, _choose_split_k(weight, tiles))
 
 
+def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor | None:
+    """`multiply_few` without bias, of few outputs too, and unrounded: float32."""
+    if len(hidden) == 0 or hidden.stride(1) != 1:
+        return None
+    if len(hidden) == 1:
+        block_n = 1 if len(weight) <= _FEW_OUTPUTS else 4
+        how = {"block_n": block_n, "block_k": 2048, "num_warps": 8}
+        return gemv(hidden, weight, None, **how, dtype=torch.float32)
+    tiles = _FEW_ROWS if len(hidden) <= _FEW_ROWS.block_m else _MORE_ROWS
+    tiles = tiles.fitted(probe(hidden.device))
+    split_k = _choose_split_k(weight, tiles)
+    return multiply(hidden, weight, None, tiles, split_k, dtype=torch.float32)
+
+
 def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
     """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
     gates, if that is faster here than two launches, else None."""
@@ -93,16 +107,23 @@ def _num_programs(device: torch.device) -> int:
 
 
 def multiply(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, split_k: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    split_k: int,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O].
+    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O], by default in
+    `hidden`'s type.
 
     Cut along I in S = `split_k` > 1 the partials stay apart: [T, S, O] in float32.
     """
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
     if split_k == 1:
-        output = hidden.new_empty(num_tokens, num_outputs)
+        output = hidden.new_empty(num_tokens, num_outputs, dtype=dtype)
     else:
         output = hidden.new_empty(split_k, num_tokens, num_outputs, dtype=torch.float32)
     grid = (
@@ -229,11 +250,12 @@ def gemv(
     block_n: int,
     block_k: int,
     num_warps: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`multiply` for very few rows, without tensor cores."""
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
-    output = hidden.new_empty(num_tokens, num_outputs)
+    output = hidden.new_empty(num_tokens, num_outputs, dtype=dtype)
     _gemv_kernel[(triton.cdiv(num_outputs, block_n), num_tokens)](
         hidden,
         weight,

@@ -27,8 +27,9 @@ from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 
 __all__ = ["Mamba2Operation", "MixerWeights", "choose_chunk", "mix"]
 
-_CHUNKS = 64, 128, 256
-"""Tokens: shorter ones leave more states to write than tokens to read."""
+_CHUNKS = 64, 128
+"""Tokens: shorter ones leave more states to write than tokens to read; of longer ones the products
+within a chunk outgrow a program's registers."""
 
 
 def choose_chunk(size: int) -> int:

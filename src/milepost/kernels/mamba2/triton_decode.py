@@ -1,10 +1,10 @@
 """Mamba2's token mixer for one new token a sequence, in one launch.
 
-A head of a sequence in each program: convolution, time step, state, what is read from it. The heads
-of a group share B and C, and their norm; so the last of them to arrive, when all have read the
-convolution's states of B and C, moves these on and norms the group. Which one that is changes no
-bit: it reads what the others have stored. A slot that is written is read by no other sequence, so
-slot_out may be slot_in.
+Some heads of a sequence in each program: convolution, time steps, states, what is read from them.
+The heads of a group share B and C, and their norm; so the last program of a group to arrive, when
+all have read the convolution's states of B and C, moves these on and norms the group. Which one
+that is changes no bit: it reads what the others have stored. A slot that is written is read by no
+other sequence, so slot_out may be slot_in.
 
 Legend: D sequences, H heads, P head_dim, G groups, K state_size, J taps; I = H * P entries.
 """
@@ -17,13 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
+from milepost.kernels.device import num_sms
 from milepost.kernels.mamba2.layout import DecodeLayout
 from milepost.kernels.mamba2.triton_norm import gated_norm
 from milepost.kernels.mamba2.triton_parts import time_step
 from milepost.kernels.mamba2.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
-_DECODE = {"num_warps": 4}
+_WARPS = 4
+"""For each head."""
+_HEADS, _FEW_PROGRAMS = 2, 4
+"""Heads of a program, where there are so many programs for each SM; else one."""
 
 
 def decode(
@@ -44,7 +48,11 @@ def decode(
     pad = triton.next_power_of_2
     y = projected.new_empty(num_sequences, inner, dtype=torch.float32)
     output = projected.new_empty(num_sequences, inner)
-    _decode[(heads, num_sequences)](
+    each = _HEADS
+    are_few = heads * num_sequences < _FEW_PROGRAMS * num_sms(projected.device)
+    if are_few or heads // groups % each:
+        each = 1
+    _decode[(heads // each, num_sequences)](
         projected,
         projected.stride(0),
         weights.conv,
@@ -71,10 +79,11 @@ def decode(
         TAPS=conv_width,
         BEFORE_GATE=weights.norm_before_gate,
         BLOCK_TAPS=pad(conv_width),
-        BLOCK_P=pad(head_dim),
+        EACH=each,
+        BLOCK_P=pad(each * head_dim),
         BLOCK_K=pad(state_size),
         BLOCK_W=pad(inner // groups),
-        **_DECODE,
+        num_warps=_WARPS * each,
         **OVERLAPPED,
     )
     return output
@@ -109,16 +118,18 @@ def _decode(
     TAPS: tl.constexpr,
     BEFORE_GATE: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
+    EACH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One head: its state [P, K] moves on by one token and is read; the last head of a group also
-    writes the group's part of `output` [D, I]."""
-    i_head, i_sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """EACH heads: their states [EACH * P, K] move on by one token and are read; the last heads of a
+    group also write the group's part of `output` [D, I]."""
+    i_head, i_sequence = tl.program_id(0) * EACH, tl.program_id(1).to(tl.int64)
     i_group = i_head // (HEADS // GROUPS)
     o_p, o_k = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
-    is_p, is_k = o_p < HEAD_DIM, o_k < STATE_SIZE
+    is_p, is_k = o_p < EACH * HEAD_DIM, o_k < STATE_SIZE
+    heads = i_head + o_p // HEAD_DIM
     inner: tl.constexpr = HEADS * HEAD_DIM
     p_output = output + i_sequence * inner
     written = tl.load(slot_out + i_sequence).to(tl.int64)
@@ -143,11 +154,11 @@ def _decode(
     b_x, window_x = convolve_one(*args, o_x, is_p, TAPS, BLOCK_TAPS)
     b_b, window_b = convolve_one(*args, first_b + o_k, is_k, TAPS, BLOCK_TAPS)
     b_c, window_c = convolve_one(*args, first_c + o_k, is_k, TAPS, BLOCK_TAPS)
-    inputs = tl.load(p_token + 2 * inner + 2 * GROUPS * STATE_SIZE + i_head)
-    step = time_step(inputs, tl.load(dt_bias + i_head), dt_low, dt_high)
-    b_state = b_state * tl.exp(step * tl.load(rate + i_head))
+    inputs = tl.load(p_token + 2 * inner + 2 * GROUPS * STATE_SIZE + heads, is_p, 0)
+    step = time_step(inputs, tl.load(dt_bias + heads, is_p, 0), dt_low, dt_high)
+    b_state = b_state * tl.exp(step * tl.load(rate + heads, is_p, 0))[:, None]
     b_state += (step * b_x)[:, None] * b_b[None, :]
-    b_y = tl.sum(b_state * b_c[None, :], 1) + tl.load(skip + i_head) * b_x
+    b_y = tl.sum(b_state * b_c[None, :], 1) + tl.load(skip + heads, is_p, 0) * b_x
     tl.store(y + i_sequence * inner + o_x, b_y, is_p)
 
     # All of the slots has been read by this program, and what the group's norm reads is stored.
@@ -158,7 +169,7 @@ def _decode(
     keep_window(p_conv, window_x, o_x, is_p, TAPS, BLOCK_TAPS)
     p_arrivals = arrivals + i_sequence * GROUPS + i_group
     arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
-    if arrived == HEADS // GROUPS - 1:
+    if arrived == HEADS // GROUPS // EACH - 1:
         tl.store(p_arrivals, 0)
         keep_window(p_conv, window_b, first_b + o_k, is_k, TAPS, BLOCK_TAPS)
         keep_window(p_conv, window_c, first_c + o_k, is_k, TAPS, BLOCK_TAPS)

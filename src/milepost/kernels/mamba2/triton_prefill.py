@@ -5,7 +5,7 @@
 3. `carry`: a head's state, from chunk to chunk of a sequence, in float32; leaves the state before
    every chunk, writes exports and final states. (Chunk states and their passing at once: what each
    chunk adds is never written.)
-4. `scan`: a head of some of a chunk's tokens; outputs from states and tokens.
+4. `scan`: some heads of a group and chunk; outputs from states and tokens.
 5. `norm`: a group of some tokens.
 
 A chunk's arithmetic depends on nothing but its tokens and the state before it: that is what makes
@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 
 from milepost.kernels.chunks import TILE, ChunkLayout
+from milepost.kernels.device import num_sms
 from milepost.kernels.mamba2.triton_inputs import convolve, discretise
 from milepost.kernels.mamba2.triton_norm import norm
 from milepost.kernels.mamba2.triton_states import carry, scan
@@ -35,15 +36,19 @@ _CONVOLVED_CHANNELS = 128
 _HEADS = 8
 """Of a program of `discretise`."""
 _ROWS = 64
-"""Of a chunk in one program of `scan`; tiles of products are no narrower, as in Gated DeltaNet."""
+"""Tiles of products are no narrower, as in Gated DeltaNet; of float32 they are no taller in
+`scan`."""
+_SCANNED = 8
+"""Heads of a program of `scan`, at most."""
 _CARRIED = 64
-"""Columns of the state in one program of `carry`, for chunks of up to 128 tokens."""
+"""Columns of the state in one program of `carry`."""
 _NORMED = 4096
 """Entries in one program of `norm`."""
 _CONVOLVE = {"num_warps": 4}
 _DISCRETISE = {"num_warps": 4}
-_CARRY = {"num_warps": 4, "num_stages": 2}
-_SCAN = {"num_warps": 4, "num_stages": 2}
+_CARRY = {"num_warps": 8, "num_stages": 3}
+_SCAN_WARPS, _SCAN_STAGES = 4, 2
+"""The former for each _ROWS rows."""
 _NORM = {"num_warps": 4}
 
 
@@ -153,8 +158,7 @@ def _scan(
         "STATE_SIZE": state_size,
         "BLOCK_P": max(_ROWS, triton.next_power_of_2(head_dim)),
     }
-    columns = _CARRIED if layout.chunk <= 128 else _CARRIED // 2
-    carry[triton.cdiv(state_size, columns), heads, len(slots[0])](
+    carry[triton.cdiv(state_size, _CARRIED), heads, len(slots[0])](
         num_tokens,
         layout.sequence_chunk,
         layout.chunk_begin,
@@ -169,12 +173,14 @@ def _scan(
         states,
         **sizes,
         C=layout.chunk,
-        BLOCK_K=columns,
+        BLOCK_K=_CARRIED,
         **_CARRY,
         **OVERLAPPED,
     )
-    parts = triton.cdiv(layout.chunk, _ROWS)
-    scan[heads, num_chunks * parts](
+    rows = _ROWS if mixed.dtype == torch.float32 else layout.chunk
+    parts = triton.cdiv(layout.chunk, rows)
+    each = _choose_heads(heads, groups, num_chunks * parts, num_sms(mixed.device))
+    scan[heads // each, num_chunks * parts](
         num_tokens,
         skip,
         layout.chunk_begin,
@@ -186,12 +192,22 @@ def _scan(
         y,
         **sizes,
         PARTS=parts,
-        ROWS=_ROWS,
+        ROWS=rows,
+        EACH=each,
         BLOCK_K=max(_ROWS, triton.next_power_of_2(state_size)),
-        **_SCAN,
+        num_warps=_SCAN_WARPS * rows // _ROWS,
+        num_stages=_SCAN_STAGES,
         **OVERLAPPED,
     )
     return y
+
+
+def _choose_heads(heads: int, groups: int, num_tiles: int, num_sms: int) -> int:
+    """Heads of a program of `scan`: as many as leave two programs for each SM."""
+    each = _SCANNED
+    while heads // groups % each or (each > 1 and heads // each * num_tiles < 2 * num_sms):
+        each //= 2
+    return each
 
 
 def _norm(

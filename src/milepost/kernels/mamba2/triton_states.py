@@ -104,12 +104,15 @@ def scan(
     STATE_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
+    EACH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """ROWS tokens of a head of a chunk: what C reads from the state before the chunk and from the
-    chunk's own tokens, and D * x, into `y` [T, I]."""
-    i_head, i_chunk, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    """ROWS tokens of EACH heads of a group and chunk: what C reads from the states before the chunk
+    and from the chunk's own tokens, and D * x, into `y` [T, I]. The products of C and B are the
+    group's; how many heads share them changes no bit."""
+    first = tl.program_id(0) * EACH
+    i_chunk, i_part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     size = tl.load(chunk_size + i_chunk)
     wait_for_inputs()
     if i_part * ROWS >= size:
@@ -118,33 +121,42 @@ def scan(
     row, o_p, o_k = tl.arange(0, ROWS), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
     is_p, is_k = o_p < HEAD_DIM, o_k < STATE_SIZE
     width = HEADS * HEAD_DIM + 2 * GROUPS * STATE_SIZE
-    o_group = HEADS * HEAD_DIM + i_head // (HEADS // GROUPS) * STATE_SIZE
-    p_x = mixed + begin * width + i_head * HEAD_DIM + o_p[None, :]
-    p_b = mixed + begin * width + o_group + o_k[None, :]
-    head_begin = i_head.to(tl.int64) * num_tokens + begin
-
+    p_b = mixed + begin * width + HEADS * HEAD_DIM + first // (HEADS // GROUPS) * STATE_SIZE
+    p_b += o_k[None, :]
     i_row = i_part * ROWS + row
     is_row = i_row < size
     p_c = p_b + GROUPS * STATE_SIZE + i_row[:, None] * width
     b_c = tl.load(p_c, is_row[:, None] & is_k[None, :], 0)
-    b_sums = tl.load(decay_sums + head_begin + i_row, is_row, 0)
-    p_state = states + (i_chunk.to(tl.int64) * HEADS + i_head) * (HEAD_DIM * STATE_SIZE)
-    p_state += o_p[:, None] * STATE_SIZE + o_k[None, :]
-    b_state = tl.load(p_state, is_p[:, None] & is_k[None, :], 0)
-    b_y = tl.dot(b_c, tl.trans(b_state), input_precision="ieee") * tl.exp(b_sums)[:, None]
-    for part in range(i_part + 1):
-        j_row = part * ROWS + row
-        is_token = j_row < size
-        b_b = tl.load(p_b + j_row[:, None] * width, is_token[:, None] & is_k[None, :], 0)
-        b_x = tl.load(p_x + j_row[:, None] * width, is_token[:, None] & is_p[None, :], 0)
-        sums = tl.load(decay_sums + head_begin + j_row, is_token, 0)
-        step = tl.load(steps + head_begin + j_row, is_token, 0)
-        is_seen = (i_row[:, None] >= j_row[None, :]) & is_row[:, None]
-        decay = tl.where(is_seen, b_sums[:, None] - sums[None, :], 0)
-        weight = tl.where(is_seen, tl.exp(decay) * step[None, :], 0)
-        scores = tl.dot(b_c, tl.trans(b_b), input_precision="ieee") * weight
-        b_y += tl.dot(scores.to(b_x.dtype), b_x, input_precision="ieee")
-    p_own, in_y = i_row[:, None] * width, is_row[:, None] & is_p[None, :]
-    b_y += tl.load(skip + i_head) * tl.load(p_x + p_own, in_y, 0).to(tl.float32)
-    p_y = y + (begin + i_row[:, None]) * (HEADS * HEAD_DIM) + i_head * HEAD_DIM + o_p[None, :]
-    tl.store(p_y, b_y.to(y.dtype.element_ty), in_y)
+    whole = _scores(b_c, p_b, row, size, is_k, width) if PARTS == 1 else 0.0
+    for i_head in range(first, first + EACH):
+        head_begin = tl.cast(i_head, tl.int64) * num_tokens + begin
+        b_sums = tl.load(decay_sums + head_begin + i_row, is_row, 0)
+        p_state = states + (i_chunk.to(tl.int64) * HEADS + i_head) * (HEAD_DIM * STATE_SIZE)
+        p_state += o_p[:, None] * STATE_SIZE + o_k[None, :]
+        b_state = tl.load(p_state, is_p[:, None] & is_k[None, :], 0)
+        b_y = tl.dot(b_c, tl.trans(b_state), input_precision="ieee") * tl.exp(b_sums)[:, None]
+        p_x = mixed + begin * width + i_head * HEAD_DIM + o_p[None, :]
+        for part in range(i_part + 1):
+            j_row = part * ROWS + row
+            is_token = j_row < size
+            scores = whole if PARTS == 1 else _scores(b_c, p_b, j_row, size, is_k, width)
+            b_x = tl.load(p_x + j_row[:, None] * width, is_token[:, None] & is_p[None, :], 0)
+            sums = tl.load(decay_sums + head_begin + j_row, is_token, 0)
+            step = tl.load(steps + head_begin + j_row, is_token, 0)
+            is_seen = (i_row[:, None] >= j_row[None, :]) & is_row[:, None]
+            decay = tl.where(is_seen, b_sums[:, None] - sums[None, :], 0)
+            weight = tl.where(is_seen, tl.exp(decay) * step[None, :], 0)
+            b_y += tl.dot((scores * weight).to(b_x.dtype), b_x, input_precision="ieee")
+        in_y = is_row[:, None] & is_p[None, :]
+        b_own = tl.load(p_x + i_row[:, None] * width, in_y, 0)
+        b_y += tl.load(skip + i_head) * b_own.to(tl.float32)
+        p_y = y + (begin + i_row[:, None]) * (HEADS * HEAD_DIM) + i_head * HEAD_DIM + o_p[None, :]
+        tl.store(p_y, b_y.to(y.dtype.element_ty), in_y)
+
+
+@triton.jit
+def _scores(b_c, p_b, j_row, size, is_k, width):
+    """Products of C's rows with those of B, [ROWS, ROWS]."""
+    in_b = (j_row < size)[:, None] & is_k[None, :]
+    b_b = tl.load(p_b + j_row[:, None] * width, in_b, 0)
+    return tl.dot(b_c, tl.trans(b_b), input_precision="ieee")

@@ -27,6 +27,8 @@ __all__ = ["partials", "route"]
 
 _FEWEST_ROUTED = 40
 """Up to this many routed tokens (four tokens, nine experts each) nothing is grouped."""
+_SMALL = 512
+"""Up to so many units an expert's outputs are found eight at a time."""
 _MANY_ROUTED = 6144
 """Beyond this many two more launches to group them pay."""
 _TALL_ROUTED = 32
@@ -83,9 +85,9 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
     active = hidden.new_empty(num_routed, down.shape[2])
     if num_routed <= _FEWEST_ROUTED:
         gemv.project_up(hidden, experts, up, active, block_n=4, block_k=2048, num_warps=4)
-        gemv.project_down(
-            active, weights, experts, down, output, block_n=8, block_k=512, num_warps=4
-        )
+        block_n, block_k = (8, 512) if down.shape[2] <= _SMALL else (4, 2048)
+        how = {"block_n": block_n, "block_k": block_k, "num_warps": 4}
+        gemv.project_down(active, weights, experts, down, output, **how)
         return output
     if few.suits(hidden, down.shape[2]):
         few.project_up(hidden, experts, up, active)
@@ -101,8 +103,10 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
     group = group_many if num_routed > _MANY_ROUTED else group_few
     groups = group(experts, num_experts, regime.up.block_m)
     chip = probe(hidden.device)
-    num_weights = 1 + is_gated(up, down.shape[2])
-    up_tiles = regime.up.fitted(chip, num_weights=num_weights)
+    up_tiles = regime.up.fitted(chip, num_weights=2)
+    if not is_gated(up, down.shape[2]):
+        # As many rows of weights in a tile as of gates and up projections together.
+        up_tiles = replace(up_tiles, block_n=2 * up_tiles.block_n)
     down_tiles = _dividing(regime.down, down.shape[2]).fitted(chip)
     grouped_gemm.project_up(hidden, up, active, groups, up_tiles)
     grouped_gemm.project_down(active, weights, down, output, groups, down_tiles)
