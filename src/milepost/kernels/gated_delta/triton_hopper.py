@@ -28,7 +28,7 @@ from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
-_SIZE = 128
+STATE_SIZE = 128
 """Of a key and a value: a thread for each of their channels."""
 _LINE = 32
 """Numbers of a line, 128 bytes: the most that TMA swizzles. It is to read a state line
@@ -45,8 +45,8 @@ def suits(recurrent_pool: Tensor) -> bool:
     """Whether the kernel can do this work, where `runs_gluon`."""
     return (
         recurrent_pool.dtype == torch.float32
-        and recurrent_pool.shape[2:] == (_SIZE, _SIZE)
-        and recurrent_pool.stride(0) % _SIZE == 0
+        and recurrent_pool.shape[2:] == (STATE_SIZE, STATE_SIZE)
+        and recurrent_pool.stride(0) % STATE_SIZE == 0
         and recurrent_pool.data_ptr() % _ALIGNMENT == 0
         and _num_lines(recurrent_pool) < _MAX_LINES
     )
@@ -55,8 +55,15 @@ def suits(recurrent_pool: Tensor) -> bool:
 def _num_lines(recurrent_pool: Tensor) -> int:
     """Lines from the first state to the last, with what lies between."""
     num_slots, value_heads = recurrent_pool.shape[:2]
-    states = (num_slots - 1) * recurrent_pool.stride(0) + value_heads * _SIZE * _SIZE
+    states = (num_slots - 1) * recurrent_pool.stride(0) + value_heads * STATE_SIZE * STATE_SIZE
     return states // _LINE
+
+
+def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
+    """Line by line, for `fetch`."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    lines = recurrent_pool.as_strided((_num_lines(recurrent_pool), _LINE), (_LINE, 1))
+    return TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
 
 
 def decode(
@@ -71,11 +78,9 @@ def decode(
     num_sequences = len(slot_out)
     value_heads = recurrent_pool.shape[1]
     channels, conv_width = weights.conv.shape
-    key_heads = (channels - value_heads * _SIZE) // (2 * _SIZE)
-    output = projected.new_empty(num_sequences, value_heads * _SIZE)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    lines = recurrent_pool.as_strided((_num_lines(recurrent_pool), _LINE), (_LINE, 1))
-    states = TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
+    key_heads = (channels - value_heads * STATE_SIZE) // (2 * STATE_SIZE)
+    output = projected.new_empty(num_sequences, value_heads * STATE_SIZE)
+    states = describe_states(recurrent_pool)
     num_units = num_sequences * key_heads
     units_at_once = num_sms(projected.device)
     stages = 2 if num_units <= units_at_once else 1
@@ -98,7 +103,7 @@ def decode(
         num_units,
         KEY_HEADS=key_heads,
         GROUP=value_heads // key_heads,
-        SIZE=_SIZE,
+        SIZE=STATE_SIZE,
         TAPS=conv_width,
         BLOCK_TAPS=triton.next_power_of_2(conv_width),
         STAGES=stages,
@@ -159,7 +164,7 @@ def _decode_kernel(
     slot_lines = slot_stride // LINE
     work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
     for ahead in gl.static_range(STAGES):
-        _fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
+        fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
 
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -191,7 +196,7 @@ def _decode_kernel(
         following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        query, key = _convolve(query_window), _convolve(key_window)
+        query, key = convolve(query_window), convolve(key_window)
         query *= gl.rsqrt(gl.sum(query * query, 0) + 1e-6) * SIZE**-0.5
         key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
         query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
@@ -201,7 +206,7 @@ def _decode_kernel(
         for member in gl.static_range(GROUP):
             window, gate, strengths, decays = members[member]
             head = key_head * GROUP + member
-            value = gl.convert_layout(_convolve(window), gl.SliceLayout(0, STATE))
+            value = gl.convert_layout(convolve(window), gl.SliceLayout(0, STATE))
             _keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
             beta = 1 / (1 + gl.exp(-strengths[0].to(gl.float32)))
             wide = strengths[1].to(gl.float32) + decays[1]
@@ -212,7 +217,7 @@ def _decode_kernel(
             state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
             # All threads have the state: its place is free.
             thread_barrier()
-            _fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
+            fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
             number += 1
             change = (value - gl.sum(state * key, 0)) * beta
             state += key * change[None, :]
@@ -227,7 +232,7 @@ def _decode_kernel(
 
 
 @gluon.jit
-def _fetch(
+def fetch(
     work,
     number,
     KEY_HEADS: gl.constexpr,
@@ -267,7 +272,7 @@ def _load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: g
 
 
 @gluon.jit
-def _convolve(window):
+def convolve(window):
     """Convolution and SiLU, a channel a thread."""
     x = gl.sum(window[0].to(gl.float32) * window[1].to(gl.float32), 1)
     return x / (1 + gl.exp(-x))

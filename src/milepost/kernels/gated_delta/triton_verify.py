@@ -14,6 +14,8 @@ heads, V value heads, K key_dim, W value_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from milepost.kernels.activations import sigmoid, silu
 from milepost.kernels.chunks import UNSPECIALISED
+from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.layout import VerifyLayout
 from milepost.kernels.gated_delta.triton_parts import (
     gated_norm,
@@ -46,6 +49,10 @@ def verify(
     output: Tensor,
 ) -> None:
     """Write `output` [T, V * W] of the sequences that decode; see `gated_delta.mix`."""
+    hopper = _hopper_kernel(recurrent_pool)
+    if hopper:
+        hopper(projected, weights, conv_pool, recurrent_pool, layout, records, output)
+        return
     num_sequences = len(layout.slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
@@ -100,6 +107,15 @@ def verify(
     )
 
 
+def _hopper_kernel(recurrent_pool: Tensor) -> Callable[..., None] | None:
+    """The kernel of `triton_hopper_verify` where it can do the work."""
+    if not runs_gluon(recurrent_pool):
+        return None
+    from milepost.kernels.gated_delta import triton_hopper_verify
+
+    return triton_hopper_verify.verify if triton_hopper_verify.suits(recurrent_pool) else None
+
+
 @triton.jit
 def _window(stream, channel, is_channel, place, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
     """[BLOCK, BLOCK_TAPS], the inputs up to a place, oldest first: of the state, of records, of the
@@ -111,9 +127,9 @@ def _window(stream, channel, is_channel, place, TAPS: tl.constexpr, BLOCK_TAPS: 
     new = held & (source >= num_folded)
     window = tl.load(tokens + (source - num_folded) * projected_stride + at, new, 0)
     folded = held & (source >= 0) & (source < num_folded)
-    window += tl.load(row + source * record_stride + at, folded, 0)
+    recorded = tl.load(row + source * record_stride + at, folded, 0)
     old = tl.load(state + at * (TAPS - 1) + TAPS - 1 + source, held & (source < 0), 0)
-    return window + old.to(window.dtype)
+    return tl.where(new, window, tl.where(folded, recorded, old.to(window.dtype)))
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNSPECIALISED)
