@@ -11,6 +11,7 @@ from the whole. Each row is written when it is there; a run that was stopped goe
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -24,7 +25,7 @@ import rows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from traces import Cell, _run
+from traces import Cell, run
 
 from milepost.cache.eviction import laws, reclaim, shelves, worth
 from milepost.scheduler import admission, sharing
@@ -64,8 +65,8 @@ def _no_levels() -> None:
 
 def _oldest_alone(shelf: Any, value: Any, by: Any) -> Any:
     oldest = shelf._oldest.first()
-    shelf._least, shelf._until = (oldest, value(oldest)), by.clock + by.steady(oldest)
-    return shelf._least
+    shelf.least, shelf.until = (oldest, value(oldest)), by.clock + by.steady(oldest)
+    return shelf.least
 
 
 def _claim_nothing(_reclaimer: Any, ticket: Any, checkpoint: Any) -> None:
@@ -108,7 +109,8 @@ VARIANTS: dict[str, Callable[[], None]] = {
 }
 
 Row = dict[str, Any]
-Task = tuple[str, Cell, str]
+Task = tuple[str, Cell]
+"""What is left out, and of which replay."""
 
 
 def main() -> int:
@@ -125,11 +127,11 @@ def main() -> int:
     known = _read(arguments.out)
     tasks = [task for task in _tasks(arguments) if (task[0], str(task[1])) not in known]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    context, folder = multiprocessing.get_context("fork"), str(arguments.folder)
+    context = multiprocessing.get_context("fork")
     console = Console(stderr=True)
     with context.Pool(arguments.processes, maxtasksperchild=1) as pool:
-        work = [(*task[:2], folder) for task in tasks]
-        found = pool.imap_unordered(_replay, work, chunksize=1)
+        replay = functools.partial(_replay, folder=arguments.folder)
+        found = pool.imap_unordered(replay, tasks, chunksize=1)
         for row in track(found, total=len(tasks), console=console, description="replays"):
             known[row["variant"], row["cell"]] = row
             with arguments.out.open("a", encoding="utf-8") as file:
@@ -139,7 +141,7 @@ def main() -> int:
     return 0
 
 
-def _tasks(arguments: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
+def _tasks(arguments: argparse.Namespace) -> Iterator[Task]:
     """The long ones first, so that the processes end together."""
     for trace in arguments.traces:
         for seed in arguments.seeds:
@@ -159,13 +161,13 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
                         )
 
 
-def _replay(task: Task) -> Row:
+def _replay(task: Task, folder: Path) -> Row:
     """In a process of its own, so that what is left out is left out there alone."""
-    variant, cell, folder = task
+    variant, cell = task
     VARIANTS[variant]()
-    trace = read_trace(Path(folder) / f"{cell.trace}.jsonl.gz", limit=cell.limit)
+    trace = read_trace(folder / f"{cell.trace}.jsonl.gz", limit=cell.limit)
     trace.link_answers()
-    row = _run(trace, cell, read_cost(cell.cost), lambda _: None)
+    row = run(trace, cell, read_cost(cell.cost), lambda _: None)
     return row | {"variant": variant, "cell": str(cell)}
 
 

@@ -128,7 +128,7 @@ def _measure(
         whole = progress.add_task(name, total=len(cells))
         for cell in cells:
             one = progress.add_task(str(cell), total=len(trace.requests))
-            row = _run(
+            row = run(
                 trace, cell, cost, lambda done, task=one: progress.update(task, completed=done)
             )
             progress.remove_task(one)
@@ -139,14 +139,14 @@ def _measure(
             console.print(f"{cell}: {_figures([row])}", style="dim", soft_wrap=True)
 
 
-def _run(
+def run(
     trace: Trace, cell: Cell, cost: CostModel, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
     sizes = cell.sizes(cost, trace.page_size)
     cache = POLICIES[cell.policy].memory(cost, page_size=trace.page_size, **sizes)
     closed = trace.requests[0].session is not None
-    run = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run(on_done)
-    row = run_row(trace, cell.policy, run, trace.bound(), seed=cell.seed, **sizes)
+    replayed = Replay(reseeded(trace, cell.seed), cache, cost, closed=closed).run(on_done)
+    row = run_row(trace, cell.policy, replayed, trace.bound(), seed=cell.seed, **sizes)
     return asdict(row) | asdict(cell)
 
 
