@@ -69,8 +69,8 @@ def _oldest_alone(shelf: Any, value: Any, by: Any) -> Any:
     return shelf.least
 
 
-def _claim_nothing(_reclaimer: Any, ticket: Any, checkpoint: Any) -> None:
-    ticket.checkpoint = checkpoint
+def _claim_nothing(_reclaimer: Any, reservation: Any, checkpoint: Any) -> None:
+    reservation.checkpoint = checkpoint
 
 
 def _lru(expected: Any, checkpoint: Any) -> float:

@@ -77,9 +77,9 @@ def _check_checkpoints(cache: Cache, checkpoints: list[Checkpoint]) -> None:
         assert cache.slots.position(checkpoint.slot) == checkpoint.position, (
             "S4: a slot holds what its label says"
         )
-        assert all(ticket.checkpoint is checkpoint for ticket in checkpoint.tickets), (
-            "W1: a ticket hangs where it says"
-        )
+        assert all(
+            reservation.checkpoint is checkpoint for reservation in checkpoint.reservations
+        ), "W1: a reservation hangs where it says"
     slots = [checkpoint.slot for checkpoint in checkpoints]
     outputs = [allocation.slot_out for allocation in cache.allocations if cache.slots_each]
     exports = [export.slot for allocation in cache.allocations for export in allocation.exports]

@@ -107,7 +107,7 @@ def memory_of(pools: Pools) -> Tensor:
 
 
 def serve(llm: LLM) -> list[list[int]]:
-    """Answers: cold, hits at and behind the end, junctions, marks, and more than there is room
+    """Answers: cold, hits at and behind the end, branch points, marks, and more than there is room
     for. Nothing is cached before and afterwards."""
     assert llm.reset_prefix_cache()
     params = greedy(6)

@@ -54,7 +54,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse KV and recurrent states of earlier prompts and answers."""
     mamba_cache_mode: Mode = "auto"
-    """Where recurrent states are kept: `auto` (junctions, marks, ends), `align` (end of each
+    """Where recurrent states are kept: `auto` (branch points, marks, ends), `align` (end of each
     block-aligned prefill chunk), `all` (each block boundary), `none`."""
     mamba_block_size: int = 512
     """Tokens between states in `align` and `all`; a multiple of 64."""

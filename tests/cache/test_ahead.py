@@ -43,12 +43,12 @@ def test_exports_of_both_steps_are_given_up_together():
     assert cache.slots.pool.num_free == 8
 
 
-def test_a_junction_is_asked_for_before_any_step_passes_it():
+def test_a_branch_point_is_asked_for_before_any_step_passes_it():
     cache, _, allocation = admitted(300)
     cache.take_exports(allocation, 128)
     with pytest.raises(AssertionError, match="A2"):
-        cache.add_junction(allocation, 128)
-    cache.add_junction(allocation, 192)
+        cache.add_branch_point(allocation, 128)
+    cache.add_branch_point(allocation, 192)
     assert [export.position for export in cache.take_exports(allocation, 300)] == [192, 256]
 
 

@@ -50,7 +50,7 @@ def waiting_events(num_pages, num_states):
     tokens = [7] * (num_pages * PAGE_SIZE)
     run(cache, tokens)
     chain = cache.chain([*tokens, *range(16 * (num_states + 16))])
-    ticket = cache.expect(chain, num_ahead=3)
+    reservation = cache.expect(chain, num_ahead=3)
     cache.match(chain)
     events = []
     for _ in range(3):
@@ -58,7 +58,7 @@ def waiting_events(num_pages, num_states):
 
         def ask():
             match = cache.match(chain)
-            cache.refresh(ticket, match)
+            cache.refresh(reservation, match)
             assert cache.admit(chain, match, look_ahead=256) is None
 
         events.append(num_events(ask))
@@ -129,11 +129,11 @@ def test_many_who_wait_for_one_state_cost_no_more_than_a_few():
         cache = Cache(num_pages=64, num_slots=8, page_size=PAGE_SIZE)
         run(cache, [1] * 64)
         chain = cache.chain([*[1] * 64, 0])
-        tickets = [cache.expect(chain, num_ahead) for num_ahead in range(num_waiting)]
+        reservations = [cache.expect(chain, num_ahead) for num_ahead in range(num_waiting)]
         cache.reclaimer.settle()
 
         def come_and_go():
-            cache.forget(tickets[0])
+            cache.forget(reservations[0])
             cache.expect(chain, 0)
             cache.reclaimer.settle()
 

@@ -56,7 +56,7 @@ def test_match_admit_commit_release_evict(shallow):
     cache.release(allocation, Kind.PREEMPTED)
 
     fork = cache.match(cache.chain([*tokens[: LENGTH // 2], 1]))
-    assert (fork.junctions, fork.kv_length) == ((LENGTH // 2,), LENGTH // 2)
+    assert (fork.branch_points, fork.kv_length) == ((LENGTH // 2,), LENGTH // 2)
     assert fork.state_length < LENGTH // 2
     assert len(cache.match(follow_up).path.checkpoints()) >= 2
     check(cache)

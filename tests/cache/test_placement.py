@@ -19,7 +19,7 @@ FACTS = st.builds(
     prompt_length=POSITION,
     grid=st.just(GRID),
     marks=st.lists(POSITION, max_size=3).map(tuple),
-    junctions=st.lists(POSITION, max_size=2).map(tuple),
+    branch_points=st.lists(POSITION, max_size=2).map(tuple),
     block_size=st.sampled_from([64, 128, 192, 512]),
 )
 CUTS = st.lists(st.integers(1, LENGTH // GRID).map(lambda n: n * GRID), max_size=6)
@@ -28,13 +28,13 @@ CUTS = st.lists(st.integers(1, LENGTH // GRID).map(lambda n: n * GRID), max_size
 @given(facts=FACTS, start=st.integers(0, LENGTH), length=st.integers(1, LENGTH))
 @pytest.mark.parametrize("mode", POLICIES)
 def test_contract(mode, facts, start, length):
-    """Grid positions, marks and junctions inside the chunk, ascending; the same for the same facts,
-    which stay.
+    """Grid positions, marks and branch points inside the chunk, ascending; the same for the same
+    facts, which stay.
     """
     before = replace(facts)
     end = start + length
     found = POLICIES[mode](facts, start, end)
-    named = {*facts.marks, *facts.junctions}
+    named = {*facts.marks, *facts.branch_points}
     assert all(start < position <= end for position in found)
     assert all(position % GRID == 0 or position in named for position in found)
     assert list(found) == sorted(found)
@@ -53,11 +53,11 @@ def test_positions_do_not_depend_on_how_a_prompt_is_cut(mode, facts, cuts):
 
 
 @given(facts=FACTS)
-def test_auto_keeps_the_prompts_end_marks_and_junctions(facts):
+def test_auto_keeps_the_prompts_end_marks_and_branch_points(facts):
     found = POLICIES["auto"](facts, 0, LENGTH)
     last = facts.prompt_length - 1
     wanted = {floor(last, GRID), *(rounded(mark, GRID) for mark in facts.marks if mark <= last)}
-    assert set(found) == (wanted | set(facts.junctions)) - {0}
+    assert set(found) == (wanted | set(facts.branch_points)) - {0}
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_short_prefix_that_others_share_gets_a_state_at_its_very_end():
     run(cache, [*[1] * 100, *[2] * 40])
     chain = cache.chain([*[1] * 100, *[3] * 40])
     match = cache.match(chain)
-    assert (match.state_length, match.junctions) == (0, (64, 100))
+    assert (match.state_length, match.branch_points) == (0, (64, 100))
     allocation = cache.admit(chain, match)
     positions = [export.position for export in cache.take_exports(allocation, len(chain))]
     assert positions == [64, 100, 128]

@@ -4,8 +4,8 @@ import pytest
 
 from milepost.cache import Cache, Kind
 from milepost.cache.eviction import Expected
-from milepost.cache.tree.nodes import NO_PAGE, Checkpoint, End, Node, Ticket
-from milepost.cache.tree.waiting import hang
+from milepost.cache.tree.nodes import NO_PAGE, Checkpoint, End, Node, Reservation
+from milepost.cache.tree.reservations import hang
 from tests.invariants import check
 
 PAGE_SIZE = 16
@@ -42,12 +42,12 @@ def cache():
 def test_what_is_waited_for_outlives_what_is_fresher(cache):
     for seed in (1, 2, 3):
         run(cache, prompt(seed))
-    ticket = cache.expect(cache.chain([*prompt(1), 0]), num_ahead=2)
+    reservation = cache.expect(cache.chain([*prompt(1), 0]), num_ahead=2)
     for seed in (4, 5, 6):
         run(cache, prompt(seed))
     assert cached(cache, prompt(1)) == 64
     assert sum(cached(cache, prompt(seed)) > 0 for seed in range(2, 7)) == 2
-    cache.forget(ticket)
+    cache.forget(reservation)
     for seed in (7, 8, 9):
         run(cache, prompt(seed))
     assert cached(cache, prompt(1)) == 0
@@ -62,28 +62,28 @@ def test_of_two_waiting_the_last_in_the_queue_gives_way(cache):
     assert [cached(cache, prompt(seed)) for seed in (1, 2, 3)] == [0, 64, 64]
 
 
-def test_a_ticket_passes_to_the_next_shallower_checkpoint():
+def test_a_reservation_passes_to_the_next_shallower_checkpoint():
     cache = Cache(num_pages=20, num_slots=40, page_size=PAGE_SIZE)
     run(cache, prompt(1))
     run(cache, prompt(1, 8))
-    ticket = cache.expect(cache.chain([*prompt(1, 8), 0]), num_ahead=0)
-    assert ticket.checkpoint.position == 8 * PAGE_SIZE
-    while ticket.checkpoint.position == 8 * PAGE_SIZE:
-        cache.reclaimer.evict_checkpoint(ticket.checkpoint, "slots")
+    reservation = cache.expect(cache.chain([*prompt(1, 8), 0]), num_ahead=0)
+    assert reservation.checkpoint.position == 8 * PAGE_SIZE
+    while reservation.checkpoint.position == 8 * PAGE_SIZE:
+        cache.reclaimer.evict_checkpoint(reservation.checkpoint, "slots")
         check(cache)
-    assert 0 < ticket.checkpoint.position < 8 * PAGE_SIZE
+    assert 0 < reservation.checkpoint.position < 8 * PAGE_SIZE
     assert cache.reset()
-    assert ticket.checkpoint is None
-    cache.forget(ticket)
+    assert reservation.checkpoint is None
+    cache.forget(reservation)
 
 
 def test_a_refresh_finds_what_was_made_in_the_meantime(cache):
     chain = cache.chain([*prompt(1), 0])
-    ticket = cache.expect(chain, num_ahead=0)
-    assert ticket.checkpoint is None
+    reservation = cache.expect(chain, num_ahead=0)
+    assert reservation.checkpoint is None
     run(cache, prompt(1))
-    cache.refresh(ticket, cache.match(chain))
-    assert ticket.checkpoint.position == 64
+    cache.refresh(reservation, cache.match(chain))
+    assert reservation.checkpoint.position == 64
 
 
 def test_a_request_that_looks_ahead_does_not_evict_what_is_likely_to_return(cache):
@@ -117,5 +117,5 @@ def test_the_first_to_have_its_turn_counts(dues):
         end=End(position=640, time=0),
     )
     for due in dues:
-        hang(Ticket(due=due), checkpoint)
+        hang(Reservation(due=due), checkpoint)
     assert worth.of(checkpoint) == 640 / 5

@@ -1,7 +1,7 @@
 """The embedded model in the engine: a trained one, so its choices are not those of noise.
 
-A hit answers as a cold run does: at a junction, at a mark, at an answer's end inside a page, after
-preemption, in a batch, in every mode.
+A hit answers as a cold run does: at a branch point, at a mark, at an answer's end inside a page,
+after preemption, in a batch, in every mode.
 """
 
 from __future__ import annotations

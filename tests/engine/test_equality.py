@@ -112,7 +112,7 @@ def test_hit(tiny, page_size):
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_junction(tiny, page_size):
+def test_branch_point(tiny, page_size):
     """The second prompt finds KV and no state: it shares the pages and computes all tokens."""
     llm = tiny.open(page_size=page_size)
     outputs = [ask(llm, token_ids)[0] for token_ids in siblings(400, 100, 4)]
@@ -454,7 +454,7 @@ def test_mixture(tiny, seed):
 
 
 def test_dense(dense):
-    """The paths of the other tests in short: hit, junction, chat, neighbours, several answers."""
+    """The paths of the other tests in short: hit, branch point, chat, neighbours, answers."""
     llm = dense.open(max_num_batched_tokens=130)
     prompts = siblings(400, 100, 3)
     outputs = [ask(llm, token_ids)[0] for token_ids in (*prompts, prompts[0])]

@@ -77,7 +77,7 @@ def test_shared_prefix(llm, row, shared, own, marks, theirs, least):
 
 
 def test_chance_agreement_makes_no_states(llm):
-    """Own parts that begin alike by chance don't move the junction of a short prefix."""
+    """Own parts that begin alike by chance don't move the branch point of a short prefix."""
     shared = tokens(100, 0)
     for first in (1, 2, 3, 3, 3, 3):
         ask(llm, [*shared, first, first, *tokens(60, first)], params=greedy(1))

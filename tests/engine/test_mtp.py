@@ -154,7 +154,7 @@ def test_without_what_slots_carry_drafts_would_differ(tiny, cold):
     assert differ(watched.of(-1), cold(tokens(300)))
 
 
-def test_junctions(tiny, cold):
+def test_branch_point(tiny, cold):
     """The third prompt resumes where the first two part, and the second shares KV beyond its
     state."""
     watched = open_watched(tiny)

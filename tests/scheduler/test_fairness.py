@@ -105,7 +105,7 @@ def test_what_is_passed_over_for_want_of_tokens_ages():
     assert first.allocation is not None
     long = load.ask(500)
     for num_short in range(MAX_STEPS):
-        assert long.num_overtaken == num_short
+        assert long.num_bypasses == num_short
         short = load.ask(1, max_tokens=1)
         load.step()
         assert short.report is not None
@@ -123,7 +123,7 @@ def test_it_ages_by_the_requests_that_go_first_too(monkeypatch):
     for _ in range(MAX_BYPASSED):
         load.ask(1, max_tokens=1)
         load.step()
-    assert long.num_overtaken == MAX_BYPASSED
+    assert long.num_bypasses == MAX_BYPASSED
     late = load.ask(1, max_tokens=1)
     load.step()
     assert late.report is None
@@ -146,7 +146,7 @@ def test_who_waits_again_ages_anew():
     assert urgent.allocation is not None
     assert long.allocation is None
     assert all(short.report is not None for short in shorts)
-    assert long.num_overtaken == len(shorts)
+    assert long.num_bypasses == len(shorts)
 
 
 @pytest.mark.parametrize("num_urgent", [1, 3])

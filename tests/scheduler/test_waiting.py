@@ -51,7 +51,7 @@ def test_who_is_passed_over_counts_each_admission_behind_it():
         bench.submit(tokens(16, 10 + seed), max_tokens=1)
         bench.step()
         assert blocked.allocation is None
-        assert blocked.num_overtaken == seed + 1
+        assert blocked.num_bypasses == seed + 1
     bench.run()
     assert bench.is_right(blocked)
 

@@ -24,7 +24,7 @@ from milepost.cache.tree import (
     LayerKind,
     Match,
     Outbox,
-    Ticket,
+    Reservation,
     Tree,
     grid_of,
     window_of,
@@ -142,24 +142,25 @@ class Cache:
 
     # --- wait -------------------------------------------------------------------------------------
 
-    def expect(self, chain: Chain, num_ahead: int) -> Ticket:
-        """Note that a request waits behind `num_ahead` others: what it would resume from is kept
-        in preference to what nobody is known to ask for. The ticket is for `refresh` and `forget`.
+    def expect(self, chain: Chain, num_ahead: int) -> Reservation:
+        """Note that a request waits behind `num_ahead` others, and reserve what it would resume
+        from: that is kept in preference to what nobody is known to ask for. For `refresh` and
+        `forget`.
         """
-        ticket = Ticket(due=self.worth.clock + num_ahead + 1)
-        self.reclaimer.claim(ticket, self._finder.source(chain, self.version))
-        return ticket
+        reservation = Reservation(due=self.worth.clock + num_ahead + 1)
+        self.reclaimer.claim(reservation, self._finder.source(chain, self.version))
+        return reservation
 
-    def refresh(self, ticket: Ticket, match: Match) -> None:
+    def refresh(self, reservation: Reservation, match: Match) -> None:
         """Note what a waiting request would resume from by now. Costs the logarithm of those that
-        wait for the same; until then its ticket passes on by itself when a state goes.
+        wait for the same; until then its reservation passes on by itself when a state goes.
         """
-        if match.checkpoint is not ticket.checkpoint:
-            self.reclaimer.claim(ticket, match.checkpoint)
+        if match.checkpoint is not reservation.checkpoint:
+            self.reclaimer.claim(reservation, match.checkpoint)
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, reservation: Reservation) -> None:
         """Note that a request waits no longer."""
-        self.reclaimer.claim(ticket, None)
+        self.reclaimer.claim(reservation, None)
 
     # --- admit ------------------------------------------------------------------------------------
 
@@ -216,11 +217,11 @@ class Cache:
         """
         return self._running.extend(allocation, num_tokens)
 
-    def add_junction(self, allocation: Allocation, position: int) -> None:
+    def add_branch_point(self, allocation: Allocation, position: int) -> None:
         """Ask a running prefill to keep the state at a grid position that no step planned so far
         passes, for others to resume.
         """
-        self._running.add_junction(allocation, position)
+        self._running.add_branch_point(allocation, position)
 
     def take_exports(
         self, allocation: Allocation, end: int, most: int | None = None, num_drafts: int = 0

@@ -1,6 +1,6 @@
 """Where a prefill keeps states: pure functions from facts about a prompt to export positions.
 
-Positions are on the grid, but for marks and junctions that it would round off too far. A policy
+Positions are on the grid, but for marks and branch points that it would round off too far. A policy
 answers for one prefill chunk (start, end] at a time, because `align` depends on where chunks end;
 the positions of `auto` and `all` do not.
 """
@@ -29,7 +29,7 @@ Mode = Literal["auto", "none", "align", "all"]
 class Kind(StrEnum):
     """Why a checkpoint was made."""
 
-    JUNCTION = "junction"
+    BRANCH_POINT = "branch_point"
     MARK = "mark"
     SPARSE = "sparse"
     BOUNDARY = "boundary"
@@ -46,7 +46,7 @@ class Facts:
     grid: int
     """A prefill can export a state at its multiples."""
     marks: tuple[int, ...] = ()
-    junctions: tuple[int, ...] = ()
+    branch_points: tuple[int, ...] = ()
     block_size: int = 512
     new_from: int = 0
     """Tokens before this are in the cache, so what is worth keeping there is known."""
@@ -92,8 +92,8 @@ def place_all(facts: Facts, start: int, end: int) -> dict[int, Kind]:
 
 
 def place_auto(facts: Facts, start: int, end: int) -> dict[int, Kind]:
-    """Junctions, marks and the prompt's end; in a long prompt sparse states too, which the cache
-    may decline. The answer's end needs no export.
+    """Branch points, marks and the prompt's end; in a long prompt sparse states too, which the
+    cache may decline. The answer's end needs no export.
     """
     grid, last_token = facts.grid, facts.prompt_length - 1
     last = floor(last_token, grid)
@@ -102,7 +102,7 @@ def place_auto(facts: Facts, start: int, end: int) -> dict[int, Kind]:
     wanted = dict.fromkeys(range(first, min(end, last) + 1, step), Kind.SPARSE)
     wanted |= {last: Kind.PROMPT_END}
     wanted |= {rounded(mark, grid): Kind.MARK for mark in facts.marks if mark <= last_token}
-    wanted |= dict.fromkeys(facts.junctions, Kind.JUNCTION)
+    wanted |= dict.fromkeys(facts.branch_points, Kind.BRANCH_POINT)
     return {p: wanted[p] for p in sorted(wanted) if start < p <= end}
 
 

@@ -55,14 +55,14 @@ class Round:
     """Requests that may yet begin."""
     now_s: float
     """Seconds that steps have taken so far."""
-    overtaken: list[Request] = field(default_factory=list)
+    bypassed: list[Request] = field(default_factory=list)
     """Those that found no tokens or no room, the most urgent first."""
     num_passed_over: int = 0
     num_looks: int = 0
     num_waiting_tokens: int | None = None
     """Tokens that waiting requests have yet to compute, once somebody has asked."""
     is_held: bool = False
-    """Whether one of them has been overtaken often enough."""
+    """Whether one of them has been bypassed often enough."""
 
     @property
     def is_over(self) -> bool:
@@ -76,7 +76,7 @@ class Round:
 
     def pass_over(self, request: Request) -> bool:
         """Note that a request finds no tokens or no room; False, as an admission's outcome."""
-        self.overtaken.append(request)
+        self.bypassed.append(request)
         self.num_passed_over += 1
         if request.passed_over_s is None:
             request.passed_over_s = self.now_s
@@ -87,7 +87,7 @@ class Round:
         """Whether others have gone before a request for as long as they may."""
         since_s = request.passed_over_s
         waited_s = 0.0 if since_s is None else self.now_s - since_s
-        return waited_s >= MAX_HOLD_BACK_S or request.num_overtaken >= MAX_BYPASSED
+        return waited_s >= MAX_HOLD_BACK_S or request.num_bypasses >= MAX_BYPASSED
 
 
 class Admission:
@@ -145,14 +145,14 @@ class Admission:
             self._waiting.block(request, match)
             return turn.pass_over(request)
         turn.num_seats -= 1
-        for other in turn.overtaken:
-            other.num_overtaken += 1
+        for other in turn.bypassed:
+            other.num_bypasses += 1
         return True
 
     def close(self, step: Budget, turn: Round) -> None:
         """Where a step computes no prefill, the first that was passed over looks for room again."""
-        if turn.overtaken and not step.has_prefill:
-            turn.overtaken[0].blocked_at = None
+        if turn.bypassed and not step.has_prefill:
+            turn.bypassed[0].blocked_at = None
 
     def _awaits(self, request: Request) -> bool:
         """Whether what a request was found to wait for is still to come."""
@@ -167,7 +167,7 @@ class Admission:
         if shared is None:
             return False
         if shared.can_keep:
-            self._cache.add_junction(shared.allocation, shared.position)
+            self._cache.add_branch_point(shared.allocation, shared.position)
         self._stats.num_waits += 1
         return True
 

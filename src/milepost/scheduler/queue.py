@@ -35,20 +35,20 @@ class Queue:
     def add(self, request: Request) -> None:
         index = self._index(request)
         self._requests.insert(index, request)
-        request.ticket = self._memory.expect(request.chain, index)
+        request.reservation = self._memory.expect(request.chain, index)
 
     def remove(self, request: Request) -> None:
-        assert request.ticket is not None
+        assert request.reservation is not None
         index = self._index(request)
         assert self._requests[index] is request, "ranks differ, and stay as they are"
         del self._requests[index]
-        self._memory.forget(request.ticket)
-        request.ticket = None
+        self._memory.forget(request.reservation)
+        request.reservation = None
 
     def num_left(self, request: Request) -> int:
         """Tokens to compute once it is admitted, as far as is known: more may be cached since."""
-        assert request.ticket is not None
-        source = request.ticket.checkpoint
+        assert request.reservation is not None
+        source = request.reservation.checkpoint
         return request.num_tokens - (source.position if source is not None else 0)
 
     def looks(self, request: Request) -> bool:
@@ -63,12 +63,12 @@ class Queue:
         self.remove(request)
         self._num_admitted += 1
         request.blocked_at = request.awaits = request.passed_over_s = None
-        request.num_overtaken = 0
+        request.num_bypasses = 0
 
     def refresh(self, request: Request, match: Match) -> None:
         """Note what a request would resume from by now."""
-        assert request.ticket is not None
-        self._memory.refresh(request.ticket, match)
+        assert request.reservation is not None
+        self._memory.refresh(request.reservation, match)
 
     def block(self, request: Request, match: Match) -> None:
         """Note that a request found no room."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from milepost.cache.allocation import Allocation
 from milepost.cache.report import CacheReport
-from milepost.cache.tree import Chain, Ticket
+from milepost.cache.tree import Chain, Reservation
 
 if TYPE_CHECKING:
     from milepost.scheduler.sharing import Shared
@@ -53,7 +53,7 @@ class Request:
     num_tokens: int = field(init=False)
     """Of the prompt and of the answer so far."""
     allocation: Allocation | None = None
-    ticket: Ticket | None = None
+    reservation: Reservation | None = None
     """While it waits: its claim on what it would resume from."""
     report: CacheReport | None = None
     """What the cache gave on the first admission."""
@@ -66,7 +66,7 @@ class Request:
     """Of its page table, how many plans have named."""
     awaits: Shared | None = None
     """The prefix that it waited for when it last looked at what others compute."""
-    num_overtaken: int = 0
+    num_bypasses: int = 0
     """Times that a later request was admitted while this one waits and found no tokens or no room.
     """
     passed_over_s: float | None = None

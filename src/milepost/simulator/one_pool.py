@@ -24,7 +24,7 @@ from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Facts, Kind, Mode, Placement, floor, place_align
 from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import CacheReport, Seen, Stats, explain
-from milepost.cache.tree import HYBRID, Chain, End, Match, Path, Ticket, grid_of
+from milepost.cache.tree import HYBRID, Chain, End, Match, Path, Reservation, grid_of
 from milepost.simulator.blocks import Blocks, Key, Place
 from milepost.simulator.cost import CostModel
 
@@ -96,19 +96,19 @@ class OnePool:
             path=Path(chain, None, None),
             checkpoint=None,
             state_length=report.state_length,
-            junctions=(num_kv * self.block_size,) if num_kv > found else (),
+            branch_points=(num_kv * self.block_size,) if num_kv > found else (),
             num_seen=0,
             report=report,
             version=0,
         )
 
-    def expect(self, chain: Chain, num_ahead: int) -> Ticket:  # noqa: ARG002
-        return Ticket(due=0)
+    def expect(self, chain: Chain, num_ahead: int) -> Reservation:  # noqa: ARG002
+        return Reservation(due=0)
 
-    def refresh(self, ticket: Ticket, match: Match) -> None:
+    def refresh(self, reservation: Reservation, match: Match) -> None:
         """Nothing is kept for those that wait."""
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, reservation: Reservation) -> None:
         """Nothing was kept for it."""
 
     def _ends(self, chain: Chain, first: int, end: int) -> list[Place]:
@@ -200,9 +200,9 @@ class OnePool:
         hold.num_kv += missing
         return True
 
-    def add_junction(self, allocation: Allocation, position: int) -> None:  # noqa: ARG002
+    def add_branch_point(self, allocation: Allocation, position: int) -> None:  # noqa: ARG002
         """Nobody waits for another one's prefill, so nobody asks."""
-        raise AssertionError("a junction is asked for in mode auto alone")
+        raise AssertionError("a branch point is asked for in mode auto alone")
 
     def take_exports(
         self,
@@ -318,7 +318,7 @@ def _allocation(chain: Chain, match: Match, block_size: int) -> Allocation:
         facts=Facts(
             prompt_length=len(chain),
             grid=block_size,
-            junctions=match.junctions,
+            branch_points=match.branch_points,
             block_size=block_size,
         ),
     )

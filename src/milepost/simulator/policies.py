@@ -112,7 +112,7 @@ def ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
 def forks_and_ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
     """Where a prompt leaves known KV, and its end."""
     found = ends(facts, start, end)
-    found |= {p: Kind.JUNCTION for p in facts.junctions if start < p <= end}
+    found |= {p: Kind.BRANCH_POINT for p in facts.branch_points if start < p <= end}
     return dict(sorted(found.items()))
 
 
@@ -126,7 +126,7 @@ def intervals_too(facts: Facts, start: int, end: int) -> dict[int, Kind]:
 def aligned_ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
     """The last block boundary in the prompt, and in the KV that is known of it."""
     last = floor(facts.prompt_length - 1, facts.block_size)
-    found = {last: Kind.PROMPT_END} | dict.fromkeys(facts.junctions, Kind.JUNCTION)
+    found = {last: Kind.PROMPT_END} | dict.fromkeys(facts.branch_points, Kind.BRANCH_POINT)
     return {p: found[p] for p in sorted(found) if start < p <= end}
 
 

@@ -227,7 +227,7 @@ class Admitter:
             deepest_state=position,
             facts=Facts(
                 prompt_length=len(chain),
-                junctions=match.junctions,
+                branch_points=match.branch_points,
                 block_size=self._block_size,
                 new_from=match.kv_length,
                 grid=self._grid,

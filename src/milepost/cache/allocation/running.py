@@ -61,13 +61,13 @@ class Running:
         allocation.page_table.extend(self._reclaimer.allocate_pages(missing))
         return True
 
-    def add_junction(self, allocation: Allocation, position: int) -> None:
+    def add_branch_point(self, allocation: Allocation, position: int) -> None:
         """Ask a running prefill to keep the state at a grid position that no step planned so far
         passes, for others to resume.
         """
-        assert position > allocation.planned, "A2: a junction is asked for before it is passed"
-        if position not in allocation.facts.junctions:
-            allocation.facts.junctions = (*allocation.facts.junctions, position)
+        assert position > allocation.planned, "A2: a branch point is asked for before it is passed"
+        if position not in allocation.facts.branch_points:
+            allocation.facts.branch_points = (*allocation.facts.branch_points, position)
 
     def take_exports(
         self, allocation: Allocation, end: int, most: int | None = None, num_drafts: int = 0

@@ -27,7 +27,7 @@ from milepost.cache.tree import (
     End,
     Node,
     Outbox,
-    Ticket,
+    Reservation,
     Tree,
     follow,
     hang,
@@ -165,10 +165,10 @@ class Reclaimer:
             here.end = end
             self._tree.changed.append(here)
 
-    def claim(self, ticket: Ticket, checkpoint: Checkpoint | None) -> None:
-        """Hang a waiting request's ticket on what it would resume from; None: on nothing."""
-        before = take(ticket)
-        hang(ticket, checkpoint)
+    def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
+        """Hang a waiting request's reservation on what it would resume from; None: on nothing."""
+        before = take(reservation)
+        hang(reservation, checkpoint)
         self._tree.changed += [c for c in (before, checkpoint) if c is not None]
 
     def _rank(self, node: Node) -> None:

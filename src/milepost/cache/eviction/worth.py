@@ -210,7 +210,7 @@ class Expected:
 
     def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         fork = self._fork_at(checkpoint)
-        if checkpoint.tickets:
+        if checkpoint.reservations:
             is_sure = checkpoint.kind == Kind.PREEMPTED
             replay = _half_magnitude(checkpoint.replay_tokens)
             return ("awaited", is_sure, fork is not None, replay), -_due(checkpoint)
@@ -224,7 +224,7 @@ class Expected:
         return (returns, saved, fork_returns, replay), checkpoint.end.time
 
     def of(self, checkpoint: Checkpoint) -> float:
-        if not checkpoint.tickets:
+        if not checkpoint.reservations:
             return self._of_unawaited(checkpoint)
         if checkpoint.kind == Kind.PREEMPTED:
             return checkpoint.position
@@ -234,10 +234,10 @@ class Expected:
     def steady(self, checkpoint: Checkpoint) -> int:
         """The chance of a return changes with the magnitude of the age."""
         age = self.clock - checkpoint.end.time
-        return 0 if checkpoint.tickets else 1 + age // STEADY
+        return 0 if checkpoint.reservations else 1 + age // STEADY
 
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
-        if checkpoint.tickets:
+        if checkpoint.reservations:
             return True
         end = checkpoint.end
         age = self.clock - end.time
@@ -296,7 +296,7 @@ def _has_parted(chain: Chain, node: Node, position: int) -> bool:
 
 def _due(checkpoint: Checkpoint) -> int:
     """When the first that waits for it has its turn."""
-    earliest = checkpoint.tickets.first()
+    earliest = checkpoint.reservations.first()
     assert earliest is not None, "W2: asked only where somebody waits"
     return earliest.due
 

@@ -23,11 +23,11 @@ from milepost.cache.tree.nodes import (
     Checkpoint,
     End,
     Node,
-    Ticket,
+    Reservation,
     Tree,
 )
 from milepost.cache.tree.outbox import Outbox
-from milepost.cache.tree.waiting import hang, pass_on, take
+from milepost.cache.tree.reservations import hang, pass_on, take
 
 __all__ = [
     "HYBRID",
@@ -44,9 +44,9 @@ __all__ = [
     "Outbox",
     "Path",
     "Recurrent",
+    "Reservation",
     "ShortConvolution",
     "SlidingWindow",
-    "Ticket",
     "Tree",
     "checkpoint_key",
     "follow",

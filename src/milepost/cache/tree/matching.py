@@ -19,7 +19,7 @@ class Match:
 
     path: Path
     checkpoint: Checkpoint | None
-    junctions: tuple[int, ...]
+    branch_points: tuple[int, ...]
     """Positions behind which a state is missing although KV is there."""
     num_seen: int
     """Pages of the prompt that are resident or were evicted."""
@@ -71,13 +71,13 @@ class Finder:
             path=path,
             checkpoint=self._checkpoint(path, position),
             state_length=position,
-            junctions=self._junctions(min(resident, last), position),
+            branch_points=self._branch_points(min(resident, last), position),
             num_seen=num_seen,
             report=self._report(path, position, resident, num_seen, limit),
             version=version,
         )
 
-    def _junctions(self, shared: int, position: int) -> tuple[int, ...]:
+    def _branch_points(self, shared: int, position: int) -> tuple[int, ...]:
         """Where to keep the state of what is shared with others and lies behind the state that
         there is: on the grid, and at its very end where the grid would give up too much of it.
         """

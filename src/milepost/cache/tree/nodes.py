@@ -84,7 +84,7 @@ class End:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class Reservation:
     """A waiting request's claim on what it will resume from."""
 
     due: int
@@ -97,7 +97,7 @@ class Checkpoint:
 
     Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
     past the node. `above` is the next shallower checkpoint on its path, `below` those that have
-    this one above them, the path that was used last at the end. `tickets` are those of waiting
+    this one above them, the path that was used last at the end. `reservations` are those of waiting
     requests that would resume here, the earliest first. `saved` is for the worth to note.
     """
 
@@ -109,11 +109,11 @@ class Checkpoint:
         "node",
         "num_uses",
         "position",
+        "reservations",
         "saved",
         "slot",
         "tail",
         "tail_page",
-        "tickets",
         "used_at",
     )
 
@@ -140,7 +140,7 @@ class Checkpoint:
         self.saved = 0.0
         self.above: Checkpoint | None = None
         self.below: dict[Checkpoint, None] = {}
-        self.tickets: Order[Ticket] = NO_TICKETS
+        self.reservations: Order[Reservation] = NO_RESERVATIONS
 
     @property
     def key(self) -> bytes:
@@ -159,7 +159,7 @@ class Checkpoint:
 
 
 NO_PAGE: Final = -1
-NO_TICKETS: Final[Order[Ticket]] = Order()
+NO_RESERVATIONS: Final[Order[Reservation]] = Order()
 """Shared by the checkpoints that nobody waits for; never written."""
 NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 """Shared by the many nodes without checkpoints; never written."""

@@ -308,7 +308,7 @@ function words(bar) {
   return `${parts.join("; ")}.`;
 }
 
-const KINDS = { junction: "where paths part", mark: "at a mark", sparse: "inside a long prompt", boundary: "at a block's end", prompt_end: "near a prompt's end", answer_end: "at an answer's end", preempted: "of a request that gave way" };
+const KINDS = { branch_point: "where paths part", mark: "at a mark", sparse: "inside a long prompt", boundary: "at a block's end", prompt_end: "near a prompt's end", answer_end: "at an answer's end", preempted: "of a request that gave way" };
 
 function markWords({ position, kind, uses }) {
   return `at ${count(position)} (${KINDS[kind] ?? kind}, ${uses ? `resumed from ${uses === 1 ? "once" : `${count(uses)} times`}` : "not used yet"})`;
