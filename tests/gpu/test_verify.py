@@ -12,9 +12,15 @@ import pytest
 import torch
 
 from milepost.kernels.device import allow_hopper_kernels, probe
+from milepost.models.folder import EMBEDDED_MODEL
+from milepost.models.loading import load_model
+from milepost.runner.device import DeviceExecutor
+from milepost.runner.graphs import ladder, largest_step
+from milepost.runner.runner import Runner
 from tests.kernels.mixers import ODD, REAL, Shapes, make_projected
 from tests.kernels.verifying import Kind, Mixer, Plain, is_equal, play
 from tests.numbers import relative_error
+from tests.runner.verifying import NUM_SLOTS, assert_drafts_leave_what_tokens_do, open_pools
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,3 +82,25 @@ def test_a_prefill_beside_verifying_sequences_has_the_bits_that_it_has_alone() -
     output = beside.step({0: (0, tokens[:3]), 2: (0, tokens[3:])}, prompt, padding=3)
     assert torch.equal(output[4:], alone.step({}, prompt, verifies=False))
     assert is_equal(beside.state(3), alone.state(3))
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
+def test_accepted_drafts_leave_what_tokens_do_in_a_model(has_graphs: bool) -> None:
+    """Through the executor: decodes, prefills beside them, and a step that only folds."""
+    device = torch.device("cuda")
+    model, _ = load_model(
+        EMBEDDED_MODEL, dtype=torch.bfloat16, device=device, load_format="auto", seed=0
+    )
+
+    def open_runner(num_drafts: int) -> Runner:
+        pools = open_pools(model, num_drafts, device)
+        limits = {"max_num_seqs": 3, "max_num_batched_tokens": 256, "num_drafts": num_drafts}
+        executor = DeviceExecutor(
+            model, pools, num_requests=4, max_model_len=256, largest=largest_step(**limits)
+        )
+        if has_graphs:
+            executor.capture(ladder(**limits))
+        return Runner(executor, pools, num_slots=NUM_SLOTS)
+
+    assert_drafts_leave_what_tokens_do(open_runner(0), open_runner(3), 3e-2)

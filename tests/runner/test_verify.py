@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.numbers import relative_error
 from tests.runner.test_arrays import sequence
+from tests.runner.verifying import (
+    NUM_SLOTS,
+    TOKENS,
+    assert_drafts_leave_what_tokens_do,
+    open_pools,
+    part,
+    run,
+)
 
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.models.loading import load_model
 from milepost.runner.plain import PlainExecutor
-from milepost.runner.pools import PoolShape, allocate
+from milepost.runner.pools import PoolShape
 from milepost.runner.records import RecordRows
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 CPU = torch.device("cpu")
-TOKENS = [*range(100, 190)]
 
 
 def drafting(number: int, num_drafts: int, fold: int = 0) -> SequencePlan:
@@ -53,74 +59,18 @@ def test_what_was_not_recorded_is_not_folded():
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(EMBEDDED_MODEL, dtype=torch.float64, device=CPU, load_format="auto", seed=0)[
-        0
-    ]
+    options = {"dtype": torch.float64, "device": CPU, "load_format": "auto", "seed": 0}
+    return load_model(EMBEDDED_MODEL, **options)[0]
 
 
 def open_runner(model, num_drafts: int) -> Runner:
-    shape = PoolShape(
-        specs=model.layer_specs,
-        page_size=64,
-        dtype=torch.float64,
-        state_dtype=torch.float64,
-        num_record_rows=2,
-        num_drafts=num_drafts,
-    )
-    pools = allocate(shape, num_pages=40, num_slots=4, device=CPU)
+    pools = open_pools(model, num_drafts, CPU)
     executor = PlainExecutor(model, pools, num_requests=4, max_model_len=256)
-    return Runner(executor, pools, num_slots=4)
-
-
-def run(runner: Runner, *sequences: SequencePlan) -> torch.Tensor | None:
-    return runner.launch(StepPlan(sequences=sequences)).logits
-
-
-def part(begin: int, end: int, slot: int, **changes) -> SequencePlan:
-    """Of the tokens that every sequence has."""
-    changes = {"new_pages": ()} | changes
-    return sequence(begin, TOKENS[begin:end], slot, **changes)
-
-
-def state_of(runner: Runner, slot: int) -> torch.Tensor:
-    parts = [
-        pool[slot].flatten()
-        for state in runner.pools.states.values()
-        for pool in (state.conv, state.recurrent)
-    ]
-    return torch.cat(parts)
+    return Runner(executor, pools, num_slots=NUM_SLOTS)
 
 
 def test_accepted_drafts_leave_what_tokens_do(model):
-    """With one sequence that rejects, one that ends, and a prefill beside them."""
-    plain, verifying = open_runner(model, 0), open_runner(model, 3)
-    pages = (4, 5)
-    for runner in (plain, verifying):
-        run(runner, part(0, 70, 1, slot_in=0, new_pages=pages))
-        run(runner, part(0, 70, 2, slot_in=0, new_pages=(6, 7)))
-    expected, states = [], [state_of(plain, 1)]
-    for place in range(70, 80):
-        expected.append(run(plain, part(place, place + 1, 1))[0])
-        states.append(state_of(plain, 1))
-
-    right = sequence(70, TOKENS[70:74], 1, num_drafts=3, new_pages=())
-    wrong = sequence(70, [TOKENS[70], 9, 9], 2, num_drafts=2, new_pages=())
-    prompt = part(0, 70, 3, slot_in=0, new_pages=(8, 9))
-    logits = run(verifying, right, wrong, prompt)
-    assert len(logits) == 4 + 3 + 1
-    assert relative_error(logits[:4], torch.stack(expected[:4])) < 1e-10
-    assert relative_error(logits[4], expected[0]) < 1e-10
-    assert relative_error(state_of(verifying, 1), states[1]) < 1e-10
-    assert relative_error(state_of(verifying, 2), states[1]) < 1e-10
-
-    again = sequence(74, TOKENS[74:76], 1, num_drafts=1, fold=3, new_pages=())
-    logits = run(verifying, again, part(71, 72, 2))
-    assert relative_error(logits, torch.stack([*expected[4:6], expected[1]])) < 1e-10
-    assert relative_error(state_of(verifying, 1), states[5]) < 1e-10
-    # The answer is over: a step that computes nothing folds its last token in.
-    assert run(verifying, part(76, 76, 1, fold=1, samples=False)) is None
-    assert relative_error(state_of(verifying, 1), states[6]) < 1e-10
-    assert relative_error(state_of(verifying, 2), states[2]) < 1e-10
+    assert_drafts_leave_what_tokens_do(open_runner(model, 0), open_runner(model, 3), 1e-10)
 
 
 def test_a_fold_starts_where_the_state_is(model):
