@@ -16,5 +16,5 @@ def request(prompt: Sequence[int], answer: Sequence[int] = (), salt: str = "") -
     made = Request(id="r", chain=Chain(prompt, PAGE_SIZE, salt), max_tokens=1000)
     made.number = next(_next)
     for token in answer:
-        made.append(token)
+        made.extend([token])
     return made

@@ -12,7 +12,7 @@ from milepost.cli.flags import field_docs
 from milepost.cli.generate import ENGINE
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
-from milepost.speculative import FirstOf, SuffixDrafter, drafter_of
+from milepost.speculative import FirstOf, HeadDrafter, SuffixDrafter, drafter_of
 from milepost.speculative_config import SpeculativeConfig
 
 
@@ -98,8 +98,7 @@ def test_every_field_has_a_docstring():
 
 
 def test_drafters_are_made_in_the_order_of_the_methods():
-    mtp = SuffixDrafter()
+    head = HeadDrafter()
     assert isinstance(drafter_of(SpeculativeConfig(method="suffix")), SuffixDrafter)
-    assert isinstance(drafter_of(SpeculativeConfig(method=("suffix", "mtp")), mtp), FirstOf)
-    assert drafter_of(SpeculativeConfig(), mtp) is mtp
-    assert drafter_of(SpeculativeConfig()) is None
+    assert isinstance(drafter_of(SpeculativeConfig(method=("suffix", "mtp")), head), FirstOf)
+    assert drafter_of(SpeculativeConfig(), head) is head

@@ -78,7 +78,7 @@ def test_ngram_follows_a_request_as_it_grows():
     drafter, made = NgramDrafter(2, 4), request([1, 2, 3])
     assert drafts(drafter, made) == []
     for token in (9, 1, 2):
-        made.append(token)
+        made.extend([token])
     assert drafts(drafter, made) == [3, 9, 1, 2]
     drafter.forget(made)
     assert drafts(drafter, made) == [3, 9, 1, 2], "it may be asked for again"
@@ -166,6 +166,9 @@ class Fixed:
     def propose(self, wishes):
         self.asked.append([wish.request for wish in wishes])
         return [self.drafts[: wish.most] for wish in wishes]
+
+    def is_ready(self, _made):
+        return bool(self.drafts)
 
     def forget(self, made):
         self.forgotten.append(made)

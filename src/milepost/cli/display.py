@@ -157,6 +157,12 @@ class Screen:
         self._line(Text(" · ".join(facts), style="dim"))
         if shown.output.cache_report is not None:
             self._line(_cache_line(shown.output.cache_report))
+        drafts = sum(answer.num_draft_tokens for answer in shown.output.outputs)
+        if drafts:
+            accepted = sum(answer.num_accepted_tokens for answer in shown.output.outputs)
+            self._line(
+                Text(f"{accepted} of {drafts} drafted tokens accepted ({accepted / drafts:.0%})")
+            )
 
     def _line(self, text: Text) -> None:
         self.reports.print(text, soft_wrap=True)

@@ -157,6 +157,8 @@ def _joined_delta(first: Delta, second: Delta) -> Delta:
         logprobs=logprobs,
         finish_reason=second.finish_reason,
         stop_reason=second.stop_reason,
+        num_draft_tokens=first.num_draft_tokens + second.num_draft_tokens,
+        num_accepted_tokens=first.num_accepted_tokens + second.num_accepted_tokens,
     )
 
 

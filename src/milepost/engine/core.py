@@ -6,9 +6,10 @@ threaded; whoever drives it calls `step` while `has_work`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from time import perf_counter
 
 from msgspec import structs
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ from milepost.engine.token_texts import TokenTexts
 from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.runner.runner import Flight, RunnerOutput
 from milepost.sampling_params import SamplingParams
-from milepost.scheduler.plans import StepPlan, StepSampling
+from milepost.scheduler.plans import SamplingPlan, StepPlan, StepSampling
 from milepost.scheduler.request import FinishReason, Request
 
 
@@ -50,6 +51,9 @@ class Engine:
         """Requests of which a token is sampled only when the one before is known."""
         self._forms: Forms | None = None
         self._runs_ahead = parts.runs_ahead
+        self.speculation = parts.speculation
+        self._last_end_s: float | None = None
+        """When the last step was taken, if work was left then."""
         self._under_way: Flight | None = None
         self._num_requests = 0
         self._death: BaseException | None = None
@@ -128,8 +132,7 @@ class Engine:
         for answer in job.answers:
             self.scheduler.finish(answer.request, FinishReason.ABORT)
             answer.text.flush()
-        if not self.has_work:
-            self._drain()
+        self._settle()
 
     def step(self) -> list[Job]:
         """Run one step; returns the jobs that have new tokens, in the order of being added.
@@ -147,6 +150,7 @@ class Engine:
             output = self.runner.collect(flight)
         with self._fatal(BaseException):
             jobs = self._take(flight.plan, output)
+            self._speculate(flight.plan, output)
         ahead = self._under_way
         if ahead is not None and not ahead.is_sampled:
             with self._rolling_back(ahead.plan):
@@ -154,8 +158,7 @@ class Engine:
         for job in jobs:
             if job.is_finished:
                 self._forget(job)
-        if not self.has_work:
-            self._drain()
+        self._settle()
         return jobs
 
     def reset_prefix_cache(self) -> bool:
@@ -238,7 +241,7 @@ class Engine:
 
         It samples at once unless it has to know them for that; then it samples when they are taken.
         """
-        if not self._runs_ahead:
+        if not self._runs_ahead or _is_mostly_judging(flight.plan):
             return None
         with self._fatal(BaseException):
             plan = self.scheduler.follow(flight.plan)
@@ -256,18 +259,34 @@ class Engine:
         sampling = [sequence for sequence in flight.plan.sequences if sequence.samples]
         pairs = [self._answers[sequence.number] for sequence in sampling]
         allowed = masks([answer.guide for _, answer in pairs])
-        rows = []
+        rows: list[SamplingPlan] = []
         for sequence, (job, answer), mask in zip(sampling, pairs, allowed, strict=True):
-            unknown = num_ahead if sequence.is_ahead else 0
-            rows.append(answer.sampling(job.params, num_ahead=unknown, mask=mask))
-        self.runner.sample(flight, StepSampling(rows=tuple(rows)))
+            if sequence.num_drafts:
+                rows += answer.samplings(job.params, drafts=sequence.drafts, mask=mask)
+            else:
+                unknown = num_ahead if sequence.is_ahead else 0
+                rows.append(answer.sampling(job.params, num_ahead=unknown, mask=mask))
+        num_drafts = 0 if self.speculation is None else self.speculation.num_behind(flight.plan)
+        self.runner.sample(flight, StepSampling(rows=tuple(rows), num_drafts=num_drafts))
 
-    def _drain(self) -> None:
-        """Take the outcome of a step that turned out to be for nothing: every answer is over."""
+    def _settle(self) -> None:
+        """Where every answer is over, take the outcome of a step that turned out to be for nothing,
+        and bring states to the ends of their answers.
+        """
+        only_folds = self.scheduler.only_folds
+        if self.has_work and not only_folds:
+            return
         flight, self._under_way = self._under_way, None
         if flight is not None:
             with self._fatal(BaseException):
                 self.scheduler.update(flight.plan, self.runner.collect(flight).result)
+        if self.scheduler.only_folds:
+            last = self._start()
+            assert last is not None, "a fold is a step"
+            with self._rolling_back(last.plan):
+                output = self.runner.collect(last)
+            with self._fatal(BaseException):
+                self.scheduler.update(last.plan, output.result)
 
     @contextmanager
     def _rolling_back(self, plan: StepPlan) -> Iterator[None]:
@@ -290,7 +309,7 @@ class Engine:
             known = self._answers.get(scores.number)
             if known is not None:
                 known[1].add_prompt_scores(scores)
-        tokens = {}
+        tokens = dict(output.result.tokens)
         for number, run in output.sampled.items():
             job, answer = self._answers.get(number, (None, None))
             if answer is not None and answer.request.finish_reason is None:
@@ -304,16 +323,44 @@ class Engine:
             progressed[job] = None
         return sorted(progressed, key=attrgetter("number"))
 
+    def _speculate(self, plan: StepPlan, output: RunnerOutput) -> None:
+        """Take note of what became of drafts, and hand in new ones."""
+        if self.speculation is None:
+            return
+        now_s, last_s = perf_counter(), self._last_end_s
+        self._last_end_s = now_s if self.has_work else None
+        num_tokens = {number: len(run) for number, run in output.sampled.items()}
+        for sequence in plan.sequences:
+            known = self._answers.get(sequence.number)
+            if sequence.num_drafts and known is not None:
+                known[1].judged(sequence.num_drafts, num_tokens[sequence.number] - 1)
+        self.speculation.note(plan, num_tokens, None if last_s is None else now_s - last_s)
+        self.speculation.learn(output.drafts)
+        self.speculation.propose(self._possible)
+
+    def _possible(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
+        """Of a request's drafts those that its form has."""
+        guide = self._answers[request.number][1].guide
+        return drafts if guide is None else drafts[: guide.num_allowed(drafts)]
+
     def _forget(self, job: Job) -> None:
         for answer in job.answers:
-            self._answers.pop(answer.request.number, None)
+            known = self._answers.pop(answer.request.number, None)
             self._held.discard(answer.request.number)
+            if known is not None and self.speculation is not None:
+                self.speculation.forget(answer.request)
 
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(
                 f"the step loop failed earlier ({self._death!r}): make a new engine"
             ) from self._death
+
+
+def _is_mostly_judging(plan: StepPlan) -> bool:
+    """Whether most of a step's sequences have drafts: then the others wait with them, rather than
+    being in steps of their own between."""
+    return 2 * sum(sequence.num_drafts > 0 for sequence in plan.sequences) > len(plan.sequences)
 
 
 def _salt(prompt: Prompt, params: SamplingParams, number: int) -> str:

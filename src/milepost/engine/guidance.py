@@ -9,6 +9,7 @@ Legend: W words of a mask, 32 tokens each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,24 @@ class Guide:
         """Whether the answer has come to its form."""
         return self._starts_after is None
 
+    def copy(self) -> Guide:
+        """One that goes its own way, for tokens that are not certain."""
+        guide = copy(self)
+        guide.matcher = self.matcher.deep_copy()
+        return guide
+
+    def follows(self, token_id: int) -> bool:
+        """Go on to behind a token that is not certain; False where it may not come, or nothing
+        behind it. Of a copy."""
+        if self.matcher.is_error() or not self.allows(token_id):
+            return False
+        if self._starts_after is not None:
+            if token_id == self._starts_after:
+                self._starts_after = None
+            return True
+        self.matcher.consume_token(token_id)
+        return not self.matcher.is_error() and not self.matcher.is_stopped()
+
     def ends(self) -> Mask:
         """[W], the tokens that end an answer."""
         flags = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
@@ -58,6 +77,12 @@ class Guide:
         if self._starts_after is not None or self.matcher.is_error():
             return True
         return self.matcher.validate_tokens([token_id]) == 1
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next; all where the answer has not come to its form."""
+        if self._starts_after is not None or self.matcher.is_error():
+            return len(token_ids)
+        return self.matcher.validate_tokens(list(token_ids))
 
     def spell(self, mask: Mask) -> None:
         """Put right a mask that allows an added token whose text is to be spelled.
@@ -112,6 +137,26 @@ def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
         else:
             guide.spell(words[i])
             found[i] = words[i]
+    return found
+
+
+def masks_along(
+    guide: Guide | None, drafts: Sequence[int], first: Mask | None
+) -> list[Mask | None]:
+    """The tokens that may come behind each of an answer's drafts, if those before it come; `first`
+    is what may come now. As many as can be told: none behind a draft that may not come, nor where
+    the form turns out too complex, which the answer itself has to find.
+    """
+    if guide is None:
+        return [first] * (1 + len(drafts))
+    found, guide = [first], guide.copy()
+    for draft in drafts:
+        if not guide.follows(draft):
+            break
+        (mask,) = masks([guide])
+        if guide.matcher.is_error():
+            break
+        found.append(mask)
     return found
 
 

@@ -39,6 +39,9 @@ def collect(scheduler: Scheduler) -> list[Metric]:
         "checkpoints_evicted_unused": stats.checkpoints_evicted_unused,
         "pages_evicted": stats.pages_evicted,
         "pages_duplicate": stats.pages_duplicate,
+        "spec_decode_num_drafts": steps.num_drafts,
+        "spec_decode_num_draft_tokens": steps.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": steps.num_accepted_tokens,
     }
     pools = {"kv_cache": cache.pages, "state_cache": cache.slots.pool}
     gauges: dict[str, float] = {
@@ -58,6 +61,10 @@ def collect(scheduler: Scheduler) -> list[Metric]:
         *(
             _counter("checkpoints_evicted", value, cause=cause)
             for cause, value in stats.checkpoints_evicted.items()
+        ),
+        *(
+            _counter("spec_decode_num_accepted_tokens_per_pos", value, position=str(place))
+            for place, value in enumerate(steps.num_accepted_by_position)
         ),
         *(
             Metric(name=f"milepost:{name}", value=value, kind="gauge")

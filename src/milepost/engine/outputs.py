@@ -40,6 +40,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the model's own end. Of an error,
     what it was."""
+    num_draft_tokens: int = 0
+    """Tokens that were drafted ahead for it and judged."""
+    num_accepted_tokens: int = 0
+    """Of those."""
 
     @property
     def finished(self) -> bool:

@@ -62,6 +62,8 @@ class _Sent:
     answer: Answer
     num_tokens: int = 0
     num_logprobs: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     is_over: bool = False
 
     def delta(self) -> Delta | None:
@@ -73,7 +75,12 @@ class _Sent:
         reason = request.finish_reason
         if not tokens and reason is None:
             return None
+        answer = self.answer
+        num_drafts = answer.num_draft_tokens - self.num_draft_tokens
+        num_accepted = answer.num_accepted_tokens - self.num_accepted_tokens
         self.num_tokens += len(tokens)
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
         self.is_over = reason is not None
         return Delta(
             index=self.answer.index,
@@ -82,6 +89,8 @@ class _Sent:
             logprobs=None if self.answer.logprobs is None else self._logprobs(),
             finish_reason=reason.value if reason is not None else None,
             stop_reason=self.answer.stop_reason,
+            num_draft_tokens=num_drafts,
+            num_accepted_tokens=num_accepted,
         )
 
     def _logprobs(self) -> list:

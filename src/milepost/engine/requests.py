@@ -5,15 +5,13 @@ A prompt with n > 1 becomes n requests of the scheduler, which share the prompt 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from milepost.engine.detokenizer import AnswerText
-from milepost.engine.guidance import Guide
+from milepost.engine.guidance import Guide, Mask, masks_along
 from milepost.engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -45,6 +43,12 @@ class Answer:
     """Keeps the answer to a form, if one was asked for."""
     ending: FinishReason | None = None
     """How its text or its form has ended it, which the scheduler does not know of."""
+    num_draft_tokens: int = 0
+    """Judged so far."""
+    num_accepted_tokens: int = 0
+    """Of those."""
+    _num_known: int | None = None
+    """Tokens of the run under way that were sampled as its form has it; None for all."""
 
     def waits_for_tokens(self, params: SamplingParams, *, counts_are_kept: bool) -> bool:
         """Whether the host has to know every token before it can have the next one sampled; with
@@ -52,14 +56,31 @@ class Answer:
         """
         return self.guide is not None or (params.has_penalties and not counts_are_kept)
 
+    def samplings(
+        self, params: SamplingParams, *, drafts: Sequence[int], mask: Mask | None
+    ) -> Iterator[SamplingPlan]:
+        """What the choices of the next token and of those behind each draft depend on; `mask` is
+        the next one's."""
+        along = masks_along(self.guide, drafts, mask)
+        self._num_known = len(along)
+        for num in range(1 + len(drafts)):
+            own = along[num] if num < len(along) else None
+            yield self.sampling(params, mask=own, num_behind=num, num_drafts=len(drafts))
+
     def sampling(
-        self, params: SamplingParams, *, num_ahead: int, mask: NDArray[np.int32] | None
+        self,
+        params: SamplingParams,
+        *,
+        mask: Mask | None,
+        num_ahead: int = 0,
+        num_behind: int = 0,
+        num_drafts: int = 0,
     ) -> SamplingPlan:
         """What the choice of the next token depends on; `num_ahead` tokens before it are not known
-        yet.
+        yet, and it stands behind `num_behind` of so many drafts.
         """
         request = self.request
-        index = request.num_output_tokens + num_ahead
+        index = request.num_output_tokens + num_ahead + num_behind
         is_below_min = index < params.min_tokens
         return SamplingPlan(
             number=request.number,
@@ -68,6 +89,7 @@ class Answer:
             num_prompt_tokens=request.num_prompt_tokens,
             index=index,
             num_ahead=num_ahead,
+            num_drafts=num_drafts,
             suppressed_ids=tuple(sorted(request.stop_token_ids)) if is_below_min else (),
             mask=None if mask is None else mask.tobytes(),
         )
@@ -79,8 +101,9 @@ class Answer:
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> list[int]:
         """Take in what was sampled behind the answer; returns the ids that belong to it: those up
-        to its end, and up to where its form, which no mask kept the run to, would have another.
+        to its end, as far as its form was known, and up to where that would have another.
         """
+        run, self._num_known = run[: self._num_known], None
         token_ids = [sampled.token_id for sampled in run]
         num_tokens, reason = self.request.cut(token_ids)
         for index, sampled in enumerate(run[:num_tokens]):
@@ -91,6 +114,11 @@ class Answer:
             if self.ending is not None:
                 return token_ids[: index + 1]
         return token_ids[:num_tokens]
+
+    def judged(self, num_drafts: int, num_accepted: int) -> None:
+        """Note what became of its drafts."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
 
     def _take(
         self,
@@ -164,6 +192,8 @@ class Answer:
             logprobs=list(self.logprobs) if self.logprobs is not None else None,
             finish_reason=reason.value if reason is not None else None,
             stop_reason=self.stop_reason,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
 from milepost.config import DType, EngineConfig
+from milepost.engine.drafting import accept_of, num_drafts_of, speculation_of
 from milepost.engine.facts import Facts
 from milepost.engine.generation_config import end_token_ids, sampling_defaults
 from milepost.engine.tokenizer import load_tokenizer
@@ -35,6 +36,7 @@ from milepost.runner.pools import Pools, PoolShape
 from milepost.runner.recording import PlanLog
 from milepost.runner.runner import Executor, Runner
 from milepost.scheduler.scheduler import Scheduler
+from milepost.speculative import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class Parts:
     vocab_size: int
     max_model_len: int
     facts: Facts
+    speculation: Speculation | None = None
+    """None where nothing is drafted."""
     runs_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are read."""
 
@@ -86,14 +90,19 @@ def build(config: EngineConfig) -> Parts:
     num_requests = sizes.num_slots if shape.uses_slots else config.max_num_seqs
     executor = _executor(model, pools, fused, num_requests, max_model_len)
     log = PlanLog(config.record_plans, config) if config.record_plans else None
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_lookahead_tokens=_num_lookahead_tokens(config, model),
+    )
+    accept = accept_of(config.speculative_config)
     return Parts(
-        scheduler=Scheduler(
-            cache,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_lookahead_tokens=_num_lookahead_tokens(config, model),
+        scheduler=scheduler,
+        runner=Runner(executor, pools, num_slots=sizes.num_slots, log=log, accept=accept),
+        speculation=speculation_of(
+            config.speculative_config, scheduler, shape.num_drafts, has_head=model.mtp is not None
         ),
-        runner=Runner(executor, pools, num_slots=sizes.num_slots, log=log),
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(folder, tokenizer),
         sampling_defaults=sampling_defaults(folder, config.generation_config),
@@ -256,12 +265,17 @@ def _pool_shape(config: EngineConfig, model: Decoder) -> PoolShape:
     state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     if config.mamba_ssm_cache_dtype != "auto":
         state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)
+    num_drafts = num_drafts_of(
+        config.speculative_config, model.layer_specs, has_head=model.mtp is not None
+    )
     return PoolShape(
         specs=model.layer_specs,
         page_size=config.page_size,
         dtype=model.dtype,
         state_dtype=state_dtype,
         carried_size=model.carried_size,
+        num_record_rows=config.max_num_seqs if num_drafts else 0,
+        num_drafts=num_drafts,
     )
 
 

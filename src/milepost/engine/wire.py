@@ -108,6 +108,9 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of those."""
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):

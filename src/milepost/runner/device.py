@@ -6,6 +6,7 @@ themselves. Two steps may be under way at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,14 +21,14 @@ from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
 from milepost.runner.arrays import Capacity, Geometry
-from milepost.runner.choice import choice_of
+from milepost.runner.choice import choice_of, on_device
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
 from milepost.runner.records import RecordRows
-from milepost.runner.sampling import SamplingRow, are_plain
+from milepost.runner.sampling import SamplingRow, are_plain, choose
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
@@ -125,8 +126,31 @@ class DeviceExecutor:
         assert flight.best is not None
         token_ids = flight.best
         if not are_plain(rows):
-            token_ids = self._sampler.choose(flight.numbers, flight.logits, flight.best, rows)
+            token_ids = self._choose(flight.numbers, flight.logits, flight.best, rows)
         flight.choice = choice_of(token_ids, flight.logits, [row.params for row in rows])
+
+    def _choose(
+        self, numbers: Sequence[int], logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]
+    ) -> Tensor:
+        """By the kernels; but by the definition where penalties read drafts, of which the counts
+        on the device know nothing."""
+        times = Counter(numbers)
+        apart = [
+            index
+            for index, (number, row) in enumerate(zip(numbers, rows, strict=True))
+            if row.params.has_penalties and times[number] > 1
+        ]
+        if not apart:
+            return self._sampler.choose(numbers, logits, best, rows)
+        token_ids = best.clone()
+        place = on_device(apart, torch.int64, logits)
+        token_ids[place] = choose(logits[place], [rows[index] for index in apart]).token_ids
+        rest = [index for index in range(len(rows)) if index not in set(apart)]
+        if rest:
+            place = on_device(rest, torch.int64, logits)
+            own = [numbers[index] for index in rest], logits[place], best[place]
+            token_ids[place] = self._sampler.choose(*own, [rows[index] for index in rest])
+        return token_ids
 
     @property
     def num_sampling_bytes(self) -> int:

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+from milepost.runner.acceptance import Accept, accept_equal, runs_of
 from milepost.runner.choice import Choice, SampledToken
 from milepost.runner.prompt_scores import PromptScores
 from milepost.scheduler.plans import StepPlan
@@ -35,6 +36,8 @@ class Flight:
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Request number -> what may follow its tokens."""
     prompt_scores: Sequence[PromptScores] = ()
+    accept: Accept = accept_equal
+    """Which drafts are accepted."""
 
     @property
     def is_sampled(self) -> bool:
@@ -55,10 +58,11 @@ class Flight:
         return [places[s.number] for s in plan.sequences if s.is_ahead]
 
     def read(self) -> dict[int, list[SampledToken]]:
-        """Wait for the tokens; the run of each request by its number."""
+        """Wait for the tokens; the run of each request by its number: of one with drafts, as far as
+        they are accepted."""
         assert self.is_sampled, "only what was sampled can be read"
         runs: dict[int, list[SampledToken]] = {}
         tokens = self.choice.read() if self.choice is not None else []
         for number, token in zip(self.numbers, tokens, strict=True):
             runs.setdefault(number, []).append(token)
-        return runs
+        return runs_of(self.plan, runs, self.accept)

@@ -30,12 +30,13 @@ class Histories:
                 self._put(sequence.number, sequence.start, array("I", sequence.tokens))
 
     def add(self, plan: StepPlan, runs: Mapping[int, Sequence[int]]) -> None:
-        """Take in what a step has sampled."""
+        """Take in what a step has sampled: a run stands where its drafts were."""
         if not self._tokens:
             return
         for sequence in plan.sequences:
             if sequence.number in runs:
-                self._put(sequence.number, sequence.end, array("I", runs[sequence.number]))
+                begin = sequence.end - sequence.num_drafts
+                self._put(sequence.number, begin, array("I", runs[sequence.number]))
 
     def of(self, number: int) -> Sequence[int] | None:
         """All that is known of a request's tokens; None where they are not kept."""

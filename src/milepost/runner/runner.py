@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from milepost.cache.memory import ZERO_SLOT
+from milepost.runner.acceptance import Accept, accept_equal
 from milepost.runner.choice import SampledToken
 from milepost.runner.flight import Flight
 from milepost.runner.histories import Histories
@@ -67,10 +68,17 @@ class Runner:
     """Runs steps over `pools` with an executor; one step at a time, or one ahead."""
 
     def __init__(
-        self, executor: Executor, pools: Pools, *, num_slots: int, log: PlanLog | None = None
+        self,
+        executor: Executor,
+        pools: Pools,
+        *,
+        num_slots: int,
+        log: PlanLog | None = None,
+        accept: Accept = accept_equal,
     ) -> None:
         self.executor = executor
         self.pools = pools
+        self._accept = accept
         self._histories = Histories()
         self._log = log
         self._positions = [0] + [-1] * num_slots
@@ -90,10 +98,13 @@ class Runner:
             copy = sequence.page_copy
             if copy is not None:
                 self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
-        return self.executor.launch(plan, before)
+        flight = self.executor.launch(plan, before)
+        flight.accept = self._accept
+        return flight
 
     def sample(self, flight: Flight, sampling: StepSampling) -> None:
-        """Queue the sampling of a step's tokens."""
+        """Queue the sampling of a step's tokens: with a row for each request, and for one with
+        drafts one more behind each of them."""
         assert flight.numbers == [row.number for row in sampling.rows], "a row for who samples"
         if flight.numbers:
             self._write_down(sampling)
@@ -136,13 +147,15 @@ class Runner:
     def _row(self, plan: SamplingPlan) -> SamplingRow:
         tokens = self._histories.of(plan.number)
         num_known = plan.num_prompt_tokens + plan.index - plan.num_ahead
-        assert tokens is None or len(tokens) == num_known, (
-            "H2: a history is as long as the plan says"
-        )
+        if tokens is None:
+            tokens = range(num_known)
+        elif plan.num_drafts:
+            tokens = tokens[:num_known]
+        assert len(tokens) == num_known, "H2: a history is as long as the plan says"
         return SamplingRow(
             params=plan.params,
             seed=plan.seed,
-            tokens=range(num_known) if tokens is None else tokens,
+            tokens=tokens,
             num_prompt_tokens=plan.num_prompt_tokens,
             suppressed_ids=plan.suppressed_ids,
             mask=None if plan.mask is None else np.frombuffer(plan.mask, np.int32),

@@ -12,6 +12,8 @@ once the tokens before are.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -66,6 +68,11 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """Ids of the last tokens, that may be rejected."""
+        return array("I", self.tokens)[self.num_tokens - self.num_drafts :]
 
     @property
     def is_decode(self) -> bool:
@@ -125,6 +132,8 @@ class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     """Of the draw: the answer's tokens before it."""
     num_ahead: int = 0
     """How many of these are chosen but not known yet to who makes the plan."""
+    num_drafts: int = 0
+    """Of the step: those behind this sample are no part of what it depends on."""
     suppressed_ids: tuple[int, ...] = ()
     """Ids that may not be chosen now: those that end an answer, while it is below min_tokens."""
     mask: bytes | None = None
@@ -132,7 +141,8 @@ class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
 
 
 class StepSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """How the tokens of a step are chosen: of all its sequences that sample, in their order."""
+    """How the tokens of a step are chosen: of all its sequences that sample, in their order, with
+    1 + num_drafts rows each."""
 
     rows: tuple[SamplingPlan, ...]
     num_drafts: int = 0

@@ -76,6 +76,8 @@ class Request:
     drafts: tuple[int, ...] = ()
     """What is supposed to come behind the first `drafts_from` tokens."""
     drafts_from: int = 0
+    awaits_drafts: bool = False
+    """Its next drafts are known only once its tokens are: no step is planned ahead of those."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +124,14 @@ class Request:
         that is being sampled, and it is known where they begin.
         """
         allocation = self.allocation
-        if self.finish_reason is not None or (allocation is not None and allocation.is_judging):
+        if allocation is not None and allocation.is_judging:
+            return False
+        return self.may_go_on and not (self.awaits_drafts and self.is_sampling)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the answer may have tokens behind those that are being sampled."""
+        if self.finish_reason is not None:
             return False
         return self.num_output_tokens + int(self.is_sampling) < self.max_tokens
 

@@ -86,6 +86,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._num_live or self._folding)
 
+    @property
+    def only_folds(self) -> bool:
+        """Whether all that is left to do is to bring states to the ends of their answers."""
+        return bool(self._folding) and not self._num_live
+
     # --- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -322,8 +327,7 @@ class Scheduler:
         if sequence.num_drafts:
             num_tokens = len(result.tokens[sequence.number])
             position = min(sequence.start + num_tokens, request.num_tokens)
-            self.stats.num_draft_tokens += sequence.num_drafts
-            self.stats.num_accepted_tokens += num_tokens - 1
+            self.stats.judged(sequence.num_drafts, num_tokens - 1)
         if sequence.start >= request.num_prompt_tokens:
             self.stats.decode_tokens += position - sequence.start
         else:

@@ -52,6 +52,7 @@ class Generation:
         self.num_choices = len(prompts) * params.n
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_tokens = [0] * self.num_choices
+        self._num_draft_tokens = self._num_accepted_tokens = 0
         self._ended: dict[int, str] = {}
         self._last_at: dict[int, float] = {}
         self._admitted_at: float | None = None
@@ -104,6 +105,8 @@ class Generation:
             index = number * self._params.n + delta.index
             num_new = len(delta.token_ids)
             self._num_tokens[index] += num_new
+            self._num_draft_tokens += delta.num_draft_tokens
+            self._num_accepted_tokens += delta.num_accepted_tokens
             self._service.metrics.generation_tokens.inc(num_new)
             if delta.finish_reason is not None:
                 self._ended[index] = delta.finish_reason
@@ -127,6 +130,13 @@ class Generation:
         completion = sum(self._num_tokens) if self._is_counted else 0
         prompt = self._num_prompt_tokens
         page_size = self._service.client.info.page_size
+        drafts = {}
+        if self._num_draft_tokens:
+            accepted = self._num_accepted_tokens
+            drafts["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": self._num_draft_tokens - accepted,
+            }
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -135,6 +145,7 @@ class Generation:
                 "cached_tokens": sum(report.reused for report in self.reports),
                 "lost_tokens": public_losses(self.reports, page_size),
             },
+            **drafts,
         }
 
     def _close_record(self) -> None:

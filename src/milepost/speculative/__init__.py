@@ -1,7 +1,7 @@
 """Drafts what may follow the tokens of running requests, and decides how much of it to judge.
 
-This is the door: callers import from here. Host only; needs no torch. A drafter that runs on the
-model's device (`mtp`) is made by whoever has the model, and handed to `drafter_of`.
+This is the door: callers import from here. Host only; needs no torch. What the model's own head
+drafts behind a step (`runner.drafting`) comes in through `HeadDrafter`.
 
 Whatever is drafted, answers are the same: a draft is accepted where it is the very token that would
 have been sampled (`runner.flight`).
@@ -10,18 +10,32 @@ have been sampled (`runner.flight`).
 from __future__ import annotations
 
 from milepost.speculative.drafter import Drafter, Wish
+from milepost.speculative.head import HeadDrafter
 from milepost.speculative.methods import FirstOf
 from milepost.speculative.ngram import NgramDrafter
+from milepost.speculative.policy import Adaptive, Always, Policy
+from milepost.speculative.speculation import Speculation
 from milepost.speculative.suffix import SuffixDrafter
 from milepost.speculative_config import SpeculativeConfig
 
-__all__ = ["Drafter", "FirstOf", "NgramDrafter", "SuffixDrafter", "Wish", "drafter_of"]
+__all__ = [
+    "Adaptive",
+    "Always",
+    "Drafter",
+    "FirstOf",
+    "HeadDrafter",
+    "NgramDrafter",
+    "Policy",
+    "Speculation",
+    "SuffixDrafter",
+    "Wish",
+    "drafter_of",
+    "policy_of",
+]
 
 
-def drafter_of(config: SpeculativeConfig, mtp: Drafter | None = None) -> Drafter | None:
-    """The drafter of a configuration; `mtp` is the model's own, where it has one. None where
-    `auto` finds none.
-    """
+def drafter_of(config: SpeculativeConfig, head: HeadDrafter | None = None) -> Drafter:
+    """The drafter of a configuration; `head` is the model's own, where it has one."""
     drafters: list[Drafter] = []
     for method in config.methods:
         if method == "suffix":
@@ -35,10 +49,12 @@ def drafter_of(config: SpeculativeConfig, mtp: Drafter | None = None) -> Drafter
             )
         elif method == "ngram":
             drafters.append(NgramDrafter(*config.lookup))
-        elif mtp is not None:
-            drafters.append(mtp)
         else:
-            assert method == "auto", "a head that is asked for is there"
-    if len(drafters) == 1:
-        return drafters[0]
-    return FirstOf(drafters) if drafters else None
+            assert head is not None, "a head that is asked for is there"
+            drafters.append(head)
+    return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
+
+
+def policy_of(config: SpeculativeConfig) -> Policy:
+    """How many drafts each request is given."""
+    return Adaptive(config.num_tokens) if config.adaptive else Always(config.num_tokens)

@@ -31,6 +31,11 @@ class Drafter(Protocol):
         """
         ...
 
+    def is_ready(self, request: Request) -> bool:
+        """Whether there will be drafts behind the token that a step in flight samples, as far as
+        can be told without it."""
+        ...
+
     def forget(self, request: Request) -> None:
         """A request is over: its answer is whole. Also for those that nothing was drafted for."""
         ...

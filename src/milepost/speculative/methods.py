@@ -28,6 +28,9 @@ class FirstOf:
                 break
         return found
 
+    def is_ready(self, request: Request) -> bool:
+        return any(drafter.is_ready(request) for drafter in self._drafters)
+
     def forget(self, request: Request) -> None:
         for drafter in self._drafters:
             drafter.forget(request)

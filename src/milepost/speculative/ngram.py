@@ -33,6 +33,10 @@ class NgramDrafter:
         places = text.find(tail, depth=self._longest, before=len(text))
         return continuation(places, most).tokens if places else ()
 
+    def is_ready(self, request: Request) -> bool:
+        """Whether its text goes on as one before, by now."""
+        return bool(self._propose(request, 1))
+
     def forget(self, request: Request) -> None:
         self._texts.pop(request.number, None)
 

@@ -73,6 +73,10 @@ class SuffixDrafter:
                 best = found
         return best.tokens
 
+    def is_ready(self, request: Request) -> bool:
+        """Whether its text goes on as one before, by now."""
+        return bool(self._propose(request, 1))
+
     def forget(self, request: Request) -> None:
         """Keep the answer, with what it follows."""
         self._own.pop(request.number, None)

@@ -1,0 +1,264 @@
+"""Speculative decoding beside plain decoding, by one engine in turn; answers are compared where
+they are to be equal.
+
+    python bench/speculation.py [--only loop unlike long] [--out FILE]
+    python bench/speculation.py --only synthetic zero --model bench/models/hybrid-35b-a3b
+
+`loop`: an agent that quotes its input, on the embedded model, with `suffix`. `unlike`: texts that
+repeat nothing, likewise. `long`: answers of 4,000 tokens are those without, whoever drafts.
+`synthetic`: decoding with drafts accepted at 0.8, 0.65 and 0.5. `zero`: with drafts that are never
+accepted, adaptive. The last two draft nothing real, so they measure the steps that judge, not what
+drafting takes; dummy weights, any model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import rows
+
+from milepost import LLM, SamplingParams
+from milepost.speculative import Wish
+
+Row = dict[str, Any]
+RATES = [0.8, 0.65, 0.5]
+NUM_OUT = 256
+
+
+class Anything:
+    """Drafts the same tokens for whoever asks, for nothing."""
+
+    method = "anything"
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+        return [range(11, 11 + wish.most) for wish in wishes]
+
+    def is_ready(self, _request: object) -> bool:
+        return True
+
+    def forget(self, _request: object) -> None:
+        """It knows nothing."""
+
+
+class Erring:
+    """Drafts known answers, with mistakes at a share of the places."""
+
+    method = "erring"
+
+    def __init__(self, answers: dict[tuple[int, ...], Sequence[int]], share: float) -> None:
+        self._answers = answers
+        self._share = share
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+        return [self._propose(wish) for wish in wishes]
+
+    def _propose(self, wish: Wish) -> list[int]:
+        request = wish.request
+        prompt = tuple(request.chain.tokens[: request.num_prompt_tokens])
+        first = request.num_output_tokens
+        drafts = self._answers[prompt][first : first + wish.most]
+        places = enumerate(drafts, start=first)
+        return [t + 1 if random.Random(i).random() < self._share else t for i, t in places]
+
+    def is_ready(self, _request: object) -> bool:
+        return True
+
+    def forget(self, _request: object) -> None:
+        """It knows all the same."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=["loop", "unlike"])
+    parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
+    parser.add_argument("--turns", type=int, default=3, help="runs of either side, in turn")
+    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-speculation.jsonl")
+    arguments = parser.parse_args()
+    arguments.options = {
+        name: json.loads(value) for name, _, value in (o.partition("=") for o in arguments.option)
+    }
+    common = rows.provenance()
+    found = []
+    for name in arguments.only:
+        for row in WORKLOADS[name](arguments):
+            print(json.dumps({"workload": name, **row}), flush=True)
+            found.append({**common, "workload": name, **row})
+    rows.write(arguments.out, found)
+    return 0
+
+
+def speculating(num_drafts: int, method: Any = "ngram", **fields: Any) -> dict[str, Any]:
+    config = {"method": method, "num_speculative_tokens": num_drafts, **fields}
+    return {"speculative_config": config}
+
+
+def compare(llm: LLM, run: Callable[[], list[list[int]]], turns: int, equal: bool) -> Row:
+    """Tokens a second of one engine with drafts and without, in turn, and their ratio; refuses
+    answers that differ."""
+    engine = llm.llm_engine
+    sides = {"plain": None, "drafts": engine.speculation}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    answers: dict[str, list[list[int]]] = {}
+    for turn in range(1 + turns):
+        for side, speculation in sides.items():
+            engine.speculation = speculation
+            llm.reset_prefix_cache()
+            start = time.perf_counter()
+            answers[side] = run()
+            if turn:
+                seconds[side].append(time.perf_counter() - start)
+    if equal and answers["plain"] != answers["drafts"]:
+        raise SystemExit("refused: answers with drafts are others")
+    num_tokens = sum(map(len, answers["plain"]))
+    stats = engine.scheduler.stats
+    row = {side: num_tokens / statistics.median(own) for side, own in seconds.items()}
+    return {
+        **row,
+        "ratio": rows.paired_ratio(seconds["plain"], seconds["drafts"]),
+        "judged": stats.num_draft_tokens,
+        "accepted": stats.num_accepted_tokens,
+        "by_position": stats.num_accepted_by_position,
+    }
+
+
+# --- the embedded model, on a CPU -----------------------------------------------------------------
+
+
+def embedded(**options: Any) -> LLM:
+    return LLM(**{"device": "cpu", "cpu_cache_gib": 0.25, "dtype": "float32"} | options)
+
+
+def loop(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Each turn asks behind the same text once more: answers are mostly what was read. Greedy, so
+    that the model goes round in what it quotes."""
+    llm = embedded(**speculating(16, "suffix"))
+    text = "def area(w, h): return w * h\ndef edge(w, h): return 2 * (w + h)\n"
+
+    def run() -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+        history, answers = text * 4, []
+        for _ in range(4):
+            (output,) = llm.generate([history], params, use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+            history += output.outputs[0].text + "\n" + text
+        return answers
+
+    yield compare(llm, run, arguments.turns, equal=True)
+
+
+def unlike(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Sampled hot, so that nothing comes again."""
+    llm = embedded(**speculating(16, "suffix"))
+    rng = random.Random(1)
+    prompts = [{"prompt_token_ids": rng.choices(range(10, 6000), k=200)} for _ in range(4)]
+
+    def run() -> list[list[int]]:
+        params = SamplingParams(temperature=1.5, seed=3, max_tokens=120, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    yield compare(llm, run, arguments.turns, equal=True)
+
+
+def long(_arguments: argparse.Namespace) -> Iterator[Row]:
+    """Answers of 4,000 tokens, greedy and sampled, at 1, 3 and 17 sequences."""
+    options = {"max_model_len": 4200, "cpu_cache_gib": 2.0, "max_num_seqs": 17}
+    for dtype in ("float64", "float32"):
+        plain = embedded(dtype=dtype, **options)
+        rng = random.Random(2)
+        prompts = [rng.choices(range(10, 6000), k=40) for _ in range(17)]
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = [
+            SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=4000, ignore_eos=True)
+            for i in range(17)
+        ]
+        expected = [
+            list(output.outputs[0].token_ids)
+            for output in plain.generate(given, params, use_tqdm=False)
+        ]
+        known = {tuple(p): a for p, a in zip(prompts, expected, strict=True)}
+        for method in ("suffix", "ngram", "erring"):
+            name = "ngram" if method == "erring" else method
+            fields = speculating(4, name, adaptive=False)
+            llm = embedded(dtype=dtype, **options, **fields)
+            if method == "erring":
+                assert llm.llm_engine.speculation is not None
+                llm.llm_engine.speculation.drafter = Erring(known, 0.2)
+            for num in (1, 3, 17):
+                outputs = llm.generate(given[:num], params[:num], use_tqdm=False)
+                answers = [list(output.outputs[0].token_ids) for output in outputs]
+                stats = llm.llm_engine.scheduler.stats
+                yield {
+                    "dtype": dtype,
+                    "method": method,
+                    "sequences": num,
+                    "equal": sum(a == b for a, b in zip(answers, expected, strict=False)),
+                    "accepted": stats.num_accepted_tokens,
+                }
+
+
+# --- any model, mostly on a GPU -------------------------------------------------------------------
+
+
+def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: Any) -> Iterator[Row]:
+    """Decoding with drafts of nobody's beside plain decoding."""
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 4096,
+        "max_num_seqs": max(batches),
+        **arguments.options,
+    }
+    llm = LLM(arguments.model, **options, **speculating(len(RATES), "ngram", **fields))
+    assert llm.llm_engine.speculation is not None
+    llm.llm_engine.speculation.drafter = Anything()
+    vocab_size = llm.llm_engine.vocab_size
+    for batch in batches:
+        rng = random.Random(batch)
+        prompts = [
+            {"prompt_token_ids": rng.choices(range(10, vocab_size), k=128)} for _ in range(batch)
+        ]
+
+        def run(prompts: list[Any] = prompts) -> list[list[int]]:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=NUM_OUT, ignore_eos=True, detokenize=False
+            )
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        row = compare(llm, run, arguments.turns, equal=False)
+        yield {"model": Path(arguments.model).name, "sequences": batch, **row}
+
+
+def synthetic(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Drafts that are accepted at `RATES`, whatever they are."""
+    fields = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
+    yield from decoding(arguments, arguments.batches, **fields, adaptive=False)
+
+
+def zero(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Drafts that are never accepted, as many as pay."""
+    fields = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * 3}
+    yield from decoding(arguments, arguments.batches, **fields)
+
+
+WORKLOADS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "loop": loop,
+    "unlike": unlike,
+    "long": long,
+    "synthetic": synthetic,
+    "zero": zero,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Which drafts of a step are accepted: those that are what would have been sampled.
+
+Behind each draft the model's own token is sampled with the noise of its position, as if the drafts
+before it had been sampled one by one. So a run is what plain decoding would have returned, sampled
+or greedy, for any drafts (Daliri, Musco and Suresh, Coupling without Communication, arXiv
+2408.07978): they only decide how long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+from milepost.runner.choice import SampledToken
+from milepost.scheduler.plans import SequencePlan, StepPlan
+
+Run = list[SampledToken]
+Accept = Callable[[SequencePlan, Sequence[int], Sequence[SampledToken]], Run]
+"""The run of a sequence, of its drafts and what is sampled before each and behind the last."""
+
+
+def accept_equal(
+    _sequence: SequencePlan, drafts: Sequence[int], sampled: Sequence[SampledToken]
+) -> Run:
+    """Up to the first token that is no draft."""
+    num = 0
+    while num < len(drafts) and sampled[num].token_id == drafts[num]:
+        num += 1
+    return list(sampled[: num + 1])
+
+
+def accept_at(rates: Sequence[float]) -> Accept:
+    """Accepts the first drafts, up to each, so often, whatever they are. For benchmarks alone:
+    answers are wrong.
+    """
+
+    def accept(
+        sequence: SequencePlan, drafts: Sequence[int], sampled: Sequence[SampledToken]
+    ) -> Run:
+        draw = Random(sequence.number << 32 | sequence.start).random()
+        num = sum(draw < rate for rate in rates[: len(drafts)])
+        return [*map(SampledToken, drafts[:num]), sampled[num]]
+
+    return accept
+
+
+def runs_of(plan: StepPlan, sampled: Mapping[int, Run], accept: Accept) -> dict[int, Run]:
+    """The run of each request that samples, of all tokens that a step has sampled for it."""
+    runs = dict(sampled)
+    for sequence in plan.sequences:
+        if sequence.num_drafts and sequence.samples:
+            own = sampled[sequence.number]
+            runs[sequence.number] = accept(sequence, sequence.drafts, own)
+    return runs

@@ -1,0 +1,79 @@
+"""How likely drafts are to be accepted, by what was accepted before.
+
+For each position behind the certain token, given that the drafts before it were accepted: of the
+request itself, which counts most once it has said something, else of all whose texts are about as
+long. What lies back counts less and less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_OWN_DECAY = 0.9
+_ALL_DECAY = 0.98
+_ALL_WEIGHT = 4.0
+"""Drafts of its own that outweigh what is known of all."""
+_FIRST_GUESS = 0.6
+_FIRST_WEIGHT = 2.0
+_LENGTHS = (4096, 16384, 65536)
+"""Texts are about as long where they lie between the same two: drafts get worse with length."""
+
+
+class Rates:
+    """Decayed counts by position."""
+
+    __slots__ = ("_accepted", "_decay", "_judged")
+
+    def __init__(self, num_positions: int, decay: float) -> None:
+        self._accepted = [0.0] * num_positions
+        self._judged = [0.0] * num_positions
+        self._decay = decay
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """Of these drafts so many were accepted: the next was judged and is none, those behind it
+        say nothing."""
+        decay = self._decay
+        for place in range(min(num_accepted + 1, num_drafts)):
+            self._judged[place] = decay * self._judged[place] + 1
+            self._accepted[place] = decay * self._accepted[place] + (place < num_accepted)
+
+    def rate(self, place: int, guess: float, weight: float) -> float:
+        """With a guess that counts like so many drafts."""
+        return (self._accepted[place] + weight * guess) / (self._judged[place] + weight)
+
+
+class Acceptance:
+    """Of up to `num_drafts` drafts a step."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._own: dict[int, Rates] = {}
+        """By request number."""
+        self._all = [Rates(num_drafts, _ALL_DECAY) for _ in range(len(_LENGTHS) + 1)]
+
+    def note(self, number: int, length: int, num_drafts: int, num_accepted: int) -> None:
+        """What became of a request's drafts."""
+        own = self._own.get(number)
+        if own is None:
+            own = self._own[number] = Rates(self._num_drafts, _OWN_DECAY)
+        own.note(num_drafts, num_accepted)
+        self._all[_class(length)].note(num_drafts, num_accepted)
+
+    def chances(self, number: int, length: int) -> Sequence[float]:
+        """Of each draft in turn, that it and all before it are accepted."""
+        own, every = self._own.get(number), self._all[_class(length)]
+        chances, chance = [], 1.0
+        for place in range(self._num_drafts):
+            rate = every.rate(place, _FIRST_GUESS, _FIRST_WEIGHT)
+            if own is not None:
+                rate = own.rate(place, rate, _ALL_WEIGHT)
+            chance *= rate
+            chances.append(chance)
+        return chances
+
+    def forget(self, number: int) -> None:
+        self._own.pop(number, None)
+
+
+def _class(length: int) -> int:
+    return sum(length >= bound for bound in _LENGTHS)

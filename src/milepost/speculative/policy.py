@@ -1,0 +1,156 @@
+"""How many drafts each decoding request is worth in the next step.
+
+Tokens a second decide: drafts are added in the order of their chances while the tokens that a step
+is expected to yield grow faster than the time it takes, by what was accepted and measured so far.
+So a request whose drafts fail has none, many requests have fewer than one, and none has any where a
+step with drafts takes longer than they are worth.
+
+What is not known costs something to find out: a probe. What has been lost by drafts is booked
+against what they have won, and while more is lost than a two hundredth of the time, nobody drafts.
+So decoding is never slower than plain decoding by more than that and an allowance at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from milepost.speculative.acceptance import Acceptance
+from milepost.speculative.times import StepTimes
+
+LOSS = 0.005
+"""Share of the time that may be lost in finding out."""
+_FIRST_CREDIT = 1.5
+_MOST_CREDIT = 8.0
+"""In plain steps."""
+_PROBE_EVERY = 32
+"""Steps without drafts, at least."""
+_LEAST_CHANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A request that decodes."""
+
+    number: int
+    length: int
+    """Of its text, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became of a request's drafts in a step."""
+
+    number: int
+    length: int
+    num_drafts: int
+    num_accepted: int
+
+
+class Policy(Protocol):
+    """Decides, and hears of every step."""
+
+    def allot(self, standings: Sequence[Standing]) -> list[int]:
+        """Most drafts for each request in the next step."""
+        ...
+
+    def note(self, num_sequences: int, judged: Sequence[Judged], seconds: float | None) -> None:
+        """What a step was: how many sequences decoded, whose drafts were judged, and how long it
+        took if it did nothing else.
+        """
+        ...
+
+    def forget(self, number: int) -> None:
+        """A request is over."""
+        ...
+
+
+class Always:
+    """As many drafts as there are."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def allot(self, standings: Sequence[Standing]) -> list[int]:
+        return [self._num_drafts] * len(standings)
+
+    def note(self, num_sequences: int, judged: Sequence[Judged], seconds: float | None) -> None:
+        """Nothing is learned."""
+
+    def forget(self, number: int) -> None:
+        """Nothing is known."""
+
+
+class Adaptive:
+    """As many as pay, up to `num_drafts` each."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._acceptance = Acceptance(num_drafts)
+        self._times = StepTimes()
+        self._credit: float | None = None
+        """Seconds that may be lost."""
+        self._num_plain = 0
+        """Steps without drafts since the last one with."""
+        self._probed: dict[int, int] = {}
+        """Request number -> probes so far."""
+
+    def allot(self, standings: Sequence[Standing]) -> list[int]:
+        plain = self._times.plain(len(standings)) if standings else None
+        if plain is None or self._credit is None or self._credit < 0:
+            return [0] * len(standings)
+        chances = [self._acceptance.chances(each.number, each.length) for each in standings]
+        least = self._threshold(chances, plain)
+        if least is None:
+            return self._probe(standings, plain)
+        return [sum(chance >= least for chance in each) for each in chances]
+
+    def _threshold(self, chances: Sequence[Sequence[float]], plain: float) -> float | None:
+        """The least chance of a draft that pays; None if none does."""
+        by_chance: dict[float, list[float]] = {}
+        for each in chances:
+            for chance in each:
+                if chance < _LEAST_CHANCE:
+                    break
+                by_chance.setdefault(round(chance, 2), []).append(chance)
+        best, least, num, gained = len(chances) / plain, None, 0, 0.0
+        for alike in sorted(by_chance, reverse=True):
+            num += len(by_chance[alike])
+            gained += sum(by_chance[alike])
+            rate = (len(chances) + gained) / self._times.estimate(len(chances), num)
+            if rate > best:
+                best, least = rate, min(by_chance[alike])
+        return least
+
+    def _probe(self, standings: Sequence[Standing], plain: float) -> list[int]:
+        """Drafts for one request alone, the one that was probed least, if it is time and there is
+        credit for it."""
+        assert self._credit is not None
+        num = self._num_drafts
+        cost = self._times.estimate(len(standings), num) - plain
+        if self._num_plain < _PROBE_EVERY or cost > self._credit:
+            return [0] * len(standings)
+        chosen = min(standings, key=lambda each: self._probed.get(each.number, 0))
+        return [num if each is chosen else 0 for each in standings]
+
+    def note(self, num_sequences: int, judged: Sequence[Judged], seconds: float | None) -> None:
+        for each in judged:
+            self._acceptance.note(each.number, each.length, each.num_drafts, each.num_accepted)
+            self._probed[each.number] = self._probed.get(each.number, 0) + 1
+        self._num_plain = 0 if judged else self._num_plain + 1
+        if seconds is None or not num_sequences:
+            return
+        self._times.note(num_sequences, sum(each.num_drafts for each in judged), seconds)
+        plain = self._times.plain(num_sequences)
+        if plain is None:
+            return
+        if self._credit is None:
+            self._credit = _FIRST_CREDIT * plain
+        num_won = sum(each.num_accepted for each in judged)
+        won = plain * (1 + num_won / num_sequences) - seconds if judged else LOSS * seconds
+        self._credit = min(self._credit + won, _MOST_CREDIT * plain)
+
+    def forget(self, number: int) -> None:
+        self._acceptance.forget(number)
+        self._probed.pop(number, None)

@@ -1,0 +1,99 @@
+"""Between two steps: takes note of what became of drafts, and hands in new ones.
+
+Joins a drafter and a policy with the scheduler. Knows nothing of forms and sampling: whoever drives
+it may cut what is drafted.
+
+A step that is planned ahead of the tokens before it has no drafts. So a request for which there
+will be some is taken out of such steps (`Request.awaits_drafts`), and those for which there are
+none run ahead as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.request import Request
+from milepost.scheduler.scheduler import Scheduler
+from milepost.speculative.drafter import Drafter, Wish
+from milepost.speculative.head import HeadDrafter
+from milepost.speculative.policy import Judged, Policy, Standing
+
+Cut = Callable[[Request, Sequence[int]], Sequence[int]]
+"""What of a request's drafts may come at all."""
+
+
+class Speculation:
+    """Drafts for the requests that `scheduler` runs; `head` is among the drafter's methods, if the
+    model's own is."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        policy: Policy,
+        scheduler: Scheduler,
+        head: HeadDrafter | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.policy = policy
+        self._scheduler = scheduler
+        self._head = head
+        self._allotted: dict[int, int] = {}
+        """Request number -> drafts that it was last worth."""
+
+    def num_behind(self, plan: StepPlan) -> int:
+        """Tokens for the model's head to draft behind a step's."""
+        if self._head is None:
+            return 0
+        known = [s.number for s in plan.sequences if s.samples and not s.is_ahead]
+        return max((self._allotted.get(number, 0) for number in known), default=0)
+
+    def learn(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """What the model's head has drafted behind a step."""
+        if self._head is not None:
+            self._head.learn(drafts)
+
+    def note(self, plan: StepPlan, num_tokens: dict[int, int], seconds: float | None) -> None:
+        """Take note of a step: `num_tokens` that it has sampled for each request, and how long it
+        took, if that is known.
+        """
+        judged = [
+            Judged(
+                number=sequence.number,
+                length=sequence.start,
+                num_drafts=sequence.num_drafts,
+                num_accepted=num_tokens[sequence.number] - 1,
+            )
+            for sequence in plan.sequences
+            if sequence.num_drafts
+        ]
+        computing = [s for s in plan.sequences if s.num_tokens]
+        decodes = [s for s in computing if s.num_tokens == 1 + s.num_drafts and s.samples]
+        is_pure = len(decodes) == len(computing)
+        self.policy.note(len(decodes), judged, seconds if is_pure else None)
+
+    def propose(self, cut: Cut) -> None:
+        """Hand in drafts for the next step that is planned."""
+        requests = [r for r in self._scheduler.running if r.num_output_tokens and r.may_go_on]
+        wanted = self.policy.allot([Standing(r.number, r.num_tokens) for r in requests])
+        self._allotted = {r.number: most for r, most in zip(requests, wanted, strict=True)}
+        wishes = []
+        for request, most in zip(requests, wanted, strict=True):
+            if request.is_in_flight:
+                request.awaits_drafts = most > 0 and self.drafter.is_ready(request)
+            elif most:
+                wishes.append(Wish(request, most))
+            else:
+                request.awaits_drafts = False
+        if not wishes:
+            return
+        for wish, drafts in zip(wishes, self.drafter.propose(wishes), strict=True):
+            drafts = cut(wish.request, drafts) if drafts else ()
+            wish.request.awaits_drafts = bool(drafts) or self._head is not None
+            if drafts:
+                self._scheduler.propose(wish.request, drafts)
+
+    def forget(self, request: Request) -> None:
+        """A request is over."""
+        self.drafter.forget(request)
+        self.policy.forget(request.number)

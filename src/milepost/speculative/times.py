@@ -1,0 +1,91 @@
+"""How long steps take, by how many sequences decode and how many drafts are judged beside: measured
+where the engine runs, so that nothing here knows any chip.
+"""
+
+from __future__ import annotations
+
+_NEW = 0.2
+"""Weight of the newest of many measurements."""
+NUM_FIRST = 3
+"""Of these the shortest counts: the first may have compiled something."""
+
+
+class _Cell:
+    """Steps of about as many sequences and drafts."""
+
+    __slots__ = ("drafts", "num", "seconds")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.drafts = 0.0
+        """For each sequence, on average."""
+        self.seconds = 0.0
+
+    def note(self, drafts: float, seconds: float) -> None:
+        self.num += 1
+        if self.num <= NUM_FIRST:
+            self.seconds = seconds if self.num == 1 else min(self.seconds, seconds)
+        else:  # one that was held up counts no more than twice
+            self.seconds += _NEW * (min(seconds, 2 * self.seconds) - self.seconds)
+        self.drafts += (drafts - self.drafts) * max(_NEW, 1 / self.num)
+
+    @property
+    def is_known(self) -> bool:
+        return self.num >= NUM_FIRST
+
+
+class StepTimes:
+    """Of steps in which every sequence decodes."""
+
+    def __init__(self) -> None:
+        self._cells: dict[int, dict[int, _Cell]] = {}
+        """By class of the number of sequences, then of drafts; those of none are 0."""
+
+    def note(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        row = self._cells.setdefault(_class(num_sequences), {})
+        drafts = num_drafts / num_sequences
+        row.setdefault(_level(drafts), _Cell()).note(drafts, seconds)
+
+    def plain(self, num_sequences: int) -> float | None:
+        """Seconds of a step without drafts; None where that isn't known yet."""
+        cell = self._cells.get(_class(num_sequences), {}).get(0)
+        return cell.seconds if cell is not None and cell.is_known else None
+
+    def estimate(self, num_sequences: int, num_drafts: int) -> float:
+        """Seconds of such a step, where `plain` is known: between what was measured with fewer
+        drafts and with more. What was not tried is taken for cheap, so that it is tried.
+        """
+        row = self._cells[_class(num_sequences)]
+        drafts, plain = num_drafts / num_sequences, row[0].seconds
+        below, above = (0.0, plain), None
+        for level in sorted(row):
+            cell = row[level]
+            if not level or not cell.is_known:
+                continue
+            if cell.drafts <= drafts:
+                below = cell.drafts, cell.seconds
+            else:
+                above = cell.drafts, cell.seconds
+                break
+        if above is not None:
+            share = (drafts - below[0]) / (above[0] - below[0])
+            return below[1] + share * (above[1] - below[1])
+        slope = (below[1] - plain) / below[0] if below[0] else 0.0
+        return below[1] + max(slope, 0.0) * (drafts - below[0])
+
+
+def _class(num: int) -> int:
+    """Two for each doubling: 1, 2, 3, 4, 6, 8, 12, 16 ..., by the next that is no lower."""
+    size = max(num, 1).bit_length()
+    if num <= 1 << size - 1:
+        return 2 * size
+    return 2 * size + (1 if num <= 3 << size - 2 else 2)
+
+
+def _level(drafts: float) -> int:
+    """0 for none, then one for each doubling."""
+    level = int(drafts > 0)
+    while drafts > 1 / 64:
+        drafts /= 2
+        level += 1
+    return level
