@@ -274,6 +274,8 @@ def _update(
             tl.store(at, x.to(output.dtype.element_ty), is_v)
         kept = state.to(state_type)
         if place == last:
+            # Threads that hold the same numbers have all read them: slot_in may be slot_out.
+            tl.debug_barrier()
             tl.store(pool + written * slot_stride + state_at, kept, in_state)
         # What a step that ends here would find in the pool.
         state = kept.to(tl.float32)
