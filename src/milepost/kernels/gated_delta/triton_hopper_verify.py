@@ -171,11 +171,13 @@ def _verify_kernel(
 
         query_taps = _load_taps(conv_weight, key_head, SIZE, TAPS, WINDOW)
         key_taps = _load_taps(conv_weight, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
+        query_window = _load_window(stream, key_head, 0, SIZE, TAPS, WINDOW)
+        key_window = _load_window(stream, KEY_HEADS + key_head, 0, SIZE, TAPS, WINDOW)
         for place in range(num_places):
-            window = _load_window(stream, key_head, place, SIZE, TAPS, WINDOW)
-            query = convolve((window, query_taps))
-            window = _load_window(stream, KEY_HEADS + key_head, place, SIZE, TAPS, WINDOW)
-            key = convolve((window, key_taps))
+            query, key = convolve((query_window, query_taps)), convolve((key_window, key_taps))
+            following = gl.minimum(place + 1, num_places - 1)
+            query_window = _load_window(stream, key_head, following, SIZE, TAPS, WINDOW)
+            key_window = _load_window(stream, KEY_HEADS + key_head, following, SIZE, TAPS, WINDOW)
             query *= gl.rsqrt(gl.sum(query * query, 0) + 1e-6) * SIZE**-0.5
             key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
             queries.index(place).store(query)
