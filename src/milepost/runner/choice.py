@@ -51,6 +51,32 @@ class Choice:
         return tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What may follow the tokens of requests."""
+
+    numbers: Sequence[int]
+    """Of the requests."""
+    copied: Tensor
+    """[S, drafts] on the host, once `is_copied` has come."""
+    is_copied: torch.cuda.Event | None
+
+    @staticmethod
+    def of(numbers: Sequence[int], token_ids: Tensor) -> Drafts:
+        """Drafts [S, drafts], on their way to the host."""
+        if not token_ids.is_cuda:
+            return Drafts(numbers, token_ids, None)
+        copied, event = _to_host(token_ids), torch.cuda.Event()
+        event.record()
+        return Drafts(numbers, copied, event)
+
+    def read(self) -> dict[int, list[int]]:
+        """Wait for them; by request number."""
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        return dict(zip(self.numbers, self.copied.tolist(), strict=True))
+
+
 def choice_of(token_ids: Tensor, logits: Tensor, params: Sequence[SamplingParams]) -> Choice:
     """The choice of these tokens [R], on its way to the host; `params` of each row of `logits`
     [R, V]."""

@@ -20,8 +20,10 @@ from milepost.layers.context import Context, StepArrays
 from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
+from milepost.runner.acceptance import accept_equal
 from milepost.runner.arrays import Capacity, Geometry
-from milepost.runner.choice import choice_of, on_device
+from milepost.runner.choice import Drafts, SampledToken, choice_of, on_device
+from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity
 from milepost.runner.plain import sampling_places
@@ -69,6 +71,17 @@ class DeviceExecutor:
         self._staging = Staging(pools.device, max(map(num_staged_bytes, most)))
         self._graphs = Graphs()
         self._records = RecordRows(pools.num_record_rows)
+        self._num_drafts = largest.num_drafts
+        self._drafting = None
+        if model.mtp is not None:
+            self._drafting = DeviceDrafting(
+                model,
+                pools,
+                self._tables,
+                self._geometry,
+                num_requests=largest.num_sequences,
+                num_judged=largest.num_drafts,
+            )
         # Imported where it is used: machines without a GPU need not have triton.
         from milepost.runner.sampler import Sampler
 
@@ -115,6 +128,7 @@ class DeviceExecutor:
             plan=plan,
             numbers=numbers,
             logits=outcome.logits[:num],
+            hidden=outcome.hidden[:num],
             best=outcome.best[:num],
             prompt_scores=scores,
         )
@@ -152,6 +166,18 @@ class DeviceExecutor:
             token_ids[place] = self._sampler.choose(*own, [rows[index] for index in rest])
         return token_ids
 
+    def draft(
+        self,
+        flight: Flight,
+        rows: Sequence[SamplingRow],  # noqa: ARG002
+        num_drafts: int,
+    ) -> None:
+        """Queue the head's passes; what they draft is the likeliest, however tokens are drawn."""
+        assert self._drafting is not None, "only a model with a head drafts"
+        numbers = list(dict.fromkeys(flight.numbers))
+        drafts = self._drafting.draft(flight, _forced(flight), num_drafts)
+        flight.drafting = Drafts.of(numbers, drafts)
+
     @property
     def num_sampling_bytes(self) -> int:
         """Of the device's memory, kept for sampling."""
@@ -175,6 +201,9 @@ class DeviceExecutor:
             self._graphs.capture(
                 capacity, lambda v=views, c=capacity: self._run(v, num_rows=c.num_sampled)
             )
+        if self._drafting is not None and self._num_drafts:
+            counts = {each.num_sequences for each in capacities if each.decodes}
+            self._drafting.capture(sorted(counts, reverse=True), self._num_drafts)
 
     def warm_up(self, capacity: Capacity) -> None:
         """Run a step of padding; takes as much memory as any that fits."""
@@ -205,8 +234,22 @@ class DeviceExecutor:
         return self.model.forward(step.token_ids, context, layers)
 
     def _outcome(self, hidden: Tensor, step: StepArrays, num_rows: int) -> Outcome:
-        logits = self.model.compute_logits(hidden[step.last_tokens[:num_rows]])
-        return Outcome(logits=logits, best=argmax(logits))
+        own = hidden[step.last_tokens[:num_rows]]
+        logits = self.model.compute_logits(own)
+        return Outcome(logits=logits, hidden=own, best=argmax(logits))
+
+
+def _forced(flight: Flight) -> list[int]:
+    """How many drafts of each request that samples are accepted, whatever is sampled; -1 where that
+    decides."""
+    sampling = [sequence for sequence in flight.plan.sequences if sequence.samples]
+    if flight.accept is accept_equal:
+        return [-1] * len(sampling)
+    unknown = SampledToken(-1)
+    return [
+        len(flight.accept(each, each.drafts, [unknown] * (1 + each.num_drafts))) - 1
+        for each in sampling
+    ]
 
 
 def measure_activations(

@@ -9,7 +9,7 @@ from time import perf_counter
 from torch import Tensor
 
 from milepost.runner.acceptance import Accept, accept_equal, runs_of
-from milepost.runner.choice import Choice, SampledToken
+from milepost.runner.choice import Choice, Drafts, SampledToken
 from milepost.runner.prompt_scores import PromptScores
 from milepost.scheduler.plans import StepPlan
 
@@ -34,7 +34,9 @@ class Flight:
     choice: Choice | None = None
     """None until the tokens are being sampled."""
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Request number -> what may follow its tokens."""
+    """Request number -> what may follow its tokens, where that is known at once."""
+    drafting: Drafts | None = None
+    """Where it comes from the device."""
     prompt_scores: Sequence[PromptScores] = ()
     accept: Accept = accept_equal
     """Which drafts are accepted."""
@@ -56,6 +58,10 @@ class Flight:
         """
         places = {number: place for place, number in enumerate(self.numbers)}
         return [places[s.number] for s in plan.sequences if s.is_ahead]
+
+    def read_drafts(self) -> Mapping[int, Sequence[int]]:
+        """Wait for what may follow the tokens, by request number."""
+        return self.drafts if self.drafting is None else self.drafting.read()
 
     def read(self) -> dict[int, list[SampledToken]]:
         """Wait for the tokens; the run of each request by its number: of one with drafts, as far as

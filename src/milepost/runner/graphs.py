@@ -37,6 +37,8 @@ class Outcome:
 
     logits: Tensor
     """[R, vocabulary], of the requests that sample."""
+    hidden: Tensor
+    """[R, C], what the logits are made of."""
     best: Tensor
     """[R] int64, the likeliest token of each."""
 

@@ -127,7 +127,7 @@ class Runner:
         return RunnerOutput(
             result=result,
             sampled=sampled,
-            drafts=flight.drafts,
+            drafts=flight.read_drafts(),
             prompt_scores=flight.prompt_scores,
         )
 
