@@ -83,7 +83,7 @@ def tiny(tmp_path_factory) -> Tiny:
 
 
 def open_watched(tiny: Tiny, **options) -> Watched:
-    return Watched(tiny.open(speculative_config={"method": "mtp"}, **options))
+    return Watched(tiny.open(speculative_config={"method": "mtp", "adaptive": False}, **options))
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,10 @@ def cold(tiny):
 
 
 def differ(found: dict, expected: dict) -> bool:
-    assert found.keys() <= expected.keys()
-    assert len(found) > len(expected) // 2
-    return any((found[key] - expected[key]).abs().max() > 1e-9 for key in found)
+    """Behind the tokens that both had sampled as the last of a run."""
+    common = found.keys() & expected.keys()
+    assert len(common) > len(expected) // 2
+    return any((found[key] - expected[key]).abs().max() > 1e-9 for key in common)
 
 
 def siblings(shared: int, own: int, num: int) -> list[list[int]]:
