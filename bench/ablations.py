@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 from traces import Cell, run
 
-from milepost.cache.eviction import laws, reclaim, shelves, worth
+from milepost.cache.eviction import buckets, reclaim, return_rates, score
 from milepost.scheduler import admission, sharing
 from milepost.simulator.cost import read_cost
 from milepost.simulator.trace import read_trace
@@ -46,27 +46,33 @@ def _nothing(*_arguments: Any, **_named: Any) -> None:
     """In place of what would learn."""
 
 
-def _fixed_law(law: Any, num_returns: int, age: int) -> float:  # noqa: ARG001
-    return 1.0 / (age + laws.AGE_OFFSET)
+def _fixed_law(rates: Any, num_returns: int, age: int) -> float:  # noqa: ARG001
+    return 1.0 / (age + return_rates.AGE_OFFSET)
 
 
-def _rate_now(law: Any, num_returns: int, age: int) -> float:
-    ratio = law._by_age[age.bit_length()].value
-    return law._levels[min(num_returns, laws.MAX_RETURNS)] * ratio / (age + laws.AGE_OFFSET)
+def _rate_now(rates: Any, num_returns: int, age: int) -> float:
+    ratio = rates._by_age[age.bit_length()].value
+    return (
+        rates._levels[min(num_returns, return_rates.MAX_RETURNS)]
+        * ratio
+        / (age + return_rates.AGE_OFFSET)
+    )
 
 
-def _level_alone(law: Any, num_returns: int, age: int) -> float:
-    return law._levels[min(num_returns, laws.MAX_RETURNS)] / (age + laws.AGE_OFFSET)
+def _level_alone(rates: Any, num_returns: int, age: int) -> float:
+    return rates._levels[min(num_returns, return_rates.MAX_RETURNS)] / (
+        age + return_rates.AGE_OFFSET
+    )
 
 
 def _no_levels() -> None:
-    laws.MAX_RETURNS = worth.MAX_RETURNS = 0
+    return_rates.MAX_RETURNS = score.MAX_RETURNS = 0
 
 
-def _oldest_alone(shelf: Any, value: Any, by: Any) -> Any:
-    oldest = shelf._oldest.first()
-    shelf.least, shelf.until = (oldest, value(oldest)), by.clock + by.steady(oldest)
-    return shelf.least
+def _oldest_alone(bucket: Any, value: Any, by: Any) -> Any:
+    oldest = bucket._oldest.first()
+    bucket.least, bucket.until = (oldest, value(oldest)), by.clock + by.steady(oldest)
+    return bucket.least
 
 
 def _claim_nothing(_reclaimer: Any, reservation: Any, checkpoint: Any) -> None:
@@ -74,7 +80,7 @@ def _claim_nothing(_reclaimer: Any, reservation: Any, checkpoint: Any) -> None:
 
 
 def _lru(expected: Any, checkpoint: Any) -> float:
-    return 1.0 / (expected.clock - checkpoint.end.time + laws.AGE_OFFSET)
+    return 1.0 / (expected.clock - checkpoint.end.time + return_rates.AGE_OFFSET)
 
 
 def _per_page(expected: Any, checkpoint: Any, num_pages: int) -> float:  # noqa: ARG001
@@ -87,13 +93,13 @@ def _put(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 VARIANTS: dict[str, Callable[[], None]] = {
     "whole": _nothing,
-    "no-learned-rates": _put(laws.Law, "chance", _fixed_law),
-    "no-look-ahead": _put(laws.Law, "chance", _rate_now),
-    "no-rates-by-age": _put(laws.Law, "chance", _level_alone),
+    "no-learned-rates": _put(return_rates.ReturnRates, "chance", _fixed_law),
+    "no-look-ahead": _put(return_rates.ReturnRates, "chance", _rate_now),
+    "no-rates-by-age": _put(return_rates.ReturnRates, "chance", _level_alone),
     "no-rates-by-returns": _no_levels,
-    "no-cut-counts": _put(laws.Cuts, "observe", _nothing),
-    "no-fork-counts": _put(worth.Expected, "_fork_at", lambda *_: None),
-    "no-newest-end": _put(shelves.Shelf, "look", _oldest_alone),
+    "no-cut-counts": _put(return_rates.Cuts, "observe", _nothing),
+    "no-fork-counts": _put(score.Expected, "_fork_at", lambda *_: None),
+    "no-newest-end": _put(buckets.Bucket, "look", _oldest_alone),
     "no-reservations": _put(reclaim.Reclaimer, "claim", _claim_nothing),
     "no-hold-back": _put(admission.Admission, "_look_ahead", lambda *_: 0),
     "hold-back-always": _put(admission, "BACKLOG_STEPS", -1),
@@ -102,10 +108,10 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "look-ahead-64": _put(admission, "LOOK_AHEAD", 64),
     "no-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: False),
     "all-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: True),
-    "no-bytes": _put(worth.Expected, "of_page", _per_page),
+    "no-bytes": _put(score.Expected, "of_page", _per_page),
     "no-waits-for-prefix": _put(sharing.InFlight, "find", lambda *_: None),
-    "no-parted-tails": _put(worth, "_has_parted", lambda *_: False),
-    "recency-alone": _put(worth.Expected, "of", _lru),
+    "no-parted-tails": _put(score, "_has_parted", lambda *_: False),
+    "recency-alone": _put(score.Expected, "of", _lru),
 }
 
 Row = dict[str, Any]

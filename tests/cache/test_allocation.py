@@ -187,7 +187,7 @@ def test_all_that_leaves_is_told_once_with_its_key(cache):
     }
     assert len(told) == len(held) - len(here), "each leaves once"
     assert {d.what for d in told} == {"state", "tail", "page"}
-    assert any(d.worth > 0 for d in told if d.what == "state")
+    assert any(d.score > 0 for d in told if d.what == "state")
     assert cache.reset()
     assert cache.take_events() == (Cleared(),)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.eviction.reserve import LOOKS_A_CHANGE, MAX_LOOKS
+from milepost.cache.eviction.hold_back import LOOKS_A_CHANGE, MAX_LOOKS
 from milepost.cache.memory import Arena
 
 PAGE_SIZE = 16
@@ -95,7 +95,7 @@ def asked_of(num_states, num_changes, num_rounds, monkeypatch):
         run(cache, [seed] * PAGE_SIZE)
     asked = []
     monkeypatch.setattr(
-        type(cache.worth), "is_expected", lambda _, checkpoint, __: not asked[-1].append(checkpoint)
+        type(cache.score), "is_expected", lambda _, checkpoint, __: not asked[-1].append(checkpoint)
     )
     chain = cache.chain([5000] * (num_states - 1) * PAGE_SIZE)
     for _ in range(num_rounds):

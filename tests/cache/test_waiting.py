@@ -105,7 +105,7 @@ def test_nothing_is_spared_where_nothing_returns(cache):
 @pytest.mark.parametrize("dues", [(5, 50), (50, 5)])
 def test_the_first_to_have_its_turn_counts(dues):
     """Whoever came first to wait."""
-    worth = Expected(num_slots=4, grid=64)
+    score = Expected(num_slots=4, grid=64)
     root = Node(b"", NO_PAGE, None, b"")
     checkpoint = Checkpoint(
         position=640,
@@ -118,4 +118,4 @@ def test_the_first_to_have_its_turn_counts(dues):
     )
     for due in dues:
         hang(Reservation(due=due), checkpoint)
-    assert worth.of(checkpoint) == 640 / 5
+    assert score.of(checkpoint) == 640 / 5

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from milepost.cache.allocation import Admitter, Allocation, Running
 from milepost.cache.events import Event
-from milepost.cache.eviction import Expected, Reclaimer, Worth
+from milepost.cache.eviction import Expected, Reclaimer, Score
 from milepost.cache.memory import Split, Storage
 from milepost.cache.placement import POLICIES, Kind, Mode, Placement
 from milepost.cache.plans import Arrival, Export, PageMove
@@ -37,7 +37,7 @@ class Cache:
     `num_slots` counts usable slots, without the zero slot; `storage` in place of the two numbers
     may be an arena, whose boundary between pages and slots moves. `mode="none"` reuses nothing and
     keeps nothing. `kinds` are the model's, and so is `identity`, of which keys are made; `grid` in
-    place of theirs, `placement` and `worth` in place of the mode's own are for comparisons.
+    place of theirs, `placement` and `score` in place of the mode's own are for comparisons.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Cache:
         identity: bytes = b"",
         grid: int | None = None,
         placement: Placement | None = None,
-        worth: Worth | None = None,
+        score: Score | None = None,
     ) -> None:
         self.page_size = page_size
         self.mode = mode
@@ -73,12 +73,12 @@ class Cache:
         self.version = 0
         self.grid = grid if grid is not None else grid_of(kinds)
         self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
-        if worth is None:
-            worth = Expected(storage.usual_slots, self.grid)
-        self.worth: Worth = worth
+        if score is None:
+            score = Expected(storage.usual_slots, self.grid)
+        self.score: Score = score
         self._outbox = Outbox(page_size, needs_states=self.slots_each > 0)
         self.reclaimer = Reclaimer(
-            self.tree, storage, self.stats, self.worth, self._outbox, page_size
+            self.tree, storage, self.stats, self.score, self._outbox, page_size
         )
         self._admitter = Admitter(
             self.tree,
@@ -147,7 +147,7 @@ class Cache:
         from: that is kept in preference to what nobody is known to ask for. For `refresh` and
         `forget`.
         """
-        reservation = Reservation(due=self.worth.clock + num_ahead + 1)
+        reservation = Reservation(due=self.score.clock + num_ahead + 1)
         self.reclaimer.claim(reservation, self._finder.source(chain, self.version))
         return reservation
 
@@ -180,7 +180,7 @@ class Cache:
         checkpoint to resume from, the request takes over its slot and tail page. What is likely to
         be asked for within about `look_ahead` requests is no room.
 
-        None costs no more than a match, and a look at reserve.MAX_LOOKS states if the cache has
+        None costs no more than a match, and a look at hold_back.MAX_LOOKS states if the cache has
         changed since somebody asked last.
         """
         assert match.version == self.version, "A1: admit needs a match of this moment"
@@ -206,8 +206,8 @@ class Cache:
     def _arrive(self, match: Match, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""
         if first_time:
-            return self.worth.arrive(match.path.chain, match.path.nodes, match.num_seen)
-        return End(position=len(match.path.chain), time=self.worth.clock)
+            return self.score.arrive(match.path.chain, match.path.nodes, match.num_seen)
+        return End(position=len(match.path.chain), time=self.score.clock)
 
     # --- while it runs ----------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Tokens up to its end."""
     what: What
     id: int
-    worth: float
+    score: float
     """Tokens that it was expected to save."""
     num_moves: int
     """Of the page moves that the next plan carries, those that come before it. Who wants the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from milepost.cache import Cache, Kind, Mode
-from milepost.cache.eviction import Worth
+from milepost.cache.eviction import Score
 from milepost.cache.memory import Split, Storage, fit
 from milepost.cache.placement import Facts, Placement, floor, place_align
 from milepost.cache.tree import Chain, Checkpoint, End, Node
@@ -41,7 +41,7 @@ class Lru:
     def evicted(self, checkpoint: Checkpoint) -> None:
         pass
 
-    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+    def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         return None, self.of(checkpoint)
 
     def steady(self, checkpoint: Checkpoint) -> int:  # noqa: ARG002
@@ -69,7 +69,7 @@ class Capped(Lru):
         super().__init__()
         self._cap = cap
 
-    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+    def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         """One for each: the order changes with what is below."""
         return checkpoint, 0
 
@@ -93,7 +93,7 @@ class Efficiency(Lru):
         self._weight = weight
         self._longest = 1
 
-    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+    def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         """One for each: the order changes as time goes by."""
         return checkpoint, 0
 
@@ -139,7 +139,7 @@ class Policy:
     mode: Mode = "auto"
     block_size: int = 2048
     placement: Placement | None = None
-    worth: Callable[[], Worth] | None = None
+    score: Callable[[], Score] | None = None
     shares_memory: bool = False
     """Whether the boundary between pages and slots moves."""
 
@@ -166,7 +166,7 @@ class Policy:
             mode=self.mode,
             block_size=self.block_size,
             placement=self.placement,
-            worth=self.worth() if self.worth is not None else None,
+            score=self.score() if self.score is not None else None,
         )
 
 
@@ -208,7 +208,7 @@ POLICIES: dict[str, Policy | Pooled] = {
             name="align",
             about="the last multiple of 2048 in each chunk; LRU",
             mode="align",
-            worth=Lru,
+            score=Lru,
         ),
         Pooled(
             name="align-1088",
@@ -228,49 +228,49 @@ POLICIES: dict[str, Policy | Pooled] = {
             placement=aligned_ends,
             state_share=0.5,
         ),
-        Policy(name="all", about="each multiple of 2048; LRU", mode="all", worth=Lru),
+        Policy(name="all", about="each multiple of 2048; LRU", mode="all", score=Lru),
         Policy(
             name="interval-path",
             about="every 8192, forks, ends; LRU, a use touches the path",
             placement=intervals_too,
-            worth=lambda: Lru(touches_path=True),
+            score=lambda: Lru(touches_path=True),
         ),
         Policy(
             name="interval",
             about="every 8192, forks, ends; LRU of what was used",
             placement=intervals_too,
-            worth=Lru,
+            score=Lru,
         ),
         Policy(
             name="interval-cap3",
             about="the same, at most 3 on a path",
             placement=intervals_too,
-            worth=lambda: Capped(3),
+            score=lambda: Capped(3),
         ),
-        Policy(name="ends", about="the prompt's end; LRU", placement=ends, worth=Lru),
+        Policy(name="ends", about="the prompt's end; LRU", placement=ends, score=Lru),
         Policy(
             name="forks-cap2",
             about="forks and ends; LRU, at most 2 on a path",
             placement=forks_and_ends,
-            worth=lambda: Capped(2),
+            score=lambda: Capped(2),
         ),
         Policy(
             name="efficiency",
             about="forks and ends; recency plus tokens saved per byte",
             placement=forks_and_ends,
-            worth=Efficiency,
+            score=Efficiency,
         ),
         Policy(
             name="efficiency-quarter",
             about="the same, savings weighing a quarter",
             placement=forks_and_ends,
-            worth=lambda: Efficiency(0.25),
+            score=lambda: Efficiency(0.25),
         ),
         Policy(
             name="efficiency-four",
             about="the same, savings weighing four times as much",
             placement=forks_and_ends,
-            worth=lambda: Efficiency(4.0),
+            score=lambda: Efficiency(4.0),
         ),
     )
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from milepost.cache.allocation.states import Allocation, State
-from milepost.cache.eviction import Reclaimer, Reserve
+from milepost.cache.eviction import HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT, Storage
 from milepost.cache.placement import Facts
 from milepost.cache.plans import PageCopy
@@ -20,10 +20,10 @@ class Admitter:
     __slots__ = (
         "_block_size",
         "_grid",
+        "_hold_back",
         "_page_size",
         "_pages",
         "_reclaimer",
-        "_reserve",
         "_slots",
         "_slots_each",
         "_storage",
@@ -46,7 +46,7 @@ class Admitter:
         self._pages = storage.pages
         self._slots = storage.slots.pool
         self._reclaimer = reclaimer
-        self._reserve = Reserve(tree, storage, reclaimer.worth, page_size)
+        self._hold_back = HoldBack(tree, storage, reclaimer.score, page_size)
         self._page_size = page_size
         self._slots_each = slots_each
         self._grid = grid
@@ -78,10 +78,8 @@ class Admitter:
         pages, slots = self._revived(match)
         wanted_pages, wanted_slots = fresh + pages, slots + self._slots_each
         if self._storage.has_room(wanted_pages, wanted_slots):
-            reserved_pages, reserved_slots = self._reserved(match, fresh, look_ahead)
-            return self._storage.has_room(
-                wanted_pages + reserved_pages, wanted_slots + reserved_slots
-            )
+            held_pages, held_slots = self._held_back(match, fresh, look_ahead)
+            return self._storage.has_room(wanted_pages + held_pages, wanted_slots + held_slots)
         checkpoint = match.checkpoint
         if checkpoint is None or not slots:
             return False
@@ -104,11 +102,11 @@ class Admitter:
         num_pages += sum(1 for page in _tail(match) if not pages.live_refs(page))
         return num_pages, int(not self._slots.live_refs(checkpoint.slot))
 
-    def _reserved(self, match: Match, num_pages: int, look_ahead: int) -> tuple[int, int]:
+    def _held_back(self, match: Match, num_pages: int, look_ahead: int) -> tuple[int, int]:
         """Pages and slots that are no room, since others are likely to ask for them soon."""
         if not look_ahead or self._storage.is_free(num_pages, self._slots_each):
             return 0, 0
-        return self._reserve.beside(match.checkpoint, look_ahead, match.version)
+        return self._hold_back.beside(match.checkpoint, look_ahead, match.version)
 
     def _pin(self, match: Match) -> None:
         self._pages.pin([node.page for node in match.path.nodes])

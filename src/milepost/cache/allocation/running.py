@@ -238,7 +238,7 @@ class Running:
         self._slots.pool.unpin([export.slot for export in allocation.exports])
         self._end_reading(allocation)
         if is_ready and allocation.path and kind is not Kind.PREEMPTED:
-            self._reclaimer.worth.ended(allocation.end, allocation.path[-1], allocation.committed)
+            self._reclaimer.score.ended(allocation.end, allocation.path[-1], allocation.committed)
         if kind is not None and self._enabled and is_ready and self._slots_each:
             self._publisher.publish_state(
                 allocation, allocation.state_length, allocation.slot_out, kind

@@ -1,12 +1,12 @@
 """What goes: what a checkpoint is worth, orders of what may go, and making room."""
 
+from milepost.cache.eviction.hold_back import HoldBack
 from milepost.cache.eviction.reclaim import Reclaimer
-from milepost.cache.eviction.reserve import Reserve
-from milepost.cache.eviction.worth import Expected, Worth
+from milepost.cache.eviction.score import Expected, Score
 
 __all__ = [
     "Expected",
+    "HoldBack",
     "Reclaimer",
-    "Reserve",
-    "Worth",
+    "Score",
 ]

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from itertools import islice
 
+from milepost.cache.eviction.buckets import Buckets
 from milepost.cache.eviction.moving import Mover
-from milepost.cache.eviction.shelves import Shelves
-from milepost.cache.eviction.worth import Worth
+from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Arena, Storage
 from milepost.cache.order import Order
 from milepost.cache.report import Stats
@@ -53,8 +53,8 @@ class Reclaimer:
         "_tree",
         "mover",
         "outbox",
+        "score",
         "stats",
-        "worth",
     )
 
     def __init__(
@@ -62,7 +62,7 @@ class Reclaimer:
         tree: Tree,
         storage: Storage,
         stats: Stats,
-        worth: Worth,
+        score: Score,
         outbox: Outbox,
         page_size: int,
     ) -> None:
@@ -73,18 +73,18 @@ class Reclaimer:
         self.mover = Mover(tree, storage) if isinstance(storage, Arena) else None
         self.outbox = outbox
         self.stats = stats
-        self.worth = worth
+        self.score = score
         self._page_size = page_size
         self._strays: Order[Node] = Order()
-        self._states = Shelves(worth, self._worth_of_slot)
+        self._states = Buckets(score, self._score_of_slot)
         self._carriers = (
-            self._states if storage.pages_a_slot else Shelves(worth, self._worth_per_page)
+            self._states if storage.pages_a_slot else Buckets(score, self._score_per_page)
         )
         self._stray_clock = 0
         self._pages.watch(tree.leaves, tree.changed)
         self._slots.pool.watch(tree.at_slot, tree.changed)
 
-    def candidates(self) -> tuple[Order[Node], Shelves, Shelves]:
+    def candidates(self) -> tuple[Order[Node], Buckets, Buckets]:
         """The orders of strays, carriers and states; to look at alone."""
         self.settle()
         return self._strays, self._carriers, self._states
@@ -139,7 +139,7 @@ class Reclaimer:
         if self.mover is not None:
             self._free_unit(self.mover)
         elif not self._slots.pool.num_free:
-            self._evict_least(self._states, "slots")
+            self._evict_victim(self._states, "slots")
         return self._slots.allocate()
 
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
@@ -147,11 +147,11 @@ class Reclaimer:
         if self._slots.pool.num_free:
             return True
         self.settle()
-        least = self._states.least()
+        least = self._states.victim()
         if least is None:
             return False
         pages = self._storage.pages_a_slot or 1
-        return self.worth.of_sparse(end, position, above) / pages > least[1]
+        return self.score.of_sparse(end, position, above) / pages > least[1]
 
     def made(self, checkpoint: Checkpoint) -> None:
         """Take in a checkpoint that was attached to the tree."""
@@ -187,20 +187,20 @@ class Reclaimer:
             self._states.discard(checkpoint)
             self._carriers.discard(checkpoint)
             return
-        shelf, place = self.worth.shelf(checkpoint)
-        self._states.push(checkpoint, shelf, place)
+        bucket, place = self.score.bucket(checkpoint)
+        self._states.push(checkpoint, bucket, place)
         if self._carriers is self._states:
             return
         if self._carries_page(checkpoint):
-            self._carriers.push(checkpoint, shelf, place)
+            self._carriers.push(checkpoint, bucket, place)
         else:
             self._carriers.discard(checkpoint)
 
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
         if self.outbox.is_open:
-            self.outbox.state_goes(checkpoint, self.worth.of(checkpoint), self._num_moves)
-        self.worth.evicted(checkpoint)
+            self.outbox.state_goes(checkpoint, self.score.of(checkpoint), self._num_moves)
+        self.score.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
         node.evicted_tail = checkpoint.tail
@@ -242,7 +242,7 @@ class Reclaimer:
         if stray is not None:
             self._evict_strays(*stray, num)
         else:
-            self._evict_least(self._carriers, "pages")
+            self._evict_victim(self._carriers, "pages")
 
     def _free_unit(self, mover: Mover) -> None:
         """Evict what is worth least for its bytes until those of a slot are free, and move what is
@@ -254,29 +254,29 @@ class Reclaimer:
             if stray is not None:
                 self._evict_strays(*stray, missing)
             elif missing > 0 or not mover.clear_unit():
-                self._evict_least(self._states, "slots")
+                self._evict_victim(self._states, "slots")
 
-    def _worth_of_slot(self, checkpoint: Checkpoint) -> float:
+    def _score_of_slot(self, checkpoint: Checkpoint) -> float:
         """What is lost with a slot; in an arena for each page that its bytes make."""
         if self._storage.pages_a_slot:
-            return self._worth_per_page(checkpoint)
-        return self.worth.of(checkpoint)
+            return self._score_per_page(checkpoint)
+        return self.score.of(checkpoint)
 
-    def _worth_per_page(self, checkpoint: Checkpoint) -> float:
+    def _score_per_page(self, checkpoint: Checkpoint) -> float:
         """What is lost for each page that becomes free, now or as a stray, or that its slot can
-        become. That its page has come into use is seen when its shelf is next looked at.
+        become. That its page has come into use is seen when its bucket is next looked at.
         """
         pages = self._storage.pages_a_slot or 1
         node = checkpoint.node
         is_used = not node.is_root and self._pages.live_refs(node.page)
         if not checkpoint.below and not is_used:
             pages += checkpoint.replay_tokens // self._page_size
-        return self.worth.of_page(checkpoint, pages)
+        return self.score.of_page(checkpoint, pages)
 
-    def _evict_least(self, shelves: Shelves, cause: str) -> None:
+    def _evict_victim(self, buckets: Buckets, cause: str) -> None:
         self.settle()
-        found = shelves.least()
-        assert found is not None, "E1: what is cached can be reached through the shelves"
+        found = buckets.victim()
+        assert found is not None, "E1: what is cached can be reached through the buckets"
         self.evict_checkpoint(found[0], cause)
 
     def _pop_stray(self) -> tuple[Node, float] | None:

@@ -80,7 +80,7 @@ class Outbox:
         if run:
             self._reached(run[::-1])
 
-    def state_goes(self, checkpoint: Checkpoint, worth: float, num_moves: int) -> None:
+    def state_goes(self, checkpoint: Checkpoint, score: float, num_moves: int) -> None:
         places: list[tuple[What, int]] = [("state", checkpoint.slot)]
         if checkpoint.tail_page is not None:
             places.append(("tail", checkpoint.tail_page))
@@ -93,7 +93,7 @@ class Outbox:
                     position=checkpoint.position,
                     what=what,
                     id=id_,
-                    worth=worth,
+                    score=score,
                     num_moves=num_moves,
                 )
             )
@@ -118,7 +118,7 @@ class Outbox:
                     position=node.depth * self._page_size,
                     what="page",
                     id=node.page,
-                    worth=0.0,
+                    score=0.0,
                     num_moves=num_moves,
                 )
             )

@@ -37,7 +37,7 @@ AGES = [1 << m >> 1 for m in range(MAGNITUDES + 1)]
 WIDTHS = [_width(AGES[m], AGES[m + 1]) for m in range(MAGNITUDES)]
 
 
-class Law:
+class ReturnRates:
     """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by number of
     earlier returns and by magnitude of the age.
     """

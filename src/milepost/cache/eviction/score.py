@@ -1,4 +1,4 @@
-"""What a checkpoint is worth: the tokens that it is expected to save, learned from what returns.
+"""The score of a checkpoint: the tokens that it is expected to save, learned from what returns.
 
 Owns the memory of where known paths ended and where they forked, and the counts learned from it.
 Knows nothing of pools, and evicts nothing. No knob: the constants are priors, which evidence
@@ -16,9 +16,9 @@ message, another question to the same document). So a checkpoint is needed again
     cuts                             |--- few ---|     b serves paths cut back by no more than this
                       |------ b's loss costs a to b -----
 
-How likely a return is at which age is learned for ends and for forks (laws.py), also from those
-whose state is gone. Worth = that chance x share of the returns that need the state x tokens to
-compute again without it.
+How likely a return is at which age is learned for ends and for forks (return_rates.py), also from
+those whose state is gone. Score = that chance x share of the returns that need the state x tokens
+to compute again without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from itertools import islice
 from math import log, log2
 from typing import Protocol
 
-from milepost.cache.eviction.laws import MAX_RETURNS, PRIOR_EVENTS, Cuts, Law
+from milepost.cache.eviction.return_rates import MAX_RETURNS, PRIOR_EVENTS, Cuts, ReturnRates
 from milepost.cache.placement import SPARSE, Kind, floor
 from milepost.cache.tree import MAX_TAILS_COMPARED, TOKEN_BYTES, Chain, Checkpoint, End, Node
 
@@ -54,7 +54,7 @@ class Fork:
     num_returns: int = 0
 
 
-class Worth(Protocol):
+class Score(Protocol):
     """What the cache asks. One contract test runs for each."""
 
     clock: int
@@ -74,8 +74,8 @@ class Worth(Protocol):
         """Note that a checkpoint is about to go."""
         ...
 
-    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
-        """A shelf and the place on it. Of a shelf's checkpoints the one with the lowest place is
+    def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+        """A bucket and the place in it. Of a bucket's checkpoints the one with the lowest place is
         always worth least, or the one with the highest. Asked again when a checkpoint is used,
         those next to it on its path change, or requests that wait for it come or go.
         """
@@ -90,7 +90,7 @@ class Worth(Protocol):
         ...
 
     def steady(self, checkpoint: Checkpoint) -> int:
-        """Requests for which that stays about the same, unless its shelf changes; 0 if it may
+        """Requests for which that stays about the same, unless its bucket changes; 0 if it may
         change at any time.
         """
         ...
@@ -114,8 +114,8 @@ class Expected:
         "_forked",
         "_forks",
         "_grid",
-        "_law",
         "_memory",
+        "_rates",
         "clock",
     )
 
@@ -125,7 +125,7 @@ class Expected:
         self._memory = MEMORY * num_slots
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._forks: OrderedDict[bytes, Fork] = OrderedDict()
-        self._law = {"end": Law(), "fork": Law()}
+        self._rates = {"end": ReturnRates(), "fork": ReturnRates()}
         self._cuts = Cuts()
         self._continued = 0
         self._forked = 0
@@ -179,10 +179,10 @@ class Expected:
             if len(self._forks) > self._memory:
                 _, old = self._forks.popitem(last=False)
                 age = self.clock - old.time
-                self._law["fork"].observe(old.num_returns, 0, age, returned=False)
+                self._rates["fork"].observe(old.num_returns, 0, age, returned=False)
             return False
         age = self.clock - fork.time
-        self._law["fork"].observe(fork.num_returns, 0, age, returned=True)
+        self._rates["fork"].observe(fork.num_returns, 0, age, returned=True)
         fork.num_returns += 1
         fork.time = self.clock
         self._forks.move_to_end(digest)
@@ -203,12 +203,12 @@ class Expected:
     def _observe_end(self, end: End, *, returned: bool) -> None:
         """Count how long an end has waited, as far as that isn't counted."""
         age = self.clock - end.time
-        self._law["end"].observe(end.num_returns, end.counted_age, age, returned=returned)
+        self._rates["end"].observe(end.num_returns, end.counted_age, age, returned=returned)
         end.counted_age = age
 
     # --- what it is worth -------------------------------------------------------------------------
 
-    def shelf(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
+    def bucket(self, checkpoint: Checkpoint) -> tuple[Hashable, float]:
         fork = self._fork_at(checkpoint)
         if checkpoint.reservations:
             is_sure = checkpoint.kind == Kind.PREEMPTED
@@ -241,20 +241,20 @@ class Expected:
             return True
         end = checkpoint.end
         age = self.clock - end.time
-        return self._law["end"].expected(end.num_returns, age, age + within) > EVEN_ODDS
+        return self._rates["end"].expected(end.num_returns, age, age + within) > EVEN_ODDS
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
         return self.of(checkpoint) / num_pages
 
     def _of_unawaited(self, checkpoint: Checkpoint) -> float:
         end = checkpoint.end
-        chance = self._law["end"].chance(end.num_returns, self.clock - end.time)
-        worth = chance * checkpoint.saved
+        chance = self._rates["end"].chance(end.num_returns, self.clock - end.time)
+        score = chance * checkpoint.saved
         fork = self._fork_at(checkpoint)
         if fork is not None:
-            chance = self._law["fork"].chance(fork.num_returns, self.clock - fork.time)
-            worth += chance * checkpoint.replay_tokens
-        return worth
+            chance = self._rates["fork"].chance(fork.num_returns, self.clock - fork.time)
+            score += chance * checkpoint.replay_tokens
+        return score
 
     def _fork_at(self, checkpoint: Checkpoint) -> Fork | None:
         return None if checkpoint.tail else self._forks.get(checkpoint.node.digest)
@@ -270,7 +270,7 @@ class Expected:
     def of_sparse(self, end: End, position: int, above: int) -> float:
         deeper = min(position + SPARSE, end.position)
         needed = self._cut_share(end, position, deeper)
-        return needed * self._law["end"].chance(end.num_returns, 0) * (position - above)
+        return needed * self._rates["end"].chance(end.num_returns, 0) * (position - above)
 
     def _cut_share(self, end: End, position: int, deeper: int | None) -> float:
         """Returns that need the state at `position`, for each one that continues the path."""

@@ -4,45 +4,45 @@ import random
 from itertools import pairwise
 
 from milepost.cache.eviction import Expected
-from milepost.cache.eviction.laws import AGE_OFFSET, Cuts, Law
-from milepost.cache.eviction.shelves import Shelves
+from milepost.cache.eviction.buckets import Buckets
+from milepost.cache.eviction.return_rates import AGE_OFFSET, Cuts, ReturnRates
 from milepost.cache.tree import Checkpoint, End, Node
 from milepost.cache.tree.nodes import NO_PAGE
 
 
 def test_without_evidence_a_return_gets_less_likely_with_age():
-    law = Law()
-    chances = [law.chance(0, age) for age in (0, 1, 10, 100, 1000)]
+    rates = ReturnRates()
+    chances = [rates.chance(0, age) for age in (0, 1, 10, 100, 1000)]
     assert chances == sorted(chances, reverse=True)
     assert chances[0] == 1 / AGE_OFFSET
 
 
 def test_what_never_returns_loses_its_worth():
-    law = Law()
+    rates = ReturnRates()
     for _ in range(50):
-        law.observe(0, 0, 500, returned=False)
-    assert law.chance(0, 10) < Law().chance(0, 10) / 4
+        rates.observe(0, 0, 500, returned=False)
+    assert rates.chance(0, 10) < ReturnRates().chance(0, 10) / 4
 
 
 def test_what_returned_before_is_told_from_what_did_not():
-    law = Law()
+    rates = ReturnRates()
     for _ in range(50):
-        law.observe(0, 0, 100, returned=False)
-        law.observe(2, 0, 10, returned=True)
-    assert law.chance(2, 10) > 5 * law.chance(0, 10)
+        rates.observe(0, 0, 100, returned=False)
+        rates.observe(2, 0, 10, returned=True)
+    assert rates.chance(2, 10) > 5 * rates.chance(0, 10)
 
 
 def test_in_a_cycle_the_oldest_is_worth_most():
     """It is next; only of the very youngest too little is known to tell."""
-    law = Law()
+    rates = ReturnRates()
     for _ in range(400):
-        law.observe(2, 0, 160, returned=True)
-    chances = [law.chance(2, age) for age in (30, 60, 100, 127)]
+        rates.observe(2, 0, 160, returned=True)
+    chances = [rates.chance(2, age) for age in (30, 60, 100, 127)]
     assert chances == sorted(chances)
 
 
 def test_a_wait_counted_in_two_parts_counts_the_same():
-    whole, parts = Law(), Law()
+    whole, parts = ReturnRates(), ReturnRates()
     whole.observe(1, 0, 300, returned=True)
     parts.observe(1, 0, 70, returned=False)
     parts.observe(1, 70, 300, returned=True)
@@ -93,46 +93,46 @@ class Listed(Expected):
 
 
 def test_shelves_give_the_least_of_either_end_of_a_shelf():
-    worth = Listed({i: i for i in range(6)})
-    shelves, items = Shelves(worth, worth.of), [checkpoint(i) for i in range(6)]
-    assert shelves.least() is None
+    score = Listed({i: i for i in range(6)})
+    buckets, items = Buckets(score, score.of), [checkpoint(i) for i in range(6)]
+    assert buckets.victim() is None
     for time, item in enumerate(items):
-        shelves.push(item, "even" if time % 2 == 0 else "odd", time)
-    assert shelves.least() == (items[0], 0)
-    worth.values = {i: -i for i in range(6)}
-    assert shelves.least() == (items[5], -5)
-    worth.values = {i: i for i in range(6)}
-    shelves.discard(items[0])
-    shelves.push(items[5], "even", 9)
-    assert shelves.least() == (items[1], 1)
-    assert sorted(c.position for c in shelves) == [1, 2, 3, 4, 5]
+        buckets.push(item, "even" if time % 2 == 0 else "odd", time)
+    assert buckets.victim() == (items[0], 0)
+    score.values = {i: -i for i in range(6)}
+    assert buckets.victim() == (items[5], -5)
+    score.values = {i: i for i in range(6)}
+    buckets.discard(items[0])
+    buckets.push(items[5], "even", 9)
+    assert buckets.victim() == (items[1], 1)
+    assert sorted(c.position for c in buckets) == [1, 2, 3, 4, 5]
 
 
-def test_shelves_rest_until_they_change_or_their_worth_may():
-    worth = Listed({i: i for i in range(4)}, rest=10)
-    shelves, items = Shelves(worth, worth.of), [checkpoint(i) for i in range(4)]
+def test_buckets_rest_until_they_change_or_their_worth_may():
+    score = Listed({i: i for i in range(4)}, rest=10)
+    buckets, items = Buckets(score, score.of), [checkpoint(i) for i in range(4)]
     for item in items[:3]:
-        shelves.push(item, item.position, 0)
-    shelves.least()
-    worth.looks.clear()
-    assert shelves.least() == (items[0], 0)
-    assert worth.looks == [0], "only the least is looked at again"
-    worth.looks.clear()
-    shelves.push(items[3], 2, 1)
-    shelves.least()
-    assert sorted(worth.looks) == [0, 2, 3], "and a shelf that has changed"
-    worth.clock += 10
-    worth.looks.clear()
-    shelves.least()
-    assert sorted(set(worth.looks)) == [0, 1, 2, 3]
+        buckets.push(item, item.position, 0)
+    buckets.victim()
+    score.looks.clear()
+    assert buckets.victim() == (items[0], 0)
+    assert score.looks == [0], "only the least is looked at again"
+    score.looks.clear()
+    buckets.push(items[3], 2, 1)
+    buckets.victim()
+    assert sorted(score.looks) == [0, 2, 3], "and a bucket that has changed"
+    score.clock += 10
+    score.looks.clear()
+    buckets.victim()
+    assert sorted(set(score.looks)) == [0, 1, 2, 3]
 
 
-def test_what_shelves_give_is_worth_that_now():
+def test_what_buckets_return_is_worth_that_now():
     """Also where the one that was worth least has become dearer than others."""
-    worth = Listed({i: i for i in range(4)}, rest=10)
-    shelves, items = Shelves(worth, worth.of), [checkpoint(i) for i in range(4)]
+    score = Listed({i: i for i in range(4)}, rest=10)
+    buckets, items = Buckets(score, score.of), [checkpoint(i) for i in range(4)]
     for item in items:
-        shelves.push(item, item.position, 0)
-    shelves.least()
-    worth.values |= {0: 9, 1: 8, 2: 2.5}
-    assert shelves.least() == (items[2], 2.5)
+        buckets.push(item, item.position, 0)
+    buckets.victim()
+    score.values |= {0: 9, 1: 8, 2: 2.5}
+    assert buckets.victim() == (items[2], 2.5)

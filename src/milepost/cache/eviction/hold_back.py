@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from milepost.cache.eviction.worth import Worth
+from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage
 from milepost.cache.tree import Checkpoint, Tree
 
@@ -44,14 +44,14 @@ class Look:
     """What the round before has found."""
 
 
-class Reserve:
+class HoldBack:
     """Goes round the checkpoints, a round for each power of two of requests to look ahead."""
 
-    __slots__ = ("_page_size", "_pages", "_rounds", "_slots", "_tree", "_worth")
+    __slots__ = ("_page_size", "_pages", "_rounds", "_score", "_slots", "_tree")
 
-    def __init__(self, tree: Tree, storage: Storage, worth: Worth, page_size: int) -> None:
+    def __init__(self, tree: Tree, storage: Storage, score: Score, page_size: int) -> None:
         self._tree = tree
-        self._worth = worth
+        self._score = score
         self._pages = storage.pages
         self._slots = storage.slots.pool
         self._page_size = page_size
@@ -101,7 +101,7 @@ class Reserve:
         is_kept = self._tree.at_slot.get(checkpoint.slot) is checkpoint
         if not is_kept or checkpoint.below or self._slots.live_refs(checkpoint.slot):
             return False
-        return self._worth.is_expected(checkpoint, within)
+        return self._score.is_expected(checkpoint, within)
 
     def _unused_path(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
         """This checkpoint and those above it, up to where pages are in use anyway."""
