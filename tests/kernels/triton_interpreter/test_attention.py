@@ -35,12 +35,7 @@ CASES = {
         starts=(700, 650, 640, 900, 641), lengths=(1, 1, 2, 1, 50), num_sharing=640
     ),
     "no_gate": Case(starts=(700, 650, 0), lengths=(1, 1, 70), has_gate=False),
-    "drafts": Case(
-        starts=(700, 650, 90, 640, 128, 63), lengths=(4, 1, 0, 3, 4, 2), num_heads=8, num_drafts=3
-    ),
-    "shared_drafts": Case(
-        starts=(700, 650, 640, 900, 641), lengths=(3, 1, 0, 4, 3), num_sharing=640, num_drafts=3
-    ),
+    "drafts": Case(starts=(90, 5, 64, 128, 63), lengths=(4, 1, 0, 3, 2), num_heads=8, num_drafts=3),
     "one_program": Case(starts=(600, 100), lengths=(1, 100), num_programs=1),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
 import torch
 
 from milepost.kernels.device import probe
@@ -15,17 +14,17 @@ from tests.numbers import relative_error
 
 CHIP = probe(torch.device("cpu"))
 SHAPES = Shapes(key_heads=1, value_heads=2, key_dim=8, value_dim=5, taps=3)
-KIND = Kind(shapes=SHAPES, dtype=torch.float32, chip=CHIP, num_tokens=5)
+KIND = Kind(shapes=SHAPES, dtype=torch.float32, chip=CHIP, num_tokens=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_any_split_gives_the_states_of_one_token_at_a_time(dtype: torch.dtype) -> None:
-    play(Plain(replace(KIND, dtype=dtype, state_dtype=dtype)), random.Random(3))
+def test_any_split_gives_the_states_of_one_token_at_a_time() -> None:
+    """Which the pool rounds."""
+    play(Plain(replace(KIND, dtype=torch.float16, state_dtype=torch.float16)), random.Random(3))
 
 
 def test_it_matches_the_reference_beside_a_prefill_and_padding() -> None:
     ours, theirs = Mixer(KIND), Mixer(replace(KIND, chip=None))
-    tokens, prompt = make_projected(SHAPES, 9), make_projected(SHAPES, 70, seed=5)
+    tokens, prompt = make_projected(SHAPES, 9), make_projected(SHAPES, 20, seed=5)
     steps = [
         {0: (0, tokens[:3]), 1: (0, tokens[3:4])},
         {0: (2, tokens[4:9]), 1: (0, tokens[:2]), 2: (0, tokens[:1])},
@@ -43,7 +42,7 @@ def test_it_matches_the_reference_beside_a_prefill_and_padding() -> None:
 
 def test_a_prefill_beside_verifying_sequences_has_the_bits_that_it_has_alone() -> None:
     beside, alone = Mixer(KIND), Mixer(KIND)
-    tokens, prompt = make_projected(SHAPES, 4), make_projected(SHAPES, 70, seed=5)
+    tokens, prompt = make_projected(SHAPES, 4), make_projected(SHAPES, 20, seed=5)
     output = beside.step({0: (0, tokens[:3]), 2: (0, tokens[3:])}, prompt, padding=3)
     assert torch.equal(output[4:], alone.step({}, prompt, verifies=False))
     assert is_equal(beside.state(3), alone.state(3))
