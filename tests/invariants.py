@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from milepost.cache.cache import Cache
-from milepost.cache.memory import Arena, Pool, Status
+from milepost.cache.memory import Pool, Status, UnifiedPool
 from milepost.cache.plans import HOLE
 from milepost.cache.tree import Checkpoint, Node
 
@@ -154,7 +154,7 @@ def _check_pool(pool: Pool, live: Counter[int], cached: Counter[int]) -> None:
 def _check_storage(cache: Cache) -> None:
     """U1 to U3, and P1 for what is free."""
     storage, pages, slots = cache.storage, cache.pages, cache.slots.pool
-    if not isinstance(storage, Arena):
+    if not isinstance(storage, UnifiedPool):
         for pool in (pages, slots):
             assert pool.total == pool.end - pool.first, "P1: free + used + cached == total"
         return

@@ -9,7 +9,7 @@ import pytest
 
 from milepost.cache import Cache, Kind
 from milepost.cache.eviction.hold_back import LOOKS_A_CHANGE, MAX_LOOKS
-from milepost.cache.memory import Arena
+from milepost.cache.memory import UnifiedPool
 
 PAGE_SIZE = 16
 
@@ -165,14 +165,14 @@ def test_a_state_inside_one_of_many_pages_is_pinned_alone():
 def test_units_are_not_searched_again_before_one_can_have_become_idle():
     """In each of them a request holds a page; whoever waits for a slot asks in every step."""
     num_units = 1000
-    arena = Arena(num_units, 4)
-    pages = arena.pages.allocate(4 * num_units)
-    arena.pages.keep(pages)
-    arena.pages.unpin([page for page in pages if page % 4])
-    first, again = (num_events(lambda: arena.has_room(0, 1)) for _ in range(2))
+    unified = UnifiedPool(num_units, 4)
+    pages = unified.pages.allocate(4 * num_units)
+    unified.pages.keep(pages)
+    unified.pages.unpin([page for page in pages if page % 4])
+    first, again = (num_events(lambda: unified.has_room(0, 1)) for _ in range(2))
     assert first > num_units > 50 > again
-    assert not arena.has_room(0, 1)
-    arena.pages.unpin([page for page in pages if page // 4 == 700 and not page % 4])
-    assert arena.has_room(0, 1)
-    assert not arena.has_room(0, 2)
-    assert arena.has_room(0, 1), "that two are missing says nothing of one"
+    assert not unified.has_room(0, 1)
+    unified.pages.unpin([page for page in pages if page // 4 == 700 and not page % 4])
+    assert unified.has_room(0, 1)
+    assert not unified.has_room(0, 2)
+    assert unified.has_room(0, 1), "that two are missing says nothing of one"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from milepost import LLM
-from milepost.cache.memory import Arena, Split
+from milepost.cache.memory import Split, UnifiedPool
 from milepost.config import EngineConfig
 from milepost.engine import setup
 from milepost.errors import ConfigError
@@ -57,7 +57,7 @@ def moved(monkeypatch) -> list[int]:
 
 
 def test_numbers_that_are_given_split_the_memory(tiny):
-    assert isinstance(cache_of(tiny.open()).storage, Arena)
+    assert isinstance(cache_of(tiny.open()).storage, UnifiedPool)
     for given in ({"num_pages": 64}, {"num_slots": 8}, {"num_pages": 64, "num_slots": 8}):
         cache = cache_of(tiny.open(**given))
         assert isinstance(cache.storage, Split)
@@ -93,7 +93,7 @@ def test_auto_shares_on_a_gpu_where_it_can(tiny, monkeypatch, device, options, k
         ({"cache_memory": "shared", "num_slots": 8}, r"'shared' with num_pages=None, num_slots=8"),
         ({"cache_memory": "shared", "page_size": 1024}, r"a state no smaller than a page of 1024"),
         ({"cache_memory": "shared", "cpu_cache_gib": 1e-4}, r"room for 16 of the larger"),
-        ({"cache_memory": "arena"}, r"cache_memory='arena'"),
+        ({"cache_memory": "unified pool"}, r"cache_memory='unified pool'"),
     ],
 )
 def test_memory_that_cannot_be_shared(tiny, options, message):
@@ -105,7 +105,7 @@ def test_memory_that_cannot_be_shared(tiny, options, message):
 def test_answers_under_pressure(tiny, moved):
     """Prompts of all lengths and their next turns, in several waves through little memory."""
     llm = tiny.open(page_size=16, cpu_cache_gib=FEW_UNITS * tiny.dtype.itemsize / 4)
-    assert isinstance(cache_of(llm).storage, Arena)
+    assert isinstance(cache_of(llm).storage, UnifiedPool)
     shares, hits = set(), 0
     turns = [tokens(num, seed) for seed, num in enumerate((20, 150, 33, 260, 90, 47, 210, 64))]
     for wave in range(4):

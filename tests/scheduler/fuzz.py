@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import lcm
 
 from milepost.cache import Cache, Chain
-from milepost.cache.memory import Arena, Split
+from milepost.cache.memory import Split, UnifiedPool
 from milepost.cache.tree import (
     Checkpoint,
     FullAttention,
@@ -137,9 +137,9 @@ class Fuzz:
         mode = rng.choice([*["auto"] * 9, "align", "all", "none"])
         kinds = draw_kinds(rng, page_size)
         places = [kind.where for kind in kinds]
-        storage: Arena | Split = Split(num_pages, num_slots if "slot" in places else 0)
+        storage: UnifiedPool | Split = Split(num_pages, num_slots if "slot" in places else 0)
         if pages_each and "slot" in places:
-            storage = Arena(-(-num_pages // pages_each) + num_slots, pages_each)
+            storage = UnifiedPool(-(-num_pages // pages_each) + num_slots, pages_each)
         grid = grid_of(kinds)
         self.cache = Cache(
             storage=storage,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from milepost.cache import Cache
-from milepost.cache.memory import Arena
+from milepost.cache.memory import UnifiedPool
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
@@ -205,9 +205,9 @@ def test_what_ended_keeps_its_memory_until_the_step_ahead_is_over(ends_itself):
 # --- two steps taken back -------------------------------------------------------------------------
 
 
-def busy_arena(seed: int) -> Loop:
+def busy_unified_pool(seed: int) -> Loop:
     """One memory, so small that pages are moved now and then."""
-    cache = Cache(storage=Arena(14, 3), page_size=16)
+    cache = Cache(storage=UnifiedPool(14, 3), page_size=16)
     scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=128)
     loop = Loop(scheduler, FakeRunner(scheduler, page_size=16, pages_each=3))
     rng = random.Random(seed)
@@ -240,7 +240,7 @@ def steps_whose_followers_move_pages(loop: Loop) -> Iterator[StepPlan]:
 def test_moves_of_the_step_ahead_may_be_half_done_when_both_are_taken_back():
     found = 0
     for seed in range(6):
-        loop = busy_arena(seed)
+        loop = busy_unified_pool(seed)
         for plan in steps_whose_followers_move_pages(loop):
             loop.scheduler.roll_back(plan)
             check(loop.scheduler.cache)

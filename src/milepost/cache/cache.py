@@ -35,9 +35,10 @@ class Cache:
     """Pages, slots and the prefix tree of one engine.
 
     `num_slots` counts usable slots, without the zero slot; `storage` in place of the two numbers
-    may be an arena, whose boundary between pages and slots moves. `mode="none"` reuses nothing and
-    keeps nothing. `kinds` are the model's, and so is `identity`, of which keys are made; `grid` in
-    place of theirs, `placement` and `score` in place of the mode's own are for comparisons.
+    may be a unified pool, whose boundary between pages and slots moves. `mode="none"` reuses
+    nothing and keeps nothing. `kinds` are the model's, and so is `identity`, of which keys are
+    made; `grid` in place of theirs, `placement` and `score` in place of the mode's own are for
+    comparisons.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from milepost.cache.memory import Arena, Split
+from milepost.cache.memory import Split, UnifiedPool
 from milepost.errors import ConfigError
 from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.shared import allocate_shared, best_unit
@@ -65,9 +65,9 @@ class OneMemory:
         """The most slots that there may be."""
         return self.num_units
 
-    def storage(self) -> Arena:
+    def storage(self) -> UnifiedPool:
         """What the cache counts."""
-        return Arena(self.num_units, self.pages_each)
+        return UnifiedPool(self.num_units, self.pages_each)
 
     def allocate(self, shape: PoolShape, device: torch.device) -> Pools:
         """The tensors."""

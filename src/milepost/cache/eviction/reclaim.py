@@ -8,8 +8,8 @@ The orders cannot be left stale: the tree notes each change of children and chec
 each pin of a leaf and of a checkpoint's slot, all in one list, and no order is read before that
 list is worked off. A change costs one entry, however long the path.
 
-In an arena every checkpoint carries pages, since its slot can become some; so there carriers are
-states, and what is worth least for its bytes goes first, whichever kind is wanted.
+In a unified pool every checkpoint carries pages, since its slot can become some; so there carriers
+are states, and what is worth least for its bytes goes first, whichever kind is wanted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import islice
 from milepost.cache.eviction.buckets import Buckets
 from milepost.cache.eviction.moving import Mover
 from milepost.cache.eviction.score import Score
-from milepost.cache.memory import Arena, Storage
+from milepost.cache.memory import Storage, UnifiedPool
 from milepost.cache.order import Order
 from milepost.cache.report import Stats
 from milepost.cache.tree import (
@@ -70,7 +70,7 @@ class Reclaimer:
         self._storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
-        self.mover = Mover(tree, storage) if isinstance(storage, Arena) else None
+        self.mover = Mover(tree, storage) if isinstance(storage, UnifiedPool) else None
         self.outbox = outbox
         self.stats = stats
         self.score = score
@@ -257,7 +257,7 @@ class Reclaimer:
                 self._evict_victim(self._states, "slots")
 
     def _score_of_slot(self, checkpoint: Checkpoint) -> float:
-        """What is lost with a slot; in an arena for each page that its bytes make."""
+        """What is lost with a slot; in a unified pool for each page that its bytes make."""
         if self._storage.pages_a_slot:
             return self._score_per_page(checkpoint)
         return self.score.of(checkpoint)

@@ -3,21 +3,21 @@
 from milepost.cache.memory.pool import Pool, Status
 from milepost.cache.memory.slots import ZERO_SLOT, Slots
 from milepost.cache.memory.storage import (
-    Arena,
     Split,
     Storage,
+    UnifiedPool,
     fit,
     pages_in_place,
 )
 
 __all__ = [
     "ZERO_SLOT",
-    "Arena",
     "Pool",
     "Slots",
     "Split",
     "Status",
     "Storage",
+    "UnifiedPool",
     "fit",
     "pages_in_place",
 ]

@@ -1,5 +1,5 @@
-"""Where free ids are kept: a list for a pool of fixed size, and for two pools that share one memory
-an arena of units, each of which holds one slot or some pages.
+"""Where free ids are kept: in a list for a pool of fixed size; in a unified pool in its units, each
+of which holds one slot or some pages.
 
 Knows nothing of references. Which ids are handed out depends on the calls alone.
 """
@@ -68,7 +68,7 @@ class Units:
 
 
 class FreeSlots:
-    """Slots of an arena: a unit is a slot, of the same number."""
+    """Slots of a unified pool: a unit is a slot, of the same number."""
 
     __slots__ = ("_units", "end", "first")
 
@@ -89,7 +89,7 @@ class FreeSlots:
 
 
 class FreePages:
-    """Pages of an arena: unit u is the pages from u x pages_each on.
+    """Pages of a unified pool: unit u is the pages from u x pages_each on.
 
     Long runs get whole units, and what is left over goes where pages are in use already, so that
     few units are held by few pages. A unit whose pages are all free is given up at once.

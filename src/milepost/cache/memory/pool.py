@@ -65,7 +65,7 @@ class Pool:
 
     @property
     def total(self) -> int:
-        """Ids that there are; in an arena it changes with what the other kind has."""
+        """Ids that there are; in a unified pool it changes with what the other kind has."""
         return len(self._free) + self.num_used + self.num_cached
 
     @property

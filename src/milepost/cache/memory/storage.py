@@ -1,7 +1,7 @@
-"""The memory of pages and slots: two pools of fixed sizes, or one arena with a boundary that moves.
+"""The memory of pages and slots: two pools of fixed sizes, or a unified one, whose boundary moves.
 
-Says what there is room for. An *idle* unit of an arena holds nothing that a running request holds,
-so it can be had for either kind once what it caches is evicted.
+Says what there is room for. An *idle* unit of a unified pool holds nothing that a running request
+holds, so it can be had for either kind once what it caches is evicted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from milepost.cache.memory.pool import Pool
 from milepost.cache.memory.slots import Slots
 
 USUAL_SHARE = 1 / 8
-"""Of an arena's units, those that mostly are slots; only how much is remembered depends on it."""
+"""Of a unified pool's units, those that mostly are slots; only how much is remembered depends on
+it."""
 
 
 class Storage(Protocol):
@@ -75,7 +76,7 @@ class Split:
         return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
 
 
-class Arena:
+class UnifiedPool:
     """`num_units` units besides the zero slot's, each for one slot or `pages_each` pages."""
 
     def __init__(self, num_units: int, pages_each: int) -> None:
@@ -159,7 +160,7 @@ def pages_in_place(page_bytes: int, slot_bytes: int) -> int:
     return few if few and rest <= page_bytes - rest else few + 1
 
 
-def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> Arena:
-    """An arena of so many bytes."""
+def fit(num_bytes: int, *, page_bytes: int, slot_bytes: int) -> UnifiedPool:
+    """A unified pool of so many bytes."""
     pages_each = pages_in_place(page_bytes, slot_bytes)
-    return Arena(num_bytes // max(slot_bytes, pages_each * page_bytes), pages_each)
+    return UnifiedPool(num_bytes // max(slot_bytes, pages_each * page_bytes), pages_each)

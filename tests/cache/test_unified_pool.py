@@ -1,4 +1,4 @@
-"""Pages and slots in one arena: ids, room, and a boundary that moves both ways."""
+"""Pages and slots in one unified pool: ids, room, and a boundary that moves both ways."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.memory import Arena, fit
+from milepost.cache.memory import UnifiedPool, fit
 from tests.invariants import check
 
 PAGE_SIZE = 64
@@ -32,53 +32,53 @@ def hit(cache, seed, num_pages):
 
 
 def test_pages_of_a_unit_are_numbered_by_it():
-    arena = Arena(3, 4)
-    assert sorted(arena.pages.allocate(12)) == list(range(4, 16))
-    assert arena.slots.pool.num_free == 0
+    unified = UnifiedPool(3, 4)
+    assert sorted(unified.pages.allocate(12)) == list(range(4, 16))
+    assert unified.slots.pool.num_free == 0
 
 
 def test_a_long_run_gets_whole_units_and_the_rest_stands_together():
-    arena = Arena(4, 4)
-    first = arena.pages.allocate(6)
-    second = arena.pages.allocate(2)
+    unified = UnifiedPool(4, 4)
+    first = unified.pages.allocate(6)
+    second = unified.pages.allocate(2)
     assert sorted({page // 4 for page in first}) == sorted({page // 4 for page in first + second})
-    assert arena.slots.pool.num_free == 2
+    assert unified.slots.pool.num_free == 2
 
 
 def test_a_unit_whose_pages_are_free_is_free():
-    arena = Arena(2, 4)
-    pages = arena.pages.allocate(5)
-    assert arena.slots.pool.num_free == 0
-    arena.pages.unpin(pages[4:])
-    assert arena.slots.pool.num_free == 1
-    arena.pages.unpin(pages[:4])
-    assert (arena.slots.pool.num_free, arena.pages.num_free) == (2, 8)
+    unified = UnifiedPool(2, 4)
+    pages = unified.pages.allocate(5)
+    assert unified.slots.pool.num_free == 0
+    unified.pages.unpin(pages[4:])
+    assert unified.slots.pool.num_free == 1
+    unified.pages.unpin(pages[:4])
+    assert (unified.slots.pool.num_free, unified.pages.num_free) == (2, 8)
 
 
 @pytest.mark.parametrize("num_slots", range(5))
 def test_room_is_what_can_be_had_together(num_slots):
-    arena = Arena(4, 3)
+    unified = UnifiedPool(4, 3)
     most = 3 * (4 - num_slots)
-    assert arena.has_room(most, num_slots)
-    assert not arena.has_room(most + 1, num_slots)
-    held = [arena.slots.allocate() for _ in range(num_slots)]
+    assert unified.has_room(most, num_slots)
+    assert not unified.has_room(most + 1, num_slots)
+    held = [unified.slots.allocate() for _ in range(num_slots)]
     assert len(held) == num_slots
-    assert len(arena.pages.allocate(most)) == most
+    assert len(unified.pages.allocate(most)) == most
 
 
 def test_a_page_that_is_held_keeps_its_unit_from_slots():
-    arena = Arena(2, 3)
-    pages = arena.pages.allocate(4)
-    arena.pages.keep(pages)
-    arena.pages.unpin(pages[:3])
-    assert arena.has_room(0, 1)
-    assert not arena.has_room(0, 2)
-    assert arena.has_room(2, 1)
-    assert not arena.has_room(3, 1)
+    unified = UnifiedPool(2, 3)
+    pages = unified.pages.allocate(4)
+    unified.pages.keep(pages)
+    unified.pages.unpin(pages[:3])
+    assert unified.has_room(0, 1)
+    assert not unified.has_room(0, 2)
+    assert unified.has_room(2, 1)
+    assert not unified.has_room(3, 1)
 
 
 def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
-    cache = Cache(storage=Arena(24, 8), page_size=PAGE_SIZE)
+    cache = Cache(storage=UnifiedPool(24, 8), page_size=PAGE_SIZE)
     for seed in range(40):
         serve(cache, 2 * seed, 2)
     many = cache.slots.pool.num_cached
@@ -95,7 +95,7 @@ def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
 
 
 def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
-    cache = Cache(storage=Arena(6, 4), page_size=PAGE_SIZE)
+    cache = Cache(storage=UnifiedPool(6, 4), page_size=PAGE_SIZE)
     for seed in range(20):
         serve(cache, 2 * seed, 3)
     serve(cache, 1000, cache.storage.max_pages)
@@ -111,32 +111,32 @@ def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
     [(10, 491, 49), (10, 497, 50), (10, 10, 1), (10, 3, 1)],
 )
 def test_units_leave_little_unused(page_bytes, slot_bytes, pages_each):
-    arena = fit(5000, page_bytes=page_bytes, slot_bytes=slot_bytes)
-    assert arena.pages_a_slot == pages_each
-    assert arena.units.num_units == 5000 // max(slot_bytes, pages_each * page_bytes)
+    unified = fit(5000, page_bytes=page_bytes, slot_bytes=slot_bytes)
+    assert unified.pages_a_slot == pages_each
+    assert unified.units.num_units == 5000 // max(slot_bytes, pages_each * page_bytes)
 
 
 def test_the_emptiest_unit_that_no_request_holds_is_cleared():
-    arena = Arena(3, 4)
-    pages = arena.pages.allocate(12)
+    unified = UnifiedPool(3, 4)
+    pages = unified.pages.allocate(12)
     kept = {
         unit: [p for p in pages if p // 4 == unit][:num] for unit, num in ((1, 2), (2, 1), (3, 3))
     }
     for ids in kept.values():
-        arena.pages.keep(ids)
-    arena.pages.unpin([page for page in pages if page not in kept[2]])
-    assert arena.slots.pool.num_free == 0
-    assert arena.unit_to_clear() == 1, "unit 2 holds fewer pages, but a request holds one"
-    sources, targets = zip(*arena.make_way(1), strict=True)
+        unified.pages.keep(ids)
+    unified.pages.unpin([page for page in pages if page not in kept[2]])
+    assert unified.slots.pool.num_free == 0
+    assert unified.unit_to_clear() == 1, "unit 2 holds fewer pages, but a request holds one"
+    sources, targets = zip(*unified.make_way(1), strict=True)
     assert list(sources) == kept[1]
     assert {target // 4 for target in targets} <= {2, 3}
-    assert all(arena.pages.cached_refs(target) == 1 for target in targets)
-    assert arena.slots.pool.num_free == 1
+    assert all(unified.pages.cached_refs(target) == 1 for target in targets)
+    assert unified.slots.pool.num_free == 1
 
 
 def test_what_moved_is_found_where_it_has_gone():
     """The plan's copies, in order, account for every page that stands elsewhere than before."""
-    cache = Cache(storage=Arena(12, 5), page_size=PAGE_SIZE)
+    cache = Cache(storage=UnifiedPool(12, 5), page_size=PAGE_SIZE)
     rng, moved = random.Random(0), 0
     for seed in range(120):
         before = dict(cache.tree.at_page)
