@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from milepost import LLM
+from milepost import LLM, SamplingParams
 from tests.engines import (
     PAGE_SIZE,
     Tiny,
@@ -238,3 +238,39 @@ def test_sampled_answers_are_drafted_with_their_own_noise(tiny):
         known = expected[position - 99 :][: len(run)]
         assert list(run[: len(known)]) == known
     assert len(drafts) == 12
+
+
+SYSTEM = "You answer questions about the standard library of Python, in a sentence or two. " * 5
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded model without its head, and with it."""
+    options = {"dtype": "float64", "cpu_cache_gib": 0.1}
+    wanted = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    return LLM(**options), LLM(**options, speculative_config=wanted)
+
+
+def talk(llm: LLM, params: SamplingParams) -> tuple[list[int], int, int]:
+    """An answer, and how many drafts were judged and accepted for it."""
+    stats = llm.llm_engine.scheduler.stats
+    before = stats.num_draft_tokens, stats.num_accepted_tokens
+    question = {"role": "user", "content": "What does `str.partition` do?"}
+    (output,) = llm.chat([{"role": "system", "content": SYSTEM}, question], params, use_tqdm=False)
+    now = stats.num_draft_tokens, stats.num_accepted_tokens
+    return answer(output), now[0] - before[0], now[1] - before[1]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_the_embedded_models_answers_are_those_without_its_head(embedded, temperature):
+    """With many drafts accepted, behind a hit as many as before it."""
+    plain, llm = embedded
+    params = SamplingParams(temperature=temperature, max_tokens=16, seed=3)
+    expected, _, _ = talk(plain, params)
+    llm.reset_prefix_cache()
+    num_hits = metric(llm, "prefix_cache_hits")
+    cold, hit = talk(llm, params), talk(llm, params)
+    assert metric(llm, "prefix_cache_hits") > num_hits
+    assert cold == hit
+    assert cold[0] == expected
+    assert cold[2] >= 5, "real drafts are accepted"
