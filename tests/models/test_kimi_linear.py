@@ -11,7 +11,7 @@ import torch
 from milepost.errors import UnsupportedModelError
 from milepost.models import load_model
 from tests.checkpoints import save
-from tests.engines import VOCAB_SIZE, open_llm
+from tests.engines import VOCAB_SIZE, ask, cached, greedy, open_llm, tokens
 from tests.models.resuming import Resuming
 
 CONFIGURATIONS = {
@@ -49,6 +49,25 @@ def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("kimi_linear", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=32)
     Resuming(llm, reference).run_through_slots()
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "marks", "expected"),
+    [
+        (100, 64, [], [0, 0, 100, 100]),
+        (100, 64, [100], [0, 100, 100]),
+        (400, 100, [], [0, 0, 384]),
+        (700, 0, [], [0, 640]),
+    ],
+)
+def test_hits_as_of_any_model_with_states_in_slots(shared, own, marks, expected, tmp_path):
+    """Rows of the table of hits."""
+    small = {"linear_head_dim": 4, "linear_num_heads": 1, "vocab_size": VOCAB_SIZE}
+    save("kimi_linear", tmp_path, **small)
+    llm = open_llm(tmp_path, num_pages=64, num_slots=16)
+    prompts = [tokens(shared) + tokens(own, 1 + i) for i in range(len(expected))]
+    outputs = [ask(llm, each, params=greedy(2), cache_marks=marks)[0] for each in prompts]
+    assert cached(outputs) == expected
 
 
 @pytest.mark.parametrize("layers", ["linear_attention", "full_attention"])

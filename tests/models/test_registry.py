@@ -49,6 +49,7 @@ def test_unknown_architecture_is_refused(model_type: str | None, tmp_path: Path)
         ("num_key_value_heads", 4),
         ("linear_num_value_heads", 4),
         ("linear_conv_kernel_dim", 1),
+        ("output_gate_type", "sigmoid"),
         ("attn_logit_softcapping", 50.0),
         ("final_logit_softcapping", 30.0),
         ("attention_chunk_size", 512),
@@ -59,6 +60,42 @@ def test_unknown_architecture_is_refused(model_type: str | None, tmp_path: Path)
 def test_unsupported_setting_is_refused(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError):
         load(change(tmp_path, **{name: value}))
+
+
+QWEN_3_6 = {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish",
+    "partial_rotary_factor": 0.25,
+}
+"""Settings that the text parts of Qwen3.6's and 3.8's configurations have besides sizes."""
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_multimodal", "qwen3_5_moe_multimodal"])
+def test_newer_qwen_hybrids_are_read(name: str, tmp_path: Path) -> None:
+    """They are of Qwen3.5's type, and stretch their positions to a million by YaRN."""
+    rope = {
+        "factor": 4.0,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+        "original_max_position_embeddings": 262_144,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10_000_000,
+        "rope_type": "yarn",
+    }
+    text = build(name).config.to_dict()["text_config"] | QWEN_3_6 | {"rope_parameters": rope}
+    model, _ = load_model(change(tmp_path, name, text_config=text), load_format="dummy")
+    assert model.num_positions == 2**20
+
+
+def test_qwen4_exp_is_refused_by_name(tmp_path: Path) -> None:
+    """Qwen3.8-Flash-Next, whose text part is another."""
+    with pytest.raises(UnsupportedModelError, match="qwen4_exp"):
+        load(change(tmp_path, model_type="qwen4_exp"))
 
 
 def test_more_experts_per_token_than_experts_is_refused(tmp_path: Path) -> None:

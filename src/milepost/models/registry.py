@@ -98,6 +98,7 @@ _REQUIREMENTS: dict[str, Requirement] = {
     "sliding_window": (is_unset, "none"),
     "attention_chunk_size": (is_unset, "none"),
     "attn_output_gate": (lambda value: value in (None, True), "true"),
+    "output_gate_type": (lambda value: value in (None, "silu", "swish"), "swish"),
     "attn_logit_softcapping": (is_unset, "none"),
     "final_logit_softcapping": (is_unset, "none"),
     "is_encoder_decoder": (is_unset, "false"),

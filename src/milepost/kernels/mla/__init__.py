@@ -44,7 +44,8 @@ class MLAOperation:
         if batch.chip is None:
             return lay_out(batch)
         one_token = max(_MIN_ROWS, 1 << (self.num_heads - 1).bit_length())
-        is_large = batch.chip.shared_bytes >= _WIDE_BYTES
+        # From 64 rows on Blackwell's matrix units take over, which want far more shared memory.
+        is_large = batch.chip.shared_bytes >= _WIDE_BYTES and batch.chip.capability[0] != 10
         return items.lay_out(
             batch.starts,
             batch.lengths,

@@ -5,8 +5,9 @@ A state is a convolution's last J - 1 inputs. After p tokens it lies beside the 
 the page that is being filled, and once that is full it stays there as it is at the page's end. So
 every page boundary can be resumed, and no request needs a slot.
 
-This is the door to the op: callers import it from here, whatever computes it. `reference` is the
-definition, on any device.
+This is the door to the op: callers import it from here, whatever computes it.
+`ShortConvOperation.lay_out` chooses the kernels by the device's capabilities; what it returns is
+what `mix` goes by. `reference` is the definition, on any device.
 
 Legend: T tokens, C channels, J taps (kernel size).
 """
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from milepost.kernels.batch import Batch
 from milepost.kernels.device import Chip
-from milepost.kernels.short_conv import reference
+from milepost.kernels.short_conv import items, reference
+from milepost.kernels.short_conv.items import ShortConvItems
 from milepost.kernels.short_conv.reference import ShortConvRows
 
 __all__ = ["ShortConvOperation", "mix"]
@@ -31,17 +33,23 @@ class ShortConvOperation:
 
     num_taps: int
 
-    def lay_out(self, batch: Batch) -> ShortConvRows:
-        """Rows for the reference."""
-        return reference.lay_out(batch, self.num_taps)
+    def lay_out(self, batch: Batch) -> ShortConvItems | ShortConvRows:
+        """Items for the fused kernels, or rows for the reference."""
+        if batch.chip is None:
+            return reference.lay_out(batch, self.num_taps)
+        return items.lay_out(batch)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """No chip runs it fused yet."""
-        return "short convolutions have no fused kernel yet"
+        """The fused kernels run on every chip that runs Triton's."""
+        return ""
 
 
 def mix(
-    projected: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, layout: ShortConvRows
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    layout: ShortConvItems | ShortConvRows,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them; returns [T, C] and writes
     the states at every page's end and where a sequence stops.
@@ -50,4 +58,8 @@ def mix(
     `bias` [C]. `pool` [1 + pages, C, J - 1], oldest first: zeros, which nothing writes, and what
     lies beside each page.
     """
-    return reference.mix(projected, weight, bias, pool, layout)
+    if isinstance(layout, ShortConvRows):
+        return reference.mix(projected, weight, bias, pool, layout)
+    from milepost.kernels.short_conv import triton
+
+    return triton.mix(projected, weight, bias, pool, layout)

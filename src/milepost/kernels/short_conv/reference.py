@@ -43,12 +43,12 @@ def lay_out(batch: Batch, num_taps: int) -> ShortConvRows:
     if (batch.kv_rows[:decodes] < 0).any():
         decodes = 0  # one token that a shared page has already: nothing is written
     owners, ends = np.arange(len(batch.starts)), batch.starts + batch.lengths
-    rows_in = torch.from_numpy(_rows(batch, owners, batch.starts)).to(device)
-    rows_out = _rows(batch, owners[:decodes], ends[:decodes])
+    rows_in = torch.from_numpy(find_rows(batch, owners, batch.starts)).to(device)
+    rows_out = find_rows(batch, owners[:decodes], ends[:decodes])
     windows = None
     if decodes < len(batch.starts):
-        kept = np.array(list(_kept(batch, decodes)), np.int64).reshape(-1, 2)
-        places = zip(kept[:, 0] - decodes, kept[:, 1], _rows(batch, *kept.T), strict=True)
+        kept = np.array(list(find_kept(batch, decodes)), np.int64).reshape(-1, 2)
+        places = zip(kept[:, 0] - decodes, kept[:, 1], find_rows(batch, *kept.T), strict=True)
         starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
         windows = conv.lay_out_windows(
             starts, lengths, [tuple(map(int, place)) for place in places], num_taps, device
@@ -63,14 +63,14 @@ def lay_out(batch: Batch, num_taps: int) -> ShortConvRows:
     )
 
 
-def _rows(batch: Batch, sequences: Ints, positions: Ints) -> Ints:
+def find_rows(batch: Batch, sequences: Ints, positions: Ints) -> Ints:
     """Where the states of sequences after so many tokens lie."""
     last = np.maximum(positions - 1, 0) // batch.page_size
     pages = batch.tables[batch.rows[sequences], last].astype(np.int64)
     return np.where(positions > 0, pages + 1, 0)
 
 
-def _kept(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
+def find_kept(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
     """Sequences from `first` on, with the positions whose states they write."""
     size, begins = batch.page_size, batch.lengths.cumsum() - batch.lengths
     for sequence in range(first, len(batch.starts)):

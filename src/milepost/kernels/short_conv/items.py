@@ -1,0 +1,61 @@
+"""A step's short convolutions as the fused kernels take them: arrays of fixed capacities.
+
+Legend: T tokens, S sequences, E states that are written, each with its capacity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from milepost.kernels.batch import Batch, Ints
+from milepost.kernels.short_conv.reference import find_kept, find_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvItems:
+    """int32 arrays, in numpy from `lay_out`, on the device for `mix`; rows are those of the pool,
+    row 0 being zeros and row p + 1 beside page p."""
+
+    token_sequence: Any
+    """[T], -1 for padding."""
+    sequence_begin: Any
+    """[S], the first token of each in the batch."""
+    sequence_row: Any
+    """[S], row of the state that each begins with."""
+    sequence_place: Any
+    """[S + 1], where each one's places begin, the last position first."""
+    place_end: Any
+    """[E], token of the batch before which a state stands."""
+    place_row: Any
+    """[E], row that it is written to."""
+
+
+def lay_out(batch: Batch) -> ShortConvItems:
+    """The states that are read, and those that are written."""
+    capacity, count = batch.capacity, len(batch.starts)
+    owners, begins = np.arange(count), batch.lengths.cumsum() - batch.lengths
+    kept = np.array(list(find_kept(batch, 0)), np.int64).reshape(-1, 2)
+    # A state that is read may be overwritten by the first place; the others are written before.
+    kept = kept[np.lexsort((-kept[:, 1], kept[:, 0]))]
+    sequence, position = kept.T
+    most = capacity.num_tokens // batch.page_size + 2 * capacity.num_sequences
+    return ShortConvItems(
+        token_sequence=_padded(owners.repeat(batch.lengths), capacity.num_tokens, -1),
+        sequence_begin=_padded(begins, capacity.num_sequences, 0),
+        sequence_row=_padded(find_rows(batch, owners, batch.starts), capacity.num_sequences, 0),
+        sequence_place=_padded(
+            np.searchsorted(sequence, np.arange(count + 1)), capacity.num_sequences + 1, len(kept)
+        ),
+        place_end=_padded(position - (batch.starts - begins)[sequence], most, 0),
+        place_row=_padded(find_rows(batch, sequence, position), most, 0),
+    )
+
+
+def _padded(values: Ints, capacity: int, filler: int) -> Any:
+    assert len(values) <= capacity, "a batch stays within its capacities"
+    padded = np.full(capacity, filler, np.int32)
+    padded[: len(values)] = values
+    return padded
