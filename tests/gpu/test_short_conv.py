@@ -1,0 +1,20 @@
+"""The fused kernels of short convolutions beside pages on a GPU, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from milepost.kernels.device import probe
+from tests.kernels.short_conv_cases import STEPS, check
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize(("num_taps", "has_bias"), [(2, False), (3, True), (7, False)])
+@pytest.mark.parametrize("name", STEPS)
+def test_it_matches_the_reference(name: str, num_taps: int, has_bias: bool) -> None:
+    check(name, num_taps, has_bias, probe(torch.device("cuda", 0)), "cuda")
