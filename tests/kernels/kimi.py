@@ -42,7 +42,7 @@ class Shapes:
 
     @property
     def operation(self) -> KDAOperation:
-        return KDAOperation(conv_width=self.taps)
+        return KDAOperation(conv_width=self.taps, num_heads=self.heads)
 
 
 ODD = Shapes(heads=3, head_dim=5, taps=3)

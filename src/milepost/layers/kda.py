@@ -73,7 +73,7 @@ class KDA(nn.Module):
         self.decay_bias = kind.empty_precise(size)
         self.norm_weight = kind.empty_precise(rank)
         self.out = Linear(size, (("o_proj", shapes.hidden_size),), kind)
-        self.operation = KDAOperation(conv_width=shapes.conv_width)
+        self.operation = KDAOperation(conv_width=shapes.conv_width, num_heads=shapes.num_heads)
 
     @property
     def spec(self) -> RecurrentSpec:

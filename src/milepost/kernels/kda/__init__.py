@@ -18,6 +18,7 @@ from torch import Tensor
 from milepost.kernels import chunks
 from milepost.kernels.batch import Batch
 from milepost.kernels.chunks import ChunkLayout
+from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 from milepost.kernels.device import Chip
 from milepost.kernels.kda import mixer
 from milepost.kernels.kda.weights import MixerWeights
@@ -34,14 +35,15 @@ class KDAOperation:
     """The token mixer behind convolutions of so many taps."""
 
     conv_width: int
+    num_heads: int
 
-    def lay_out(self, batch: Batch) -> ChunkLayout | MixerRows | None:
-        """Chunks for the fused kernels, which need none where every sequence decodes; or rows for
+    def lay_out(self, batch: Batch) -> ChunkLayout | DecodeLayout | MixerRows:
+        """Chunks for the fused kernels, or what they need where every sequence decodes; or rows for
         the reference."""
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
         if batch.capacity.decodes:
-            return None
+            return lay_out_decodes(batch.capacity.num_sequences, self.num_heads)
         return chunks.lay_out(
             batch.starts,
             batch.lengths,
@@ -66,10 +68,10 @@ def mix(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
-    layout: ChunkLayout | MixerRows | None = None,
+    layout: ChunkLayout | DecodeLayout | MixerRows,
 ) -> Tensor:
-    """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
-    it is None; returns [T, H * K] and writes both pools, the states of exports among them.
+    """Advance the sequences by all their tokens, as `layout` has them; returns [T, H * K] and
+    writes both pools, the states of exports among them.
 
     `projected` [T, C + H]: queries, keys, values (the C channels), heads side by side, and betas
     before their sigmoid. `decay_inputs` and `gate` [T, H * K], contiguous: what softplus is taken
@@ -84,10 +86,10 @@ def mix(
     inputs, pools = (projected, decay_inputs, gate, weights), (conv_pool, recurrent_pool)
     if isinstance(layout, MixerRows):
         return mixer.mix(*inputs, *pools, layout)
-    if layout is None:
+    if isinstance(layout, DecodeLayout):
         from milepost.kernels.kda import triton_decode
 
-        return triton_decode.decode(*inputs, *pools, slot_in, slot_out)
+        return triton_decode.decode(*inputs, *pools, slot_in, slot_out, layout)
     from milepost.kernels.kda import triton_prefill
 
     return triton_prefill.prefill(*inputs, *pools, slot_in, slot_out, layout)

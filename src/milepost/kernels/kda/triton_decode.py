@@ -1,24 +1,29 @@
 """KDA's token mixer for one new token a sequence, in one launch.
 
-A head of a sequence in each program: no two heads share a channel of the convolution. A slot that
-is written is read by no other sequence, so slot_out may be slot_in.
+Some columns of a head's state in each program. Those of a head share its query and key, and their
+norm; so the last of them to arrive, when all have read the convolution's states of both, moves
+these on and norms the head. Which one that is changes no bit: it reads what the others have stored.
+A slot that is written is read by no other sequence, so slot_out may be slot_in.
 
 Legend: D sequences, C channels, J taps, H heads, K head_dim.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.activations import sigmoid, softplus
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
+from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.kda.triton_parts import gated_norm
 from milepost.kernels.kda.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
-_DECODE = {"num_warps": 8}
+_COLUMNS = 32
+_DECODE = {"num_warps": 4}
 
 
 def decode(
@@ -30,13 +35,15 @@ def decode(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
+    layout: DecodeLayout,
 ) -> Tensor:
     """See `kda.mix`."""
     num_sequences = len(slot_out)
     _, heads, head_dim, _ = recurrent_pool.shape
     conv_width = weights.conv.shape[1]
+    y = projected.new_empty(num_sequences, heads * head_dim, dtype=torch.float32)
     output = projected.new_empty(num_sequences, heads * head_dim)
-    _decode[(heads, num_sequences)](
+    _decode[(triton.cdiv(head_dim, _COLUMNS), heads, num_sequences)](
         projected,
         projected.stride(0),
         decay_inputs,
@@ -52,19 +59,22 @@ def decode(
         recurrent_pool.stride(0),
         slot_in,
         slot_out,
+        layout.arrivals,
+        y,
         output,
         HEADS=heads,
         HEAD_DIM=head_dim,
         TAPS=conv_width,
         BLOCK_TAPS=triton.next_power_of_2(conv_width),
         BLOCK=triton.next_power_of_2(head_dim),
+        COLUMNS=_COLUMNS,
         **_DECODE,
         **OVERLAPPED,
     )
     return output
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_in", "slot_out"])
+@triton.jit(do_not_specialize_on_alignment=["slot_in", "slot_out", "arrivals"])
 def _decode(
     projected,
     projected_stride,
@@ -81,59 +91,69 @@ def _decode(
     slot_stride,
     slot_in,
     slot_out,
+    arrivals,
+    y,
     output,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """One head: its state [K, K] moves on by one token, is read, and the gated norm of what was
-    read goes to `output` [D, H * K]."""
-    i_head, i_sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_k = tl.arange(0, BLOCK)
-    is_k = o_k < HEAD_DIM
+    """COLUMNS columns of a head: its state [K, K] moves on by one token and is read; the last of a
+    head's programs also writes the head's part of `output` [D, H * K]."""
+    i_column, i_head = tl.program_id(0), tl.program_id(1)
+    i_sequence = tl.program_id(2).to(tl.int64)
+    o_k, o_v = tl.arange(0, BLOCK), i_column * COLUMNS + tl.arange(0, COLUMNS)
+    is_k, is_v = o_k < HEAD_DIM, o_v < HEAD_DIM
     size: tl.constexpr = HEADS * HEAD_DIM
-    o_head = i_head * HEAD_DIM + o_k
-    o_token = i_sequence * size + o_head
+    o_key, o_value = i_head * HEAD_DIM + o_k, i_head * HEAD_DIM + o_v
+    p_output = output + i_sequence * size
     written = tl.load(slot_out + i_sequence).to(tl.int64)
     if written < 0:
         # Padding waits too: a launch that is nothing else must not end before the one before it.
         wait_for_inputs()
-        tl.store(output + o_token, tl.zeros([BLOCK], output.dtype.element_ty), is_k)
+        tl.store(p_output + o_value, tl.zeros([COLUMNS], output.dtype.element_ty), is_v)
         return
     source = tl.load(slot_in + i_sequence).to(tl.int64)
-    o_state = (i_head * HEAD_DIM + o_k[:, None]) * HEAD_DIM + o_k[None, :]
-    in_state = is_k[:, None] & is_k[None, :]
+    o_state = (i_head * HEAD_DIM + o_k[:, None]) * HEAD_DIM + o_v[None, :]
+    in_state = is_k[:, None] & is_v[None, :]
     # What an earlier step wrote may be read before the kernels of this one have ended.
     b_state = tl.load(pool + source * slot_stride + o_state, in_state, 0).to(tl.float32)
-    rate, bias = tl.load(decay_rate + i_head), tl.load(decay_bias + o_head, is_k, 0)
-    b_norm = tl.load(norm_weight + o_k, is_k, 0)
-    wait_for_inputs()
-
+    rate, bias = tl.load(decay_rate + i_head), tl.load(decay_bias + o_key, is_k, 0)
     p_conv = conv_pool + source * conv_stride
     p_token = projected + i_sequence * projected_stride
+    wait_for_inputs()
+
     args = p_conv, p_token, conv_weight, None
-    b_q, window_q = convolve_one(*args, o_head, is_k, TAPS, BLOCK_TAPS)
-    b_k, window_k = convolve_one(*args, size + o_head, is_k, TAPS, BLOCK_TAPS)
-    b_v, window_v = convolve_one(*args, 2 * size + o_head, is_k, TAPS, BLOCK_TAPS)
+    b_q, window_q = convolve_one(*args, o_key, is_k, TAPS, BLOCK_TAPS)
+    b_k, window_k = convolve_one(*args, size + o_key, is_k, TAPS, BLOCK_TAPS)
+    b_v, window_v = convolve_one(*args, 2 * size + o_value, is_v, TAPS, BLOCK_TAPS)
     b_q *= tl.rsqrt(tl.sum(b_q * b_q) + 1e-6) * HEAD_DIM**-0.5
     b_k *= tl.rsqrt(tl.sum(b_k * b_k) + 1e-6)
     beta = sigmoid(tl.load(p_token + 3 * size + i_head))
-    b_g = rate * softplus(tl.load(decay_inputs + o_token, is_k, 0).to(tl.float32) + bias)
-
-    b_state *= tl.exp(b_g)[:, None]
+    inputs = tl.load(decay_inputs + i_sequence * size + o_key, is_k, 0).to(tl.float32)
+    b_state *= tl.exp(rate * softplus(inputs + bias))[:, None]
     change = (b_v - tl.sum(b_state * b_k[:, None], 0)) * beta
     b_state += b_k[:, None] * change[None, :]
-    # All of the slots has been read by this program.
+    p_y = y + i_sequence * size
+    tl.store(p_y + o_value, tl.sum(b_state * b_q[:, None], 0), is_v)
+
+    # All of the slots has been read by this program, and what the head's norm reads is stored.
     tl.debug_barrier()
     p_state = pool + written * slot_stride + o_state
     tl.store(p_state, b_state.to(pool.dtype.element_ty), in_state)
     p_conv = conv_pool + written * conv_stride
-    keep_window(p_conv, window_q, o_head, is_k, TAPS, BLOCK_TAPS)
-    keep_window(p_conv, window_k, size + o_head, is_k, TAPS, BLOCK_TAPS)
-    keep_window(p_conv, window_v, 2 * size + o_head, is_k, TAPS, BLOCK_TAPS)
-    b_o = tl.sum(b_state * b_q[:, None], 0)
-    b_gate = tl.load(gate + o_token, is_k, 0)
-    b_o = gated_norm(b_o, b_norm, b_gate, norm_eps, HEAD_DIM, 0)
-    tl.store(output + o_token, b_o.to(output.dtype.element_ty), is_k)
+    keep_window(p_conv, window_v, 2 * size + o_value, is_v, TAPS, BLOCK_TAPS)
+    p_arrivals = arrivals + i_sequence * HEADS + i_head
+    arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(p_arrivals, 0)
+        keep_window(p_conv, window_q, o_key, is_k, TAPS, BLOCK_TAPS)
+        keep_window(p_conv, window_k, size + o_key, is_k, TAPS, BLOCK_TAPS)
+        b_o = tl.load(p_y + o_key, is_k, 0)
+        b_norm = tl.load(norm_weight + o_k, is_k, 0)
+        b_gate = tl.load(gate + i_sequence * size + o_key, is_k, 0)
+        b_o = gated_norm(b_o, b_norm, b_gate, norm_eps, HEAD_DIM, 0)
+        tl.store(p_output + o_key, b_o.to(output.dtype.element_ty), is_k)

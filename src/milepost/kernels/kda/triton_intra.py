@@ -24,6 +24,9 @@ from milepost.kernels.gated_delta.triton_wy import invert
 from milepost.kernels.kda.weights import MixerWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
+_CHANNELS = 32
+"""Of a head at a time, where products are summed channel by channel."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
@@ -51,7 +54,26 @@ def intra(
     shapes: PrefillShapes,
     chunks: Chunks,
 ) -> None:
-    """Fill and change `chunks`, behind the convolution."""
+    """Fill and change `chunks`, behind the convolution, in two launches."""
+    heads, num_tokens, head_dim = chunks.values.shape
+    blocks = chunks.decay.new_empty(2 * heads, num_tokens, 16)
+    parts = shapes.chunk // 16
+    _blocks_kernel[(heads, len(layout.chunk_size) * parts)](
+        num_tokens,
+        decay_inputs,
+        weights.decay_rate,
+        weights.decay_bias,
+        layout.chunk_begin,
+        layout.chunk_size,
+        chunks.query_key,
+        blocks,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        PARTS=parts,
+        BLOCK_K=min(_CHANNELS, triton.next_power_of_2(head_dim)),
+        num_warps=1,
+        **OVERLAPPED,
+    )
     _intra_kernel[(shapes.value_heads, len(layout.chunk_size))](
         projected,
         projected.stride(0),
@@ -63,6 +85,7 @@ def intra(
         layout.chunk_size,
         chunks.query_key,
         chunks.values,
+        blocks,
         chunks.w,
         chunks.scores,
         chunks.decay,
@@ -77,6 +100,67 @@ def intra(
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
+def _blocks_kernel(
+    num_tokens,
+    decay_inputs,
+    decay_rate,
+    decay_bias,
+    chunk_begin,
+    chunk_size,
+    query_key,
+    blocks,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A head of up to 16 tokens of a chunk: decayed products of their queries and keys, and of keys
+    and keys, into `blocks` [2 * H, T, 16]; zero for later keys.
+
+    One warp holds a few channels of all rows, so that a token's row is taken from registers.
+    """
+    i_h, i_t = tl.program_id(0), tl.program_id(1) // PARTS
+    part = tl.program_id(1) % PARTS
+    let_next_start()
+    left = tl.load(chunk_size + i_t) - part * 16
+    wait_for_inputs()
+    if left <= 0:
+        return
+    begin = tl.load(chunk_begin + i_t).to(tl.int64) + part * 16
+    tokens = tl.cast(num_tokens, tl.int64)
+    row = tl.arange(0, 16)
+    in_block = row < left
+    rate = tl.load(decay_rate + i_h)
+    b_qk = tl.zeros([16, 16], tl.float32)
+    b_kk = tl.zeros([16, 16], tl.float32)
+    for first in tl.static_range(0, HEAD_DIM, BLOCK_K):
+        o_k = first + tl.arange(0, BLOCK_K)
+        is_k = o_k < HEAD_DIM
+        in_k = in_block[:, None] & is_k[None, :]
+        o_head = i_h * HEAD_DIM + o_k
+        p_f = decay_inputs + (begin + row)[:, None] * (HEADS * HEAD_DIM) + o_head[None, :]
+        bias = tl.load(decay_bias + o_head, is_k, 0)
+        inputs = tl.load(p_f, in_k, 0).to(tl.float32) + bias[None, :]
+        b_g = tl.cumsum(tl.where(in_k, rate * softplus(inputs), 0), 0)
+        p_q = query_key + (i_h * tokens + begin + row)[:, None] * HEAD_DIM + o_k[None, :]
+        b_q = tl.load(p_q, in_k, 0).to(tl.float32)
+        b_k = tl.load(p_q + HEADS * tokens * HEAD_DIM, in_k, 0).to(tl.float32)
+        for column in tl.static_range(16):
+            is_own = (row == column)[:, None]
+            own_k = tl.sum(tl.where(is_own, b_k, 0), 0)[None, :]
+            own_g = tl.sum(tl.where(is_own, b_g, 0), 0)[None, :]
+            is_later = (row >= column)[:, None]
+            since = tl.exp(tl.where(is_later, b_g - own_g, float("-inf"))) * own_k
+            is_column = (row == column)[None, :]
+            b_qk += tl.where(is_column, tl.sum(b_q * since, 1)[:, None], 0)
+            b_kk += tl.where(is_column, tl.sum(b_k * since, 1)[:, None], 0)
+    p_blocks = blocks + (i_h * tokens + begin + row)[:, None] * 16 + row[None, :]
+    tl.store(p_blocks, b_qk, in_block[:, None] & (row < 16)[None, :])
+    p_blocks += HEADS * tokens * 16
+    tl.store(p_blocks, b_kk, in_block[:, None] & (row < 16)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _intra_kernel(
     projected,
     projected_stride,
@@ -88,6 +172,7 @@ def _intra_kernel(
     chunk_size,
     query_key,
     values,
+    blocks,
     w,
     scores,
     decay,
@@ -126,8 +211,8 @@ def _intra_kernel(
     p_k = p_q + HEADS * tokens * HEAD_DIM
     b_q, b_k = tl.load(p_q, in_k, 0), tl.load(p_k, in_k, 0)
     b_qk, b_kk = _between_blocks(b_q, b_k, b_g, o_t, C)
-    own_qk, own_kk = _within_blocks(b_q, b_k, b_g, C, BLOCK_K)
-    b_qk, b_kk = b_qk + own_qk, b_kk + own_kk
+    b_qk += _diagonal(blocks, i_h * tokens + begin, in_chunk, o_t)
+    b_kk += _diagonal(blocks, (HEADS + i_h) * tokens + begin, in_chunk, o_t)
 
     p_scores = scores + (i_h * tokens + begin + o_t)[:, None] * C + o_t[None, :]
     tl.store(p_scores, b_qk.to(scores.dtype.element_ty), in_chunk[:, None] & (o_t < C)[None, :])
@@ -169,30 +254,8 @@ def _between_blocks(b_q, b_k, b_g, o_t, C: tl.constexpr):
 
 
 @triton.jit
-def _within_blocks(b_q, b_k, b_g, C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The same of tokens in one block, for keys that are no later; zero elsewhere."""
-    BLOCKS: tl.constexpr = C // 16
-    q = tl.reshape(b_q.to(tl.float32), [BLOCKS, 16, BLOCK_K])
-    k = tl.reshape(b_k.to(tl.float32), [BLOCKS, 16, BLOCK_K])
-    g = tl.reshape(b_g, [BLOCKS, 16, BLOCK_K])
-    row = tl.arange(0, 16)
-    qk = tl.zeros([BLOCKS, 16, 16], tl.float32)
-    kk = tl.zeros([BLOCKS, 16, 16], tl.float32)
-    for column in tl.static_range(16):
-        is_own = (row == column)[None, :, None]
-        own_k = tl.sum(tl.where(is_own, k, 0), 1)[:, None, :]
-        own_g = tl.sum(tl.where(is_own, g, 0), 1)[:, None, :]
-        is_later = (row >= column)[None, :, None]
-        since = tl.exp(tl.where(is_later, g - own_g, float("-inf"))) * own_k
-        is_column = (row == column)[None, None, :]
-        qk = tl.where(is_column, tl.sum(q * since, 2)[:, :, None], qk)
-        kk = tl.where(is_column, tl.sum(k * since, 2)[:, :, None], kk)
-    return _spread(qk, C), _spread(kk, C)
-
-
-@triton.jit
-def _spread(blocks, C: tl.constexpr):
-    """[C, C] with blocks of 16 on its diagonal."""
-    number = tl.arange(0, C // 16)
-    is_diagonal = (number[:, None] == number[None, :])[:, None, :, None]
-    return tl.reshape(tl.where(is_diagonal, tl.expand_dims(blocks, 2), 0), [C, C])
+def _diagonal(blocks, row, in_chunk, o_t):
+    """[C, C], zero but for the blocks of 16 on the diagonal: rows [C, 16] from `row` on."""
+    at = (row + o_t)[:, None] * 16 + (o_t % 16)[None, :]
+    is_own = (o_t // 16)[:, None] == (o_t // 16)[None, :]
+    return tl.load(blocks + at, in_chunk[:, None] & is_own, 0)

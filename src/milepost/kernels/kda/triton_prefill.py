@@ -1,8 +1,9 @@
-"""KDA's token mixer for many tokens a sequence, in four launches.
+"""KDA's token mixer for many tokens a sequence, in five launches.
 
 1. `convolve`, Gated DeltaNet's: queries, keys and values, ready for the rule.
-2. `intra`: a head of a chunk; all that doesn't depend on the state before it. Decays are multiplied
-   into queries and keys here, so nobody behind it needs them channel by channel.
+2. `intra`: all that doesn't depend on the state before a chunk, first of 16 tokens each, then of a
+   chunk. Decays are multiplied into queries and keys here, so nobody behind it needs them channel
+   by channel.
 3. `chunk_h`: some columns of a head's state, from chunk to chunk of a sequence, in float32; leaves
    the state before every chunk, writes exports and final states.
 4. `chunk_o`: a head of a chunk; outputs, then the gated norm.

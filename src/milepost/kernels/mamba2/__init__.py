@@ -19,9 +19,9 @@ from torch import Tensor
 from milepost.kernels import chunks
 from milepost.kernels.batch import Batch
 from milepost.kernels.chunks import ChunkLayout
+from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 from milepost.kernels.device import Chip
 from milepost.kernels.mamba2 import mixer
-from milepost.kernels.mamba2.layout import DecodeLayout, lay_out_decodes
 from milepost.kernels.mamba2.weights import MixerWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
+from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import num_sms
-from milepost.kernels.mamba2.layout import DecodeLayout
 from milepost.kernels.mamba2.triton_norm import gated_norm
 from milepost.kernels.mamba2.triton_parts import time_step
 from milepost.kernels.mamba2.weights import MixerWeights

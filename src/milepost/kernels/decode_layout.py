@@ -1,4 +1,4 @@
-"""What Mamba2's fused kernels need to know of a step."""
+"""What fused decodes need to know of a step whose last program of a group finishes for all."""
 
 from __future__ import annotations
 
