@@ -254,7 +254,7 @@ def test_defect_09_an_idle_step_costs_the_same_however_much_is_cached():
     users = [
         path.name
         for path in SOURCE.rglob("*.py")
-        if "cache.check" in path.read_text(encoding="utf-8")
+        if "tests.invariants" in path.read_text(encoding="utf-8")
     ]
     assert users == []
 
