@@ -11,6 +11,10 @@ import torch
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     KimiLinearConfig,
     KimiLinearForCausalLM,
     Lfm2Config,
@@ -125,6 +129,47 @@ def _nemotron_h(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def _granitemoehybrid(**changes: Any) -> PreTrainedModel:
+    sizes = {name: _COMMON[name] for name in _COMMON if not name.startswith(("linear", "head"))}
+    own = {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "logits_scaling": 2.0,
+        "mamba_chunk_size": 64,
+        "mamba_d_state": 16,
+        "mamba_n_heads": 12,
+        "num_hidden_layers": 3,
+        "num_local_experts": 6,
+        "residual_multiplier": 0.6,
+        "shared_intermediate_size": 80,
+    }
+    config = GraniteMoeHybridConfig(**(sizes | own | changes))
+    return _remembering(GraniteMoeHybridForCausalLM(config))
+
+
+def _falcon_h1(**changes: Any) -> PreTrainedModel:
+    sizes = {name: _COMMON[name] for name in _COMMON if not name.startswith(("linear", "head"))}
+    own = {
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.7,
+        "embedding_multiplier": 1.7,
+        "head_dim": 8,
+        "key_multiplier": 0.6,
+        "lm_head_multiplier": 1.3,
+        "mamba_chunk_size": 64,
+        "mamba_d_ssm": 72,
+        "mamba_d_state": 16,
+        "mamba_n_heads": 12,
+        "mlp_multipliers": [0.8, 1.4],
+        "num_hidden_layers": 2,
+        "ssm_in_multiplier": 1.1,
+        "ssm_multipliers": [0.9, 1.2, 0.7, 1.3, 0.8],
+        "ssm_out_multiplier": 0.9,
+    }
+    return _remembering(FalconH1ForCausalLM(FalconH1Config(**(sizes | own | changes))))
+
+
 def _remembering(model: PreTrainedModel) -> PreTrainedModel:
     """What transformers begins with forgets all within a few tokens."""
     for name, parameter in model.named_parameters():
@@ -227,6 +272,8 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "olmo_hybrid": _olmo_hybrid,
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,
+    "granitemoehybrid": _granitemoehybrid,
+    "falcon_h1": _falcon_h1,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,

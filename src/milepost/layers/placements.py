@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -70,6 +70,17 @@ def place_rates(parameter: Tensor) -> Placement:
         parameter.copy_(values.to(parameter.dtype).exp().neg())
 
     return Placement(tuple(parameter.shape), store)
+
+
+def scale(placement: Placement, factor: Tensor | float) -> Placement:
+    """The same of the tensor times `factor`, which is rounded once."""
+
+    def store(values: Tensor) -> None:
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        placement.store(wide * factor)
+
+    assert not placement.part, "a factor belongs to the whole"
+    return replace(placement, store=store)
 
 
 def place_rows(parameter: Tensor, first: int, count: int) -> Placement:

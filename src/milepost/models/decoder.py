@@ -6,8 +6,9 @@ Legend: T tokens, C hidden size, R rows of which logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from milepost.layers.mtp import MTPHead
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Layer
-from milepost.layers.placements import Holder, Placements, fill_matrix, merge, place_whole
+from milepost.layers.placements import Holder, Placements, fill_matrix, merge, place_whole, scale
 from milepost.layers.rotary import num_positions
 from milepost.layers.weights import RawWeight
 
@@ -35,6 +36,8 @@ class Parts:
     """Behind the last layer."""
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
+    factors: Mapping[str, Tensor | float] = field(default_factory=dict)
+    """Of tensors whose names end so, multiplied into them as they are loaded."""
     head: MTPHead | None = None
     """It drafts what follows."""
 
@@ -71,6 +74,7 @@ class Decoder(nn.Module):
             weight=RawWeight(self.embedding) if is_tied else None,
         )
         self.mtp = parts.head
+        self._factors = parts.factors
         self._multipliers = parts.embedding_multiplier, parts.logits_multiplier
         specs: list[LayerSpec] = []
         for layer in parts.layers:
@@ -147,7 +151,11 @@ class Decoder(nn.Module):
     def placements(self) -> Placements:
         """Where each tensor of a checkpoint goes, by its full name."""
         own = {self._embedding_name: place_whole(self.embedding)}
-        return merge([own, *(holder.placements() for holder in self._holders())])
+        placements = merge([own, *(holder.placements() for holder in self._holders())])
+        for (end, factor), name in product(self._factors.items(), placements):
+            if name.endswith(f".{end}"):
+                placements[name] = scale(placements[name], factor)
+        return placements
 
     @torch.no_grad()
     def pack(self) -> None:

@@ -1,0 +1,90 @@
+"""Falcon-H1: attention and Mamba2 side by side in every layer, a feed-forward behind them. Its many
+multipliers are multiplied into the weights that stand next to them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from milepost.layers.attention import Attention
+from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
+from milepost.layers.mlp import MLP
+from milepost.layers.norm import RMSNorm
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.parts import Block, Layer
+from milepost.layers.rotary import Rotary
+from milepost.models.architecture import (
+    Architecture,
+    attention_shapes,
+    is_unset,
+    mamba2_shapes,
+)
+from milepost.models.decoder import Parts
+
+
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+    rotary, size = Rotary(config, kind.device), config.hidden_size
+    mamba = mamba2_shapes(
+        config, has_norm=config.mamba_rms_norm, norm_before_gate=config.mamba_norm_before_gate
+    )
+    layers = []
+    for index in range(config.num_hidden_layers):
+        own = kind.under(f"layers.{index}")
+        mixers = (
+            Attention(attention_shapes(config), own.under("self_attn"), rotary=rotary),
+            Mamba2(mamba, own.under("mamba")),
+        )
+        mlp = MLP(size, config.intermediate_size, own.under("feed_forward"))
+        layers.append(
+            Layer(
+                Block(*mixers, pre=_norm(config, own.under("input_layernorm"))),
+                Block(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
+            )
+        )
+    return Parts(
+        layers=layers,
+        norm=_norm(config, kind.under("final_layernorm")),
+        embedding_multiplier=config.embedding_multiplier,
+        logits_multiplier=config.lm_head_multiplier,
+        factors=_factors(config, mamba),
+    )
+
+
+def _factors(config: PreTrainedConfig, mamba: Mamba2Shapes) -> dict[str, Tensor | float]:
+    """Of a layer's tensors, by the ends of their names."""
+    own, out = config.attention_in_multiplier, config.attention_out_multiplier
+    gate, down = config.mlp_multipliers
+    state = mamba.num_groups * mamba.state_size
+    sizes = mamba.inner_size, mamba.inner_size, state, state, mamba.num_heads
+    outputs = torch.tensor(config.ssm_multipliers).repeat_interleave(torch.tensor(sizes))
+    return {
+        "self_attn.q_proj.weight": own,
+        "self_attn.k_proj.weight": own * config.key_multiplier,
+        "self_attn.k_proj.bias": config.key_multiplier,
+        "self_attn.v_proj.weight": own,
+        "self_attn.o_proj.weight": out,
+        "self_attn.o_proj.bias": out,
+        "mamba.in_proj.weight": config.ssm_in_multiplier * outputs[:, None],
+        "mamba.out_proj.weight": config.ssm_out_multiplier,
+        "feed_forward.gate_proj.weight": gate,
+        "feed_forward.down_proj.weight": down,
+    }
+
+
+def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+
+
+ARCHITECTURES = (
+    Architecture(
+        model_types=("falcon_h1",),
+        build=_parts,
+        layer_types=("hybrid",),
+        requirements={
+            "mamba_proj_bias": (is_unset, "false"),
+            "mlp_bias": (is_unset, "false"),
+            "projectors_bias": (is_unset, "false"),
+        },
+    ),
+)

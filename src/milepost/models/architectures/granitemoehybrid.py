@@ -1,0 +1,99 @@
+"""Granite 4: Mamba2 layers and attention, with rotary positions or none; behind each a feed-
+forward, or experts and a shared one. What a layer adds is multiplied, as are embeddings and logits.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from milepost.kernels.moe import Scores
+from milepost.layers.attention import Attention
+from milepost.layers.mamba2 import Mamba2
+from milepost.layers.mlp import MLP
+from milepost.layers.moe import ExpertShapes, MoE
+from milepost.layers.norm import RMSNorm
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.parts import Block, Layer, Part
+from milepost.layers.rotary import Rotary
+from milepost.layers.weights import ExpertNames
+from milepost.models.architecture import Architecture, attention_shapes, mamba2_shapes
+from milepost.models.decoder import Parts
+
+_SHARED = "input_linear", "input_linear", "output_linear"
+_EXPERTS = "block_sparse_moe"
+_PUBLISHED = ExpertNames(
+    router=f"{_EXPERTS}.router.layer",
+    stacked=(f"{_EXPERTS}.input_linear.weight", f"{_EXPERTS}.output_linear.weight"),
+    shared="shared_mlp",
+    shared_projections=_SHARED,
+)
+_TRANSFORMERS = ExpertNames(
+    router=f"{_EXPERTS}.router",
+    stacked=(f"{_EXPERTS}.experts.gate_up_proj", f"{_EXPERTS}.experts.down_proj"),
+    shared="shared_mlp",
+    shared_projections=_SHARED,
+)
+
+
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+    rotary = Rotary(config, kind.device) if config.position_embedding_type == "rope" else None
+    attention = attention_shapes(config, scale=config.attention_multiplier)
+    layers = []
+    for index, layer_type in enumerate(config.layer_types):
+        own = kind.under(f"layers.{index}")
+        mixer = (
+            Attention(attention, own.under("self_attn"), rotary=rotary)
+            if layer_type == "full_attention"
+            else Mamba2(mamba2_shapes(config), own.under("mamba"))
+        )
+        scaled = {"multiplier": config.residual_multiplier}
+        pre, between = (
+            _norm(config, own.under(f"{name}_layernorm")) for name in ("input", "post_attention")
+        )
+        layers.append(
+            Layer(
+                Block(mixer, pre=pre, **scaled),
+                Block(_feed_forward(config, own), pre=between, **scaled),
+            )
+        )
+    return Parts(
+        layers=layers,
+        norm=_norm(config, kind.under("norm")),
+        embedding_multiplier=config.embedding_multiplier,
+        logits_multiplier=1 / config.logits_scaling,
+    )
+
+
+def _feed_forward(config: PreTrainedConfig, kind: ParameterKind) -> Part:
+    if not config.num_local_experts:
+        size, own = config.shared_intermediate_size, kind.under("shared_mlp")
+        return MLP(config.hidden_size, size, own, _SHARED)
+    shapes = ExpertShapes(
+        num_experts=config.num_local_experts,
+        num_chosen=config.num_experts_per_tok,
+        size=config.intermediate_size,
+        shared_size=config.shared_intermediate_size,
+        normalise=True,
+        scores=Scores(gates_shared=False),
+    )
+    names = _TRANSFORMERS if kind.has(_TRANSFORMERS.stacked[0]) else _PUBLISHED
+    return MoE(config.hidden_size, shapes, kind, names)
+
+
+def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+
+
+ARCHITECTURES = (
+    Architecture(
+        model_types=("granitemoehybrid",),
+        build=_parts,
+        layer_types=("full_attention", "linear_attention", "attention", "mamba"),
+        requirements={
+            "position_embedding_type": (
+                lambda value: value in (None, "nope", "rope"),
+                "none, nope or rope",
+            ),
+        },
+    ),
+)
