@@ -133,7 +133,8 @@ def _blocks_kernel(
     rate = tl.load(decay_rate + i_h)
     b_qk = tl.zeros([16, 16], tl.float32)
     b_kk = tl.zeros([16, 16], tl.float32)
-    for first in tl.static_range(0, HEAD_DIM, BLOCK_K):
+    # Rolled up: all columns of all channels at once would be far more than there are registers.
+    for first in range(0, HEAD_DIM, BLOCK_K):
         o_k = first + tl.arange(0, BLOCK_K)
         is_k = o_k < HEAD_DIM
         in_k = in_block[:, None] & is_k[None, :]
@@ -145,7 +146,7 @@ def _blocks_kernel(
         p_q = query_key + (i_h * tokens + begin + row)[:, None] * HEAD_DIM + o_k[None, :]
         b_q = tl.load(p_q, in_k, 0).to(tl.float32)
         b_k = tl.load(p_q + HEADS * tokens * HEAD_DIM, in_k, 0).to(tl.float32)
-        for column in tl.static_range(16):
+        for column in range(16):
             is_own = (row == column)[:, None]
             own_k = tl.sum(tl.where(is_own, b_k, 0), 0)[None, :]
             own_g = tl.sum(tl.where(is_own, b_g, 0), 0)[None, :]
