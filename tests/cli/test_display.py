@@ -1,7 +1,11 @@
-import pytest
+import io
+from itertools import count
 
-from milepost.cli.display import ending, seconds, snippet
-from milepost.engine.outputs import CompletionOutput
+import pytest
+from rich.console import Console
+
+from milepost.cli.display import Screen, ending, seconds, snippet
+from milepost.engine.outputs import CompletionOutput, RequestOutput
 from milepost.sampling_params import SamplingParams
 
 
@@ -33,3 +37,26 @@ def test_snippet_is_one_short_line():
 def test_endings_have_words(answer, text):
     answer = CompletionOutput(**{"index": 0, "text": "", "token_ids": [1], **answer})
     assert ending(answer, SamplingParams(max_tokens=2)) == text
+
+
+@pytest.mark.parametrize(
+    ("drafts", "line"), [((0, 0), None), ((8, 6), "6 of 8 drafted tokens accepted (75%)")]
+)
+def test_a_report_says_how_many_drafts_were_accepted(drafts, line):
+    judged, accepted = drafts
+    answer = CompletionOutput(
+        index=0,
+        text="a",
+        token_ids=[1],
+        finish_reason="stop",
+        num_draft_tokens=judged,
+        num_accepted_tokens=accepted,
+    )
+    output = RequestOutput(
+        request_id="0", prompt="p", prompt_token_ids=[1], outputs=[answer], finished=True
+    )
+    reports, ticks = io.StringIO(), count()
+    screen = Screen(answers=io.StringIO(), reports=Console(file=reports), clock=lambda: next(ticks))
+    screen.show("p", [output], SamplingParams())
+    assert ("drafted" in reports.getvalue()) is (line is not None)
+    assert line is None or line in reports.getvalue()
