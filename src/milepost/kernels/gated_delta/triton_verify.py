@@ -254,11 +254,15 @@ def _update(
     # From here on the first launch has ended.
     wait_for_inputs()
     for place in range(num_folded + num_new):
-        strengths = gates + (place - num_folded) * projected_stride
-        if place < num_folded:
-            strengths = recorded + place * record_stride
-        beta = sigmoid(tl.load(strengths))
-        decay = tl.exp(log_decay(rate, bias, tl.load(strengths + VALUE_HEADS)))
+        # Either of two pointers is no pointer that AMD's compiler follows.
+        is_new = place >= num_folded
+        new_at = gates + (place - num_folded) * projected_stride
+        old_at = recorded + place * record_stride
+        b_in = tl.load(new_at, is_new, 0) + tl.load(old_at, not is_new, 0)
+        a_in = tl.load(new_at + VALUE_HEADS, is_new, 0)
+        a_in += tl.load(old_at + VALUE_HEADS, not is_new, 0)
+        beta = sigmoid(b_in)
+        decay = tl.exp(log_decay(rate, bias, a_in))
         query = tl.load(query_at + place * channels + o_k, is_k, 0)
         key = tl.load(query_at + place * channels + KEY_HEADS * KEY_DIM + o_k, is_k, 0)
         value = tl.load(value_at + place * channels + o_v, is_v, 0)
