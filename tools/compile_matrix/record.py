@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,6 +80,7 @@ class Case:
     only_attention: bool = False
     """Where nothing else differs from another case."""
     max_num_seqs: int = 64
+    quantization: str | None = None
 
 
 _35B, _9B = "bench/models/hybrid-35b-a3b", "bench/models/hybrid-9b"
@@ -103,6 +104,7 @@ CASES: Sequence[Case] = (
         overrides={**_MAMBA2, "mamba_n_groups": 8, "mamba_n_heads": 64, "mamba_chunk_size": 128},
     ),
     Case(model="bench/models/kimi-linear-48b-a3b"),
+    Case(model=_35B, quantization="fp8"),
     Case(model=_TINY),
     Case(model=_TINY, page_size=16),
 )
@@ -110,6 +112,7 @@ CASES: Sequence[Case] = (
 CI_CASES: Sequence[Case] = (
     Case(model=_35B),
     Case(model=_35B, page_size=16, only_attention=True),
+    Case(model=_35B, quantization="fp8"),
     Case(model=_TINY),
 )
 """The extremes: the widest heads and states, with pages as long as a block and far shorter; and the
@@ -183,6 +186,7 @@ def _run_steps(case: Case) -> None:
     from milepost.kernels.batch import Capacity
     from milepost.layers.parameters import ParameterKind
     from milepost.models.loading import find_architecture, load_config, resolve_dtype
+    from milepost.models.quantization import on_the_fly
     from milepost.runner import device
     from milepost.runner.graphs import ladder, largest_step
     from milepost.runner.pools import PoolShape
@@ -195,6 +199,8 @@ def _run_steps(case: Case) -> None:
         text.layer_types = ["full_attention"] if case.only_attention else text.layer_types[:4]
         text.num_hidden_layers = len(text.layer_types)
     kind = ParameterKind(dtype=resolve_dtype(case.dtype, config), device=torch.device("meta"))
+    if case.quantization is not None:
+        kind = replace(kind, precision_of=on_the_fly(case.quantization).precision_of)
     architecture = find_architecture(config.model_type)
     model = architecture.decoder(text, kind, is_tied=config.tie_word_embeddings)
     shape = PoolShape(

@@ -6,6 +6,8 @@ routed tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -95,7 +97,9 @@ def mix(
     output = hidden.new_empty(num_tokens, num_chosen, down.values.shape[1])
     is_rounded = tiles.block_m > _FEW.block_m or up.depth != BLOCK
     rows, scales = triton_fp8.quantise(hidden, up, chip) if is_rounded else (hidden, None)
-    triton_fp8.project_up(rows, scales, up, active, groups, tiles, chip)
+    # Gate and up projection have a sum each: with wide tiles more than there are registers.
+    narrow = replace(tiles, block_n=64)
+    triton_fp8.project_up(rows, scales, up, active, groups, narrow, chip)
     rows, scales = triton_fp8.quantise(active, down, chip) if is_rounded else (active, None)
     triton_fp8.project_down(rows, scales, shares, down, output, groups, tiles, chip)
     return output

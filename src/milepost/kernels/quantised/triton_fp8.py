@@ -88,13 +88,20 @@ def _encode(x, NATIVE: tl.constexpr):
     """float32 rounded to float8_e4m3fn, as its bits."""
     x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
     if NATIVE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    # To three bits of mantissa, ties to even; below 2^-6 to multiples of 2^-9.
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    magic = 12288.0  # 1.5 * 2^13: floats about it are 2^-10 apart, two steps of a subnormal's half
-    small = (x * 0.5 + magic) - magic
-    rounded = tl.where(tl.abs(x) < 0.015625, small * 2, normal)
+        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = _encode_plainly(x)
+    return bits
+
+
+@triton.jit
+def _encode_plainly(x):
+    """Rounds to three bits of mantissa, ties to even; below 2^-6 to multiples of 2^-9."""
+    wide = x.to(tl.int32, bitcast=True)
+    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # Floats about 1.5 * 2^13 are 2^-10 apart.
+    small = ((x * 0.5 + 12288.0) - 12288.0) * 2
+    rounded = tl.where(tl.abs(x) < 0.015625, small, normal)
     half = (rounded * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
     return (((half >> 8) & 0x80) | ((half >> 7) & 0x7F)).to(tl.uint8)
 
@@ -103,9 +110,11 @@ def _encode(x, NATIVE: tl.constexpr):
 def _decode(bits, NATIVE: tl.constexpr):
     """What float8_e4m3fn's bits stand for: as it is, or in float16 over 256."""
     if NATIVE:
-        return bits.to(tl.float8e4nv, bitcast=True)
-    wide = bits.to(tl.int16)
-    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        values = bits.to(tl.float8e4nv, bitcast=True)
+    else:
+        wide = bits.to(tl.int16)
+        values = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return values
 
 
 def gemm(
@@ -193,9 +202,8 @@ def _add_step(
         if IS_ROUNDED:
             row_scale = tl.load(p_row_scale + i_k // BLOCK_K)
         scale = tl.load(p_scale + i_k // BLOCK_K)
-        return acc + b_dot * (scale[:, None] * row_scale[None, :])
-    else:
-        return acc + b_dot
+        b_dot *= scale[:, None] * row_scale[None, :]
+    return acc + b_dot
 
 
 @triton.jit(do_not_specialize=("num_rows",))
