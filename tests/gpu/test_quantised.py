@@ -10,6 +10,11 @@ from milepost.kernels.quantised import Fp8, quantise_fp8, reference, triton
 from milepost.kernels.quantised.forms import multiply
 from tests.numbers import relative_error
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
 
 def make_fp8(*shape: int, rows: int = 128) -> Fp8:
     raw = torch.randn(shape, device="cuda").view(-1, *shape[-2:])

@@ -87,7 +87,7 @@ def _quantise_kernel(
 def _encode(x, NATIVE: tl.constexpr):
     """float32 rounded to float8_e4m3fn, as its bits."""
     x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
-    if NATIVE:
+    if NATIVE:  # noqa: SIM108
         bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = _encode_plainly(x)
