@@ -26,6 +26,13 @@ NUM_TOKENS = 20
 Tokens = tuple[int, ...]
 
 
+THREE_LAYERS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+"""Enough to show what goes from one recurrent layer to the next, and to attention."""
+
+
 def tokens(num: int, seed: int = 0) -> list[int]:
     """A random prompt; those of different seeds share no prefix to speak of."""
     return random.Random(seed).choices(range(VOCAB_SIZE), k=num)

@@ -33,7 +33,17 @@ from tests.engines import (
 from tests.numbers import relative_error
 
 DTYPES = [torch.float64, torch.float32]
-PAGE_SIZES = [16, 64, 128]
+
+
+def with_tiny(name: str, values: list[object], in_float32: object) -> pytest.MarkDecorator:
+    """All values in float64, where answers are exact, and one in float32: what they stand for has
+    nothing to do with the type."""
+    cases = [*((torch.float64, value) for value in values), (torch.float32, in_float32)]
+    ids = [f"{str(dtype)[6:]}-{value}" for dtype, value in cases]
+    return pytest.mark.parametrize(("tiny", name), cases, indirect=["tiny"], ids=ids)
+
+
+EACH_PAGE_SIZE = with_tiny("page_size", [16, 64, 128], 64)
 END = 500 + NUM_TOKENS - 1
 CHAT_ENDS = [300 + NUM_TOKENS - 1, 300 + NUM_TOKENS + 30 + NUM_TOKENS - 1]
 """Where the first two answers of a chat end that begins with 300 tokens and goes on with 30: their
@@ -102,7 +112,7 @@ def test_cold_answer_is_that_of_a_plain_loop(tiny, params):
 # --- where a state comes back from ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@EACH_PAGE_SIZE
 def test_hit(tiny, page_size):
     llm = tiny.open(page_size=page_size)
     token_ids = tokens(500)
@@ -111,7 +121,7 @@ def test_hit(tiny, page_size):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@EACH_PAGE_SIZE
 def test_branch_point(tiny, page_size):
     """The second prompt finds KV and no state: it shares the pages and computes all tokens."""
     llm = tiny.open(page_size=page_size)
@@ -144,7 +154,7 @@ def test_shared_pages_are_not_written_again(tiny, monkeypatch):
     assert not shared & written
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@EACH_PAGE_SIZE
 def test_mark(tiny, page_size):
     llm = tiny.open(page_size=page_size)
     outputs = [ask(llm, token_ids, cache_marks=[400])[0] for token_ids in siblings(400, 100, 3)]
@@ -152,7 +162,7 @@ def test_mark(tiny, page_size):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@EACH_PAGE_SIZE
 def test_answer_end(tiny, page_size):
     """The second and third turns of a chat resume where the answer before them ended, in a page."""
     llm = tiny.open(page_size=page_size)
@@ -164,7 +174,7 @@ def test_answer_end(tiny, page_size):
     tiny.check(turns)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@EACH_PAGE_SIZE
 def test_two_resume_from_the_same_place_inside_a_page(tiny, page_size):
     """Each gets a copy of the tail page of its own."""
     llm = tiny.open(page_size=page_size)
@@ -175,7 +185,7 @@ def test_two_resume_from_the_same_place_inside_a_page(tiny, page_size):
     tiny.check(outputs)
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
+@with_tiny("page_size", [16, 128], 16)
 @pytest.mark.parametrize(
     ("mode", "block_size", "expected"),
     [
@@ -213,7 +223,7 @@ def test_state_of_a_block_inside_the_answer(tiny):
 
 
 @pytest.mark.parametrize("mode", ["auto", "align", "all"])
-@pytest.mark.parametrize("budget", [64, 130, 512])
+@with_tiny("budget", [64, 130, 512], 130)
 def test_chunks(tiny, budget, mode):
     llm = tiny.open(max_num_batched_tokens=budget, mamba_cache_mode=mode, mamba_block_size=128)
     first, second, third = siblings(600, 100, 3)
@@ -428,7 +438,7 @@ def test_several_answers(tiny):
 # --- everything at once ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@with_tiny("seed", [0, 1], 1)
 def test_mixture(tiny, seed):
     """A random tree of prompts in small pools, several at a time: every answer is the cold one."""
     rng = random.Random(seed)

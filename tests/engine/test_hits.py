@@ -15,6 +15,8 @@ from tests.mtp import add_head
 
 TITLE = "prompt tokens reused (page size 64, default mode)"
 SMALL = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
     "hidden_size": 16,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from tests.engines import save_tiny
+from tests.engines import THREE_LAYERS, save_tiny
 from tests.shared import memory_of, serve, share_memory
 
 from milepost.cache.plans import PageMove
@@ -110,12 +110,16 @@ def test_copy_page_copies_the_first_tokens_of_every_layer(is_shared: bool) -> No
         assert torch.equal(pool, expected)
 
 
-@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.fixture(scope="module")
 def tiny(request, tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", request.param)
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", request.param, **THREE_LAYERS)
 
 
-@pytest.mark.parametrize(("page_size", "pages_each"), [(64, 2), (16, 5)])
+@pytest.mark.parametrize(
+    ("tiny", "page_size", "pages_each"),
+    [(torch.float64, 64, 2), (torch.float32, 16, 5)],
+    indirect=["tiny"],
+)
 def test_logits_are_those_of_two_pools(tiny, page_size, pages_each, monkeypatch):
     """Bit for bit, whatever lay in the memory before: NaN at first, then what was of the other
     kind."""

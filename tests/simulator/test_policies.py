@@ -57,7 +57,7 @@ def test_every_policy_adds_up_and_is_deterministic(policy):
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_no_policy_reuses_more_than_the_bound(policy):
     """With memory for everything, and with slots for everything alone."""
-    trace = conversation(300)
+    trace = conversation(200)
     most = trace.bound() * trace.input_tokens + 1
     cache = policy.memory(COST, num_pages=10_000, num_slots=10_000, page_size=512)
     Replay(trace, cache, COST, closed=False).run()
