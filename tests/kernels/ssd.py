@@ -17,7 +17,7 @@ from torch import Tensor
 from milepost.kernels.batch import Batch as Step
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import Chip
-from milepost.kernels.mamba2 import Mamba2Operation, MixerWeights, mix
+from milepost.kernels.mamba2 import Mamba2Operation, MixerWeights, choose_chunk, mix
 from milepost.runner.staging import on_device
 from tests.kernels.mixers import Batch, Pools
 
@@ -56,7 +56,7 @@ ONE_GROUP = Shapes(heads=3, head_dim=5, groups=1, state_size=7, taps=3)
 GROUPS = Shapes(heads=16, head_dim=4, groups=8, state_size=6)
 NEMOTRON = Shapes(heads=64, head_dim=64, groups=8, state_size=128, chunk=128)
 """Nemotron-3-Nano's."""
-BAMBA = Shapes(heads=128, head_dim=64, groups=1, state_size=128, chunk=256)
+BAMBA = Shapes(heads=128, head_dim=64, groups=1, state_size=128, chunk=choose_chunk(256))
 
 
 def make_weights(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from milepost.kernels.chunk_rows import lay_out_chunks
-from milepost.kernels.mamba2 import reference
+from milepost.kernels.mamba2 import Mamba2Operation, choose_chunk, reference
 from tests.kernels.mixers import Batch, Pools, make_pools, make_projected
 from tests.kernels.ssd import (
     GROUPS,
@@ -141,3 +141,12 @@ def test_nan_in_one_sequence_stays_there(broken):
     assert output[rows].isnan().all()
     assert output[others].isfinite().all()
     assert pools.recurrent[4 - broken].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [64, 128, 256, 1024])
+def test_chunks_that_outgrow_a_program_are_refused(size: int) -> None:
+    chunk = choose_chunk(size)
+    assert Mamba2Operation(conv_width=4, chunk=chunk, num_groups=1).chunk == chunk
+    if size > chunk:
+        with pytest.raises(AssertionError, match="outgrows"):
+            Mamba2Operation(conv_width=4, chunk=size, num_groups=1)

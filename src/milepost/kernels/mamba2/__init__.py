@@ -46,6 +46,9 @@ class Mamba2Operation:
     chunk: int
     num_groups: int
 
+    def __post_init__(self) -> None:
+        assert self.chunk <= _CHUNKS[-1], f"a chunk of {self.chunk} tokens outgrows a program"
+
     def lay_out(self, batch: Batch) -> ChunkLayout | DecodeLayout | MixerRows:
         """Chunks for the fused kernels, or what they need where every sequence decodes; or rows for
         the reference."""
