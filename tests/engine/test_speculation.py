@@ -14,10 +14,13 @@ from msgspec import structs
 
 from milepost import LLM
 from milepost.engine.client import _joined
+from milepost.engine.drafting import num_drafts_of
 from milepost.engine.process import _Sent, _Task
 from milepost.engine.prompts import Prompt
 from milepost.engine.setup import build
 from milepost.errors import UnsupportedModelError
+from milepost.layers.gated_delta import Arrangement, GatedDelta, GatedDeltaShapes
+from milepost.layers.parameters import ParameterKind
 from milepost.runner import acceptance, runner
 from milepost.runner.acceptance import accept_at, accept_equal
 from milepost.runner.choice import SampledToken
@@ -26,6 +29,7 @@ from milepost.runner.recording import read_records
 from milepost.runner.records import RecordRows
 from milepost.runner.replay import digest, replay
 from milepost.sampling_params import StructuredOutputs
+from milepost.speculative_config import SpeculativeConfig
 from tests.engine.speculating import Oracle, consult, drafting, never
 from tests.engines import (
     answer,
@@ -492,3 +496,30 @@ def test_a_model_that_cannot_take_drafts_is_refused_by_name_or_warned_of(tmp_pat
     assert llm.llm_engine.speculation is None
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert "head" in warning
+
+
+@pytest.mark.parametrize("sizes", [(48, 64), (64, 48), (8, 8)], ids=str)
+def test_heads_of_odd_sizes_take_drafts_by_the_reference_alone(sizes, caplog):
+    def num_drafts(method: str, sizes: tuple[int, int], *, is_fused: bool) -> int:
+        key_dim, value_dim = sizes
+        shapes = GatedDeltaShapes(
+            hidden_size=16,
+            num_key_heads=1,
+            num_value_heads=1,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_width=4,
+            norm_eps=1e-6,
+        )
+        kind = ParameterKind(dtype=torch.float32, device=torch.device("meta"))
+        layer = GatedDelta(shapes, kind, Arrangement(sections=lambda _: [("in", 16)]))
+        config = SpeculativeConfig(method=method, num_speculative_tokens=3)
+        return num_drafts_of(config, [layer.spec], has_head=True, is_fused=is_fused)
+
+    assert num_drafts("suffix", sizes, is_fused=False) == 3
+    assert num_drafts("suffix", (128, 64), is_fused=True) == 3
+    with pytest.raises(UnsupportedModelError, match="heads of {} by {}, on a GPU,".format(*sizes)):
+        num_drafts("suffix", sizes, is_fused=True)
+    assert not caplog.records
+    assert num_drafts("auto", sizes, is_fused=True) == 0
+    assert len(caplog.records) == 1

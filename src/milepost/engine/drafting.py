@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.context import LayerSpec
+from milepost.layers.context import LayerSpec, RecurrentSpec
 from milepost.runner.acceptance import Accept, accept_at, accept_equal
 from milepost.scheduler.scheduler import Scheduler
 from milepost.speculative import HeadDrafter, Speculation, drafter_of, policy_of
@@ -16,20 +17,27 @@ logger = logging.getLogger(__name__)
 
 
 def num_drafts_of(
-    wanted: SpeculativeConfig | None, specs: Sequence[LayerSpec], *, has_head: bool
+    wanted: SpeculativeConfig | None, specs: Sequence[LayerSpec], *, has_head: bool, is_fused: bool
 ) -> int:
     """Of one step at most; 0 where nothing is drafted. Raises UnsupportedModelError for a model
-    whose states cannot take drafts, unless the method is `auto`."""
+    whose states cannot take drafts, on fused kernels or at all, unless the method is `auto`."""
     if wanted is None or (wanted.method == "auto" and not has_head):
         return 0
     others = sorted({type(spec).__name__ for spec in specs if not spec.takes_drafts})
-    if not others:
+    odd = {spec.recurrent_shape[1:] for spec in specs if is_fused and _takes_drafts_plain(spec)}
+    if not others and not odd:
         return wanted.num_tokens
-    message = f"speculative_config: a model with states of {', '.join(others)} cannot take drafts"
+    which = ", ".join(others) or f"heads of {' by '.join(map(str, min(odd)))}, on a GPU,"
+    message = f"speculative_config: a model with states of {which} cannot take drafts"
     if wanted.method != "auto":
         raise UnsupportedModelError(f"{message}; leave it out")
     logger.warning("%s: nothing is drafted", message)
     return 0
+
+
+def _takes_drafts_plain(spec: LayerSpec) -> TypeGuard[RecurrentSpec]:
+    """Whether only the reference kernels take its drafts."""
+    return isinstance(spec, RecurrentSpec) and not spec.takes_drafts_fused
 
 
 def speculation_of(

@@ -80,7 +80,7 @@ def build(config: EngineConfig) -> Parts:
     )
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
-    shape = _pool_shape(config, model)
+    shape = _pool_shape(config, model, device)
     fused = _fused(config, device, model, shape)
     sizes = _sizes(config, shape, device, fused.activations if fused else 0)
     cache = _cache(config, folder, shape, sizes)
@@ -261,12 +261,15 @@ def _dtype(config: EngineConfig, folder: Path, device: torch.device) -> DType:
     return "float32" if own.itemsize < torch.float32.itemsize else "auto"
 
 
-def _pool_shape(config: EngineConfig, model: Decoder) -> PoolShape:
+def _pool_shape(config: EngineConfig, model: Decoder, device: torch.device) -> PoolShape:
     state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     if config.mamba_ssm_cache_dtype != "auto":
         state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)
     num_drafts = num_drafts_of(
-        config.speculative_config, model.layer_specs, has_head=model.mtp is not None
+        config.speculative_config,
+        model.layer_specs,
+        has_head=model.mtp is not None,
+        is_fused=not why_plain(device, model.dtype, model.operations),
     )
     return PoolShape(
         specs=model.layer_specs,

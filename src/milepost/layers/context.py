@@ -49,6 +49,8 @@ class RecurrentSpec:
     record_size: int | None = None
     """Numbers in the model's dtype that are recorded of a draft; None where the layer's kernels
     cannot take drafts."""
+    takes_drafts_fused: bool = True
+    """Whether its fused kernels can too, if the reference can."""
 
     @property
     def takes_drafts(self) -> bool:

@@ -103,6 +103,7 @@ class GatedDelta(nn.Module):
             recurrent_shape=(shapes.num_value_heads, shapes.key_dim, shapes.value_dim),
             grid=gated_delta.CHUNK,
             record_size=shapes.channels + 2 * shapes.num_value_heads,
+            takes_drafts_fused=gated_delta.takes_drafts_fused(shapes.key_dim, shapes.value_dim),
         )
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:

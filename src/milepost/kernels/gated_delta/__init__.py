@@ -33,6 +33,7 @@ __all__ = [
     "MixerRows",
     "MixerWeights",
     "mix",
+    "takes_drafts_fused",
 ]
 
 
@@ -40,6 +41,12 @@ MixerLayout = ChunkLayout | VerifyLayout | MixerRows | None
 
 CHUNK = 64
 """Tokens in a full chunk."""
+
+
+def takes_drafts_fused(key_dim: int, value_dim: int) -> bool:
+    """Whether the fused kernels that verify are right for heads of these sizes: powers of two, from
+    16 on. Of others, which need masks, a GPU's states were not those of plain decoding."""
+    return all(size >= 16 and size.bit_count() == 1 for size in (key_dim, value_dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""`triton_verify` on Hopper in one launch, in Gluon.
+"""`triton_verify` on Hopper in one launch, in Gluon. Only tests launch it: its states should be
+those of `triton_hopper` bit for bit, and are not yet.
 
 As `triton_hopper`: programs go through sequences and key heads, and while one works on a value
 head's state, TMA brings the next. A key head's queries and keys are worked out once, for all tokens
 and all its value heads, and wait in shared memory. A value head's state then goes through all
 tokens in registers; the inputs of the next token are asked for before a token is taken in. What
-happens with a token is what `triton_hopper` does, so states are the same bit for bit.
+happens with a token is what `triton_hopper` does.
 
 Legend: S sequences, F folded and N new tokens of each, C channels, J taps, G key heads, V value
 heads, K key_dim, W value_dim.

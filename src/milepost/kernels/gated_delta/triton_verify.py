@@ -2,8 +2,8 @@
 
 As `triton_decode`, token by token, with the state in registers all the while: first the recorded
 tokens that are folded in, then the sequence's own, behind which the state is written, then its
-drafts, which are recorded. Each token takes the operations of a decode in their order, so states
-are the same bit for bit.
+drafts, which are recorded. Each token takes the operations of `triton_decode` in their order: with
+heads of 128 states are the same bit for bit. Hopper's kernel for decodes adds up in another order.
 
     place     0 .. F - 1    F          F + 1 .. F + N - 1
     token     records       its own    drafts
@@ -14,8 +14,6 @@ heads, V value heads, K key_dim, W value_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,6 @@ from torch import Tensor
 
 from milepost.kernels.activations import sigmoid, silu
 from milepost.kernels.chunks import UNSPECIALISED
-from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.layout import VerifyLayout
 from milepost.kernels.gated_delta.triton_parts import (
     gated_norm,
@@ -49,10 +46,6 @@ def verify(
     output: Tensor,
 ) -> None:
     """Write `output` [T, V * W] of the sequences that decode; see `gated_delta.mix`."""
-    hopper = _hopper_kernel(recurrent_pool)
-    if hopper:
-        hopper(projected, weights, conv_pool, recurrent_pool, layout, records, output)
-        return
     num_sequences = len(layout.slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
@@ -105,15 +98,6 @@ def verify(
         **_UPDATE,
         **OVERLAPPED,
     )
-
-
-def _hopper_kernel(recurrent_pool: Tensor) -> Callable[..., None] | None:
-    """The kernel of `triton_hopper_verify` where it can do the work."""
-    if not runs_gluon(recurrent_pool):
-        return None
-    from milepost.kernels.gated_delta import triton_hopper_verify
-
-    return triton_hopper_verify.verify if triton_hopper_verify.suits(recurrent_pool) else None
 
 
 @triton.jit
