@@ -5,6 +5,7 @@ answers one token at a time.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from milepost.kernels.gated_delta import GatedDeltaOperation
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch
 from tests.kernels.mixers import Shapes, make_pools, make_projected, make_weights, widen
+from tests.numbers import relative_error
 
 NUM_SEQUENCES, NUM_DRAFTS = 3, 4
 
@@ -129,8 +131,9 @@ class Answer:
     num_unfolded: int = 0
 
 
-def play(plain: Plain, rng: random.Random) -> None:
-    """Every state and every output of a token that is committed is the plain one's."""
+def play(plain: Plain, rng: random.Random, max_error: float = 0) -> None:
+    """Every state and every output of a token that is committed is the plain one's, bit for bit or
+    up to a relative error."""
     kind, mixer = plain.kind, Mixer(plain.kind)
     answers = [Answer() for _ in range(NUM_SEQUENCES)]
     wrong = make_projected(kind.shapes, NUM_DRAFTS, kind.dtype, kind.device, seed=9)
@@ -151,9 +154,16 @@ def play(plain: Plain, rng: random.Random) -> None:
             answer.committed += len(output[: 1 + right])
             answer.num_unfolded = right
             own = plain.outputs[sequence][first : answer.committed]
-            assert all(map(torch.equal, output[: 1 + right], own))
+            assert is_near(output[: 1 + right], own, max_error)
             expected = plain.states[sequence][answer.committed - right]
-            assert is_equal(mixer.state(sequence), expected)
+            assert is_near(mixer.state(sequence), expected, max_error)
+
+
+def is_near(found: Iterable[Tensor], expected: Iterable[Tensor], max_error: float) -> bool:
+    """Each is; without an error bit for bit."""
+    if not max_error:
+        return all(map(torch.equal, found, expected))
+    return all(error <= max_error for error in map(relative_error, found, expected))
 
 
 def is_equal(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
