@@ -128,7 +128,12 @@ def test_neither_folder_nor_hub_id_is_refused() -> None:
 
 def test_layer_specs_follow_the_layer_types(tmp_path: Path) -> None:
     model, config = load_model(change(tmp_path, "qwen3_5_multimodal"), load_format="dummy")
-    recurrent = RecurrentSpec(conv_shape=(2 * 24 + 72, 3), recurrent_shape=(6, 8, 12), grid=64)
+    recurrent = RecurrentSpec(
+        conv_shape=(2 * 24 + 72, 3),
+        recurrent_shape=(6, 8, 12),
+        grid=64,
+        record_size=2 * 24 + 72 + 2 * 6,
+    )
     attention = AttentionSpec(num_kv_heads=3, head_dim=16)
     assert model.layer_specs == (recurrent, recurrent, recurrent, attention)
     assert (model.vocab_size, model.num_positions) == (101, 1024)
