@@ -133,6 +133,7 @@ def test_layer_specs_follow_the_layer_types(tmp_path: Path) -> None:
         recurrent_shape=(6, 8, 12),
         grid=64,
         record_size=2 * 24 + 72 + 2 * 6,
+        takes_drafts_fused=False,
     )
     attention = AttentionSpec(num_kv_heads=3, head_dim=16)
     assert model.layer_specs == (recurrent, recurrent, recurrent, attention)
