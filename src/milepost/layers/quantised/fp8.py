@@ -30,6 +30,8 @@ from milepost.layers.quantised.base import (
 from milepost.layers.weights import ExpertNames, ExpertSizes
 
 _VALUES = ("F8_E4M3",)
+_FILLED_AT_ONCE = 2**26
+"""Dummy values: more than an expert's, whose thousands would each be a launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +179,10 @@ class Fp8Stack(nn.Module):
         self.values.data.view(torch.uint8)[..., first : first + count, :] = 0
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        """Uniform; one matrix at a time, so that little is held beside the stack."""
-        for values in self.values.data.view(-1, *self.values.shape[-2:]):
+        """Uniform; a part at a time, so that little is held beside the stack."""
+        for values in self.values.data.view(-1).split(_FILLED_AT_ONCE):
             raw = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-            values.copy_(raw.uniform_(-FP8_MAX, FP8_MAX, generator=generator).to(FP8))
+            values.copy_(raw.uniform_(-FP8_MAX, FP8_MAX, generator=generator))
         self.scales.data.fill_(spread * math.sqrt(3.0) / FP8_MAX)
         if self.input_scale is not None:
             self.input_scale.data.fill_(0.05)
