@@ -16,11 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from milepost.kernels.float8 import FP8, FP8_MAX, round_fp8
 from milepost.kernels.precision import accumulation_dtype
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-"""Largest value of float8_e4m3fn."""
 BLOCK = 128
 """Inputs that share a scale, of weights and of activations, in the published block format."""
 _LEAST_SCALE = 1e-12
@@ -150,7 +148,7 @@ def quantise_rows(
         scales = (blocks.abs().amax(-1) / FP8_MAX).clamp(min=_LEAST_SCALE)
     else:
         scales = input_scale.to(torch.float32).expand(blocks.shape[:-1]).contiguous()
-    values = (blocks / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    values = round_fp8(blocks / scales[..., None])
     return values.flatten(-2)[..., :num_inputs].contiguous(), scales
 
 

@@ -21,16 +21,9 @@ from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8
 from milepost.kernels.tiles import Tiles
+from milepost.kernels.triton_float8 import LARGEST, decode, encode, has_fp8
 
 _LEAST_SCALE = tl.constexpr(1e-12)
-_LARGEST = tl.constexpr(448.0)
-_FP8_CAPABILITY = (8, 9)
-
-
-def has_fp8(chip: Chip) -> bool:
-    """Whether the chip multiplies float8 as OCP defines it; Triton's interpreter rounds another
-    way."""
-    return chip.capability >= _FP8_CAPABILITY and chip.arch != "cpu"
 
 
 def quantise(rows: Tensor, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
@@ -75,46 +68,12 @@ def _quantise_kernel(
     p_x = rows + i_row * stride + i_part * DEPTH + o_k
     b_x = tl.load(p_x, mask=is_input, other=0.0).to(tl.float32)
     if input_scale is None:
-        scale = tl.maximum(tl.max(tl.abs(b_x), 0) / _LARGEST, _LEAST_SCALE)
+        scale = tl.maximum(tl.max(tl.abs(b_x), 0) / LARGEST, _LEAST_SCALE)
     else:
         scale = tl.load(input_scale)
-    b_q = _encode(b_x / scale, NATIVE)
+    b_q = encode(b_x / scale, NATIVE)
     tl.store(values + i_row * INPUTS + i_part * DEPTH + o_k, b_q, mask=is_input)
     tl.store(scales + i_row * tl.num_programs(1) + i_part, scale)
-
-
-@triton.jit
-def _encode(x, NATIVE: tl.constexpr):
-    """float32 rounded to float8_e4m3fn, as its bits."""
-    x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
-    if NATIVE:  # noqa: SIM108
-        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        bits = _encode_plainly(x)
-    return bits
-
-
-@triton.jit
-def _encode_plainly(x):
-    """Rounds to three bits of mantissa, ties to even; below 2^-6 to multiples of 2^-9."""
-    wide = x.to(tl.int32, bitcast=True)
-    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    # Floats about 1.5 * 2^13 are 2^-10 apart.
-    small = ((x * 0.5 + 12288.0) - 12288.0) * 2
-    rounded = tl.where(tl.abs(x) < 0.015625, small, normal)
-    half = (rounded * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True)
-    return (((half >> 8) & 0x80) | ((half >> 7) & 0x7F)).to(tl.uint8)
-
-
-@triton.jit
-def _decode(bits, NATIVE: tl.constexpr):
-    """What float8_e4m3fn's bits stand for: as it is, or in float16 over 256."""
-    if NATIVE:
-        values = bits.to(tl.float8e4nv, bitcast=True)
-    else:
-        wide = bits.to(tl.int16)
-        values = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return values
 
 
 def gemm(
@@ -189,14 +148,14 @@ def _add_step(
 ):
     """acc [N, M] and the product of the inputs i_k to i_k + BLOCK_K, of weights at `p_w` [N, K] and
     rows at `p_x` [M, K]."""
-    b_w = _decode(tl.load(p_w + i_k), NATIVE)
+    b_w = decode(tl.load(p_w + i_k), NATIVE)
     b_x = tl.load(p_x + i_k)
     if IS_ROUNDED:
-        b_x = _decode(b_x, NATIVE)
+        b_x = decode(b_x, NATIVE)
     else:
         b_x = b_x.to(tl.float32)
-        row_scale = tl.maximum(tl.max(tl.abs(b_x), 1) / _LARGEST, _LEAST_SCALE)
-        b_x = _decode(_encode(b_x / row_scale[:, None], NATIVE), NATIVE)
+        row_scale = tl.maximum(tl.max(tl.abs(b_x), 1) / LARGEST, _LEAST_SCALE)
+        b_x = decode(encode(b_x / row_scale[:, None], NATIVE), NATIVE)
     b_dot = tl.dot(b_w, tl.trans(b_x))
     if BLOCK_SCALES:
         if IS_ROUNDED:
