@@ -1,5 +1,5 @@
-"""Fused steps that verify on a GPU: states and outputs are those of one token at a time, up to
-rounding where Hopper's kernel decodes and else bit for bit, and near the reference's.
+"""Fused steps that verify on a GPU: states and outputs are those of one token at a time, bit for
+bit with heads as real models have them, and near the reference's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from milepost.kernels.device import allow_hopper_kernels, probe, why_no_gluon
+from milepost.kernels.device import allow_hopper_kernels, probe
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.models.loading import load_model
 from milepost.runner.device import DeviceExecutor
@@ -29,11 +29,15 @@ pytestmark = [
 
 
 @pytest.fixture(params=[True, False], ids=["hopper", "any chip"])
-def chip(request: pytest.FixtureRequest) -> Iterator[str]:
+def chip(request: pytest.FixtureRequest) -> Iterator[None]:
     """Its kernels run."""
     allow_hopper_kernels(request.param)
-    yield "hopper" if request.param else "any chip"
+    yield
     allow_hopper_kernels(True)
+
+
+ROUNDING = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+"""Where the compiler lays out narrow heads in another way for verify steps than for decodes."""
 
 
 def kind_of(shapes: Shapes, dtype: torch.dtype) -> Kind:
@@ -41,29 +45,16 @@ def kind_of(shapes: Shapes, dtype: torch.dtype) -> Kind:
     return Kind(shapes=shapes, dtype=dtype, device="cuda", chip=chip, num_tokens=12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("shapes", [REAL, SMALL], ids=["real", "small"])
-def test_any_split_gives_the_states_of_one_token_at_a_time(
-    chip: str, shapes: Shapes, dtype: torch.dtype
+def test_any_split_leaves_the_states_of_one_token_at_a_time(
+    shapes: Shapes, dtype: torch.dtype
 ) -> None:
     plain = Plain(kind_of(shapes, dtype))
-    max_error = 1e-2 if chip == "hopper" and shapes is REAL else 0
+    max_error = 0 if shapes is REAL else ROUNDING[dtype]
     for seed in range(6):
         play(plain, random.Random(seed), max_error)
-
-
-@pytest.mark.xfail(raises=AssertionError, reason="it does not add up as Hopper's decodes do")
-def test_hoppers_own_kernel_gives_the_states_of_its_decodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if why_no_gluon(probe(torch.device("cuda"))):
-        pytest.skip("needs Hopper's kernels")
-    from milepost.kernels.gated_delta import triton_hopper_verify, triton_verify
-
-    monkeypatch.setattr(triton_verify, "verify", triton_hopper_verify.verify)
-    plain = Plain(kind_of(REAL, torch.float32))
-    for seed in range(6):
-        play(plain, random.Random(seed))
 
 
 @pytest.mark.usefixtures("chip")

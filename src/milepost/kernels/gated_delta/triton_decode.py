@@ -9,8 +9,6 @@ Legend: D sequences, C channels, J taps, G key heads, V value heads, K key_dim, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -41,9 +39,11 @@ def decode(
     slot_out: Tensor,
 ) -> Tensor:
     """See `gated_delta.mix`."""
-    hopper = _hopper_kernel(recurrent_pool)
-    if hopper:
-        return hopper(projected, weights, conv_pool, recurrent_pool, slot_in, slot_out)
+    if suits_hopper(recurrent_pool):
+        from milepost.kernels.gated_delta import triton_hopper
+
+        pools = conv_pool, recurrent_pool
+        return triton_hopper.decode(projected, weights, *pools, slot_in, slot_out)
     num_sequences = len(slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
@@ -91,13 +91,14 @@ def decode(
     return output
 
 
-def _hopper_kernel(recurrent_pool: Tensor) -> Callable[..., Tensor] | None:
-    """The kernel of `triton_hopper` where it can do the work."""
+def suits_hopper(recurrent_pool: Tensor) -> bool:
+    """Whether the kernels of `triton_hopper` and `triton_hopper_verify` do the work: both or none,
+    since they do it in the same order."""
     if not runs_gluon(recurrent_pool):
-        return None
+        return False
     from milepost.kernels.gated_delta import triton_hopper
 
-    return triton_hopper.decode if triton_hopper.suits(recurrent_pool) else None
+    return triton_hopper.suits(recurrent_pool)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)

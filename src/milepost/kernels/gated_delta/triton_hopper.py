@@ -249,7 +249,7 @@ def fetch(
         unit = first + number // GROUP * stride
         sequence, head = unit // KEY_HEADS, unit % KEY_HEADS * GROUP + number % GROUP
         is_real = gl.load(slot_out + sequence) >= 0
-        line = gl.load(slot_in + sequence) * slot_lines + head * LINES
+        line = gl.load(slot_in + sequence).to(gl.int32) * slot_lines + head * LINES
         bar = loaded.index(number % STAGES)
         place = places.index(number % STAGES)
         mbarrier.expect(bar, SIZE * SIZE * 4, pred=is_real)

@@ -1,11 +1,10 @@
-"""`triton_verify` on Hopper in one launch, in Gluon. Only tests launch it: its states should be
-those of `triton_hopper` bit for bit, and are not yet.
+"""`triton_verify` on Hopper in one launch, in Gluon.
 
 As `triton_hopper`: programs go through sequences and key heads, and while one works on a value
 head's state, TMA brings the next. A key head's queries and keys are worked out once, for all tokens
 and all its value heads, and wait in shared memory. A value head's state then goes through all
 tokens in registers; the inputs of the next token are asked for before a token is taken in. What
-happens with a token is what `triton_hopper` does.
+happens with a token is what `triton_hopper` does, in its order: states are the same bit for bit.
 
 Legend: S sequences, F folded and N new tokens of each, C channels, J taps, G key heads, V value
 heads, K key_dim, W value_dim.
@@ -26,14 +25,11 @@ from milepost.kernels.gated_delta.triton_hopper import (
     convolve,
     describe_states,
     fetch,
-    suits,
 )
 from milepost.kernels.gated_delta.weights import MixerWeights
 from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-
-__all__ = ["suits", "verify"]
 
 _UNSPECIALISED = ["begin", "length", "fold", "row", "slot_in", "slot_out"]
 

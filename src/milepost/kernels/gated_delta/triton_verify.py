@@ -3,7 +3,7 @@
 As `triton_decode`, token by token, with the state in registers all the while: first the recorded
 tokens that are folded in, then the sequence's own, behind which the state is written, then its
 drafts, which are recorded. Each token takes the operations of `triton_decode` in their order: with
-heads of 128 states are the same bit for bit. Hopper's kernel for decodes adds up in another order.
+heads of 128 states are the same bit for bit.
 
     place     0 .. F - 1    F          F + 1 .. F + N - 1
     token     records       its own    drafts
@@ -22,6 +22,7 @@ from torch import Tensor
 from milepost.kernels.activations import sigmoid, silu
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.gated_delta.layout import VerifyLayout
+from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import (
     gated_norm,
     head_channels,
@@ -46,6 +47,12 @@ def verify(
     output: Tensor,
 ) -> None:
     """Write `output` [T, V * W] of the sequences that decode; see `gated_delta.mix`."""
+    if suits_hopper(recurrent_pool):
+        from milepost.kernels.gated_delta import triton_hopper_verify
+
+        pools = conv_pool, recurrent_pool
+        triton_hopper_verify.verify(projected, weights, *pools, layout, records, output)
+        return
     num_sequences = len(layout.slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
