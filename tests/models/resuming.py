@@ -1,7 +1,8 @@
-"""Logits of an engine beside transformers' own, wherever a prefill or an answer resumes from."""
+"""Logits of an engine beside those of one pass, wherever a prefill or an answer resumes from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -9,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from milepost import LLM
-from milepost.runner.plain import PlainExecutor
 from tests.engines import answer, ask, cached, greedy, tokens
 from tests.numbers import relative_error
 
@@ -19,24 +19,35 @@ class Resuming:
     """An engine, and the model that it has to agree with."""
 
     llm: LLM
-    reference: PreTrainedModel
+    expect: Callable[[list[int]], torch.Tensor]
+    """Logits [tokens, vocabulary] of tokens that come all at once."""
     _seen: list[torch.Tensor] = field(default_factory=list)
     """Logits of the rows that sampled, step by step."""
+
+    @classmethod
+    def beside(cls, llm: LLM, model: PreTrainedModel) -> Resuming:
+        """Beside transformers' own logits."""
+
+        @torch.no_grad()
+        def expect(token_ids: list[int]) -> torch.Tensor:
+            return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+
+        return cls(llm, expect)
 
     def run(self, token_ids: list[int], num_cached: int) -> list[int]:
         """Answer, resuming at `num_cached`, with logits as they should be; returns prompt and
         answer."""
         self._seen.clear()
-        with mock.patch.object(PlainExecutor, "sample", self._noting()):
+        executor = type(self.llm.llm_engine.runner.executor)
+        with mock.patch.object(executor, "sample", self._noting(executor.sample)):
             (output,) = ask(self.llm, token_ids, params=greedy(5))
         assert cached([output]) == [num_cached]
-        whole = torch.tensor([[*token_ids, *answer(output)]])
-        with torch.no_grad():
-            expected = self.reference(input_ids=whole, use_cache=False).logits[0]
+        whole = [*token_ids, *answer(output)]
+        expected = self.expect(whole)
         assert expected.std() > 0.3, "flat logits would show nothing"
         rows = slice(len(token_ids) - 1, -1)
         assert relative_error(torch.cat(self._seen), expected[rows]) < 1e-4
-        return [*whole[0].tolist()]
+        return whole
 
     def run_through_slots(self) -> None:
         """Every place that a model with states in slots resumes from: for an engine of 96 tokens a
@@ -49,11 +60,21 @@ class Resuming:
         self.run([*shared, *tokens(40, 4)], 64)  # where the first prefill was cut
         self.run([*shared, *tokens(40, 5)], 83)  # the branch point, inside a page
 
-    def _noting(self):
-        sample = PlainExecutor.sample
+    def run_through_pages(self) -> None:
+        """Likewise for a model whose states lie beside pages."""
+        history = self.run(tokens(200), 0)  # in chunks, then decodes
+        self.run(tokens(200), 192)  # the last page
+        self.run([*history, *tokens(30, 1)], 192)  # an answer's end lies inside a page
+        self.run(tokens(192), 176)  # whose state is shared and is not written again
+        self.run(tokens(33), 32)  # one token
+        shared = tokens(83, 2)
+        self.run([*shared, *tokens(40, 3)], 0)
+        self.run([*shared, *tokens(40, 4)], 80)
+        self.run([*shared, *tokens(40, 4)], 112)
 
+    def _noting(self, sample):
         def note(executor, flight, rows):
-            self._seen.append(flight.logits.clone())
+            self._seen.append(flight.logits.float().cpu())
             sample(executor, flight, rows)
 
         return note

@@ -45,14 +45,14 @@ CONFIGURATIONS = {
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("bamba", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=32)
-    Resuming(llm, reference).run_through_slots()
+    Resuming.beside(llm, reference).run_through_slots()
 
 
 def test_the_grid_is_the_models_chunk(tmp_path):
     reference = save("bamba", tmp_path, vocab_size=VOCAB_SIZE, mamba_chunk_size=128)
     llm = open_llm(tmp_path, max_num_batched_tokens=160, page_size=16, num_slots=32)
     assert llm.llm_engine.scheduler.cache.grid == 128
-    run = Resuming(llm, reference).run
+    run = Resuming.beside(llm, reference).run
     run(tokens(300), 0)
     run(tokens(300), 256)
     shared = tokens(100, 2)

@@ -48,7 +48,7 @@ CONFIGURATIONS = {
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("kimi_linear", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=32)
-    Resuming(llm, reference).run_through_slots()
+    Resuming.beside(llm, reference).run_through_slots()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_one_kind_of_layer_alone(layers, tmp_path):
     kinds = {"layer_types": [layers] * 2, "num_hidden_layers": 2}
     reference = save("kimi_linear", tmp_path, vocab_size=VOCAB_SIZE, **kinds)
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=8)
-    Resuming(llm, reference).run([*range(120)], 0)
+    Resuming.beside(llm, reference).run([*range(120)], 0)
 
 
 def test_a_page_holds_latents_alone(tmp_path):

@@ -74,17 +74,7 @@ def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     family = "lfm2_moe" if name.startswith("experts") else "lfm2"
     reference = save(family, tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_pages=256)
-    run = Resuming(llm, reference).run
-
-    history = run(tokens(200), 0)  # in chunks, then decodes
-    run(tokens(200), 192)  # the last page
-    run([*history, *tokens(30, 1)], 192)  # an answer's end lies inside a page
-    run(tokens(192), 176)  # whose state is shared and is not written again
-    run(tokens(33), 32)  # one token
-    shared = tokens(83, 2)
-    run([*shared, *tokens(40, 3)], 0)
-    run([*shared, *tokens(40, 4)], 80)
-    run([*shared, *tokens(40, 4)], 112)
+    Resuming.beside(llm, reference).run_through_pages()
 
 
 @pytest.fixture(scope="module")

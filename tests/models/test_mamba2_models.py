@@ -71,7 +71,7 @@ def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     model = MODELS[name.partition("-")[0]]
     reference = save(model, tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=32)
-    Resuming(llm, reference).run_through_slots()
+    Resuming.beside(llm, reference).run_through_slots()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
         tmp_path, max_num_batched_tokens=160 if name == "latent" else 96, page_size=16, num_slots=32
     )
     grid = llm.llm_engine.scheduler.cache.grid
-    run = Resuming(llm, reference).run
+    run = Resuming.beside(llm, reference).run
 
     history = run(tokens(200), 0)  # in chunks, then decodes
     run(tokens(200), 192 // grid * grid)  # a page

@@ -44,7 +44,7 @@ CONFIGURATIONS = {
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("olmo_hybrid", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_slots=32)
-    Resuming(llm, reference).run_through_slots()
+    Resuming.beside(llm, reference).run_through_slots()
 
 
 def test_both_dialects_load_alike(tmp_path):
