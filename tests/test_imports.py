@@ -22,7 +22,8 @@ MAY_USE = {
     "engine": {"cache", "scheduler", "kernels", "layers", "models", "runner"},
 }
 MAY_USE["speculative"] = {"cache", "scheduler"}
-MAY_USE["engine"].add("speculative")
+MAY_USE["kv_events"] = {"cache"}
+MAY_USE["engine"] |= {"speculative", "kv_events"}
 MAY_USE["config"] = {"cache"}
 MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
 MAY_USE["load"] = set()
@@ -39,7 +40,7 @@ FLOORS = {
 BESIDE_FLOORS = {"events", "order", "placement", "plans", "report"}
 """Modules beside the folders that all of them may use."""
 
-SHARED = {"config", "errors", "sampling_params", "speculative_config"}
+SHARED = {"config", "errors", "kv_events_config", "sampling_params", "speculative_config"}
 """Modules beside the parts that all of them may use, and that use only each other."""
 
 ENTRY_POINTS = {"__init__", "__main__", "demo"}

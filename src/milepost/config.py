@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
+from milepost.kv_events_config import KVEventsConfig, read_json
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -94,6 +95,9 @@ class EngineConfig:
     "num_speculative_tokens": 4}. Answers stay the same. See docs/speculation.md."""
     max_cache_marks: int = 16
     """Maximum number of `cache_marks` in one prompt."""
+    kv_events_config: KVEventsConfig | None = None
+    """Tell routers what is cached: a JSON object such as {"enable_kv_cache_events": true,
+    "endpoint": "tcp://*:5557"}. See docs/disaggregation.md."""
     record_plans: str | None = None
     """Write each step's plan and result to this file, from which the steps can be run again."""
     disable_log_stats: bool = False
@@ -103,6 +107,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         given = read_speculative_config(self.speculative_config)
         object.__setattr__(self, "speculative_config", given)
+        events = read_json("kv_events_config", KVEventsConfig, self.kv_events_config)
+        object.__setattr__(self, "kv_events_config", events)
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name))
         _require(

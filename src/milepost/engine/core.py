@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.engine.detokenizer import detokenizer_for
+from milepost.engine.events import Telling, publishing
 from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
 from milepost.engine.guidance import Guide, masks
 from milepost.engine.metrics import Metric, collect
@@ -51,6 +52,8 @@ class Engine:
         """Requests of which a token is sampled only when the one before is known."""
         self._forms: Forms | None = None
         self._runs_ahead = parts.runs_ahead
+        self._telling = Telling(self.scheduler.cache)
+        self._publisher = publishing(config, self._telling)
         self.speculation = parts.speculation
         self._last_end_s: float | None = None
         """When the last step was taken, if work was left then."""
@@ -133,6 +136,7 @@ class Engine:
             self.scheduler.finish(answer.request, FinishReason.ABORT)
             answer.text.flush()
         self._settle()
+        self._telling.tell()
 
     def step(self) -> list[Job]:
         """Run one step; returns the jobs that have new tokens, in the order of being added.
@@ -159,11 +163,19 @@ class Engine:
             if job.is_finished:
                 self._forget(job)
         self._settle()
+        self._telling.tell()
         return jobs
+
+    def close(self) -> None:
+        """Give back what the process does not give back by ending: addresses."""
+        if self._publisher is not None:
+            self._publisher.close()
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests are running."""
-        return self.scheduler.cache.reset()
+        is_done = self.scheduler.cache.reset()
+        self._telling.tell()
+        return is_done
 
     def release_cache(self) -> bool:
         """Forget everything cached and return its memory to the system, as far as `Pools.release`

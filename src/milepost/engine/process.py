@@ -379,6 +379,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable) -> No
             raise SystemExit(1) from None
         finally:
             loop.close()
+            engine.close()
 
 
 def _ready(engine: Engine) -> Ready:

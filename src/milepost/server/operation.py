@@ -16,7 +16,7 @@ DRAIN_POLL_S = 0.02
 
 
 def add(app: FastAPI, service: Service) -> None:
-    """/ping, /load, /server_info; with `enable_sleep_mode` /sleep, /wake_up and /is_sleeping."""
+    """/ping, /load, /server_info, /kv_event_sources; with `enable_sleep_mode` those of sleep."""
 
     @app.get("/ping", response_class=Response)
     @app.post("/ping", response_class=Response)
@@ -35,6 +35,25 @@ def add(app: FastAPI, service: Service) -> None:
     @app.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
         return _info(service)
+
+    @app.get("/kv_event_sources")
+    async def kv_event_sources() -> dict[str, Any]:
+        """Where the cache's events are published, by rank."""
+        config = service.client.config.kv_events_config
+        if config is None or not config.is_on:
+            return {}
+        source = {
+            "endpoint": config.endpoint,
+            "replay_endpoint": config.replay_endpoint,
+            "topic": config.topic,
+            "hwm": config.hwm,
+            "buffer_steps": config.buffer_steps,
+            "publisher": config.publisher,
+            "encoding": "msgpack",
+            "schema_version": 1,
+            "enable_kv_cache_events": True,
+        }
+        return {"0": source}
 
     if service.config.enable_sleep_mode:
         _add_sleep(app, service)

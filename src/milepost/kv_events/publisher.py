@@ -1,0 +1,138 @@
+"""Publishes the cache's events over ZeroMQ, and again to whoever has missed some.
+
+A message is [topic, number (8 bytes, big-endian), payload]. Who asks the replay socket for all from
+a number on, [b"", number], is sent them as [b"", topic, number, payload] and at the end
+[b"", b"", -1, b""]. Sockets and payloads are a thread's, so a step waits for neither; only a full
+queue makes it wait, since a router that misses an event believes what is wrong.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from milepost.cache.events import Event
+from milepost.errors import ConfigError
+from milepost.kv_events.messages import Messages
+from milepost.kv_events_config import KVEventsConfig
+
+LINGER_MS = 100
+"""So long a close waits for what is on its way."""
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class Publisher:
+    """Raises ConfigError where an address cannot be had. `close` it at the end."""
+
+    def __init__(
+        self, config: KVEventsConfig, page_size: int, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._messages = Messages(page_size, config.format)
+        self._topic = config.topic.encode()
+        self._queue: queue.Queue[tuple[float, tuple[Event, ...]]] = queue.Queue(
+            config.max_queue_size
+        )
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._num_sent = 0
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            self._publishing = self._socket(zmq.PUB, config.endpoint)
+            replay = config.replay_endpoint
+            self._replaying = None if replay is None else self._socket(zmq.ROUTER, replay)
+        except ConfigError:
+            self._close()
+            raise
+        self._bell, self._ear = self._pair()
+        self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: tuple[Event, ...]) -> None:
+        """Have these told, in this order."""
+        if events:
+            self._queue.put((self._clock(), events))
+            self._bell.send(b"")
+
+    def close(self) -> None:
+        """Tell what was published, and give the addresses back."""
+        self._bell.send(b"end")
+        self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=LINGER_MS)
+        self._context.term()
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.set_hwm(self._config.hwm)
+        try:
+            if not address.startswith("tcp://") or "*" in address or "::" in address:
+                socket.bind(address)
+            else:
+                socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"kv_events_config: cannot use {address}: {error}") from error
+        return socket
+
+    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """What wakes the thread, and what it listens to."""
+        ear, bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        for socket in (ear, bell):
+            self._sockets.append(socket)
+            socket.set_hwm(0)
+        ear.bind("inproc://bell")
+        bell.connect("inproc://bell")
+        return bell, ear
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._ear, zmq.POLLIN)
+        if self._replaying is not None:
+            poller.register(self._replaying, zmq.POLLIN)
+        is_open = True
+        while is_open:
+            ready = dict(poller.poll())
+            if self._ear in ready:
+                is_open = not self._ear.recv()
+                self._send_queued()
+            if self._replaying in ready:
+                self._replay()
+
+    def _send_queued(self) -> None:
+        while not self._queue.empty():
+            now_s, events = self._queue.get()
+            payload = self._messages.payload(events, now_s)
+            if payload is None:
+                continue
+            number = self._num_sent
+            self._num_sent += 1
+            self._sent.append((number, payload))
+            self._publishing.send_multipart((self._topic, _packed(number), payload))
+
+    def _replay(self) -> None:
+        assert self._replaying is not None, "only a socket that is there is ready"
+        frames = self._replaying.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return
+        who, first = frames[0], int.from_bytes(frames[2], "big")
+        for number, payload in self._sent:
+            if number >= first:
+                parts = who, b"", self._topic, _packed(number), payload
+                self._replaying.send_multipart(parts)
+        self._replaying.send_multipart((who, b"", b"", END, b""))
+
+
+def _packed(number: int) -> bytes:
+    return number.to_bytes(8, "big")

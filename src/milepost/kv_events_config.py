@@ -1,0 +1,87 @@
+"""How a server tells routers what it has cached, as a user says it: vLLM's `--kv-events-config`.
+
+Nothing here reads files, the environment or torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from milepost.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """Raises ConfigError."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    """`zmq` where events are enabled, and nothing is said."""
+    endpoint: str = "tcp://*:5557"
+    """A socket that publishes: bound where it has a `*` or `::` or is no TCP address, else
+    connected."""
+    replay_endpoint: str | None = None
+    """A socket that sends again what a subscriber has missed."""
+    buffer_steps: int = 10_000
+    """Messages that can be sent again."""
+    hwm: int = 100_000
+    """Messages that wait for a slow subscriber before it misses some."""
+    max_queue_size: int = 100_000
+    """Messages that wait for the publishing thread before the engine does."""
+    topic: str = ""
+    format: Literal["map", "array"] = "map"
+    """An event on the wire: `map`, or `array` for routers of before June 2026."""
+
+    def __post_init__(self) -> None:
+        if self.publisher is None:
+            chosen = "zmq" if self.enable_kv_cache_events else "null"
+            object.__setattr__(self, "publisher", chosen)
+        check_choice("publisher", self.publisher, ("null", "zmq"))
+        check_choice("format", self.format, ("map", "array"))
+        if not isinstance(self.enable_kv_cache_events, bool):
+            raise ConfigError(f"enable_kv_cache_events={self.enable_kv_cache_events!r}: use true")
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name}={value!r}: use 0 or more")
+        for name in ("endpoint", "topic"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: use text")
+
+    @property
+    def is_on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+def read_json(name: str, kind: type[T], value: object) -> T | None:
+    """A configuration from itself, a mapping or its JSON. Raises ConfigError."""
+    if value is None or isinstance(value, kind):
+        return value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{name}={value!r}: no JSON ({error})") from error
+        if value is None:
+            return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r}: use a JSON object")
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for given in value:
+        if given not in names:
+            raise ConfigError(f"{name}: unknown field {given!r}: use {', '.join(names)}")
+    try:
+        return kind(**value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError for a value that is none of these."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: use one of {', '.join(choices)}")

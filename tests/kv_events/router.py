@@ -1,0 +1,70 @@
+"""Who knows a server by what it publishes alone, as a router does: a longest prefix of pages."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Router:
+    def __init__(self, block_size: int) -> None:
+        self.blocks: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
+        """By hash: parent and tokens."""
+        self.block_size = block_size
+        self._children: dict[tuple[bytes | None, tuple[int, ...]], bytes] = {}
+
+    def feed(self, payload: bytes) -> None:
+        _, events, rank = msgspec.msgpack.decode(payload)
+        assert rank == 0
+        for event in events:
+            self._take(event if isinstance(event, dict) else _named(event))
+
+    def _take(self, event: dict) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.blocks.clear()
+            self._children.clear()
+            return
+        assert event["medium"] == "GPU"
+        if event["type"] == "BlockRemoved":
+            for key in event["block_hashes"]:
+                del self._children[self.blocks.pop(key)]
+            return
+        parent = event["parent_block_hash"]
+        assert event["block_size"] == self.block_size
+        assert parent is None or parent in self.blocks, "it stands behind what is known"
+        assert (event["lora_id"], event["lora_name"]) == (None, None)
+        tokens = event["token_ids"]
+        assert len(tokens) == self.block_size * len(event["block_hashes"])
+        for index, key in enumerate(event["block_hashes"]):
+            held = tuple(tokens[self.block_size * index : self.block_size * (index + 1)])
+            assert key not in self.blocks
+            self.blocks[key] = parent, held
+            self._children[parent, held] = key
+            parent = key
+
+    def hit(self, tokens: list[int]) -> int:
+        """What a prompt is predicted to hit; its last token is computed in any case."""
+        parent, length = None, 0
+        while length + self.block_size < len(tokens):
+            key = self._children.get((parent, tuple(tokens[length : length + self.block_size])))
+            if key is None:
+                break
+            parent, length = key, length + self.block_size
+        return length
+
+
+def _named(event: list) -> dict:
+    names = {
+        "BlockStored": (
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+        ),
+        "BlockRemoved": ("block_hashes", "medium"),
+        "AllBlocksCleared": (),
+    }
+    kind, *values = event
+    return {"type": kind, **dict(zip(names[kind], values, strict=True))}

@@ -1,0 +1,171 @@
+"""What routers are told, and again if they missed it."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+import zmq
+
+from milepost.cache import Cache
+from milepost.cache.placement import Kind
+from milepost.config import EngineConfig
+from milepost.errors import ConfigError
+from milepost.kv_events import Messages, Publisher
+from milepost.kv_events_config import KVEventsConfig
+from tests.follower import Follower
+from tests.kv_events.router import Router
+
+PAGE = 16
+
+
+def run(cache: Cache, tokens: list[int], salt: str = "") -> None:
+    """One request from its prompt to its end."""
+    chain = cache.chain(tokens, salt)
+    allocation = cache.admit(chain, cache.match(chain))
+    position = allocation.committed
+    while position < len(tokens):
+        position = min(position + 64, len(tokens))
+        exports = cache.take_exports(allocation, position)
+        written = {export.slot: export.position for export in exports}
+        cache.commit(allocation, position, {**written, allocation.slot_out: position})
+    cache.release(allocation, Kind.ANSWER_END)
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
+    random, cache = Random(3), Cache(num_pages=60, num_slots=6, page_size=PAGE)
+    cache.listen()
+    follower, router, messages = Follower(PAGE), Router(PAGE), Messages(PAGE, form)
+    texts = [[random.randrange(50) for _ in range(300)] for _ in range(4)]
+    lengths = set()
+    for step in range(300):
+        salt = "mine" if random.random() < 0.2 else ""
+        text = random.choice(texts)[: random.randrange(20, 300)]
+        run(cache, text, salt)
+        if step == 200:
+            cache.reset()
+        events = cache.take_events()
+        follower.follow(events)
+        payload = messages.payload(events, 0.0)
+        if payload is not None:
+            router.feed(payload)
+        follower.check(cache)
+        assert router.blocks.keys() == follower.reachable - follower.salted
+        lengths.add(len(router.blocks))
+    assert len(lengths) > 10, "it came and went"
+
+
+def test_events_of_nothing_that_routers_know_are_no_message():
+    assert Messages(PAGE, "map").payload((), 0.0) is None
+    cache = Cache(num_pages=60, num_slots=6, page_size=PAGE)
+    cache.listen()
+    run(cache, list(range(100)), "mine")
+    assert Messages(PAGE, "map").payload(cache.take_events(), 0.0) is None
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A publisher of three messages, the addresses, and the context to ask from."""
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("pub", "replay")]
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint=addresses[0],
+        replay_endpoint=addresses[1],
+        buffer_steps=2,
+        topic="kv@here",
+    )
+    cache = Cache(num_pages=60, num_slots=6, page_size=PAGE)
+    cache.listen()
+    publisher, context = Publisher(config, PAGE, clock=lambda: 7.0), zmq.Context()
+    yield publisher, addresses, context, cache
+    publisher.close()
+    context.term()
+
+
+def test_what_was_missed_is_sent_again(published, request):
+    publisher, (_, replay), context, cache = published
+    heard = []
+    for number in range(3):
+        run(cache, [number] * 100)
+        publisher.publish(cache.take_events())
+    asking = context.socket(zmq.DEALER)
+    request.addfinalizer(asking.close)
+    asking.connect(replay)
+    for first, found in ((0, [1, 2]), (2, [2]), (9, [])):
+        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        for number in found:
+            empty, topic, packed, payload = asking.recv_multipart()
+            assert (empty, topic, int.from_bytes(packed, "big")) == (b"", b"kv@here", number)
+            heard.append(payload)
+        assert asking.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
+    router = Router(PAGE)
+    router.feed(heard[0])
+    assert router.hit([1] * 100) == 96
+    asking.send_multipart([b"", b"no number"])
+    asking.send_multipart([b"", bytes(8)])
+    assert asking.recv_multipart()[1] == b"kv@here", "nonsense is passed over"
+
+
+def test_a_subscriber_hears_in_order(published, request):
+    publisher, (endpoint, _), context, cache = published
+    listener = context.socket(zmq.SUB)
+    request.addfinalizer(listener.close)
+    listener.subscribe("kv@here")
+    listener.connect(endpoint)
+    listener.setsockopt(zmq.RCVTIMEO, 50)
+    number = 0
+    while True:  # until the subscription has arrived
+        run(cache, [number] * 100)
+        publisher.publish(cache.take_events())
+        try:
+            _, first, _ = listener.recv_multipart()
+            break
+        except zmq.Again:
+            number += 1
+    run(cache, [1000] * 100)
+    publisher.publish(cache.take_events())
+    listener.setsockopt(zmq.RCVTIMEO, 10_000)
+    _, second, _ = listener.recv_multipart()
+    assert int.from_bytes(second, "big") == int.from_bytes(first, "big") + 1
+
+
+def read(value):
+    return EngineConfig(kv_events_config=value).kv_events_config
+
+
+def test_the_configuration_in_vllms_words():
+    given = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv", "hwm": 5}
+    config = read(json.dumps(given))
+    assert config == read(given) == read(config)
+    assert (config.is_on, config.endpoint, config.replay_endpoint) == (True, "tcp://*:5557", None)
+    assert read({"enable_kv_cache_events": True}).publisher == "zmq"
+    assert not read({}).is_on
+    assert not read({"publisher": "zmq"}).is_on
+    assert read(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("{", "no JSON"),
+        ([], "JSON object"),
+        ({"publisher": "kafka"}, "publisher"),
+        ({"format": "xml"}, "format"),
+        ({"port": 1}, "unknown field 'port'"),
+        ({"hwm": -1}, "hwm"),
+        ({"hwm": True}, "hwm"),
+        ({"topic": 3}, "topic"),
+        ({"enable_kv_cache_events": 1}, "enable_kv_cache_events"),
+    ],
+)
+def test_what_it_refuses_by_name(value, named):
+    with pytest.raises(ConfigError, match=named):
+        read(value)
+
+
+def test_an_address_that_cannot_be_had_is_one_error():
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://nowhere.invalid:*")
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid"):
+        Publisher(config, PAGE)

@@ -1,0 +1,101 @@
+"""A router that follows a real server knows what each request will hit."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import httpx
+import pytest
+import zmq
+
+from tests.kv_events.router import Router
+from tests.server.conftest import serving
+
+
+class Following:
+    """A router's view of a server, brought up to date by what is replayed."""
+
+    def __init__(self, address: str) -> None:
+        self.router = Router(64)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self._socket.connect(address)
+        self._next = 0
+
+    def catch_up(self) -> None:
+        self._socket.send_multipart([b"", self._next.to_bytes(8, "big")])
+        while True:
+            _, _, number, payload = self._socket.recv_multipart()
+            if number == b"\xff" * 8:
+                return
+            assert int.from_bytes(number, "big") == self._next, "none is missing"
+            self.router.feed(payload)
+            self._next += 1
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def followed(folder, tmp_path):
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/pub",
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+        "topic": "kv@tiny",
+    }
+    flags = ["--kv-events-config", json.dumps(config), "--num-pages", "40", "--num-slots", "10"]
+    with serving(folder, *flags) as server, server.http() as http:
+        following = Following(config["replay_endpoint"])
+        yield http, following, config
+        following.close()
+
+
+def ask(http: httpx.Client, tokens: list[int], system_length: int) -> tuple[list[int], int]:
+    """The answer's tokens, and what was hit."""
+    body = {
+        "model": "tiny",
+        "prompt": tokens,
+        "cache_marks": [system_length],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    found = response.json()
+    hit = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["token_ids"], hit
+
+
+def test_what_is_predicted_is_hit_within_a_page(followed):
+    """Conversations that go on where they ended, under two system prompts, with less memory than
+    they need."""
+    http, following, config = followed
+    source = http.get("/kv_event_sources").json()["0"]
+    assert {name: source[name] for name in ("endpoint", "replay_endpoint", "topic")} == {
+        name: config[name] for name in ("endpoint", "replay_endpoint", "topic")
+    }
+    random, router = Random(5), following.router
+    systems = [[random.randrange(300) for _ in range(length)] for length in (128, 192)]
+    history = {number: list(systems[number % 2]) for number in range(7)}
+    found = []
+    for turn in range(4):
+        for number, tokens in history.items():
+            tokens += [random.randrange(300) for _ in range(random.randrange(20, 120))]
+            following.catch_up()
+            predicted = router.hit(tokens)
+            answer, hit = ask(http, tokens, len(systems[number % 2]))
+            assert predicted <= hit < predicted + router.block_size, (turn, number, len(tokens))
+            found.append(hit)
+            tokens += answer
+    assert sum(hit > 192 for hit in found) > 4
+    assert any(hit <= 192 for hit in found[7:]), "some was evicted"
+    assert router.blocks
+    assert http.post("/reset_prefix_cache").status_code == 200
+    following.catch_up()
+    assert not router.blocks
