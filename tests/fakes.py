@@ -16,7 +16,7 @@ import msgspec
 
 from milepost.cache import ZERO_SLOT, Cache
 from milepost.cache.placement import floor
-from milepost.cache.plans import HOLE
+from milepost.cache.plans import HOLE, Store
 from milepost.cache.tree import HYBRID, LayerKind, window_of
 from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
 from milepost.scheduler.request import Request
@@ -99,9 +99,7 @@ class FakeRunner:
         self.num_tokens += plan.num_tokens
         self._check_outputs(plan)
         self.follow_tables(plan)
-        for move in plan.moves:
-            self.kv[move.target] = list(self.kv[move.source])
-            self.beside[move.target] = self.beside.get(move.source, EMPTY)
+        self.copy(plan)
         for sequence in plan.sequences:
             self._copy_page(sequence)
         states = [self._state(sequence) for sequence in plan.sequences]
@@ -112,6 +110,28 @@ class FakeRunner:
             if sequence.samples:
                 tokens[sequence.number] = run
         return StepResult(tokens=tokens, written=self._written, seconds=1.0)
+
+    def copy(self, plan: StepPlan) -> None:
+        """What comes before anything is computed."""
+        for num_moves in range(len(plan.moves) + 1):
+            for store in plan.stores:
+                if store.num_moves == num_moves:
+                    self.store(store)
+            for move in plan.moves[num_moves : num_moves + 1]:
+                self.kv[move.target] = list(self.kv[move.source])
+                self.beside[move.target] = self.beside.get(move.source, EMPTY)
+
+    def store(self, store: Store) -> None:
+        """Whoever keeps what leaves does so here."""
+        raise AssertionError(f"nobody keeps {store}")
+
+    def put_page(self, page: int, states: list[bytes]) -> None:
+        """Fill a page from outside."""
+        self._page(page)[:] = states
+
+    def put_state(self, slot: int, state: bytes, position: int) -> None:
+        """Fill a slot from outside."""
+        self._write(slot, state, position)
 
     def _state(self, sequence: SequencePlan) -> bytes | None:
         """What the recurrent layers go on from; None if there are none."""
@@ -156,7 +176,7 @@ class FakeRunner:
     def _compute(self, sequence: SequencePlan, state: bytes | None) -> list[int]:
         """The run of tokens behind what is computed."""
         request = self.scheduler.request(sequence.number)
-        history = self._states(request)
+        history = self.history(request)
         if sequence.is_ahead:
             assert len(history) == sequence.end, (
                 "the token ahead is the one behind the chain's last"
@@ -211,7 +231,7 @@ class FakeRunner:
                 f"request {sequence.number} reads wrong KV in [{start}, {end})"
             )
 
-    def _states(self, request: Request) -> list[bytes]:
+    def history(self, request: Request) -> list[bytes]:
         """The true state after 0, 1, 2 ... tokens of a request."""
         history = self._history.setdefault(request, [EMPTY])
         for token in request.chain.tokens[len(history) - 1 :]:

@@ -124,6 +124,8 @@ def _expected_pages(
         live.update(page for page in allocation.page_table if page != HOLE)
         live.update(allocation.path_pins)
         live.update(allocation.pinned_tail)
+    for loan in cache.loans:
+        live.update(loan.pages)
     cached = Counter(node.page for node in cache.tree.nodes.values())
     cached.update(c.tail_page for c in checkpoints if c.tail_page is not None)
     return live, cached
@@ -139,6 +141,7 @@ def _expected_slots(
         live.update(export.slot for export in allocation.exports)
         if allocation.source is not None:
             live[allocation.source.slot] += 1
+    live.update(loan.slot for loan in cache.loans if loan.slot is not None)
     return live, Counter(checkpoint.slot for checkpoint in checkpoints)
 
 

@@ -41,6 +41,7 @@ from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import EMPTY, FakeRunner, cold_answer, consume, make_request, state_after
 from tests.follower import Follower
 from tests.invariants import check
+from tests.scheduler.oracle import OracleSource
 
 NUM_RUNS, NUM_OPERATIONS = 2000, 400
 PROGRESS_EACH = 20
@@ -154,6 +155,11 @@ class Fuzz:
             self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
         self.runner = WatchfulRunner(self.scheduler, self.cache, pages_each)
+        apart = random.Random(-1 - seed)
+        self.source: OracleSource | None = None
+        if apart.random() < 0.3:
+            self.source = OracleSource(self.runner, apart)
+            self.scheduler.outside.add_source(self.source)
         self.num_operations = 0
         self.requests: list[Request] = []
         self.answers: dict[Request, list[int]] = {}
@@ -246,14 +252,37 @@ class Fuzz:
         if self.under_way is None:
             self.propose()
         plan, result = self.under_way or self._run(self.scheduler.schedule())
-        assert plan.sequences, "work, but no plan"
+        if not plan.sequences:
+            assert self.source is not None, "work, but no plan"
+            assert self.scheduler.num_loading, "work, but no plan"
+            self.arrive(at_least=1)
+            return
         self.propose()
         follow = self.scheduler.follow(plan) if self.rng.random() < 0.7 else None
         if follow is not None:
             check(self.cache)
-        self.under_way = self._run(follow) if follow is not None else None
+        ahead = self._run(follow) if follow is not None else None
+        self.under_way = ahead if follow is not None and follow.sequences else None
+        self.arrive()
         self._update(plan, result)
+        self.arrive()
         self._drain_if_idle()
+
+    def arrive(self, at_least: int = 0) -> None:
+        """Loads are over: what they bring is there, or it does not come."""
+        source = self.source
+        if source is None:
+            return
+        under_way = list(source.under_way)
+        source.rng.shuffle(under_way)
+        for number in under_way[: max(source.rng.randint(0, 2), at_least)]:
+            source.bring(number) if source.rng.random() < 0.8 else source.lose(number)
+
+    def end_loads(self) -> None:
+        """Nobody writes any more, whatever was to be loaded."""
+        if self.source is not None:
+            for number in [*self.source.begun, *self.source.under_way]:
+                self.source.lose(number)
 
     def propose(self) -> None:
         """Drafts for some of those that run, right for a while; more than there is room for."""
@@ -279,8 +308,12 @@ class Fuzz:
         """A step, with the one behind it perhaps, whose outcome never comes in."""
         if not self.scheduler.has_work:
             return
+        self.end_loads()
         plan = self.under_way[0] if self.under_way else self.scheduler.schedule()
-        assert plan.sequences, "work, but no plan"
+        if not plan.sequences:
+            self.end_loads()
+            self.scheduler.roll_back(plan)
+            return
         has_run = self.under_way is not None or self.rng.random() < 0.5
         if has_run and self.under_way is None:
             self.runner.run(plan)
@@ -289,6 +322,7 @@ class Fuzz:
         steps = [plan] if follow is None else [plan, follow]
         for step in steps[has_run:]:
             self.runner.follow_tables(step)
+        self.end_loads()
         self.scheduler.roll_back(plan)
         for step in steps:
             self.runner.spoil(step, self.rng)
@@ -336,7 +370,10 @@ class Fuzz:
             self.cache.listen()
 
     def _run(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
-        return plan, self.runner.run(plan)
+        result = self.runner.run(plan)
+        if self.source is not None:
+            self.source.launch(plan)
+        return plan, result
 
     def _update(self, plan: StepPlan, result: StepResult) -> None:
         requests = [self.scheduler.request(s.number) for s in plan.sequences]
@@ -361,6 +398,7 @@ class Fuzz:
         check(self.cache)
         stats = self.cache.stats
         assert stats.hits + sum(stats.lost.values()) == stats.queries
+        assert sum(stats.loaded.values()) <= stats.hits
         mover = self.cache.reclaimer.mover
         moved = {move.target: move.source for move in reversed(mover.pending)} if mover else {}
         for node in self.cache.tree.nodes.values():

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from milepost.cache.allocation import Admitter, Allocation, Running
+from milepost.cache.allocation import Admitter, Allocation, Loan, Running, lend, take_back
 from milepost.cache.events import Event
 from milepost.cache.eviction import Expected, Reclaimer, Score
 from milepost.cache.memory import Split, Storage
 from milepost.cache.placement import POLICIES, Kind, Mode, Placement
 from milepost.cache.plans import Arrival, Export, PageMove
-from milepost.cache.report import Stats
+from milepost.cache.report import Lost, Stats
 from milepost.cache.tree import (
     HYBRID,
     Chain,
@@ -71,6 +71,7 @@ class Cache:
         self.tree = Tree(max_history=self.pages.capacity)
         self.stats = Stats()
         self.allocations: dict[Allocation, None] = {}
+        self.loans: dict[Loan, None] = {}
         self.version = 0
         self.grid = grid if grid is not None else grid_of(kinds)
         self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
@@ -173,13 +174,15 @@ class Cache:
         marks: tuple[int, ...] = (),
         first_time: bool = True,
         look_ahead: int = 0,
+        load_to: int | None = None,
     ) -> Allocation | None:
         """Reserve all that the prompt needs: pages for every token, and one slot to write.
 
         Returns None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
         checkpoint to resume from, the request takes over its slot and tail page. What is likely to
-        be asked for within about `look_ahead` requests is no room.
+        be asked for within about `look_ahead` requests is no room. With `load_to` it is loading
+        what lies before that position, unless it took over a checkpoint.
 
         None costs no more than a match, and a look at hold_back.MAX_LOOKS states if the cache has
         changed since somebody asked last.
@@ -200,9 +203,19 @@ class Cache:
             make = self._admitter.taking_over if takes_over else self._admitter.resumed
             allocation = make(match, checkpoint, end)
         allocation.facts.marks = marks
+        allocation.is_first = first_time
         self.allocations[allocation] = None
-        self.stats.admitted(match.report, first_time=first_time)
+        if load_to is not None and not allocation.has_taken_over:
+            self._running.load(allocation, load_to)
+        else:
+            self._count(allocation)
         return allocation
+
+    def _count(self, allocation: Allocation) -> None:
+        """Count where an allocation's tokens came from, once that is certain."""
+        if not allocation.is_counted:
+            allocation.is_counted = True
+            self.stats.admitted(allocation.report, first_time=allocation.is_first)
 
     def _arrive(self, match: Match, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""
@@ -249,11 +262,19 @@ class Cache:
         """
         return self._running.load(allocation, position)
 
-    def loaded(self, allocation: Allocation) -> None:
+    def loaded(self, allocation: Allocation, sources: Mapping[str, int] | None = None) -> None:
+        """All of it is there; so many of the tokens came from each of the `sources`."""
         self._running.loaded(allocation)
+        report = allocation.report
+        allocation.report = report.with_loaded(allocation.committed, sources or {})
+        self._count(allocation)
 
     def load_failed(self, allocation: Allocation) -> None:
+        """It does not come; the request computes what it lacks."""
+        position = allocation.planned
         self._running.load_failed(allocation)
+        allocation.report = allocation.report.with_lost(Lost.LATE_COPY, position)
+        self._count(allocation)
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
         """Take back all that a request holds. With a `kind`, its live state becomes a checkpoint
@@ -261,6 +282,26 @@ class Cache:
         """
         self._running.release(allocation, kind)
         del self.allocations[allocation]
+
+    # --- lend -------------------------------------------------------------------------------------
+
+    def lend(self, chain: Chain, limit: int | None = None) -> Loan | None:
+        """Keep what a prompt would resume from where it is, for others to read, until `take_back`;
+        None if nothing is cached.
+        """
+        match = self.match(chain, limit)
+        if not match.state_length:
+            return None
+        self._change()
+        loan = lend(self.storage, match, self.page_size)
+        self.loans[loan] = None
+        return loan
+
+    def take_back(self, loan: Loan) -> None:
+        """Note that nobody reads on."""
+        self._change()
+        del self.loans[loan]
+        take_back(self.storage, loan)
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -276,8 +317,10 @@ class Cache:
         return self._outbox.take()
 
     def reset(self) -> bool:
-        """Forget everything cached; False, and nothing happens, while requests are running."""
-        if self.allocations:
+        """Forget everything cached; False, and nothing happens, while requests are running or
+        others read what is cached.
+        """
+        if self.allocations or self.loans:
             return False
         self._change()
         self.reclaimer.evict_everything()

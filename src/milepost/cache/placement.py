@@ -36,6 +36,7 @@ class Kind(StrEnum):
     PROMPT_END = "prompt_end"
     ANSWER_END = "answer_end"
     PREEMPTED = "preempted"
+    LOADED = "loaded"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ Invariant R1: reused + sum(lost) == prompt_tokens, for each request and for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -15,6 +15,12 @@ class Lost(StrEnum):
 
     DISABLED = "disabled"
     """Prefix caching is off, for the engine or the request."""
+    LATE_COPY = "late_copy"
+    """In a tier, or another engine has them, but the copy did not come, or would have come too
+    late.
+    """
+    NOT_WORTH_LOADING = "not_worth_loading"
+    """In a tier, but sooner computed than loaded."""
     CHECKPOINT_EVICTED = "checkpoint_evicted"
     """A state was kept behind these tokens and has been evicted, or has to give way to the request
     itself, which finds no room beside it.
@@ -37,6 +43,8 @@ class Lost(StrEnum):
 
 PHRASES: Mapping[Lost, str] = {
     Lost.DISABLED: "with the cache off",
+    Lost.LATE_COPY: "whose copy came too late",
+    Lost.NOT_WORTH_LOADING: "sooner computed than loaded",
     Lost.CHECKPOINT_EVICTED: "whose state was evicted",
     Lost.NO_CHECKPOINT: "without a saved state",
     Lost.GRID: "beyond the last place where a state can be kept",
@@ -61,6 +69,8 @@ class CacheReport:
     """Prompt tokens that were not computed again."""
     lost: dict[Lost, int]
     """Prompt tokens that were computed, by reason."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Those of the reused tokens that came from outside the device, by where they came from."""
 
     def __post_init__(self) -> None:
         assert self.reused + sum(self.lost.values()) == self.prompt_tokens, (
@@ -71,6 +81,24 @@ class CacheReport:
     def computed(self) -> int:
         """Prompt tokens that were not reused."""
         return self.prompt_tokens - self.reused
+
+    def with_loaded(self, position: int, loaded: Mapping[str, int]) -> CacheReport:
+        """The report once tokens up to `position` have come from outside, counted by source."""
+        assert sum(loaded.values()) <= position - self.reused, "R1: what is loaded was lost"
+        return replace(
+            self,
+            state_length=position,
+            reused=position,
+            loaded=dict(loaded),
+            lost=_without_first(self.lost, position - self.reused),
+        )
+
+    def with_lost(self, reason: Lost, end: int) -> CacheReport:
+        """The report with `reason` for the lost tokens up to position `end`."""
+        num_tokens = min(end, self.prompt_tokens) - self.reused
+        if num_tokens <= 0:
+            return self
+        return replace(self, lost={reason: num_tokens, **_without_first(self.lost, num_tokens)})
 
     def summary(self) -> str:
         """One line, such as "1472 of 2200 prompt tokens from the cache; computed 728: ..."."""
@@ -86,6 +114,17 @@ class CacheReport:
 
     def __str__(self) -> str:
         return self.summary()
+
+
+def _without_first(lost: Mapping[Lost, int], num_tokens: int) -> dict[Lost, int]:
+    """Losses, in the order in which they stand in the prompt, but for the first tokens."""
+    left = {}
+    for reason, count in lost.items():
+        taken = min(count, num_tokens)
+        num_tokens -= taken
+        if count > taken:
+            left[reason] = count - taken
+    return left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +174,8 @@ class Stats:
     hits: int = 0
     """Those of them that were reused."""
     lost: dict[Lost, int] = field(default_factory=lambda: dict.fromkeys(Lost, 0))
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Those of the reused tokens that came from outside the device, by where they came from."""
     resumed_tokens: int = 0
     """Tokens of preempted requests on their return."""
     resumed_hits: int = 0
@@ -165,6 +206,8 @@ class Stats:
         self.hits += report.reused
         for reason, num_tokens in report.lost.items():
             self.lost[reason] += num_tokens
+        for source, num_tokens in report.loaded.items():
+            self.loaded[source] = self.loaded.get(source, 0) + num_tokens
 
     def evicted(self, cause: str, *, used: bool) -> None:
         self.checkpoints_evicted[cause] = self.checkpoints_evicted.get(cause, 0) + 1

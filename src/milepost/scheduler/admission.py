@@ -18,6 +18,7 @@ from milepost.cache.allocation import Allocation
 from milepost.cache.tree import Match
 from milepost.scheduler.budget import Budget
 from milepost.scheduler.memory import Memory
+from milepost.scheduler.outside import Offer, Outside, explained
 from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import Request
 from milepost.scheduler.sharing import InFlight
@@ -106,6 +107,7 @@ class Admission:
         """Seconds that steps have taken so far."""
         self._max_num_batched_tokens = max_num_batched_tokens
         self.in_flight = InFlight(cache.grid)
+        self.outside: Outside | None = None
         self._stats = stats
         self._cache = cache
         self._waiting = waiting
@@ -127,7 +129,11 @@ class Admission:
         if not step.can_begin(self._waiting.num_left(request)):
             if self._waiting.looks(request):
                 turn.num_looks += 1
-                self._waits_for_prefix(request, self._cache.match(request.chain))
+                match = self._cache.match(request.chain)
+                if not self._waits_for_prefix(request, match):
+                    offer = self._offer(request, match)
+                    if offer is not None and self._begin_loading(request, match, turn, offer):
+                        return not request.is_loading
             return turn.pass_over(request)
         if self._running and self._waiting.is_blocked(request):
             return turn.pass_over(request)
@@ -136,6 +142,14 @@ class Admission:
             turn.num_looks += 1
             turn.num_passed_over += 1
             return False
+        offer = self._offer(request, match)
+        if offer is not None:
+            if offer.position > match.state_length:
+                if not self._begin_loading(request, match, turn, offer):
+                    turn.num_looks += 1
+                    return turn.pass_over(request)
+                return not request.is_loading
+            match = explained(match, offer)
         if not step.can_begin(request.num_tokens - match.state_length):
             turn.num_looks += 1
             self._waiting.refresh(request, match)
@@ -144,9 +158,24 @@ class Admission:
             turn.num_looks += 1
             self._waiting.block(request, match)
             return turn.pass_over(request)
-        turn.num_seats -= 1
-        for other in turn.bypassed:
-            other.num_bypasses += 1
+        return True
+
+    def _offer(self, request: Request, match: Match) -> Offer | None:
+        """What of a request can come from outside."""
+        return self.outside.find(request, match) if self.outside is not None else None
+
+    def _begin_loading(self, request: Request, match: Match, turn: Round, offer: Offer) -> bool:
+        """Admit a waiting request that goes on from what a source has; it needs no tokens yet."""
+        outside = self.outside
+        if outside is None or not outside.may_load or offer.position <= match.state_length:
+            return False
+        if self._running and self._waiting.is_blocked(request):
+            return False
+        if not self._admit(request, explained(match, offer), turn, load_to=offer.position):
+            self._waiting.block(request, match)
+            return False
+        if request.is_loading:
+            outside.begin(request, offer)
         return True
 
     def close(self, step: Budget, turn: Round) -> None:
@@ -171,11 +200,13 @@ class Admission:
         self._stats.num_waits += 1
         return True
 
-    def _admit(self, request: Request, match: Match, turn: Round) -> bool:
-        allocation = self._find_room(request, match, turn)
+    def _admit(
+        self, request: Request, match: Match, turn: Round, load_to: int | None = None
+    ) -> bool:
+        allocation = self._find_room(request, match, turn, load_to)
         if allocation is None:
             return False
-        if request.report is None:
+        if request.report is None and not allocation.is_loading:
             request.report = allocation.report
         request.allocation = allocation
         request.num_idle_steps = 0
@@ -183,9 +214,14 @@ class Admission:
         self._running.append(request)
         if self._cache.mode == "auto":
             self.in_flight.claim(request)
+        turn.num_seats -= 1
+        for other in turn.bypassed:
+            other.num_bypasses += 1
         return True
 
-    def _find_room(self, request: Request, match: Match, turn: Round) -> Allocation | None:
+    def _find_room(
+        self, request: Request, match: Match, turn: Round, load_to: int | None
+    ) -> Allocation | None:
         """From the deepest resume; a request that is alone gets a cold one if need be."""
         first_time = request.report is None
         allocation = self._cache.admit(
@@ -194,6 +230,7 @@ class Admission:
             marks=request.marks,
             first_time=first_time,
             look_ahead=self._look_ahead(request, turn),
+            load_to=load_to,
         )
         if allocation is None and not self._running:
             match = self._cache.match(request.chain, limit=0)

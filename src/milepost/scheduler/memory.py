@@ -49,6 +49,7 @@ class Memory(Protocol):
         marks: tuple[int, ...] = (),
         first_time: bool = True,
         look_ahead: int = 0,
+        load_to: int | None = None,
     ) -> Allocation | None: ...
 
     def extend(self, allocation: Allocation, num_tokens: int) -> bool: ...

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from milepost.cache.plans import Export, PageCopy, PageMove
+from milepost.cache.plans import Arrival, Export, PageCopy, PageMove, Store
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.request import FinishReason, Request
 
@@ -91,6 +91,18 @@ class SequencePlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
         return self.end - self.num_drafts
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Fill a request's pages and slot from outside, so that it goes on at `position`. To be begun
+    once the plan's moves are made; nothing is planned for the request until it is over.
+    """
+
+    number: int
+    """Of the request."""
+    source: str
+    position: int
+    arrivals: tuple[Arrival, ...]
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Sequences of one step, decodes first."""
 
@@ -99,6 +111,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
     """To be done before anything else, in this order."""
     ended: tuple[int, ...] = ()
     """Requests whose page tables are to be dropped first; one may come again in this very plan."""
+    stores: tuple[Store, ...] = ()
+    """To be copied out of the device, each behind as many moves as it says."""
+    loads: tuple[Load, ...] = ()
+    """To be begun behind the moves, and not to be waited for."""
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether nothing is computed and something copied: then it has no outcome."""
+        return not self.sequences and bool(self.moves or self.stores or self.loads)
 
     @property
     def num_tokens(self) -> int:

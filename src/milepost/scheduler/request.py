@@ -114,6 +114,11 @@ class Request:
         return self.allocation is not None and self.allocation.is_in_flight
 
     @property
+    def is_loading(self) -> bool:
+        """Whether what it holds is being filled from outside."""
+        return self.allocation is not None and self.allocation.is_loading
+
+    @property
     def is_sampling(self) -> bool:
         """Whether a step in flight samples a token for it, which is not known yet."""
         return self.allocation is not None and self.allocation.planned == self.num_tokens
@@ -124,7 +129,7 @@ class Request:
         that is being sampled, and it is known where they begin.
         """
         allocation = self.allocation
-        if allocation is not None and allocation.is_judging:
+        if allocation is not None and (allocation.is_loading or allocation.is_judging):
             return False
         return self.may_go_on and not (self.awaits_drafts and self.is_sampling)
 

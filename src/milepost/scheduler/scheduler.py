@@ -18,6 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
+from milepost.cache import Cache
 from milepost.cache.allocation import State
 from milepost.cache.placement import Kind
 from milepost.config import check_budget
@@ -25,6 +26,7 @@ from milepost.errors import InvalidRequestError
 from milepost.scheduler.admission import Admission
 from milepost.scheduler.budget import Budget, max_num_exports
 from milepost.scheduler.memory import Memory
+from milepost.scheduler.outside import Outside
 from milepost.scheduler.plans import (
     Progress,
     PromptScoring,
@@ -79,17 +81,61 @@ class Scheduler:
         self._folding: dict[Request, None] = {}
         """Over, but for a step that folds the last tokens into their states."""
         self._steps: deque[StepPlan] = deque()
+        self._outside: Outside | None = None
         self._num_added = 0
         self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._num_live or self._folding)
+        return bool(self._num_live or self._folding or self.num_loading)
 
     @property
     def only_folds(self) -> bool:
         """Whether all that is left to do is to bring states to the ends of their answers."""
         return bool(self._folding) and not self._num_live
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for what comes from outside, and those that are over but hold what is
+        still being written.
+        """
+        return len(self._outside.loading) if self._outside is not None else 0
+
+    # --- outside the device -----------------------------------------------------------------------
+
+    @property
+    def outside(self) -> Outside:
+        """Sources and keepers beyond the device's memory; the cache has to be a `Cache`."""
+        if self._outside is None:
+            assert isinstance(self.cache, Cache), "comparisons have one memory"
+            self._outside = self._admission.outside = Outside(self.cache)
+        return self._outside
+
+    def arrived(self, number: int) -> None:
+        """All that a plan's load of this request names is there."""
+        request, offer = self.outside.end(number)
+        assert request.allocation is not None
+        self.outside.cache.loaded(request.allocation, offer.tokens)
+        self._go_on(request)
+
+    def failed(self, number: int) -> None:
+        """It does not come, and nobody writes any of it any more: the request computes what it
+        lacks.
+        """
+        request, _ = self.outside.end(number)
+        assert request.allocation is not None
+        self.outside.cache.load_failed(request.allocation)
+        self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """A request whose load is over has a place in the next step, unless it is over itself."""
+        assert request.allocation is not None
+        if request.report is None:
+            request.report = request.allocation.report
+        self._admission.in_flight.settle(request)
+        if request.finish_reason is not None:
+            self._give_up(request, None)
+            del self._requests[request.number]
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -161,8 +207,8 @@ class Scheduler:
             return None  # what `plan` publishes is not seen by those that begin beside it
         if not all(map(self._has_room, self._growing())):
             return None
-        step = self._share_out(self.max_num_seqs)
-        return self._plan(step) if step.num_tokens or self._folding else None
+        following = self._plan(self._share_out(self.max_num_seqs))
+        return following if following.sequences or following.only_copies else None
 
     def _growing(self) -> list[Request]:
         """Whose next tokens may lie behind their page tables."""
@@ -178,7 +224,7 @@ class Scheduler:
     def _make_room(self, request: Request) -> None:
         """Take memory for a request's next tokens from the youngest, itself perhaps, if need be."""
         while not self._has_room(request):
-            self._preempt(max(self.running, key=lambda r: r.rank))
+            self._preempt(max((r for r in self.running if not r.is_loading), key=lambda r: r.rank))
 
     def _share_out(self, max_num_seqs: int) -> Budget:
         """Share the tokens of a step among decodes, running prefills, and waiting requests, which
@@ -188,7 +234,7 @@ class Scheduler:
         going_on = [r for r in self.running if r.goes_on]
         decodes = [r for r in going_on if r.num_left == 1]
         prefills = [r for r in going_on if r.num_left > 1]
-        turn = self._admission.open(max(max_num_seqs - len(going_on), 0))
+        turn = self._admission.open(max(max_num_seqs - len(going_on) - self.num_loading, 0))
         step.give_decodes(decodes)
         step.give_starved(prefills)
         candidates = self._admission.candidates(turn.num_seats)
@@ -226,12 +272,20 @@ class Scheduler:
             num_drafts = step.num_drafts.get(request, 0)
             sequences.append(self._sequence_plan(request, num_tokens, num_drafts, num_exports))
             num_exports -= len(sequences[-1].exports)
-        if not sequences:
+        loads = self._outside.take_loads() if self._outside is not None else ()
+        if not sequences and not loads:
             return StepPlan(sequences=())
         sequences.sort(key=_place_in_batch)
-        ended, self._ended = tuple(self._ended), []
-        plan = StepPlan(sequences=tuple(sequences), moves=self.cache.take_moves(), ended=ended)
-        self._steps.append(plan)
+        ended: tuple[int, ...] = ()
+        if sequences:
+            ended, self._ended = tuple(self._ended), []
+        moves = self.cache.take_moves()
+        stores = self._outside.take_stores(len(moves)) if self._outside is not None else ()
+        plan = StepPlan(
+            sequences=tuple(sequences), moves=moves, ended=ended, stores=stores, loads=loads
+        )
+        if sequences:
+            self._steps.append(plan)
         return plan
 
     def _sequence_plan(
@@ -344,8 +398,10 @@ class Scheduler:
         nothing stays cached.
         """
         assert not self._steps or self._steps[0] is plan, "F3: the first step in flight goes first"
-        moves = any(step.moves for step in self._steps)
-        for step in self._steps:
+        steps = self._steps if self._steps else (plan,)
+        moves = any(step.moves for step in steps)
+        assert not (moves and self.num_loading), "F4: loads are over before a step is taken back"
+        for step in steps:
             self._ended.extend(step.ended)  # nobody knows whether the runner has come so far
         self._steps.clear()
         for request in self.running.copy():
@@ -374,6 +430,8 @@ class Scheduler:
         if request.allocation is None:
             self.waiting.remove(request)
             del self._requests[request.number]
+        elif request.is_loading:
+            pass  # somebody writes what it holds
         elif request.is_in_flight:  # what it holds is in use until then
             self._admission.in_flight.leave(request)
         else:

@@ -1,6 +1,7 @@
 """What a running request holds: how it is admitted, its states, and what it publishes."""
 
 from milepost.cache.allocation.admitting import Admitter
+from milepost.cache.allocation.lending import Loan, lend, take_back
 from milepost.cache.allocation.running import Running
 from milepost.cache.allocation.states import Allocation, Event, State
 
@@ -8,6 +9,9 @@ __all__ = [
     "Admitter",
     "Allocation",
     "Event",
+    "Loan",
     "Running",
     "State",
+    "lend",
+    "take_back",
 ]

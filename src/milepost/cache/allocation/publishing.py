@@ -70,9 +70,11 @@ class Publisher:
         self._stats.pages_duplicate += 1
         allocation.path.append(node)
 
-    def publish_state(self, allocation: Allocation, position: int, slot: int, kind: Kind) -> None:
-        """Turn a live slot into a checkpoint of the request's path; a state known already is
-        given back.
+    def publish_state(
+        self, allocation: Allocation, position: int, slot: int, kind: Kind
+    ) -> Checkpoint | None:
+        """Turn a live slot into a checkpoint of the request's path; None, and it is given back, if
+        the state is known already.
         """
         assert self._slots.position(slot) == position, (
             f"S4: slot {slot} holds {self._slots.position(slot)} tokens, its label says {position}"
@@ -82,7 +84,7 @@ class Publisher:
         tail = allocation.chain.token_bytes(depth * self._page_size, position)
         if tail in node.checkpoints:
             self._slots.pool.unpin((slot,))
-            return
+            return None
         tail_page = allocation.page_table[depth] if tail else None
         if tail_page is not None:
             self._pages.keep((tail_page,))
@@ -103,3 +105,4 @@ class Publisher:
         self._stats.checkpoints_made += 1
         self._reclaimer.made(checkpoint)
         allocation.deepest_state = max(allocation.deepest_state, position)
+        return checkpoint

@@ -166,6 +166,7 @@ class Running:
         """
         size, chain = self._page_size, allocation.chain
         assert allocation.committed < position < len(chain), "A8: what is loaded lies ahead"
+        assert not allocation.has_taken_over, "A8: what it would go back to stays"
         allocation.happens(Event.LOAD)
         first, end = allocation.write_from // size, position // size
         digests = chain.digests(end)
@@ -180,7 +181,8 @@ class Running:
         if self._slots_each:
             arrivals.append(Arrival(key=key, what="state", id=allocation.slot_out))
         allocation.planned = allocation.kv_length = position
-        return tuple(arrivals)
+        allocation.arrivals = tuple(arrivals)
+        return allocation.arrivals
 
     def loaded(self, allocation: Allocation) -> None:
         """Note that all of it is there: it is cached like what the request computed itself."""
@@ -190,14 +192,31 @@ class Running:
         allocation.committed = allocation.planned
         allocation.write_from = max(allocation.write_from, allocation.committed)
         self._fold(allocation, {allocation.slot_out: allocation.committed})
+        allocation.arrivals = ()
         if self._enabled:
             self._publisher.publish_pages(allocation)
+            if self._slots_each and self._storage.is_free(0, 1):
+                self._keep_loaded(allocation)
+
+    def _keep_loaded(self, allocation: Allocation) -> None:
+        """Make a checkpoint of a state that was loaded, for others to resume from, where there is a
+        free slot to go on in.
+        """
+        slot, position = allocation.slot_out, allocation.state_length
+        self._slots.pool.pin((slot,))
+        checkpoint = self._publisher.publish_state(allocation, position, slot, Kind.LOADED)
+        if checkpoint is None:
+            return
+        allocation.happens(Event.KEPT)
+        allocation.source = checkpoint
+        allocation.slot_in, allocation.slot_out = slot, self._reclaimer.allocate_slot()
 
     def load_failed(self, allocation: Allocation) -> None:
         """Note that it does not come, and that nobody writes it any more: the request goes on from
         what it was admitted with.
         """
         allocation.happens(Event.LOAD_FAILED)
+        allocation.arrivals = ()
         allocation.planned = allocation.kv_length = allocation.committed
 
     def _give_up_behind(self, allocation: Allocation, window: int) -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Facts
-from milepost.cache.plans import Export, PageCopy
+from milepost.cache.plans import Arrival, Export, PageCopy
 from milepost.cache.report import CacheReport
 from milepost.cache.tree import Chain, Checkpoint, End, Node
 
@@ -43,6 +44,8 @@ class Event(StrEnum):
     LOAD = "load"
     LOADED = "loaded"
     LOAD_FAILED = "load_failed"
+    KEPT = "kept"
+    """The state that was loaded became a checkpoint, which its first step reads."""
     RELEASED = "released"
 
 
@@ -55,6 +58,7 @@ TRANSITIONS = {
     (State.ADMITTED, Event.LOAD): State.LOADING,
     (State.LOADING, Event.LOADED): State.READY,
     (State.LOADING, Event.LOAD_FAILED): State.ADMITTED,
+    (State.READY, Event.KEPT): State.ADMITTED,
     (State.ADMITTED, Event.RELEASED): State.ENDED,
     (State.READY, Event.RELEASED): State.ENDED,
     (State.RUNNING, Event.RELEASED): State.ENDED,
@@ -99,6 +103,12 @@ class Allocation:
     facts: Facts
     num_steps: int = 0
     """In flight."""
+    arrivals: tuple[Arrival, ...] = ()
+    """What is to be filled from outside before it goes on, if anything is."""
+    is_first: bool = True
+    """Whether its request was never admitted before."""
+    is_counted: bool = False
+    """Whether its report is in the counters: not while what it says depends on a load."""
     path_pins: list[int] = field(default_factory=list)
     """Pages of the path that are pinned beside the table's: the request computed them a second
     time, or they lie behind the window.
@@ -125,6 +135,15 @@ class Allocation:
     @property
     def is_in_flight(self) -> bool:
         return self.state is State.RUNNING
+
+    @property
+    def has_taken_over(self) -> bool:
+        """Whether what its first step reads lies in the slot that it writes."""
+        return self.slot_in == self.slot_out != ZERO_SLOT
+
+    @property
+    def is_loading(self) -> bool:
+        return self.state is State.LOADING
 
     @property
     def is_judging(self) -> bool:

@@ -1,0 +1,153 @@
+"""What comes from outside the device, and what is kept there: tiers, other engines.
+
+A *source* offers to fill a request's pages and slot, so that it goes on behind what the device has
+cached. An admitted request for which that is done is loading: nothing is planned for it until the
+source says that all of it is there, or that it does not come. It holds memory and a seat, and
+blocks nobody: those behind it are admitted, and what it was admitted with is kept.
+
+A *keeper* names what is to be copied out of the device before a plan writes over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from milepost.cache import Cache, Lost, Match
+from milepost.cache.events import Event
+from milepost.cache.plans import Store
+from milepost.scheduler.plans import Load
+from milepost.scheduler.request import Request
+
+MAX_LOADING = 8
+"""Requests that load at a time: more would hold memory, at the expense of what is cached, while
+they wait for the same link.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a source, by name, has of a prompt."""
+
+    source: str
+
+    position: int = 0
+    """Where the request would go on from; nothing is offered unless that is behind its match."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those that would come from it, by where it has them, for the report."""
+    lost: tuple[tuple[Lost, int], ...] = ()
+    """Why tokens behind that are not offered: reasons, each with the position that it is good up
+    to; the furthest first.
+    """
+
+
+class Source(Protocol):
+    """Offers what it has, and fills what a plan names. Whoever runs it reports to the scheduler:
+    `arrived` or `failed` for each load that has begun, once, when nobody writes any more.
+    """
+
+    name: str
+
+    def offer(self, request: Request, match: Match) -> Offer:
+        """What it has of a request's tokens, behind what the device has. Costs no more than a
+        match; the request may be asked for again and again.
+        """
+        ...
+
+    def begin(self, load: Load) -> None:
+        """A plan names this load: what it reads has to stay until `end`."""
+        ...
+
+    def end(self, number: int) -> None:
+        """The load of this request is over."""
+        ...
+
+
+class Keeper(Protocol):
+    """Decides what is worth keeping outside the device."""
+
+    def take_stores(self, events: tuple[Event, ...], num_moves: int) -> tuple[Store, ...]:
+        """What the next plan, which moves so many pages, is to copy first. `events` are what came
+        and went since the plan before it.
+        """
+        ...
+
+
+class Outside:
+    """The sources and the keeper of one scheduler, and the requests that load."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.loading: dict[int, tuple[Request, Offer]] = {}
+        """By request number."""
+        self.max_loading = MAX_LOADING
+        self._sources: dict[str, Source] = {}
+        self._keeper: Keeper | None = None
+        self._listeners: list[Callable[[tuple[Event, ...]], None]] = []
+        self._loads: list[Load] = []
+
+    def add_source(self, source: Source) -> None:
+        self._sources[source.name] = source
+
+    def add_keeper(self, keeper: Keeper) -> None:
+        assert self._keeper is None, "one keeper decides what leaves"
+        self._keeper = keeper
+        self.cache.listen()
+
+    def add_listener(self, listener: Callable[[tuple[Event, ...]], None]) -> None:
+        """Have what comes and goes told with each plan."""
+        self._listeners.append(listener)
+        self.cache.listen()
+
+    @property
+    def may_load(self) -> bool:
+        """Whether another request may begin to load."""
+        return len(self.loading) < self.max_loading
+
+    def find(self, request: Request, match: Match) -> Offer | None:
+        """The deepest offer, if there is any source."""
+        offers = [source.offer(request, match) for source in self._sources.values()]
+        return max(offers, key=lambda offer: offer.position, default=None)
+
+    def begin(self, request: Request, offer: Offer) -> None:
+        """Note that an admitted request loads; the next plan says what."""
+        allocation = request.allocation
+        assert allocation is not None
+        load = Load(
+            number=request.number,
+            source=offer.source,
+            position=offer.position,
+            arrivals=allocation.arrivals,
+        )
+        self._sources[offer.source].begin(load)
+        self.loading[request.number] = request, offer
+        self._loads.append(load)
+
+    def end(self, number: int) -> tuple[Request, Offer]:
+        """Note that a load is over."""
+        request, offer = self.loading.pop(number)
+        self._sources[offer.source].end(number)
+        return request, offer
+
+    def take_loads(self) -> tuple[Load, ...]:
+        """Those that have begun since they were last taken."""
+        loads, self._loads = tuple(self._loads), []
+        return loads
+
+    def take_stores(self, num_moves: int) -> tuple[Store, ...]:
+        """What the next plan is to copy; tells whoever listens what has come and gone."""
+        if self._keeper is None and not self._listeners:
+            return ()
+        events = self.cache.take_events()
+        for listener in self._listeners:
+            listener(events)
+        return self._keeper.take_stores(events, num_moves) if self._keeper is not None else ()
+
+
+def explained(match: Match, offer: Offer) -> Match:
+    """A match whose report says why tokens that a source has are not loaded."""
+    report = match.report
+    for reason, end in offer.lost:
+        report = report.with_lost(reason, end)
+    return replace(match, report=report)
