@@ -47,7 +47,6 @@ def both(name: str) -> Block:
         GatedDelta(GATED_DELTA, kind.under("delta"), SEPARATE),
         pre=norm(f"{name}.pre"),
         post=norm(f"{name}.post"),
-        multiplier=0.5,
     )
 
 

@@ -72,8 +72,10 @@ def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     run([*shared, *tokens(40, 5)], 83)  # the branch point, inside a page
 
 
-def test_other_layouts_load_alike(tmp_path):
-    """transformers' own names, experts in one tensor; and heads that draft, which are left out."""
+def test_other_layouts_load_alike(tmp_path, caplog):
+    """transformers' own names, experts in one tensor; and heads that draft, which are left out, and
+    that is said."""
+    caplog.set_level("INFO")
     save("nemotron_h", tmp_path)
     before = dict(load_model(tmp_path)[0].named_parameters())
     file = tmp_path / "model.safetensors"
@@ -88,7 +90,9 @@ def test_other_layouts_load_alike(tmp_path):
         own = [published[f"backbone.{prefix}.{i}.{projection}.weight"] for i in range(6)]
         tensors[f"model.{prefix}.{projection}"] = torch.stack(own)
     save_file(tensors, file)
+    assert "MTP" not in caplog.text
     after = dict(load_model(tmp_path)[0].named_parameters())
+    assert "left out the MTP head, 1 tensors under mtp: of model_type='nemotron_h'" in caplog.text
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], parameter) for name, parameter in before.items())
 

@@ -19,11 +19,22 @@ from milepost.layers.placements import Placement, Placements
 
 
 class RMSNorm(nn.Module):
-    """Outputs are scaled by `offset` + w, where checkpoints hold w: 1 for a zero-centred norm."""
+    """Outputs are scaled by `offset` + w, where checkpoints hold w: 1 for a zero-centred norm.
 
-    def __init__(self, size: int, eps: float, kind: ParameterKind, *, offset: float = 0.0) -> None:
+    What `add` adds to the residual stream it multiplies by `multiplier` first.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        kind: ParameterKind,
+        *,
+        offset: float = 0.0,
+        multiplier: float = 1.0,
+    ) -> None:
         super().__init__()
-        self.eps, self.offset, self.kind = eps, offset, kind
+        self.eps, self.offset, self.kind, self.multiplier = eps, offset, kind, multiplier
         self.scale = kind.empty_precise(size)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -40,7 +51,7 @@ class RMSNorm(nn.Module):
 
         `hidden` [T, N]; `delta` [T, N], or partials [T, P, N] of it, or None.
         """
-        return norm.add_norm(hidden, delta, self.scale, self.eps)
+        return norm.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
 
     def placements(self) -> Placements:
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}

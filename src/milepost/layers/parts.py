@@ -42,21 +42,17 @@ class Part(Protocol):
 class Block(nn.Module):
     """One addition to the residual stream: a norm before it, parts side by side, a norm after it.
 
-        hidden += multiplier * post(sum of part(pre(hidden)))
+        hidden += post(sum of part(pre(hidden)))
 
     A block may stand in several layers: they share its weights, and each has a cache of its own.
     """
 
     def __init__(
-        self,
-        *parts: Part,
-        pre: RMSNorm | None = None,
-        post: RMSNorm | None = None,
-        multiplier: float = 1.0,
+        self, *parts: Part, pre: RMSNorm | None = None, post: RMSNorm | None = None
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.pre, self.post, self.multiplier = pre, post, multiplier
+        self.pre, self.post = pre, post
 
     def run(
         self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: tuple[int, ...]
@@ -73,7 +69,7 @@ class Block(nn.Module):
         added = outputs[0] if len(outputs) == 1 else sum(map(_whole, outputs))
         if self.post is not None:
             added = self.post(_whole(added))
-        return hidden, added if self.multiplier == 1 else added * self.multiplier
+        return hidden, added
 
 
 class Layer(nn.Module):

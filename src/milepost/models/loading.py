@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -78,6 +78,8 @@ def load_model(
     else:
         skipped = (*(SKIPPED if forms else ()), *(() if has_head else (rf"{HEAD}\.",)))
         fill_from_files(loaded, files, (*architecture.skipped, *skipped))
+        if not has_head:
+            _note_head(architecture, text, files.by_name)
     logger.info("loaded %s as %s on %s", model, kind.dtype, kind.device)
     return loaded, config
 
@@ -120,6 +122,17 @@ def _has_head(
             logger.warning("no MTP head: %s", reason)
             return False
     return head != "none"
+
+
+def _note_head(architecture: Architecture, config: PreTrainedConfig, names: Iterable[str]) -> None:
+    """Say that a checkpoint's head has been left out."""
+    count = sum(name.startswith(f"{HEAD}.") for name in names)
+    if not count:
+        return
+    why = "none was asked for"
+    if architecture.head is None:
+        why = f"of model_type={config.model_type!r} it is not run"
+    logger.info("left out the MTP head, %d tensors under %s: %s", count, HEAD, why)
 
 
 def check_room(

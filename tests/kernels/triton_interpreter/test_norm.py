@@ -23,8 +23,10 @@ def test_add_norm(num_tokens: int, num_parts: int | None) -> None:
     if num_parts is not None:
         delta = randn(num_tokens, max(num_parts, 1), 3 * SIZE)[:, :, SIZE : 2 * SIZE]
         delta = delta if num_parts else delta[:, 0]
-    total, normed = triton.add_norm(hidden, delta, scale, EPS)
-    expected_total, expected_normed = reference.add_norm(hidden, delta, scale, EPS)
+    multiplier = 1.0 if num_parts == 1 else 0.22
+    arguments = hidden, delta, scale, EPS, multiplier
+    total, normed = triton.add_norm(*arguments)
+    expected_total, expected_normed = reference.add_norm(*arguments)
     torch.testing.assert_close(total, expected_total)
     torch.testing.assert_close(normed, expected_normed)
 

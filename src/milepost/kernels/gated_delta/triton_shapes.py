@@ -25,6 +25,8 @@ class PrefillShapes:
     channels: int
     conv_width: int
     chunk: int
+    narrowest: int = _MIN_BLOCK
+    """A tile is at least so wide."""
 
     @property
     def heads(self) -> dict[str, int]:
@@ -41,8 +43,8 @@ class PrefillShapes:
         return {
             "VALUE_HEADS": self.value_heads,
             "C": self.chunk,
-            "BLOCK_K": max(_MIN_BLOCK, triton.next_power_of_2(self.key_dim)),
-            "BLOCK_W": max(_MIN_BLOCK, triton.next_power_of_2(self.value_dim)),
+            "BLOCK_K": max(self.narrowest, triton.next_power_of_2(self.key_dim)),
+            "BLOCK_W": max(self.narrowest, triton.next_power_of_2(self.value_dim)),
         }
 
 

@@ -26,9 +26,6 @@ from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CHANNELS = 32
 """Of a head at a time, where products are summed channel by channel."""
-_FEWEST = 16
-"""With fewer, lanes of a warp hold the same numbers of a 16-bit type; sums along tokens are then
-wrong on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ def intra(
         HEADS=heads,
         HEAD_DIM=head_dim,
         PARTS=parts,
-        BLOCK_K=min(_CHANNELS, max(_FEWEST, triton.next_power_of_2(head_dim))),
+        BLOCK_K=_CHANNELS,
         num_warps=1,
         **OVERLAPPED,
     )

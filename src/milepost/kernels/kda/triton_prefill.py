@@ -27,6 +27,10 @@ from milepost.kernels.kda.triton_chunk_o import chunk_o
 from milepost.kernels.kda.triton_intra import Chunks, intra
 from milepost.kernels.kda.weights import MixerWeights
 
+_NARROWEST = 128
+"""Narrower tiles of bfloat16 leave wrong states on an H200 (triton 3.6); published heads have as
+much."""
+
 
 def prefill(
     projected: Tensor,
@@ -50,6 +54,7 @@ def prefill(
         channels=channels,
         conv_width=conv_width,
         chunk=layout.chunk,
+        narrowest=_NARROWEST,
     )
     num_tokens, num_chunks = len(projected), len(layout.chunk_size)
     chunks = Chunks(

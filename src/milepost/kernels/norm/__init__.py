@@ -18,10 +18,10 @@ __all__ = ["add_norm", "relu_squared", "silu_mul"]
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float
+    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See `reference.add_norm`."""
-    return _module(hidden).add_norm(hidden, delta, scale, eps)
+    return _module(hidden).add_norm(hidden, delta, scale, eps, multiplier)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -12,15 +12,17 @@ from milepost.kernels.precision import cast
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float
+    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Add a layer's output to the residual stream and norm the sum: both [T, H] in `hidden`'s type.
+    """Add a layer's output, times `multiplier`, to the residual stream and norm the sum: both
+    [T, H] in `hidden`'s type.
 
     `hidden` [T, H]; `delta` [T, H], or [T, P, H] whose parts are added up, or None. The norm is the
     root mean square one with `scale` [H], computed in `scale`'s type.
     """
     if delta is not None:
-        hidden = hidden + (delta if delta.dim() == 2 else _add_up(delta))
+        delta = delta if delta.dim() == 2 else _add_up(delta)
+        hidden = hidden + (delta if multiplier == 1 else delta * multiplier)
     wide = cast(hidden, scale.dtype)
     normed = F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale)
     return hidden, cast(normed, hidden.dtype)

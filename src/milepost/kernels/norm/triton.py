@@ -16,7 +16,7 @@ _COLUMNS = 1024
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float
+    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32."""
     num_tokens, size = hidden.shape
@@ -41,6 +41,7 @@ def add_norm(
         SIZE=size,
         COLUMNS=columns,
         PARTS=num_parts,
+        MULTIPLIER=multiplier,
         num_warps=min(32, max(1, columns // 128)),
         **OVERLAPPED,
     )
@@ -61,6 +62,7 @@ def _add_norm_kernel(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
 ):
     let_next_start()
     token = tl.program_id(0).to(tl.int64)
@@ -75,6 +77,8 @@ def _add_norm_kernel(
         for part in tl.static_range(PARTS):
             source = delta + token * delta_stride + part * part_stride + column
             added += tl.load(source, mask=is_column, other=0.0).to(tl.float32)
+        if MULTIPLIER != 1:
+            added *= MULTIPLIER
         # What the next layer reads is what is normed, so the sum is rounded first.
         x = (x.to(tl.float32) + added).to(element)
         tl.store(total + token * SIZE + column, x, mask=is_column)

@@ -46,14 +46,13 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
             if layer_type == "full_attention"
             else Mamba2(mamba2_shapes(config), own.under("mamba"))
         )
-        scaled = {"multiplier": config.residual_multiplier}
         pre, between = (
             _norm(config, own.under(f"{name}_layernorm")) for name in ("input", "post_attention")
         )
         layers.append(
             Layer(
-                Block(mixer, pre=pre, **scaled),
-                Block(_feed_forward(config, own), pre=between, **scaled),
+                Block(mixer, pre=pre),
+                Block(_feed_forward(config, own), pre=between),
             )
         )
     return Parts(
@@ -81,7 +80,9 @@ def _feed_forward(config: PreTrainedConfig, kind: ParameterKind) -> Part:
 
 
 def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+    """It multiplies what the block ahead has added to the residual stream."""
+    multiplier = config.residual_multiplier
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, multiplier=multiplier)
 
 
 ARCHITECTURES = (
