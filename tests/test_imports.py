@@ -23,7 +23,8 @@ MAY_USE = {
 }
 MAY_USE["speculative"] = {"cache", "scheduler"}
 MAY_USE["kv_events"] = {"cache"}
-MAY_USE["engine"] |= {"speculative", "kv_events"}
+MAY_USE["disaggregation"] = {"cache", "scheduler", "runner"}
+MAY_USE["engine"] |= {"speculative", "kv_events", "disaggregation"}
 MAY_USE["config"] = {"cache"}
 MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
 MAY_USE["load"] = set()
@@ -40,7 +41,14 @@ FLOORS = {
 BESIDE_FLOORS = {"events", "order", "placement", "plans", "report"}
 """Modules beside the folders that all of them may use."""
 
-SHARED = {"config", "errors", "kv_events_config", "sampling_params", "speculative_config"}
+SHARED = {
+    "config",
+    "errors",
+    "kv_events_config",
+    "kv_transfer_config",
+    "sampling_params",
+    "speculative_config",
+}
 """Modules beside the parts that all of them may use, and that use only each other."""
 
 ENTRY_POINTS = {"__init__", "__main__", "demo"}

@@ -15,6 +15,7 @@ from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
 from milepost.kv_events_config import KVEventsConfig, read_json
+from milepost.kv_transfer_config import KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -98,6 +99,9 @@ class EngineConfig:
     kv_events_config: KVEventsConfig | None = None
     """Tell routers what is cached: a JSON object such as {"enable_kv_cache_events": true,
     "endpoint": "tcp://*:5557"}. See docs/disaggregation.md."""
+    kv_transfer_config: KVTransferConfig | None = None
+    """Exchange KV and states with other engines: a JSON object such as {"kv_connector":
+    "NixlConnector", "kv_role": "kv_both"}. See docs/disaggregation.md."""
     record_plans: str | None = None
     """Write each step's plan and result to this file, from which the steps can be run again."""
     disable_log_stats: bool = False
@@ -109,6 +113,8 @@ class EngineConfig:
         object.__setattr__(self, "speculative_config", given)
         events = read_json("kv_events_config", KVEventsConfig, self.kv_events_config)
         object.__setattr__(self, "kv_events_config", events)
+        transfer = read_json("kv_transfer_config", KVTransferConfig, self.kv_transfer_config)
+        object.__setattr__(self, "kv_transfer_config", transfer)
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name))
         _require(

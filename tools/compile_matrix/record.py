@@ -80,8 +80,7 @@ class Case:
     only_attention: bool = False
     """Where nothing else differs from another case."""
     max_num_seqs: int = 64
-    quantization: Mapping[str, Any] | None = None
-    """As a checkpoint's configuration says it."""
+    quantization: str | None = None
 
 
 _35B, _9B = "bench/models/hybrid-35b-a3b", "bench/models/hybrid-9b"
@@ -89,18 +88,6 @@ _BAMBA = "bench/models/bamba-9b"
 _MAMBA2: Mapping[str, Any] = {"num_hidden_layers": 1, "attn_layer_indices": []}
 """Attention without head norms has no fused kernel yet."""
 _TINY = "src/milepost/tiny"
-_LEFT = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_ba")
-_FP8: Mapping[str, Any] = {
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": _LEFT,
-}
-_INT4: Mapping[str, Any] = {
-    "quant_method": "awq",
-    "bits": 4,
-    "group_size": 128,
-    "modules_to_not_convert": _LEFT,
-}
 CASES: Sequence[Case] = (
     Case(model=_35B),
     *(Case(model=_35B, page_size=size, only_attention=True) for size in (16, 128)),
@@ -117,8 +104,7 @@ CASES: Sequence[Case] = (
         overrides={**_MAMBA2, "mamba_n_groups": 8, "mamba_n_heads": 64, "mamba_chunk_size": 128},
     ),
     Case(model="bench/models/kimi-linear-48b-a3b"),
-    Case(model=_35B, quantization=_FP8),
-    Case(model=_35B, quantization=_INT4),
+    Case(model=_35B, quantization="fp8"),
     Case(model=_TINY),
     Case(model=_TINY, page_size=16),
 )
@@ -126,8 +112,7 @@ CASES: Sequence[Case] = (
 CI_CASES: Sequence[Case] = (
     Case(model=_35B),
     Case(model=_35B, page_size=16, only_attention=True),
-    Case(model=_35B, quantization=_FP8),
-    Case(model=_35B, quantization=_INT4),
+    Case(model=_35B, quantization="fp8"),
     Case(model=_TINY),
 )
 """The extremes: the widest heads and states, with pages as long as a block and far shorter; and the
@@ -201,7 +186,7 @@ def _run_steps(case: Case) -> None:
     from milepost.kernels.batch import Capacity
     from milepost.layers.parameters import ParameterKind
     from milepost.models.loading import find_architecture, load_config, resolve_dtype
-    from milepost.models.quantization import read_quantization
+    from milepost.models.quantization import on_the_fly
     from milepost.runner import device
     from milepost.runner.graphs import ladder, largest_step
     from milepost.runner.pools import PoolShape
@@ -215,8 +200,7 @@ def _run_steps(case: Case) -> None:
         text.num_hidden_layers = len(text.layer_types)
     kind = ParameterKind(dtype=resolve_dtype(case.dtype, config), device=torch.device("meta"))
     if case.quantization is not None:
-        forms = read_quantization(case.quantization, (), has_files=False)
-        kind = replace(kind, precision_of=forms.precision_of)
+        kind = replace(kind, precision_of=on_the_fly(case.quantization).precision_of)
     architecture = find_architecture(config.model_type)
     model = architecture.decoder(text, kind, is_tied=config.tie_word_embeddings)
     shape = PoolShape(

@@ -143,6 +143,7 @@ def _joined(first: Output, second: Output) -> Output:
         finished=second.finished,
         report=first.report or second.report,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+        kv_transfer_params=first.kv_transfer_params or second.kv_transfer_params,
     )
 
 

@@ -15,8 +15,9 @@ from msgspec import structs
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
+from milepost.engine.bell import Bell
 from milepost.engine.detokenizer import detokenizer_for
-from milepost.engine.events import Telling, publishing
+from milepost.engine.exchange import connecting, publishing, wish_of
 from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
 from milepost.engine.guidance import Guide, masks
 from milepost.engine.metrics import Metric, collect
@@ -52,8 +53,10 @@ class Engine:
         """Requests of which a token is sampled only when the one before is known."""
         self._forms: Forms | None = None
         self._runs_ahead = parts.runs_ahead
-        self._telling = Telling(self.scheduler.cache)
-        self._publisher = publishing(config, self._telling)
+        self.bell = Bell() if config.kv_transfer_config is not None else None
+        self._publisher = publishing(config, self.scheduler.outside)
+        self.connector = connecting(config, self.scheduler, self.runner, self.bell)
+        self._is_stuck = False
         self.speculation = parts.speculation
         self._last_end_s: float | None = None
         """When the last step was taken, if work was left then."""
@@ -64,6 +67,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether nothing can be done before the bell has rung, or somebody adds or ends a
+        request."""
+        return self._is_stuck and self.has_work
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise what `add` would: InvalidRequestError, or EngineDeadError. Compiles the form."""
@@ -78,6 +87,7 @@ class Engine:
             max_model_len=self.max_model_len,
             max_cache_marks=self.config.max_cache_marks,
         )
+        wish_of(prompt, self.config)
         params.check_vocab(self.vocab_size)
         check_scores(prompt, params)
         check_combination(params)
@@ -110,10 +120,13 @@ class Engine:
         form = form or self.form_of(params)
         number = self._num_requests
         self._num_requests += 1
+        wish = wish_of(prompt, self.config)
         job = Job(number=number, prompt=prompt, params=params)
+        job.prefills = wish is not None and wish.prefills and len(prompt.token_ids) > 1
+        self._is_stuck = False
         salt = _salt(prompt, params, number)
         for index in range(params.n):
-            request = self._request(f"{number}-{index}", prompt, params, priority, salt)
+            request = self._request(f"{number}-{index}", job, priority, salt)
             request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
             request.keeps_history = params.has_penalties
             seed = params.sample_seed(index, engine_seed=self.config.seed, request_number=number)
@@ -122,6 +135,8 @@ class Engine:
             answer = Answer(index=index, request=request, text=text, seed=seed, guide=guide)
             self.scheduler.add(request)
             job.answers.append(answer)
+            if wish is not None and wish.remote is not None and not index and self.connector:
+                self.connector.want(request, wish.remote)
             self._answers[request.number] = (job, answer)
             if answer.waits_for_tokens(params, counts_are_kept=self.runner.executor.keeps_counts):
                 self._held.add(request.number)
@@ -130,13 +145,14 @@ class Engine:
     def abort(self, job: Job) -> None:
         """End a job's answers that are not over; what they hold is free at once."""
         self._forget(job)
+        self._is_stuck = False
         if self._death is not None:
             return
         for answer in job.answers:
             self.scheduler.finish(answer.request, FinishReason.ABORT)
             answer.text.flush()
         self._settle()
-        self._telling.tell()
+        self._tell()
 
     def step(self) -> list[Job]:
         """Run one step; returns the jobs that have new tokens, in the order of being added.
@@ -146,8 +162,11 @@ class Engine:
         computed again by the steps that follow.
         """
         self._check_alive()
+        self.hear()
         flight = self._under_way or self._start()
         if flight is None:
+            self._is_stuck = True
+            self._tell()
             return []
         with self._rolling_back(flight.plan):
             self._under_way = self._start_ahead(flight)
@@ -163,18 +182,32 @@ class Engine:
             if job.is_finished:
                 self._forget(job)
         self._settle()
-        self._telling.tell()
+        self._lend(jobs)
+        self._tell()
         return jobs
+
+    def hear(self) -> None:
+        """Take in what has come from other engines, and give back what they have read."""
+        if self.connector is not None and self.bell is not None:
+            self.bell.clear()
+            with self._fatal(BaseException):
+                self.connector.settle()
+            self._is_stuck = False
 
     def close(self) -> None:
         """Give back what the process does not give back by ending: addresses."""
         if self._publisher is not None:
             self._publisher.close()
+        if self.connector is not None:
+            self.connector.close()
+        if self.bell is not None:
+            self.bell.close()
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests are running."""
+        self.hear()
         is_done = self.scheduler.cache.reset()
-        self._telling.tell()
+        self._tell()
         return is_done
 
     def release_cache(self) -> bool:
@@ -189,20 +222,20 @@ class Engine:
         """All counters and gauges of this moment."""
         return collect(self.scheduler)
 
-    def _request(
-        self, id_: str, prompt: Prompt, params: SamplingParams, priority: int, salt: str
-    ) -> Request:
+    def _request(self, id_: str, job: Job, priority: int, salt: str) -> Request:
+        prompt, params = job.prompt, job.params
+        length = len(prompt.token_ids) - job.prefills
         room = self.max_model_len - len(prompt.token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = params.stop_token_ids or ()
         ends = () if params.ignore_eos else self._end_token_ids
         return Request(
             id=id_,
-            chain=self.scheduler.cache.chain(prompt.packed, salt),
+            chain=self.scheduler.cache.chain(prompt.packed[:length], salt),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*own, *ends)),
-            marks=tuple(sorted(set(prompt.cache_marks))),
+            marks=tuple(sorted({mark for mark in prompt.cache_marks if mark <= length})),
             priority=priority,
         )
 
@@ -240,13 +273,28 @@ class Engine:
         """Plan a step and launch it; None if there is nothing to do."""
         with self._fatal(BaseException):
             plan = self.scheduler.schedule()
-            assert plan.sequences or not self.has_work, "a step with work to do does some of it"
+            can_wait = bool(self.scheduler.num_loading)
+            assert plan.sequences or can_wait or not self.has_work, "a step does some of the work"
         if not plan.sequences:
+            self._only_copy(plan)
             return None
         with self._rolling_back(plan):
             flight = self.runner.launch(plan)
+            self._fetch(plan)
             self._sample(flight, num_ahead=0)
         return flight
+
+    def _only_copy(self, plan: StepPlan) -> None:
+        """A plan that computes nothing has no outcome."""
+        if plan.only_copies:
+            with self._fatal(BaseException):
+                self.runner.copy(plan)
+                self._fetch(plan)
+
+    def _fetch(self, plan: StepPlan) -> None:
+        """Have other engines' pages and states fetched, where a plan that was launched says so."""
+        if self.connector is not None and plan.loads:
+            self.connector.fetch(plan.loads, self.runner.mark())
 
     def _start_ahead(self, flight: Flight) -> Flight | None:
         """Launch the step behind one that is under way, if it is known without its tokens.
@@ -257,9 +305,11 @@ class Engine:
             return None
         with self._fatal(BaseException):
             plan = self.scheduler.follow(flight.plan)
-        if plan is None:
+        if plan is None or not plan.sequences:
+            self._only_copy(plan or StepPlan(sequences=()))
             return None
         ahead = self.runner.launch(plan, before=flight)
+        self._fetch(plan)
         held = self._held
         if not (held and any(s.is_ahead and s.number in held for s in plan.sequences)):
             self._sample(ahead, num_ahead=1)
@@ -299,6 +349,18 @@ class Engine:
                 output = self.runner.collect(last)
             with self._fatal(BaseException):
                 self.scheduler.update(last.plan, output.result)
+
+    def _lend(self, jobs: list[Job]) -> None:
+        """Keep what was prefilled for other engines, and say where it is."""
+        for job in jobs:
+            if job.prefills and job.is_finished and self.connector is not None:
+                salt = job.answers[0].request.chain.salt
+                chain = self.scheduler.cache.chain(job.prompt.packed, salt)
+                job.kv_transfer_params = self.connector.lend(chain)
+
+    def _tell(self) -> None:
+        """Tell whoever listens what has come and gone."""
+        self.scheduler.outside.tell()
 
     @contextmanager
     def _rolling_back(self, plan: StepPlan) -> Iterator[None]:

@@ -124,6 +124,7 @@ class _Task:
             finished=any(delta.finish_reason for delta in deltas) and self.job.is_finished,
             report=report,
             prompt_logprobs=scores,
+            kv_transfer_params=self.job.kv_transfer_params,
         )
 
     def _report(self) -> Report | None:
@@ -214,11 +215,11 @@ class Loop:
     def run(self) -> None:
         """Serve until Stop, or until the client is gone. Raises EngineDeadError."""
         while self._is_open:
-            is_idle = not self._engine.has_work
+            is_idle = not self._engine.has_work or self._engine.awaits_others
             if is_idle and not self._has_rested and not self._watch.is_looking:
                 self._rest()
             self._receive(wait=is_idle and not self._watch.is_looking)
-            if self._is_open and self._engine.has_work:
+            if self._is_open and self._engine.has_work and not self._engine.awaits_others:
                 self._step()
             self._look()
 
@@ -228,7 +229,8 @@ class Loop:
 
     @property
     def _sources(self) -> list[socket.socket]:
-        return [self._socket, self._compiling.done]
+        bell = self._engine.bell
+        return [self._socket, self._compiling.done, *([bell.socket] if bell else [])]
 
     def _rest(self) -> None:
         """Give memory back, unless something comes soon."""
@@ -244,6 +246,8 @@ class Loop:
             if self._compiling.done in ready:
                 for add, form, problem in self._compiling.take():
                     self._add(add, form, problem)
+            if self._engine.bell is not None and self._engine.bell.socket in ready:
+                self._engine.hear()
             if self._socket in ready:
                 self._read()
             timeout = 0

@@ -36,6 +36,8 @@ class Prompt:
     """None if it came as token ids."""
     cache_salt: str = ""
     cache_marks: tuple[int, ...] = ()
+    kv_transfer_params: dict[str, Any] | None = None
+    """What it has to do with other engines."""
 
     @cached_property
     def packed(self) -> array[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -206,6 +207,10 @@ class Job:
     prompt: Prompt
     params: SamplingParams
     answers: list[Answer] = field(default_factory=list)
+    prefills: bool = False
+    """Its prompt, but for the last token, is computed for another engine."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For that one, once it is over."""
 
     @property
     def id(self) -> str:

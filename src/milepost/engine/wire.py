@@ -115,13 +115,14 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
     """What a request gained in a step; `report` and `prompt_logprobs` come once, with the
-    first."""
+    first, and `kv_transfer_params` with the last, for the engine that goes on."""
 
     id: int
     deltas: list[Delta]
     finished: bool
     report: Report | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):

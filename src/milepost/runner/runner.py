@@ -7,12 +7,13 @@ come from another process, and can be written to a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from milepost.cache.memory import ZERO_SLOT
 from milepost.runner.acceptance import Accept, accept_equal
@@ -101,6 +102,23 @@ class Runner:
         flight = self.executor.launch(plan, before)
         flight.accept = self._accept
         return flight
+
+    def copy(self, plan: StepPlan) -> None:
+        """Queue the moves of a plan that computes nothing."""
+        self._write_down(plan)
+        self.pools.move_pages(plan.moves)
+
+    def mark(self) -> Callable[[], bool]:
+        """Whether all that is queued by now is done."""
+        if self.pools.device.type != "cuda":
+            return lambda: True
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+    def filled(self, slot: int, position: int) -> None:
+        """Note that a state has come from outside."""
+        self._positions[slot] = position
 
     def sample(self, flight: Flight, sampling: StepSampling) -> None:
         """Queue the sampling of a step's tokens: with a row for each request, and for one with

@@ -86,6 +86,8 @@ class Outside:
         self._keeper: Keeper | None = None
         self._listeners: list[Callable[[tuple[Event, ...]], None]] = []
         self._loads: list[Load] = []
+        self._untold: list[Event] = []
+        """That the keeper does not know of."""
 
     def add_source(self, source: Source) -> None:
         self._sources[source.name] = source
@@ -96,7 +98,7 @@ class Outside:
         self.cache.listen()
 
     def add_listener(self, listener: Callable[[tuple[Event, ...]], None]) -> None:
-        """Have what comes and goes told with each plan."""
+        """Have what comes and goes told with each plan, and in between."""
         self._listeners.append(listener)
         self.cache.listen()
 
@@ -137,12 +139,22 @@ class Outside:
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
         """What the next plan is to copy; tells whoever listens what has come and gone."""
-        if self._keeper is None and not self._listeners:
+        self.tell()
+        if self._keeper is None:
             return ()
+        events, self._untold = tuple(self._untold), []
+        return self._keeper.take_stores(events, num_moves)
+
+    def tell(self) -> None:
+        """Tell whoever listens what has come and gone; the keeper hears of it with the next
+        plan."""
+        if self._keeper is None and not self._listeners:
+            return
         events = self.cache.take_events()
-        for listener in self._listeners:
+        for listener in self._listeners if events else ():
             listener(events)
-        return self._keeper.take_stores(events, num_moves) if self._keeper is not None else ()
+        if self._keeper is not None:
+            self._untold += events
 
 
 def explained(match: Match, offer: Offer) -> Match:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.engine.wire import Delta
-from milepost.server import logprobs
+from milepost.server import logprobs, transfer
 from milepost.server.conversation import AnswerEvents, Turn, begin, response_id
 from milepost.server.echo import scores_of
 from milepost.server.errors import json_response
@@ -26,6 +26,7 @@ from milepost.server.stream import Chunks, EventStream, unless_disconnected
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
+    request = transfer.as_served(service, request)
     octets = await service.token_bytes() if request.logprobs else None
     turn = await begin(service, request, http, field="messages")
     writer = _Writer(service, request, turn, response_id("chatcmpl", request, http), model, octets)
@@ -140,6 +141,7 @@ class _Writer:
         body = self._head("chat.completion")
         body["choices"] = [self._choice(index) for index in range(len(self._answers))]
         body["usage"] = self._generation.usage()
+        body |= self._generation.transfer()
         if self._request.prompt_logprobs is not None:
             scores = await scores_of(self._service, self._generation, 0)
             body["prompt_logprobs"] = logprobs.of_prompt(scores, self._request.prompt_logprobs)

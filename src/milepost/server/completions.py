@@ -12,7 +12,7 @@ from starlette.responses import Response
 from milepost.engine.prompts import Prompt
 from milepost.engine.wire import Delta
 from milepost.errors import InvalidRequestError
-from milepost.server import echo, forms, logprobs, parameters
+from milepost.server import echo, forms, logprobs, parameters, transfer
 from milepost.server.conversation import response_id, shortened
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
@@ -24,6 +24,7 @@ from milepost.server.stream import Chunks, EventStream, unless_disconnected
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
     """Answer prompts as they stand."""
     model = service.check_model(request.model)
+    request = transfer.as_served(service, request)
     form = forms.of_request(request)
     defaults = service.client.info.sampling_defaults
     params = forms.apply(parameters.of_completion(request, defaults), form)
@@ -60,11 +61,21 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[Prompt]
     listed = _listed(request)
     if marks and len(listed) > 1:
         raise InvalidRequestError(f"cache_marks={list(marks)!r}: use it with a single prompt")
+    if request.kv_transfer_params and len(listed) > 1:
+        raise InvalidRequestError("kv_transfer_params: use it with a single prompt")
     texts = [prompt for prompt in listed if isinstance(prompt, str)]
     encoded: list[Any] = listed
     if texts:
         encoded = await service.encode(texts, is_cut=request.truncate_prompt_tokens is not None)
-    return [Prompt(token_ids=ids, cache_salt=salt, cache_marks=marks) for ids in encoded]
+    return [
+        Prompt(
+            token_ids=ids,
+            cache_salt=salt,
+            cache_marks=marks,
+            kv_transfer_params=request.kv_transfer_params,
+        )
+        for ids in encoded
+    ]
 
 
 def _listed(request: CompletionRequest) -> list[Any]:
@@ -110,7 +121,8 @@ class _Writer:
         await echo.finish(
             self._service, self._request, self._prompts, self._texts, self._generation, choices
         )
-        return {**self._head, "choices": choices, "usage": self._generation.usage()}
+        body = {**self._head, "choices": choices, "usage": self._generation.usage()}
+        return {**body, **self._generation.transfer()}
 
     async def events(self) -> AsyncIterator[bytes]:
         usage = self._generation.usage

@@ -12,7 +12,7 @@ from milepost.engine.chat import ChatPrompt
 from milepost.engine.prompts import Prompt
 from milepost.engine.wire import Delta
 from milepost.sampling_params import SamplingParams
-from milepost.server import forms, parameters
+from milepost.server import forms, parameters, transfer
 from milepost.server.generation import Generation
 from milepost.server.messages import for_template, tools_for_template
 from milepost.server.parsing.answer import AnswerParser
@@ -57,6 +57,7 @@ async def begin(
 async def _begin(
     service: Service, request: ChatRequest, http: Request, field: str, fits_max_tokens: bool
 ) -> Turn:
+    request = transfer.as_served(service, request)
     tools = _tools(request)
     params = parameters.of_chat(request, service.client.info.sampling_defaults)
     if service.reads_special_tokens(has_tools=bool(tools)):
@@ -74,6 +75,7 @@ async def _begin(
         token_ids=rendered.token_ids,
         cache_salt=request.cache_salt or "",
         cache_marks=rendered.marks[: service.client.config.max_cache_marks],
+        kv_transfer_params=request.kv_transfer_params,
     )
     max_model_len = service.client.info.max_model_len
     prompt = shortened(prompt, request, params, max_model_len)
@@ -155,11 +157,7 @@ def shortened(
     start = 0 if keeps_start else num_cut
     end = len(prompt.token_ids) - (num_cut if keeps_start else 0)
     marks = (mark - start for mark in prompt.cache_marks if start < mark <= end)
-    return Prompt(
-        token_ids=prompt.token_ids[start:end],
-        cache_salt=prompt.cache_salt,
-        cache_marks=tuple(marks),
-    )
+    return replace(prompt, token_ids=prompt.token_ids[start:end], cache_marks=tuple(marks))
 
 
 class AnswerEvents:

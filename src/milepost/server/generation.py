@@ -47,6 +47,7 @@ class Generation:
             prompts, params, priority=priority, arrival=self._arrival, field=field
         )
         self.reports: list[Report] = []
+        self._transfer: dict[str, Any] | None = None
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         """By number of the prompt, where they were asked for."""
         self.num_choices = len(prompts) * params.n
@@ -97,6 +98,8 @@ class Generation:
             self._service.metrics.queue_time.observe(waited)
             self._service.metrics.cached_tokens.inc(output.report.reused)
             self._admitted_at = min(output.report.admitted_at, self._admitted_at or now)
+        if output.kv_transfer_params is not None:
+            self._transfer = output.kv_transfer_params
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[number] = output.prompt_logprobs
         self._time(number, now)
@@ -124,6 +127,10 @@ class Generation:
         elif number in self._last_at:
             metrics.inter_token.observe(now - self._last_at[number])
         self._last_at[number] = now
+
+    def transfer(self) -> dict[str, Any]:
+        """What a whole response says to the engine that goes on, if that was asked for."""
+        return {} if self._transfer is None else {"kv_transfer_params": self._transfer}
 
     def usage(self) -> dict[str, Any]:
         """The `usage` of the response, so far."""

@@ -241,6 +241,8 @@ class Sampling(Body):
     """Add the token ids of the prompt and of the answers."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Goes to the access log."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What a router carries between an engine that prefills and one that decodes."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """How likely the prompt's tokens were, with so many alternatives each; not in streams."""
 

@@ -1,0 +1,278 @@
+"""Joins the scheduler with other engines: what they hold of a prompt is a source that a request may
+go on from, and what this one has prefilled is lent to them.
+
+Used by the engine's thread alone; `settle` before each step. The decision is each request's: one
+that is to prefill is cut before its last token, so that the state in its end is where another
+engine goes on, and stays here as an ordinary checkpoint; one that is to go on from another engine's
+is matched here first, and fetches only what is missing, or nothing where a state here is nearly as
+deep.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from milepost.cache import Cache, Match
+from milepost.cache.tree import Chain, checkpoint_key
+from milepost.disaggregation.leases import Leases
+from milepost.disaggregation.links import Asked, Found, Links, Pull, Pulled, Read
+from milepost.disaggregation.memory import Memory
+from milepost.disaggregation.messages import VERSION, Find, Gone, Granted, Hello
+from milepost.disaggregation.params import Remote, written
+from milepost.disaggregation.transport import make
+from milepost.kv_transfer_config import KVTransferConfig
+from milepost.scheduler.outside import Offer
+from milepost.scheduler.plans import Load
+from milepost.scheduler.request import Request
+from milepost.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+LEAST_TOKENS = 64
+"""Fewer are sooner computed than fetched: a state is as large as the KV of thousands of tokens."""
+MAX_READERS = 2**16
+"""Prompts of which it is remembered who went on with them."""
+
+
+class Connector:
+    """A source of the scheduler's. Raises ConfigError. `close` it at the end.
+
+    `filled` is told a slot whose state has come, and how many tokens it holds.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        scheduler: Scheduler,
+        memory: Memory,
+        *,
+        filled: Callable[[int, int], None],
+        clock: Callable[[], float],
+        ring: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._note_state = filled
+        cache = scheduler.cache
+        assert isinstance(cache, Cache), "comparisons lend nothing"
+        self._cache = cache
+        self.engine_id = config.engine_id or uuid.uuid4().hex
+        self._transport = make(config.transport, memory, self.engine_id, config.backends)
+        self.leases = Leases(config.lease_s, clock)
+        hello = Hello(
+            version=VERSION,
+            identity=cache.identity,
+            engine_id=self.engine_id,
+            transport=self._transport.name,
+            host=config.kv_ip,
+            port=config.kv_port,
+            layout=memory.layout,
+        )
+        self._links = Links(
+            hello,
+            self._transport,
+            self.leases,
+            timeout_s=config.timeout_s,
+            lease_s=config.lease_s,
+            clock=clock,
+            ring=ring,
+        )
+        self.place = self._links.hello.host, self._links.hello.port
+        self._wanted: dict[int, tuple[Request, Remote]] = {}
+        """Of requests that may fetch something, and have not begun to."""
+        self._fetching: dict[int, Load] = {}
+        self._pending: list[tuple[Pull, Callable[[], bool]]] = []
+        """To be begun when what was launched before is done."""
+        self._pages: dict[str, bytes] = {}
+        """The last full page of what is lent, by lease."""
+        self._readers: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
+        """Who went on behind that page."""
+        self._found: list[Found] = []
+        self._num_finds = 0
+        self.num_bytes = 0
+        """Fetched so far."""
+        self.num_fetched = 0
+        self.num_failed = 0
+        scheduler.outside.add_source(self)
+        scheduler.outside.max_loading = config.max_transfers
+
+    # --- requests that go on from elsewhere -------------------------------------------------------
+
+    def want(self, request: Request, remote: Remote) -> None:
+        """A request that was just added may fetch what is under that lease."""
+        self._wanted[request.number] = request, remote
+        self._links.hold(remote)
+
+    def offer(self, request: Request, match: Match) -> Offer:
+        """What a lease has of it, if that is worth its bytes."""
+        wanted = self._wanted.get(request.number)
+        if wanted is None:
+            return Offer(source=self.name)
+        position = wanted[1].position
+        num_tokens = position - match.state_length
+        if num_tokens < LEAST_TOKENS or position >= len(request.chain):
+            return Offer(source=self.name)
+        return Offer(source=self.name, position=position, tokens={self.name: num_tokens})
+
+    def begin(self, load: Load) -> None:
+        """A request was admitted that goes on from there."""
+        self._fetching[load.number] = load
+
+    def fetch(self, loads: tuple[Load, ...], is_ready: Callable[[], bool]) -> None:
+        """Have what a launched plan says fetched, once nothing that was launched before can be in
+        the way."""
+        for load in loads:
+            if load.source == self.name:
+                self._pending.append((self._pull(load), is_ready))
+        self._begin_pending()
+
+    def _begin_pending(self) -> None:
+        ready = [pull for pull, is_ready in self._pending if is_ready()]
+        self._pending = [pending for pending in self._pending if pending[0] not in ready]
+        for pull in ready:
+            self._links.pull(pull)
+
+    def _pull(self, load: Load) -> Pull:
+        _, remote = self._wanted.pop(load.number)
+        arrivals = load.arrivals
+        pages = tuple(arrival.id for arrival in arrivals if arrival.what != "state")
+        num_all = -(-load.position // self._cache.page_size)
+        slot = next((arrival.id for arrival in arrivals if arrival.what == "state"), None)
+        return Pull(
+            number=load.number,
+            remote=remote,
+            key=arrivals[-1].key,
+            first=num_all - len(pages),
+            pages=pages,
+            slot=slot,
+        )
+
+    def end(self, number: int) -> None:
+        """Nothing more is fetched for this request."""
+        self._fetching.pop(number, None)
+
+    # --- what others may read ---------------------------------------------------------------------
+
+    def lend(self, chain: Chain) -> dict[str, Any] | None:
+        """Keep what is cached of a prompt for another engine, and say where it is; None if there
+        is nothing.
+        """
+        granted = self._grant(chain)
+        if granted is None:
+            return None
+        host, port = self.place
+        remote = Remote(
+            engine_id=self.engine_id,
+            host=host,
+            port=port,
+            lease=granted.lease,
+            position=granted.position,
+        )
+        return written(remote, granted.pages, granted.slot)
+
+    def _grant(self, chain: Chain, least: int = 1) -> Granted | None:
+        loan = self._cache.lend(chain)
+        if loan is None:
+            return None
+        if loan.position < least:
+            self._cache.take_back(loan)
+            return None
+        depth = loan.position // self._cache.page_size
+        page = chain.digests(depth)[depth - 1] if depth else chain.root
+        tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
+        key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
+        self.leases.grant(id_, loan, key)
+        self._pages[id_] = page
+        return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
+
+    # --- the next turn ----------------------------------------------------------------------------
+
+    def look_elsewhere(self, chain: Chain) -> int | None:
+        """Ask who went on with a prompt's beginning for what came of it, if that is known; the
+        answer is among `take_found` then, by this number.
+        """
+        digests = chain.full_digests()
+        for depth in range(len(digests), 0, -1):
+            place = self._readers.get(digests[depth - 1])
+            if place is not None:
+                break
+        else:
+            return None
+        least = self._cache.match(chain).state_length + LEAST_TOKENS
+        if least >= len(chain):
+            return None
+        self._num_finds += 1
+        tokens = chain.token_bytes(0, len(chain))
+        find = Find(tokens=tokens, salt=chain.salt, least=least)
+        self._links.find(self._num_finds, place, find)
+        return self._num_finds
+
+    def take_found(self) -> list[Found]:
+        found, self._found = self._found, []
+        return found
+
+    # --- between steps ----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take in what has come, answer what is asked, give back what is over."""
+        for outcome in self._links.take():
+            match outcome:
+                case Pulled():
+                    self._pulled(outcome)
+                case Read():
+                    self._note_reader(outcome)
+                case Found():
+                    self._found.append(outcome)
+                case Asked():
+                    self._tell(outcome)
+        for loan in self.leases.take_over():
+            self._cache.take_back(loan)
+        self._begin_pending()
+        for number, (request, remote) in list(self._wanted.items()):
+            if number in self._fetching:
+                continue
+            if request.allocation is not None or request.finish_reason is not None:
+                del self._wanted[number]  # it needs nothing of it
+                self._links.release(remote)
+
+    def _pulled(self, pulled: Pulled) -> None:
+        if pulled.problem:
+            self.num_failed += 1
+            self._scheduler.failed(pulled.number)
+        else:
+            self.num_fetched += 1
+            self.num_bytes += pulled.num_bytes
+            self._filled(self._fetching[pulled.number])
+            self._scheduler.arrived(pulled.number)
+
+    def _filled(self, load: Load) -> None:
+        for arrival in load.arrivals:
+            if arrival.what == "state":
+                self._note_state(arrival.id, load.position)
+
+    def _note_reader(self, read: Read) -> None:
+        page = self._pages.pop(read.lease, None)
+        if page is None:
+            return
+        self._readers[page] = read.host, read.port
+        self._readers.move_to_end(page)
+        if len(self._readers) > MAX_READERS:
+            self._readers.popitem(last=False)
+
+    def _tell(self, asked: Asked) -> None:
+        find = asked.find
+        tokens = memoryview(find.tokens).cast("I")
+        granted = self._grant(self._cache.chain(tokens, find.salt), find.least)
+        self._links.tell(asked, granted if granted is not None else Gone())
+
+    def close(self) -> None:
+        self._links.close()
+        self._transport.close()
+        self.leases.end()
+        for loan in self.leases.take_over():
+            self._cache.take_back(loan)

@@ -1,0 +1,94 @@
+"""What other engines may read of this one, and until when.
+
+A lease is granted by the engine's thread and released, prolonged or found expired by the thread
+that other engines talk to. Whoever has read asks for its release: only if that says that the lease
+was still valid is what was read what was lent. What it pins is given back by the engine's thread,
+later: never before the answer to that question is certain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from milepost.cache.allocation import Loan
+
+
+@dataclass(slots=True, kw_only=True)
+class Lease:
+    """A loan, and the key of what is lent."""
+
+    loan: Loan
+    key: bytes
+    expires_at: float
+
+
+class Leases:
+    """Granted for `length_s` from now, and for that long again with each heartbeat."""
+
+    def __init__(self, length_s: float, clock: Callable[[], float]) -> None:
+        self._length_s = length_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        self._over: list[Loan] = []
+        self.num_granted = 0
+        self.num_expired = 0
+
+    def grant(self, id_: str, loan: Loan, key: bytes) -> None:
+        with self._lock:
+            expires_at = self._clock() + self._length_s
+            self._leases[id_] = Lease(loan=loan, key=key, expires_at=expires_at)
+            self.num_granted += 1
+
+    def find(self, id_: str) -> Lease | None:
+        """A valid one, prolonged."""
+        with self._lock:
+            return self._prolonged(id_)
+
+    def prolong(self, ids: list[str]) -> None:
+        """Heartbeats; of what is over nothing comes back."""
+        with self._lock:
+            for id_ in ids:
+                self._prolonged(id_)
+
+    def release(self, id_: str) -> bool:
+        """Nobody reads on; whether it was valid until now."""
+        with self._lock:
+            lease = self._prolonged(id_)
+            if lease is not None:
+                self._over.append(self._leases.pop(id_).loan)
+            return lease is not None
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next one is over, if nobody says anything."""
+        with self._lock:
+            return min((lease.expires_at for lease in self._leases.values()), default=None)
+
+    def take_over(self) -> list[Loan]:
+        """Loans of leases that are over, each once: to be given back."""
+        with self._lock:
+            now = self._clock()
+            for id_ in [id_ for id_, lease in self._leases.items() if lease.expires_at <= now]:
+                self._over.append(self._leases.pop(id_).loan)
+                self.num_expired += 1
+            over, self._over = self._over, []
+            return over
+
+    def end(self) -> None:
+        """All are over."""
+        with self._lock:
+            self._over += [lease.loan for lease in self._leases.values()]
+            self._leases.clear()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def _prolonged(self, id_: str) -> Lease | None:
+        lease, now = self._leases.get(id_), self._clock()
+        if lease is None or lease.expires_at <= now:
+            return None
+        lease.expires_at = max(lease.expires_at, now + self._length_s)
+        return lease

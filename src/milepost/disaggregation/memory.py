@@ -1,0 +1,75 @@
+"""How an engine's pools lie in memory, for others to read pages and slots out of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from milepost.disaggregation.messages import Layout, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from milepost.runner.pools import Pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The pools of one engine."""
+
+    layout: Layout
+    ranges: list[tuple[int, int]]
+    """Address and bytes of each piece of memory that they lie in."""
+    device: int | None
+    """Number of the GPU; None for main memory."""
+
+
+def memory_of(pools: Pools) -> Memory:
+    pages = [_row(pools.all_kv)] if pools.all_kv is not None else []
+    if pools.all_conv is not None:  # zeros first, then one beside each page
+        pages += [_row(layer[1:]) for layer in pools.all_conv]
+    slots = [_row(tensor) for tensor in _states(pools)]
+    tensors = [pools.all_kv, pools.all_conv, *_states(pools)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    ranges = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    (device,) = {tensor.device for tensor in tensors if tensor is not None}
+    return Memory(
+        layout=Layout(pages=pages, slots=slots),
+        ranges=sorted(ranges.items()),
+        device=None if device.type == "cpu" else device.index or 0,
+    )
+
+
+def _states(pools: Pools) -> Iterator[Tensor]:
+    for state in pools.states.values():
+        yield state.recurrent
+        yield state.conv
+    if pools.carried is not None:
+        yield pools.carried.states
+
+
+def _row(tensor: Tensor) -> Row:
+    """Of a tensor whose first dimension counts pages or slots."""
+    assert tensor[0].is_contiguous(), "a page or a state of a layer lies in one piece"
+    item = tensor.element_size()
+    return Row(tensor.data_ptr(), tensor.stride(0) * item, tensor[0].numel() * item, len(tensor))
+
+
+def pieces(rows: list[Row], ids: tuple[int, ...], first: int) -> list[int]:
+    """Numbers of the pieces of these pages or slots, row by row, where all pieces are counted from
+    `first` on. Raises IndexError for one that is not there."""
+    found: list[int] = []
+    for row in rows:
+        if any(not 0 <= id_ < row.count for id_ in ids):
+            raise IndexError(f"a page or slot of {ids} is none of {row.count}")
+        found += [first + id_ for id_ in ids]
+        first += row.count
+    return found
+
+
+def pieces_of(layout: Layout, pages: tuple[int, ...], slot: int | None) -> list[int]:
+    """Numbers of all pieces of these pages and this slot."""
+    num_before = sum(row.count for row in layout.pages)
+    slots = () if slot is None else (slot,)
+    return pieces(layout.pages, pages, 0) + pieces(layout.slots, slots, num_before)

@@ -1,0 +1,115 @@
+"""What engines say to each other, beside the bytes: msgpack over ZeroMQ, a question each.
+
+Hello    who I am and how my memory lies       -> Welcome, or Refused by name
+Claim    what is this lease of?                -> Granted, or Gone
+Beat     I still want these                    (no answer)
+Release  I have read; was it valid all along?  -> Released
+Find     what have you of these tokens?        -> Granted under a new lease, or Gone
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+VERSION = 1
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """Equal pieces of memory: `count` of `length` bytes, `stride` bytes apart."""
+
+    address: int
+    stride: int
+    length: int
+    count: int
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """Where the pieces of each page and of each slot lie: one of each row, by their numbers."""
+
+    pages: list[Row]
+    slots: list[Row]
+
+    @property
+    def piece_bytes(self) -> list[list[int]]:
+        """What two engines must have alike."""
+        return [[row.length for row in rows] for rows in (self.pages, self.slots)]
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    version: int
+    identity: bytes
+    """Of the model as it is run, and of the page size: what keys are made of."""
+    engine_id: str
+    transport: str
+    host: str
+    port: int
+    """Where the sender is asked in turn."""
+    layout: Layout
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    engine_id: str
+    layout: Layout
+    metadata: bytes
+    """Of the transport."""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    why: str
+
+
+class Claim(msgspec.Struct, tag=True, frozen=True):
+    lease: str
+
+
+class Granted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    lease: str
+    position: int
+    key: bytes
+    """Of the state at that position, which stands for all tokens before."""
+    pages: tuple[int, ...]
+    slot: int | None
+
+
+class Gone(msgspec.Struct, tag=True, frozen=True):
+    """There is no such lease, or none any more; or nothing is cached."""
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    leases: list[str]
+
+
+class Release(msgspec.Struct, tag=True, frozen=True):
+    lease: str
+
+
+class Released(msgspec.Struct, tag=True, frozen=True):
+    was_valid: bool
+
+
+class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    tokens: bytes
+    """Packed, little-endian uint32."""
+    salt: str
+    least: int
+    """Fewer tokens than that are no use."""
+
+
+Question = Hello | Claim | Beat | Release | Find
+Answer = Welcome | Refused | Granted | Gone | Released
+QUESTIONS = msgspec.msgpack.Decoder(Question)
+ANSWERS = msgspec.msgpack.Decoder(Answer)
+ENCODER = msgspec.msgpack.Encoder()
+
+
+def misfit(hello: Hello, own: Hello) -> str:
+    """Why two engines cannot exchange anything; empty if they can."""
+    if hello.version != own.version:
+        return f"version {hello.version} of the exchange, and here it is {own.version}"
+    if hello.transport != own.transport:
+        return f"transport {hello.transport!r}, and here it is {own.transport!r}"
+    if hello.layout.piece_bytes != own.layout.piece_bytes:
+        return "pages or states of another size: another model, page size or type"
+    if hello.identity != own.identity:
+        return "another model, or the same with another page size, type or seed"
+    return ""

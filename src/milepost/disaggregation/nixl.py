@@ -1,0 +1,99 @@
+"""Reads other engines' memory through NIXL: of GPUs directly, of main memory by what UCX finds."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from milepost.disaggregation.memory import Memory
+from milepost.disaggregation.messages import Layout
+from milepost.disaggregation.transport import TransferError
+from milepost.errors import ConfigError
+
+
+class Nixl:
+    """Raises ConfigError where NIXL is not installed or has none of the backends."""
+
+    name = "nixl"
+
+    def __init__(self, memory: Memory, engine_id: str, backends: list[str]) -> None:
+        try:
+            api: Any = importlib.import_module("nixl._api")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"kv_transfer_config needs {error.name}: install it with "
+                "`pip install 'milepost[disaggregation]'`"
+            ) from error
+        self._kind = "DRAM" if memory.device is None else "VRAM"
+        self._device = memory.device or 0
+        config = api.nixl_agent_config(num_threads=0, backends=backends)
+        try:
+            self._agent = api.nixl_agent(engine_id, config)
+        except (RuntimeError, KeyError) as error:
+            raise ConfigError(f"kv_transfer_config: backends={backends}: {error}") from error
+        ranges = [(address, size, self._device, "") for address, size in memory.ranges]
+        self._registered = self._agent.register_memory(ranges, self._kind)
+        self._own = self._listed("NIXL_INIT_AGENT", memory.layout)
+
+    def metadata(self) -> bytes:
+        return bytes([self._device]) + self._agent.get_agent_metadata()
+
+    def add_peer(self, metadata: bytes, layout: Layout) -> Any:
+        try:
+            name = self._agent.add_remote_agent(metadata[1:])
+            return name, self._listed(name, layout, metadata[0])
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error
+
+    def remove_peer(self, peer: Any) -> None:
+        name, pieces = peer
+        try:
+            self._agent.release_dlist_handle(pieces)
+            self._agent.remove_remote_agent(name)
+        except RuntimeError:
+            pass  # it has gone by itself
+
+    def begin(self, peer: Any, local: list[int], remote: list[int]) -> Any:
+        _, pieces = peer
+        here, there = np.array(local, np.int32), np.array(remote, np.int32)
+        try:
+            transfer = self._agent.make_prepped_xfer("READ", self._own, here, pieces, there)
+            if self._agent.transfer(transfer) == "ERR":
+                raise TransferError("NIXL could not begin")
+        except RuntimeError as error:
+            raise TransferError(f"NIXL: {error}") from error
+        return transfer
+
+    def is_done(self, transfer: Any) -> bool:
+        try:
+            state = self._agent.check_xfer_state(transfer)
+            if state == "PROC":
+                return False
+            self._agent.release_xfer_handle(transfer)
+        except RuntimeError as error:
+            raise TransferError(f"NIXL: {error}") from error
+        if state == "ERR":
+            raise TransferError("NIXL: the transfer failed")
+        return True
+
+    def give_up(self, transfer: Any) -> bool:
+        try:
+            self._agent.release_xfer_handle(transfer)
+        except RuntimeError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._agent.release_dlist_handle(self._own)
+        self._agent.deregister_memory(self._registered)
+
+    def _listed(self, name: str, layout: Layout, device: int | None = None) -> Any:
+        """All pieces of an engine's memory, to be named by their numbers."""
+        device = self._device if device is None else device
+        rows = [
+            (row.address, row.length, device, row.stride, row.count)
+            for row in (*layout.pages, *layout.slots)
+        ]
+        return self._agent.prep_xfer_dlist(name, np.array(rows, np.uint64), self._kind)

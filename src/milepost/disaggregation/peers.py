@@ -1,0 +1,180 @@
+"""Other engines, as this one asks them: a hello first, then questions, each with one answer.
+
+An engine that does not answer in time, refuses, or breaks a transfer off is dropped with all that
+it was asked; the next question says hello again, since another may listen there by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import zmq
+
+from milepost.disaggregation.messages import (
+    ANSWERS,
+    ENCODER,
+    Answer,
+    Beat,
+    Hello,
+    Layout,
+    Question,
+    Refused,
+    Welcome,
+)
+from milepost.disaggregation.transport import TransferError, Transport
+
+Then = Callable[["Answer | str"], None]
+"""Told the answer, or why there is none."""
+
+
+class Peer:
+    """One other engine."""
+
+    def __init__(self, socket: Any, peers: Peers) -> None:
+        self.socket = socket
+        self.engine_id = ""
+        self.layout = Layout([], [])
+        self.handle: Any = None
+        self.asked: dict[bytes, tuple[float, Then]] = {}
+        """By number: until when, and who wants the answer."""
+        self._peers = peers
+        self._num_asked = 0
+        self._is_known = False
+        self._over = ""
+        """Why, once it is."""
+        self._waiting: list[tuple[Question, Then]] = []
+        """Until it has said welcome."""
+        self._send(peers.hello, self._welcomed)
+
+    def ask(self, question: Question, then: Then) -> None:
+        if self._over:
+            then(self._over)
+        elif self._is_known:
+            self._send(question, then)
+        else:
+            self._waiting.append((question, then))
+
+    def say(self, beat: Beat) -> None:
+        """Without an answer."""
+        if self._is_known and not self._over:
+            self.socket.send_multipart([b"", b"", ENCODER.encode(beat)])
+
+    def read(self) -> None:
+        """Take an answer."""
+        frames = self.socket.recv_multipart()
+        known = self.asked.pop(frames[1], None) if len(frames) == 3 else None
+        if known is None:
+            return
+        try:
+            answer = ANSWERS.decode(frames[2])
+        except msgspec.DecodeError as error:
+            known[1](f"it answered what is none of ours: {error}")
+            return
+        if isinstance(answer, Refused):
+            known[1](answer.why)
+            self._peers.drop(self, answer.why)  # the next question says hello again
+        else:
+            known[1](answer)
+
+    def end(self, why: str) -> None:
+        """Nobody waits on."""
+        self._over = why
+        self.socket.close(linger=0)
+        if self.handle is not None:
+            self._peers.transport.remove_peer(self.handle)
+        waiting = [*(then for _, then in self.asked.values()), *(w[1] for w in self._waiting)]
+        self.asked, self._waiting = {}, []
+        for then in waiting:
+            then(why)
+
+    def _send(self, question: Question, then: Then) -> None:
+        self._num_asked += 1
+        number = self._num_asked.to_bytes(8, "big")
+        self.asked[number] = self._peers.deadline(), then
+        self.socket.send_multipart([b"", number, ENCODER.encode(question)])
+
+    def _welcomed(self, answer: Answer | str) -> None:
+        problem = answer if isinstance(answer, str) else ""
+        if isinstance(answer, Welcome):
+            self.engine_id, self.layout = answer.engine_id, answer.layout
+            try:
+                self.handle = self._peers.transport.add_peer(answer.metadata, answer.layout)
+            except TransferError as error:
+                problem = str(error)
+        if problem:
+            self._peers.drop(self, problem)
+            return
+        self._is_known = True
+        waiting, self._waiting = self._waiting, []
+        for question, then in waiting:
+            self._send(question, then)
+
+
+class Peers:
+    """By address."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        hello: Hello,
+        transport: Transport,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.hello = hello
+        self.transport = transport
+        self._context = context
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._known: dict[tuple[str, int], Peer] = {}
+
+    @property
+    def sockets(self) -> Iterable[Any]:
+        return [peer.socket for peer in self._known.values()]
+
+    @property
+    def next_deadline(self) -> float | None:
+        times = [at for peer in self._known.values() for at, _ in peer.asked.values()]
+        return min(times, default=None)
+
+    def deadline(self) -> float:
+        return self._clock() + self._timeout_s
+
+    def at(self, host: str, port: int) -> Peer:
+        """The engine there; one that is new is sent a hello. Raises TransferError."""
+        peer = self._known.get((host, port))
+        if peer is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            try:
+                socket.connect(f"tcp://{host}:{port}")
+            except zmq.ZMQError as error:
+                socket.close(linger=0)
+                raise TransferError(f"{host}:{port}: {error}") from error
+            peer = self._known[host, port] = Peer(socket, self)
+        return peer
+
+    def read(self, socket: Any) -> None:
+        for peer in list(self._known.values()):
+            if peer.socket is socket:
+                peer.read()
+                return
+
+    def drop(self, peer: Peer, why: str) -> None:
+        for place, known in list(self._known.items()):
+            if known is peer:
+                del self._known[place]
+                peer.end(why)
+
+    def give_up_late(self) -> None:
+        """Drop those that have not answered in time."""
+        now = self._clock()
+        for peer in list(self._known.values()):
+            if any(at <= now for at, _ in peer.asked.values()):
+                self.drop(peer, f"no answer within {self._timeout_s:g} seconds")
+
+    def close(self) -> None:
+        for peer in list(self._known.values()):
+            self.drop(peer, "this engine ends")

@@ -1,0 +1,158 @@
+"""Reads other engines' memory through TCP: for main memory, on machines that lack NIXL.
+
+Who is read from serves the pieces that are asked for from a thread of its own; a reader's thread
+writes them where they belong. A question is the number of pieces and their numbers, as uint32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import struct
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+
+from milepost.disaggregation.memory import Memory
+from milepost.disaggregation.messages import Layout, Row
+from milepost.disaggregation.transport import TransferError
+from milepost.errors import ConfigError
+
+_COUNT = struct.Struct("<I")
+CONNECT_S = 5.0
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    port: int
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    address: tuple[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    sock: socket.socket
+    error: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Sockets:
+    """Raises ConfigError for memory of a GPU."""
+
+    name = "socket"
+
+    def __init__(self, memory: Memory, host: str = "127.0.0.1") -> None:
+        if memory.device is not None:
+            raise ConfigError("transport='socket' reads main memory only: use nixl")
+        self._views = _views(memory.layout)
+        self._listening = socket.create_server((host, 0))
+        self._serving: set[socket.socket] = set()
+        threading.Thread(target=self._serve, name="kv pages", daemon=True).start()
+
+    def metadata(self) -> bytes:
+        host, port = self._listening.getsockname()[:2]
+        return msgspec.msgpack.encode(_Address(host, port))
+
+    def add_peer(self, metadata: bytes, layout: Layout) -> _Peer:  # noqa: ARG002
+        try:
+            address = msgspec.msgpack.decode(metadata, type=_Address)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"no address: {error}") from error
+        return _Peer((address.host, address.port))
+
+    def remove_peer(self, peer: _Peer) -> None:
+        pass
+
+    def begin(self, peer: _Peer, local: list[int], remote: list[int]) -> _Reading:
+        try:
+            sock = socket.create_connection(peer.address, timeout=CONNECT_S)
+        except OSError as error:
+            raise TransferError(str(error)) from error
+        sock.settimeout(None)
+        reading = _Reading(sock)
+        views = [self._views(number) for number in local]
+        threading.Thread(target=_read, args=(reading, views, remote), daemon=True).start()
+        return reading
+
+    def is_done(self, transfer: _Reading) -> bool:
+        if not transfer.over.is_set():
+            return False
+        if transfer.error:
+            raise TransferError(transfer.error)
+        return True
+
+    def give_up(self, transfer: _Reading) -> bool:
+        with contextlib.suppress(OSError):
+            transfer.sock.shutdown(socket.SHUT_RDWR)
+        return transfer.over.wait(CONNECT_S)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for sock in list(self._serving):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    # --- of who is read from ----------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listening.accept()
+                threading.Thread(target=self._send, args=(sock,), daemon=True).start()
+
+    def _send(self, sock: socket.socket) -> None:
+        self._serving.add(sock)
+        with sock, contextlib.suppress(OSError, IndexError):
+            head = bytearray(_COUNT.size)
+            _fill(sock, memoryview(head))
+            asked = bytearray(4 * _COUNT.unpack(head)[0])
+            _fill(sock, memoryview(asked))
+            for number in memoryview(asked).cast("I"):
+                sock.sendall(self._views(number))
+        self._serving.discard(sock)
+
+
+def _views(layout: Layout):
+    rows: list[tuple[int, Row]] = []
+    first = 0
+    for row in (*layout.pages, *layout.slots):
+        rows.append((first, row))
+        first += row.count
+
+    def view(number: int) -> memoryview:
+        """Of a piece. Raises IndexError."""
+        for start, row in rows:
+            if start <= number < start + row.count:
+                address = row.address + (number - start) * row.stride
+                return memoryview((ctypes.c_char * row.length).from_address(address)).cast("B")
+        raise IndexError(number)
+
+    return view
+
+
+def _read(reading: _Reading, views: list[memoryview], remote: list[int]) -> None:
+    try:
+        with reading.sock as sock:
+            sock.sendall(_COUNT.pack(len(remote)) + struct.pack(f"<{len(remote)}I", *remote))
+            for view in views:
+                _fill(sock, view)
+    except OSError as error:
+        reading.error = str(error) or repr(error)
+    finally:
+        reading.over.set()
+
+
+def _fill(sock: socket.socket, view: memoryview) -> None:
+    """Raises ConnectionError if the stream ends before."""
+    while view:
+        num = sock.recv_into(view)
+        if not num:
+            raise ConnectionError("the other engine went away")
+        view = view[num:]

@@ -1,0 +1,92 @@
+"""Prefill and decode on different engines, as a user says it: vLLM's `--kv-transfer-config`.
+
+Nothing here reads files, the environment or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from milepost.errors import ConfigError
+from milepost.kv_events_config import check_choice
+
+_EXTRA: Mapping[str, Any] = {
+    "transport": "nixl",
+    "backends": ("UCX",),
+    "lease_s": 30.0,
+    "timeout_s": 30.0,
+    "max_transfers": 8,
+}
+"""What `kv_connector_extra_config` may set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Raises ConfigError. Each engine plays both roles, for each request the one that it asks for;
+    `kv_role` is taken for the sake of vLLM's command lines.
+    """
+
+    kv_connector: str = "NixlConnector"
+    kv_role: str = "kv_both"
+    engine_id: str | None = None
+    """By default one that no other engine has."""
+    kv_ip: str = "127.0.0.1"
+    """Where other engines reach this one."""
+    kv_port: int = 5600
+    """The port for what engines say to each other; 0 takes a free one."""
+    kv_load_failure_policy: str = "recompute"
+    """Of what does not come: always `recompute`."""
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    """`transport`: `nixl`, or `socket` for machines without it and main memory only; `backends` of
+    NIXL; `lease_s`: so long what was prefilled stays for who does not say that it still wants it;
+    `timeout_s` of an answer or a transfer; `max_transfers`: how many requests wait for one."""
+    kv_buffer_device: str | None = None
+    kv_buffer_size: float | None = None
+    kv_rank: int | None = None
+    kv_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("kv_connector", self.kv_connector, ("NixlConnector",))
+        check_choice("kv_role", self.kv_role, ("kv_both", "kv_producer", "kv_consumer"))
+        check_choice("kv_load_failure_policy", self.kv_load_failure_policy, ("recompute",))
+        if not isinstance(self.kv_port, int) or not 0 <= self.kv_port < 65536:
+            raise ConfigError(f"kv_port={self.kv_port!r}: use 0 to 65535")
+        if self.kv_parallel_size != 1:
+            raise ConfigError(f"kv_parallel_size={self.kv_parallel_size!r}: leave it out")
+        for name, value in self.kv_connector_extra_config.items():
+            if name not in _EXTRA:
+                raise ConfigError(
+                    f"kv_connector_extra_config: unknown field {name!r}: use {', '.join(_EXTRA)}"
+                )
+            if isinstance(_EXTRA[name], float | int) and not _is_positive(value):
+                raise ConfigError(f"{name}={value!r}: use more than 0")
+        check_choice("transport", self.transport, ("nixl", "socket"))
+
+    def _extra(self, name: str) -> Any:
+        return self.kv_connector_extra_config.get(name, _EXTRA[name])
+
+    @property
+    def transport(self) -> str:
+        return str(self._extra("transport"))
+
+    @property
+    def backends(self) -> list[str]:
+        return [str(name) for name in self._extra("backends")]
+
+    @property
+    def lease_s(self) -> float:
+        return float(self._extra("lease_s"))
+
+    @property
+    def timeout_s(self) -> float:
+        return float(self._extra("timeout_s"))
+
+    @property
+    def max_transfers(self) -> int:
+        return int(self._extra("max_transfers"))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
