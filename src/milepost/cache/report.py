@@ -127,34 +127,32 @@ def _without_first(lost: Mapping[Lost, int], num_tokens: int) -> dict[Lost, int]
     return left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a match found out about a prompt's tokens: ends of nested prefixes, in tokens from its
-    start.
+def explain(
+    prompt_tokens: int,
+    *,
+    reused: int,
+    kv_length: int,
+    checkpoint_evicted: int,
+    kv_grid: int,
+    resident: int,
+    evicted: int,
+    other_salt: int = 0,
+) -> CacheReport:
+    """Split what of a prompt was not reused by reason; the first that applies to a token names it.
+
+    All are ends of prefixes, in tokens: `kv_length` and `resident` of the KV that is there, in full
+    pages and counting tokens inside a page, `kv_grid` of that up to the grid, `checkpoint_evicted`
+    of what a state was kept behind, `evicted` of the pages that were there.
     """
-
-    reused: int
-    checkpoint_evicted: int
-    kv_grid: int
-    """Where the resident KV ends, rounded down to the grid."""
-    resident: int
-    """Where the resident KV ends, counting tokens inside a page."""
-    evicted: int
-    """Where pages that were evicted end."""
-    other_salt: int
-
-
-def explain(seen: Seen, prompt_tokens: int) -> dict[Lost, int]:
-    """Split [seen.reused, prompt_tokens) by reason; the first that applies to a token names it."""
     ends = (
-        (Lost.CHECKPOINT_EVICTED, seen.checkpoint_evicted),
-        (Lost.NO_CHECKPOINT, seen.kv_grid),
-        (Lost.GRID, seen.resident),
-        (Lost.KV_EVICTED, seen.evicted),
-        (Lost.SALT, seen.other_salt),
+        (Lost.CHECKPOINT_EVICTED, checkpoint_evicted),
+        (Lost.NO_CHECKPOINT, kv_grid),
+        (Lost.GRID, resident),
+        (Lost.KV_EVICTED, evicted),
+        (Lost.SALT, other_salt),
     )
     lost: dict[Lost, int] = {}
-    done = seen.reused
+    done = reused
     last = prompt_tokens - 1
     for reason, end in ends:
         if min(end, last) > done:
@@ -162,7 +160,13 @@ def explain(seen: Seen, prompt_tokens: int) -> dict[Lost, int]:
             done = min(end, last)
     whole_prompt_seen = max(end for _, end in ends) >= prompt_tokens
     lost[Lost.LAST_TOKEN if whole_prompt_seen else Lost.UNSEEN] = prompt_tokens - done
-    return lost
+    return CacheReport(
+        prompt_tokens=prompt_tokens,
+        kv_length=kv_length,
+        state_length=reused,
+        reused=reused,
+        lost=lost,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,6 +212,11 @@ class Stats:
             self.lost[reason] += num_tokens
         for source, num_tokens in report.loaded.items():
             self.loaded[source] = self.loaded.get(source, 0) + num_tokens
+
+    @property
+    def num_evicted(self) -> int:
+        """Checkpoints, for whatever cause."""
+        return sum(self.checkpoints_evicted.values())
 
     def evicted(self, cause: str, *, used: bool) -> None:
         self.checkpoints_evicted[cause] = self.checkpoints_evicted.get(cause, 0) + 1

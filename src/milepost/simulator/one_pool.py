@@ -23,7 +23,7 @@ from milepost.cache.allocation import Allocation, Event, State
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Facts, Kind, Mode, Placement, floor, place_align
 from milepost.cache.plans import Export, PageMove
-from milepost.cache.report import CacheReport, Seen, Stats, explain
+from milepost.cache.report import CacheReport, Stats, explain
 from milepost.cache.tree import HYBRID, Chain, End, Match, Path, Reservation, grid_of
 from milepost.simulator.blocks import Blocks, Key, Place
 from milepost.simulator.cost import CostModel
@@ -126,20 +126,14 @@ class OnePool:
             evicted -= 1
         seen_tokens, kv_length = self._num_seen(chain) * self._page_size, len(kv_ends) * size
         is_partial = floor(seen_tokens, size) <= kv_length
-        seen = Seen(
+        return explain(
+            len(chain),
             reused=found * size,
+            kv_length=kv_length,
             checkpoint_evicted=evicted * size,
             kv_grid=kv_length,
             resident=max(kv_length, seen_tokens) if is_partial else kv_length,
             evicted=seen_tokens,
-            other_salt=0,
-        )
-        return CacheReport(
-            prompt_tokens=len(chain),
-            kv_length=kv_length,
-            state_length=found * size,
-            reused=found * size,
-            lost=explain(seen, len(chain)),
         )
 
     def _num_seen(self, chain: Chain) -> int:

@@ -109,13 +109,13 @@ class Admitter:
         return self._hold_back.beside(match.checkpoint, look_ahead, match.version)
 
     def _pin(self, match: Match) -> None:
-        self._pages.pin([node.page for node in match.path.nodes])
+        self._pages.pin(match.path.pages)
         if match.checkpoint is not None:
             self._slots.pin((match.checkpoint.slot,))
             self._pages.pin(_tail(match))
 
     def _unpin(self, match: Match) -> None:
-        self._pages.unpin([node.page for node in match.path.nodes])
+        self._pages.unpin(match.path.pages)
         if match.checkpoint is not None:
             self._slots.unpin((match.checkpoint.slot,))
             self._pages.unpin(_tail(match))
@@ -195,7 +195,7 @@ class Admitter:
         own_tail: tuple[int, ...] = (),
     ) -> Allocation:
         chain, position = match.path.chain, match.state_length
-        table = [node.page for node in match.path.nodes]
+        table = match.path.pages.copy()
         first_fresh = len(table)
         table.extend(own_tail)
         missing = -(-len(chain) // self._page_size) - len(table)

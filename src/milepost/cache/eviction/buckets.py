@@ -8,45 +8,56 @@ looked at again only when the bucket has changed or their worth may have: most b
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 
 from milepost.cache.eviction.score import Score
-from milepost.cache.order import Order
 from milepost.cache.tree import Checkpoint
 
 
 class Bucket:
-    """Checkpoints by time of last use, found from both ends. `least` is the oldest or the newest,
-    whichever was worth less when last looked at, and what it was worth then: about the same until
-    `until`, unless the bucket changes.
+    """Checkpoints in order of last use. `least` is the oldest or the newest, whichever was worth
+    less when last looked at, and what it was worth then: about the same until `until`, unless the
+    bucket changes.
     """
 
-    __slots__ = ("_newest", "_oldest", "least", "until")
+    __slots__ = ("_checkpoints", "_places", "_serial", "least", "until")
 
     def __init__(self) -> None:
-        self._oldest: Order[Checkpoint] = Order()
-        self._newest: Order[Checkpoint] = Order()
+        self._checkpoints: list[tuple[float, int, Checkpoint]] = []
+        self._places: dict[Checkpoint, tuple[float, int]] = {}
+        self._serial = 0
         self.least: tuple[Checkpoint, float] | None = None
         self.until = 0
 
     def __len__(self) -> int:
-        return len(self._oldest)
+        return len(self._checkpoints)
 
     def push(self, checkpoint: Checkpoint, time: float) -> None:
-        self._oldest.push(checkpoint, time)
-        self._newest.push(checkpoint, -time)
+        """Put a checkpoint in its place, wherever it was; of those of one time it comes last."""
+        place = self._places.get(checkpoint)
+        if place is not None and place[0] != time:
+            self._take_out(checkpoint)
+            place = None
+        if place is None:
+            self._serial += 1
+            place = self._places[checkpoint] = time, self._serial
+            insort(self._checkpoints, (*place, checkpoint))
         self.least = None
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        self._oldest.discard(checkpoint)
-        self._newest.discard(checkpoint)
+        self._take_out(checkpoint)
         self.least = None
+
+    def _take_out(self, checkpoint: Checkpoint) -> None:
+        del self._checkpoints[bisect_left(self._checkpoints, self._places.pop(checkpoint))]
 
     def look(self, value: Callable[[Checkpoint], float], score: Score) -> tuple[Checkpoint, float]:
         """The oldest or the newest, whichever is worth less, and what it is worth now."""
-        oldest, newest = self._oldest.first(), self._newest.first()
-        assert oldest is not None, "E2: an empty bucket is dropped"
-        assert newest is not None, "E2: an empty bucket is dropped"
+        assert self._checkpoints, "E2: an empty bucket is dropped"
+        last_use = self._checkpoints[-1][0]
+        oldest = self._checkpoints[0][2]
+        newest = self._checkpoints[bisect_left(self._checkpoints, (last_use,))][2]
         least, steady = (oldest, value(oldest)), score.steady(oldest)
         if newest is not oldest:
             steady = min(steady, score.steady(newest))

@@ -79,13 +79,18 @@ class HoldBack:
 
     def _go_on(self, turn: Look, within: int, most: int) -> None:
         """Look at so many of the next checkpoints; at all of them anew, if they are no more."""
-        if not turn.ahead or most >= len(self._tree.at_slot):
-            turn.ahead, turn.found = list(self._tree.at_slot.values()), Likely()
-        found, num_looks = turn.found, 0
-        while turn.ahead and num_looks < most:
-            checkpoint = turn.ahead.pop()
+        at_slot, live_refs, score = self._tree.at_slot, self._slots.live_refs, self._score
+        if not turn.ahead or most >= len(at_slot):
+            turn.ahead, turn.found = list(at_slot.values()), Likely()
+        ahead, found, num_looks = turn.ahead, turn.found, 0
+        while ahead and num_looks < most:
+            checkpoint = ahead.pop()
             num_looks += 1
-            if not self._is_expected(checkpoint, within):
+            slot = checkpoint.slot
+            is_kept = at_slot.get(slot) is checkpoint
+            if not is_kept or checkpoint.below or live_refs(slot):
+                continue
+            if not score.is_expected(checkpoint, within):
                 continue
             found.num_slots += 1
             for here in self._unused_path(checkpoint):
@@ -94,14 +99,8 @@ class HoldBack:
                 found.counted[here] = here.replay_tokens
                 found.num_tokens += here.replay_tokens
                 num_looks += 1
-        if not turn.ahead:
+        if not ahead:
             turn.last = found
-
-    def _is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
-        is_kept = self._tree.at_slot.get(checkpoint.slot) is checkpoint
-        if not is_kept or checkpoint.below or self._slots.live_refs(checkpoint.slot):
-            return False
-        return self._score.is_expected(checkpoint, within)
 
     def _unused_path(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
         """This checkpoint and those above it, up to where pages are in use anyway."""

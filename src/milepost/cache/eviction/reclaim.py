@@ -51,6 +51,7 @@ class Reclaimer:
         "_stray_clock",
         "_strays",
         "_tree",
+        "_unranked",
         "mover",
         "outbox",
         "score",
@@ -80,6 +81,8 @@ class Reclaimer:
         self._carriers = (
             self._states if storage.pages_a_slot else Buckets(score, self._score_per_page)
         )
+        self._unranked: dict[Checkpoint, None] = {}
+        """Whose place in the orders has changed."""
         self._stray_clock = 0
         self._pages.watch(tree.leaves, tree.changed)
         self._slots.pool.watch(tree.at_slot, tree.changed)
@@ -93,22 +96,25 @@ class Reclaimer:
         """Bring the orders in step with all that has changed. Whoever reads them does so first; to
         do it after each verb keeps the list short.
         """
-        changed = self._tree.changed
-        if not changed:
-            return
-        checkpoints: dict[Checkpoint, None] = {}
+        self._settle_nodes()
+        if self._unranked:
+            for checkpoint in self._unranked:
+                self._rank_checkpoint(checkpoint)
+            self._unranked.clear()
+
+    def _settle_nodes(self) -> None:
+        """The strays alone: what becomes of checkpoints while a path goes is asked at its end."""
+        changed, unranked = self._tree.changed, self._unranked
         for thing in dict.fromkeys(changed):
             if isinstance(thing, Checkpoint):
-                checkpoints[thing] = None
+                unranked[thing] = None
             elif isinstance(thing, Node):
                 self._rank(thing)
                 # The others there carry a page whatever becomes of the node's.
                 at_end = thing.checkpoints.get(b"")
                 if at_end is not None and not self._is_carrier_known(at_end):
-                    checkpoints[at_end] = None
+                    unranked[at_end] = None
         changed.clear()
-        for checkpoint in checkpoints:
-            self._rank_checkpoint(checkpoint)
 
     def _is_carrier_known(self, checkpoint: Checkpoint) -> bool:
         """Whether the carriers are right about a checkpoint, as far as its node goes."""
@@ -280,7 +286,7 @@ class Reclaimer:
         self.evict_checkpoint(found[0], cause)
 
     def _pop_stray(self) -> tuple[Node, float] | None:
-        self.settle()
+        self._settle_nodes()
         return self._strays.pop()
 
     def _evict_strays(self, node: Node, key: float, num: int) -> None:

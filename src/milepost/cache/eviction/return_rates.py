@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 from math import log
+from operator import add, mul, truediv
 
 AGE_OFFSET = 16.0
 """Requests over which a return stays about as likely as at once: traffic is interleaved."""
@@ -25,6 +26,8 @@ PRIOR_CUTS = 0.25
 MAX_RETURNS = 2
 """Earlier returns are told apart up to this many."""
 MAGNITUDES = 32
+STEADY_SHARE = 16
+"""Of the observations, one in so many changes little."""
 
 
 def _width(low: int, high: int) -> float:
@@ -32,92 +35,106 @@ def _width(low: int, high: int) -> float:
     return log((high + AGE_OFFSET) / (low + AGE_OFFSET))
 
 
-AGES = [1 << m >> 1 for m in range(MAGNITUDES + 1)]
+AGES = [1 << m >> 1 for m in range(MAGNITUDES)]
 """Where each magnitude begins."""
-WIDTHS = [_width(AGES[m], AGES[m + 1]) for m in range(MAGNITUDES)]
+STARTS = [log(low + AGE_OFFSET) for low in AGES]
+WIDTHS = [_width(low, 2 * low or 1) for low in AGES]
 
 
 class ReturnRates:
     """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by number of
     earlier returns and by magnitude of the age.
+
+    What is derived of the counts by age is derived again after one more observation in STEADY_SHARE.
     """
 
-    __slots__ = ("_before", "_by_age", "_levels", "_own", "_total", "_waits")
+    __slots__ = (
+        "_derive_at",
+        "_derived",
+        "_expected",
+        "_levels",
+        "_num_observed",
+        "_own",
+        "_returned",
+        "_total",
+        "_turns",
+    )
 
     def __init__(self) -> None:
         self._total = _Ratio(PRIOR_EVENTS)
         self._own = [_Ratio(PRIOR_EVENTS) for _ in range(MAX_RETURNS + 1)]
-        self._by_age = [_Ratio(PRIOR_EVENTS * width) for width in WIDTHS]
         self._levels = [1.0] * (MAX_RETURNS + 1)
-        self._before: list[float] | None = None
-        self._waits: list[tuple[int, float]] | None = None
+        self._returned = [PRIOR_EVENTS * width for width in WIDTHS]
+        self._expected = self._returned.copy()
+        """But for what `turns` adds."""
+        self._turns = [0.0] * (MAGNITUDES + 1)
+        """By how much more than the magnitude before one was lived through from end to end."""
+        self._num_observed = self._derive_at = 0
+        self._derived = self._derive()
 
     def chance(self, num_returns: int, age: int) -> float:
         """Of a return, for each request that the wait for it takes at best: returns may be unlikely
         now and come all at a later age.
         """
-        magnitude = age.bit_length()
-        ratio = self._by_age[magnitude].value
+        ratio, _, until, events = self._derived[age.bit_length()]
         rate = ratio / (age + AGE_OFFSET)
-        until, events = self._best_waits()[magnitude]
         if until > age:
-            low = 1 << magnitude >> 1
-            events -= ratio * _width(low, age)
-            rate = max(rate, events / (until - age))
+            rate = max(rate, (events - ratio * log(age + AGE_OFFSET)) / (until - age))
         return self._levels[min(num_returns, MAX_RETURNS)] * rate
 
     def expected(self, num_returns: int, age: int, later: int) -> float:
         """Returns to expect between two ages."""
-        events = self._until(later) - self._until(age)
+        ratio, before, _, _ = self._derived[age.bit_length()]
+        ratio_later, before_later, _, _ = self._derived[later.bit_length()]
+        events = before_later + ratio_later * log(later + AGE_OFFSET)
+        events -= before + ratio * log(age + AGE_OFFSET)
         return self._levels[min(num_returns, MAX_RETURNS)] * events
 
-    def _until(self, age: int) -> float:
-        """Returns to expect up to an age, as often as all return."""
-        before, magnitude = self._before, age.bit_length()
-        if before is None:
-            each = (ratio.value * width for ratio, width in zip(self._by_age, WIDTHS, strict=True))
-            before = self._before = [0.0, *accumulate(each)]
-        low = 1 << magnitude >> 1
-        return before[magnitude] + self._by_age[magnitude].value * _width(low, age)
-
-    def _best_waits(self) -> list[tuple[int, float]]:
-        """For each magnitude of age: until when to wait for the most events a request, and how many
-        come from the magnitude's beginning until then.
+    def _derive(self) -> list[tuple[float, float, float, float]]:
+        """For each magnitude of age: how much likelier returns are; how many are expected up to an
+        age; until when to wait for the most of them a request, and how many are expected from an
+        age until then. Of the second and fourth what ratio x log(age + AGE_OFFSET) adds to or takes
+        away.
         """
-        if self._waits is not None:
-            return self._waits
-        ages = AGES
-        events = [0.0] * MAGNITUDES
+        whole = map(mul, accumulate(self._turns), WIDTHS)
+        ratios = list(map(truediv, self._returned, map(add, self._expected, whole)))
+        starts = list(map(mul, ratios, STARTS))
+        widths = list(map(mul, ratios, WIDTHS))
+        before = [0.0, *accumulate(widths)]
         waits = [(0, 0.0)] * MAGNITUDES
         for m in range(MAGNITUDES - 1, -1, -1):
-            events[m] = self._by_age[m].value * WIDTHS[m]
-            until, found = ages[m + 1], events[m]
+            until, found = 2 * AGES[m] or 1, widths[m]
             if m + 1 < MAGNITUDES:
                 later, more = waits[m + 1]
-                if (found + more) * (until - ages[m]) > found * (later - ages[m]):
+                if (found + more) * (until - AGES[m]) > found * (later - AGES[m]):
                     until, found = later, found + more
             waits[m] = (until, found)
-        self._waits = waits
-        return waits
+        return [
+            (ratios[m], before[m] - starts[m], until, found + starts[m])
+            for m, (until, found) in enumerate(waits)
+        ]
 
     def observe(self, num_returns: int, since: int, age: int, *, returned: bool) -> None:
         """Something lived from age `since` to `age`, and then returned or was left waiting."""
-        self._waits = self._before = None
         own = self._own[min(num_returns, MAX_RETURNS)]
         level = self._total.value * own.value
-        in_all = 0.0
         first, last = since.bit_length(), age.bit_length()
-        for magnitude in range(first, last + 1):
-            expected = WIDTHS[magnitude]
-            if magnitude in (first, last):
-                low = max(AGES[magnitude], since)
-                expected = _width(low, max(min(age, AGES[magnitude + 1]), low))
-            in_all += expected
-            is_last = returned and magnitude == last
-            self._by_age[magnitude].observe(expected * level, is_last)
+        if first == last:
+            self._expected[last] += level * _width(since, age)
+        else:
+            self._expected[first] += level * _width(since, AGES[first + 1])
+            self._expected[last] += level * _width(AGES[last], age)
+            self._turns[first + 1] += level
+            self._turns[last] -= level
+        self._returned[last] += returned
+        in_all = _width(since, age)
         own.observe(in_all * self._total.value, returned)
         self._total.observe(in_all, returned)
         self._levels = [self._total.value * ratio.value for ratio in self._own]
+        self._num_observed += 1
+        if self._num_observed >= self._derive_at:
+            self._derive_at = self._num_observed + 1 + self._num_observed // STEADY_SHARE
+            self._derived = self._derive()
 
 
 class _Ratio:

@@ -20,13 +20,14 @@ class Path:
     costs the whole path.
     """
 
-    __slots__ = ("_nodes", "chain", "end", "root")
+    __slots__ = ("_nodes", "_pages", "chain", "end", "root")
 
     def __init__(self, chain: Chain, root: Node | None, end: Node | None) -> None:
         self.chain = chain
         self.root = root
         self.end = end
         self._nodes: list[Node] | None = None
+        self._pages: list[int] | None = None
 
     @property
     def num_pages(self) -> int:
@@ -45,6 +46,13 @@ class Path:
             self._nodes = [node for node in self._upwards() if not node.is_root]
             self._nodes.reverse()
         return self._nodes
+
+    @property
+    def pages(self) -> list[int]:
+        """Those of its nodes."""
+        if self._pages is None:
+            self._pages = [node.page for node in self.nodes]
+        return self._pages
 
     def _upwards(self) -> Iterator[Node]:
         """The nodes that match, the deepest first, the root last."""

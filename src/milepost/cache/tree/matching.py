@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from milepost.cache.placement import floor, gives_up_too_much
-from milepost.cache.report import CacheReport, Lost, Seen, explain
+from milepost.cache.report import CacheReport, Lost, explain
 from milepost.cache.tree.chain import Chain, common_tokens
 from milepost.cache.tree.kinds import LayerKind, Path, longest_usable
 from milepost.cache.tree.links import MAX_TAILS_COMPARED
@@ -123,21 +123,16 @@ class Finder:
         if limit < num_tokens - 1:  # a state behind it has to give way to the request itself
             num_given_up = max(num_given_up, longest_usable(self._kinds, path, num_tokens - 1))
         salt_depth = self._tree.other_salt_depth(path.chain, num_seen)
-        seen = Seen(
+        return explain(
+            num_tokens,
             reused=reused,
+            kv_length=path.kv_length,
             checkpoint_evicted=num_given_up,
             # A page that is there has the state beside it, if states lie there.
             kv_grid=floor(resident, self._grid) if self._uses_slots else reused,
             resident=max(resident, reused),
             evicted=num_seen * self._page_size,
             other_salt=salt_depth * self._page_size,
-        )
-        return CacheReport(
-            prompt_tokens=num_tokens,
-            kv_length=path.kv_length,
-            state_length=reused,
-            reused=reused,
-            lost=explain(seen, num_tokens),
         )
 
     def _tokens_past_nodes(self, path: Path) -> int:
