@@ -118,8 +118,7 @@ def step(scheduler: Scheduler) -> tuple[float, int]:
 def num_changes(scheduler: Scheduler) -> int:
     """Admissions and evictions so far."""
     stats = scheduler.cache.stats
-    evicted = sum(stats.checkpoints_evicted.values()) + stats.pages_evicted
-    return evicted - len(scheduler.waiting)
+    return stats.num_evicted + stats.pages_evicted - len(scheduler.waiting)
 
 
 def measure_steps(case: str, *, num_steps: int = 50) -> str:

@@ -1,6 +1,7 @@
 """What is learned, and the order in which checkpoints go because of it."""
 
 import random
+from collections import Counter
 from itertools import pairwise
 
 from milepost.cache.eviction import Expected
@@ -48,6 +49,23 @@ def test_a_wait_counted_in_two_parts_counts_the_same():
     parts.observe(1, 70, 300, returned=True)
     for age in (0, 5, 64, 100, 500):
         assert abs(whole.chance(1, age) / parts.chance(1, age) - 1) < 0.2
+
+
+def test_what_follows_from_the_counts_is_worked_out_rarely_and_never_far_behind(monkeypatch):
+    """Each eviction is an observation, and may be one of hundreds in a step."""
+    num_derived = Counter()
+    derive = ReturnRates._derive
+    monkeypatch.setattr(
+        ReturnRates, "_derive", lambda rates: num_derived.update("d") or derive(rates)
+    )
+    rates, rng = ReturnRates(), random.Random(0)
+    for _ in range(1000):
+        rates.observe(rng.randrange(3), 0, rng.randrange(2000), returned=rng.random() < 0.3)
+    assert num_derived["d"] <= 120
+    before = [rates.chance(1, age) for age in (0, 10, 300, 1500)]
+    rates._derived = derive(rates)
+    now = [rates.chance(1, age) for age in (0, 10, 300, 1500)]
+    assert all(abs(old / new - 1) < 0.1 for old, new in zip(before, now, strict=True))
 
 
 def test_shares_of_cuts_add_up():

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from milepost.scheduler.admission import MAX_LOOKS, MAX_PASSED_OVER
+from milepost.scheduler.admission import MAX_CHANGES, MAX_LOOKS, MAX_PASSED_OVER
 from milepost.scheduler.request import FinishReason
 from milepost.simulator.loop import outcome
 from tests.fakes import make_request
@@ -147,3 +147,26 @@ def test_a_queue_of_thousands_is_searched_and_not_walked():
         assert late.allocation is None
         counts.append(calls)
     assert counts[1] <= counts[0] + 20
+
+
+def test_a_step_begins_and_evicts_a_bounded_number():
+    """The rest follows in the next step. Each needs two pages of a full cache, for which a state or
+    two have to go.
+    """
+    load = Load(budget=4096, max_num_seqs=200, num_pages=400, slots=400)
+    for _ in range(400):
+        load.ask(30, max_tokens=1)
+    while load.scheduler.has_work:
+        load.step()
+    stats = load.cache.stats
+    for number in range(150):
+        own = [7_000_000 + number] * 17
+        load.scheduler.add(make_request(load.cache, f"w{number}", own, max_tokens=1))
+    changes = []
+    while load.scheduler.waiting:
+        before = stats.num_evicted - len(load.scheduler.waiting)
+        load.step()
+        changes.append(stats.num_evicted - len(load.scheduler.waiting) - before)
+    assert max(changes) <= MAX_CHANGES + 2
+    assert len(changes) <= 2 * 150 * 3 / MAX_CHANGES
+    assert min(changes[:-1]) >= MAX_CHANGES

@@ -27,7 +27,7 @@ MAX_RETURNS = 2
 """Earlier returns are told apart up to this many."""
 MAGNITUDES = 32
 STEADY_SHARE = 16
-"""Of the observations, one in so many changes little."""
+"""One observation more in so many changes little."""
 
 
 def _width(low: int, high: int) -> float:
@@ -45,7 +45,7 @@ class ReturnRates:
     """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by number of
     earlier returns and by magnitude of the age.
 
-    What is derived of the counts by age is derived again after one more observation in STEADY_SHARE.
+    What follows from the counts by age is worked out again after one more in STEADY_SHARE of them.
     """
 
     __slots__ = (
