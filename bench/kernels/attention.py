@@ -11,6 +11,7 @@ cache. --padding rows stand between two pages, as where pages and slots share on
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ BYTES_PER_S = 4.28e12
 FLOPS_PER_S = 787e12
 HEADS, HEAD_DIM, PAGE_SIZE = 16, 256, 64
 ROTATED_BYTES = 300e6
+DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class Case:
     lengths: tuple[int, ...]
     num_kv_heads: int = 2
     shared: int = 0
+    kv_dtype: torch.dtype = torch.bfloat16
     capacity: Capacity | None = None
 
     @property
@@ -57,23 +60,26 @@ class Case:
     def bytes(self) -> float:
         ends = [s + n for s, n in zip(self.starts, self.lengths, strict=True)]
         tokens = sum(ends) - self.shared * (len(ends) - 1)
-        kv = 4 * tokens * self.num_kv_heads * HEAD_DIM
+        kv = 2 * self.kv_dtype.itemsize * tokens * self.num_kv_heads * HEAD_DIM
         return kv + 6 * self.num_tokens * HEADS * HEAD_DIM
 
     @property
     def prepare_floor_us(self) -> float:
         """Query, key and value heads are read and written once."""
-        return 1e6 * 4 * self.num_tokens * (HEADS + 2 * self.num_kv_heads) * HEAD_DIM / BYTES_PER_S
+        written = HEADS + self.num_kv_heads * self.kv_dtype.itemsize
+        moved = 2 * (HEADS + 2 * self.num_kv_heads + written)
+        return 1e6 * moved * self.num_tokens * HEAD_DIM / BYTES_PER_S
 
     @property
     def floor_us(self) -> float:
         return 1e6 * max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S)
 
 
-def cases(num_kv_heads: int) -> list[Case]:
+def cases(num_kv_heads: int, kv_dtype: torch.dtype) -> list[Case]:
     some = [
         *(decodes(f"1 decode, {n} KV", [n]) for n in (100, 1000, 4000, 31700)),
         decodes("64 decodes, 1000 KV each", [1000] * 64),
+        decodes("64 decodes, 32768 KV each", [32767] * 64),
         decodes("64 decodes, 8192 shared of 8448", [8447] * 64, shared=8192),
         *(Case(name=f"{n} new after 31700", starts=(31700,), lengths=(n,)) for n in (20, 64)),
         *(Case(name=f"{n} new", starts=(0,), lengths=(n,)) for n in (64, 512, 2048, 8192)),
@@ -84,7 +90,7 @@ def cases(num_kv_heads: int) -> list[Case]:
             lengths=(1,) * 64 + (2048,),
         ),
     ]
-    return [replace(case, num_kv_heads=num_kv_heads) for case in some]
+    return [replace(case, num_kv_heads=num_kv_heads, kv_dtype=kv_dtype) for case in some]
 
 
 def decodes(name: str, starts: list[int], shared: int = 0) -> Case:
@@ -112,8 +118,11 @@ class Step:
         num_rows = 2 * PAGE_SIZE * count
         shape = (num_pages, num_rows + padding, case.num_kv_heads, HEAD_DIM)
         kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        layers = torch.randn(shape, **kind)[:, :num_rows].unflatten(1, (count, 2, PAGE_SIZE))
-        self.pools = layers.unbind(1)
+        layers = torch.empty(shape, dtype=case.kv_dtype, device="cuda")
+        for page in layers:
+            page.copy_(torch.randn(shape[1:], **kind))
+        self.pools = layers[:, :num_rows].unflatten(1, (count, 2, PAGE_SIZE)).unbind(1)
+        self.kv_scales = torch.ones(2, case.num_kv_heads, device="cuda")
         columns = (2 * HEADS + 2 * case.num_kv_heads) * HEAD_DIM
         self.projected = torch.randn(case.num_tokens, columns, **kind)
         self.query = self.projected[:, : HEADS * HEAD_DIM].unflatten(1, (HEADS, HEAD_DIM))
@@ -138,13 +147,14 @@ class Step:
 
     def attend(self, **shapes: Shape) -> None:
         for pool in self.pools:
-            attend(self.query, self.gate, pool, self.tables, self.items, HEAD_DIM**-0.5, **shapes)
+            read = pool, self.tables, self.items, HEAD_DIM**-0.5, self.kv_scales
+            attend(self.query, self.gate, *read, **shapes)
 
     def prepare(self) -> None:
         for pool in self.pools:
             angles = self.angles, self.angles
-            places = pool, self.kv_rows
-            prepare(self.projected, self.scale, 1e-6, angles, *places, num_heads=HEADS)
+            options = {"num_heads": HEADS, "kv_scales": self.kv_scales}
+            prepare(self.projected, self.scale, 1e-6, angles, pool, self.kv_rows, **options)
 
     def time_us(self, run: Any) -> float:
         """Median time of one layer."""
@@ -172,6 +182,7 @@ def measure(case: Case, padding: int) -> dict[str, Any]:
     return {
         "case": case.name,
         "kv_heads": case.num_kv_heads,
+        "kv_dtype": str(case.kv_dtype).removeprefix("torch."),
         "padding": padding,
         "attend_us": round(microseconds, 1),
         "floor_us": round(case.floor_us, 1),
@@ -187,10 +198,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--padding", type=int, default=0)
+    parser.add_argument("--kv-dtype", choices=DTYPES, nargs="+", default=["bfloat16"])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     padding = arguments.padding
-    rows = [measure(case, padding) for heads in arguments.kv_heads for case in cases(heads)]
+    kinds = itertools.product(arguments.kv_heads, arguments.kv_dtype)
+    every = [case for heads, dtype in kinds for case in cases(heads, DTYPES[dtype])]
+    rows = [measure(case, padding) for case in every]
     lines = [json.dumps(row) for row in rows]
     print("\n".join(lines))
     if arguments.out:

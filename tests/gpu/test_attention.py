@@ -74,6 +74,18 @@ def test_attend_matches_reference(case: Case) -> None:
     assert relative_error(attend(step), step.expected()) < BOUNDS[case.dtype]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("decodes", "suffix", "prefills", "shared", "head_dim_64", "odd_head_dim"),
+        *("small_pages", "odd_groups", "few_rows", "drafts", "float16"),
+    ],
+)
+def test_attend_to_float8_matches_reference(name: str) -> None:
+    step = Step(replace(CASES[name], has_float8=True), "cuda")
+    assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
+
+
 @pytest.mark.parametrize("name", ["decodes", "suffix", "shared"])
 def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
     """Captured with one step's items, replayed with another's in their place."""
@@ -99,7 +111,8 @@ def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
 def attend(step: Step) -> torch.Tensor:
     items = step.on_device(step.items())
     tables, scale = step.device_tables(), step.case.head_dim**-0.5
-    output = attention.attend(step.query, step.gate, step.pool, tables, items, scale)
+    read = step.pool, tables, items, scale, step.kv_scales
+    output = attention.attend(step.query, step.gate, *read)
     return output[: step.num_tokens]
 
 
@@ -125,3 +138,24 @@ def test_prepare_matches_layer(
     assert torch.equal(given.pool.isnan(), pool.isnan())
     if num_tokens > 1:
         assert relative_error(given.pool.nan_to_num(), pool.nan_to_num()) < BOUNDS[dtype]
+
+
+def test_prepare_writes_float8_as_the_reference() -> None:
+    """Bit for bit, but where the norm's own rounding falls beside a boundary."""
+    given = build_projection(300, num_heads=16, head_dim=256, has_float8=True, device="cuda")
+    _, pool = given.expected()
+    preparation.prepare(
+        given.projected,
+        given.norm_scale,
+        given.eps,
+        given.angles,
+        given.pool,
+        given.kv_rows,
+        num_heads=given.num_heads,
+        kv_scales=given.kv_scales,
+    )
+    own, expected = (each.float() for each in (given.pool, pool))
+    assert torch.equal(own.isnan(), expected.isnan())
+    differs = own.nan_to_num() != expected.nan_to_num()
+    assert differs.sum() < 1e-3 * (~expected.isnan()).sum()
+    assert relative_error(own.nan_to_num(), expected.nan_to_num()) < 1e-2

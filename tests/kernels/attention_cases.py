@@ -15,6 +15,7 @@ from torch import Tensor
 from milepost.kernels.attention import items as work
 from milepost.kernels.attention import pages, reference
 from milepost.kernels.batch import Capacity
+from milepost.kernels.float8 import FP8, round_fp8
 from tests.batches import Part, build_batch, build_pages
 
 POISON = float("nan")
@@ -33,6 +34,8 @@ class Case:
     num_sharing: int = 0
     has_gate: bool = True
     dtype: torch.dtype = torch.float32
+    has_float8: bool = False
+    """KV is kept in it."""
     wide_rows: int = 128
     num_programs: int = 16
     num_drafts: int = 0
@@ -60,13 +63,20 @@ class Step:
         self.rows = np.arange(len(case.starts))[::-1] + 1
         num_pages = int(self.tables.max()) + 3
         shape = (case.num_kv_heads, case.head_dim)
-        self.pool = build_pages(num_pages, case.page_size, *shape, case.dtype, device)
+        dtype = FP8 if case.has_float8 else case.dtype
+        self.pool = build_pages(num_pages, case.page_size, *shape, dtype, device)
+        self.kv_scales = None
+        if case.has_float8:
+            self.kv_scales = 0.01 + torch.rand(2, case.num_kv_heads, **options)
         for row, start, length in zip(self.rows, case.starts, case.lengths, strict=True):
             places = np.arange(start + length)
             page_ids = torch.from_numpy(self.tables[row, places // case.page_size]).long()
             offsets = torch.from_numpy(places % case.page_size)
             new = torch.randn(len(places), 2, *shape, **options).to(case.dtype)
-            self.pool[page_ids.to(device), :, offsets.to(device)] = new
+            if self.kv_scales is not None:
+                new = round_fp8(new / self.kv_scales[..., None])
+            pool, new = pages.as_bytes(self.pool), pages.as_bytes(new)
+            pool[page_ids.to(device), :, offsets.to(device)] = new
         self.device = device
 
     def _take_pages(self, seed: int) -> np.ndarray:
@@ -129,11 +139,12 @@ class Step:
             if length
         ]
         wide = torch.promote_types(case.dtype, torch.float32)
-        pool = self.pool.to(wide)
+        pool = self.pool if case.has_float8 else self.pool.to(wide)
         batch = build_batch(parts, case.page_size, pages.rows_per_page(pool))
         laid_out = reference.lay_out(replace(batch, device=pool.device)).prefills
         query = self.query[: self.num_tokens].to(wide)
-        attended = reference.prefill(query, pool, laid_out, case.head_dim**-0.5).flatten(1)
+        scale = case.head_dim**-0.5
+        attended = reference.prefill(query, pool, laid_out, scale, self.kv_scales).flatten(1)
         if self.gate is None:
             return attended
         return attended * self.gate[: self.num_tokens].to(wide).sigmoid()
@@ -149,6 +160,7 @@ class Projection:
     pool: Tensor
     kv_rows: Tensor
     num_heads: int
+    kv_scales: Tensor | None = None
     eps: float = 1e-6
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -169,14 +181,16 @@ class Projection:
         value = heads[:, num_moved:][:, :num_kv_heads]
         pool = _copy(self.pool)
         tokens = (self.kv_rows >= 0).nonzero()[:, 0]
-        reference.store(pool, key, value, tokens, self.kv_rows[tokens])
+        kept = key.to(self.projected.dtype), value.to(self.projected.dtype)
+        reference.store(pool, *kept, tokens, self.kv_rows[tokens], self.kv_scales)
         return query, pool
 
 
 def _copy(pool: Tensor) -> Tensor:
-    """In float32, with as much between the pages."""
+    """In float32 unless it is float8, with as much between the pages."""
     num_pages, _, *page = pool.shape
-    copy = build_pages(num_pages, *page, torch.float32, str(pool.device))
+    dtype = FP8 if pool.dtype == FP8 else torch.float32
+    copy = build_pages(num_pages, *page, dtype, str(pool.device))
     return copy.copy_(pool)
 
 
@@ -188,6 +202,7 @@ def build_projection(
     head_dim: int = 32,
     half: int = 4,
     has_norms: bool = True,
+    has_float8: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Projection:
@@ -196,7 +211,8 @@ def build_projection(
     columns = (2 * num_heads + 2 * num_kv_heads) * head_dim
     angles = 100 * torch.rand(num_tokens, 1, half, **options)
     num_pages = num_tokens // 64 + 2
-    pool = build_pages(num_pages, 64, num_kv_heads, head_dim, dtype, device)
+    kept = FP8 if has_float8 else dtype
+    pool = build_pages(num_pages, 64, num_kv_heads, head_dim, kept, device)
     places = torch.randperm(64 * num_pages, **options)[:num_tokens]
     kv_rows = places // 64 * pages.rows_per_page(pool) + places % 64
     kv_rows[::5] = -1
@@ -208,4 +224,5 @@ def build_projection(
         pool=pool,
         kv_rows=kv_rows,
         num_heads=num_heads,
+        kv_scales=0.01 + torch.rand(2, num_kv_heads, **options) if has_float8 else None,
     )

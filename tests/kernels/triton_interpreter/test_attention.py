@@ -65,6 +65,16 @@ def test_attend_in_half_precision_matches_reference() -> None:
     assert error(replace(CASES["mixed"], dtype=torch.float16)) < 2e-3
 
 
+@pytest.mark.parametrize("name", ["odd_head_dim", "shared", "drafts"])
+def test_attend_to_float8_matches_reference(name: str) -> None:
+    assert error(replace(CASES[name], has_float8=True)) < 1e-5
+
+
+def test_attend_to_float8_in_half_precision_matches_reference() -> None:
+    case = replace(CASES["mixed"], dtype=torch.bfloat16, has_float8=True)
+    assert error(case) < 4e-3
+
+
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_attend_as_cut_for_chips_with_less_room(monkeypatch, head_dim: int, chip: Chip) -> None:
@@ -99,7 +109,13 @@ def error_of(step: Step) -> float:
     case = step.case
     items = step.on_device(step.items())
     output = attention.attend(
-        step.query, step.gate, step.pool, step.device_tables(), items, case.head_dim**-0.5
+        step.query,
+        step.gate,
+        step.pool,
+        step.device_tables(),
+        items,
+        case.head_dim**-0.5,
+        step.kv_scales,
     )
     return relative_error(output[: step.num_tokens], step.expected())
 
@@ -124,3 +140,45 @@ def test_prepare_matches_layer(monkeypatch, num_tokens: int, half: int, has_norm
     assert torch.equal(given.pool.isnan(), pool.isnan())
     if num_tokens > 1:
         assert relative_error(given.pool.nan_to_num(), pool.nan_to_num()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_prepare_writes_float8_as_the_reference(dtype: torch.dtype) -> None:
+    """Bit for bit, but where the norm's own rounding falls beside a boundary."""
+    given = build_projection(11, head_dim=24, dtype=dtype, has_float8=True)
+    _, pool = given.expected()
+    preparation.prepare(
+        given.projected,
+        given.norm_scale,
+        given.eps,
+        given.angles,
+        given.pool,
+        given.kv_rows,
+        num_heads=given.num_heads,
+        kv_scales=given.kv_scales,
+    )
+    own, expected = (each.view(torch.uint8).long() for each in (given.pool, pool))
+    assert (own - expected).abs().max() <= 1
+    assert (own != expected).sum() <= 2
+    assert (expected != 0x7F).any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_float8_is_rounded_to_the_nearest_and_never_past_the_largest(scale: float) -> None:
+    given = build_projection(3, head_dim=32, half=0, has_norms=False, has_float8=True)
+    given.projected[:, 128:256].mul_(torch.logspace(-6, 3, 64).repeat(2))
+    given.kv_scales.fill_(scale)
+    given.kv_rows.copy_(torch.tensor([0, 1, -1]))
+    _, pool = given.expected()
+    preparation.prepare(
+        given.projected,
+        None,
+        0.0,
+        None,
+        given.pool,
+        given.kv_rows,
+        num_heads=4,
+        kv_scales=given.kv_scales,
+    )
+    assert torch.equal(given.pool.float().nan_to_num(), pool.float().nan_to_num())
+    assert given.pool[0, :, :2].float().abs().max() == 448

@@ -92,6 +92,7 @@ def prepare(
     pool: Tensor,
     kv_rows: Tensor,
     layout: AttentionLayout,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Norm, turn and store: see `reference.prepare`. `kv_rows` [T] are the step's."""
     if isinstance(layout, AttentionRows):
@@ -104,11 +105,19 @@ def prepare(
             layout,
             num_heads=operation.num_heads,
             is_whole=operation.norm == "whole",
+            kv_scales=kv_scales,
         )
     from milepost.kernels.attention import triton_prepare
 
     return triton_prepare.prepare(
-        projected, norm_scale, eps, angles, pool, kv_rows, num_heads=operation.num_heads
+        projected,
+        norm_scale,
+        eps,
+        angles,
+        pool,
+        kv_rows,
+        num_heads=operation.num_heads,
+        kv_scales=kv_scales,
     )
 
 
@@ -119,11 +128,12 @@ def attend(
     tables: Tensor | None,
     layout: AttentionLayout,
     scale: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attend to pages and gate: see `reference.attend`. `tables` are those on the device, which
     items name rows of."""
     if isinstance(layout, AttentionRows):
-        return reference.attend(query, gate, pool, layout, scale)
+        return reference.attend(query, gate, pool, layout, scale, kv_scales)
     from milepost.kernels.attention import triton
 
-    return triton.attend(query, gate, pool, tables, layout, scale)
+    return triton.attend(query, gate, pool, tables, layout, scale, kv_scales)

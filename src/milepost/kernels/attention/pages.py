@@ -6,6 +6,9 @@ of the memory, each a key or a value of one token: the key of a token is in row
 page * page_rows + offset, its value page_size rows behind. Latent attention keeps one row of a
 token, of which keys and values are made: its pools are [pages, 1, page_size, 1, E].
 
+Rows may be float8_e4m3fn: numbers over a scale that is set once for a head's keys or values. So
+what is written of a token depends on nothing else.
+
 What lies in a row that no token was written to is unknown, it may be NaN. So reads never touch one.
 
 Legend: G KV heads, E head_dim, R rows.
@@ -13,7 +16,10 @@ Legend: G KV heads, E head_dim, R rows.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from milepost.kernels.float8 import FP8, round_fp8
 
 MAX_ROWS = 2**31
 """TMA counts them in 32 bits."""
@@ -29,3 +35,26 @@ def as_rows(pool: Tensor) -> Tensor:
     num_pages, rows_each, page_size, *row = pool.shape
     num_rows = (num_pages - 1) * rows_per_page(pool) + rows_each * page_size
     return pool.as_strided((num_rows, *row), pool.stride()[2:])
+
+
+def as_bytes(pool: Tensor) -> Tensor:
+    """The pool as fused kernels take it: float8 as its bits, of which torch can copy rows, too."""
+    return pool.view(torch.uint8) if pool.dtype == FP8 else pool
+
+
+def write_rows(rows: Tensor, places: Tensor, numbers: Tensor, scale: Tensor | None) -> None:
+    """Write `numbers` [W, G, E] to the `places` [W] of `rows` [R, G, E]; `scale` [G] is of float8,
+    the largest of which takes what is larger."""
+    if rows.dtype == FP8:
+        assert scale is not None, "float8 has scales"
+        numbers = round_fp8(numbers / scale[:, None])
+    as_bytes(rows).index_copy_(0, places, as_bytes(numbers))
+
+
+def read_rows(rows: Tensor, places: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """What `write_rows` wrote: [W, G, E]; float8 in `dtype`, which holds all of its numbers."""
+    found = as_bytes(rows).index_select(0, places)
+    if rows.dtype != FP8:
+        return found
+    assert scale is not None, "float8 has scales"
+    return (found.view(FP8).to(scale.dtype) * scale[:, None]).to(dtype)

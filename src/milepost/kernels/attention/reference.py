@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.attention.pages import as_rows
+from milepost.kernels.attention.pages import as_rows, read_rows, write_rows
 from milepost.kernels.batch import Batch, Ints
 from milepost.kernels.precision import cast
 
@@ -124,6 +124,7 @@ def prepare(
     *,
     num_heads: int,
     is_whole: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Queries [T, H, E] from `projected` [T, N], whose columns begin with queries, keys and values,
     heads side by side.
@@ -144,7 +145,7 @@ def prepare(
     if angles is not None:
         query_key = turn(query_key, *angles)
     query, key = query_key.split((num_heads, num_kv_heads), 1)
-    store(pool, key, value, rows.tokens, rows.kv_rows)
+    store(pool, key, value, rows.tokens, rows.kv_rows, kv_scales)
     return query
 
 
@@ -156,25 +157,38 @@ def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat(turned, -1)
 
 
-def store(pool: Tensor, key: Tensor, value: Tensor, tokens: Tensor, kv_rows: Tensor) -> None:
+def store(
+    pool: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: Tensor,
+    kv_rows: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
     """Write KV of `tokens` [W] of `key` and `value` [T, G, E] to `kv_rows` [W] of `pool`; no other
-    is touched."""
-    keys, values = _keys_and_values(pool)
-    keys.index_copy_(0, kv_rows, key.index_select(0, tokens))
-    values.index_copy_(0, kv_rows, value.index_select(0, tokens))
+    is touched. `kv_scales` [2, G] are of keys' and values' heads in float8."""
+    for part, new, scale in zip(
+        _keys_and_values(pool), (key, value), _each(kv_scales), strict=True
+    ):
+        write_rows(part, kv_rows, new.index_select(0, tokens), scale)
 
 
 def attend(
-    query: Tensor, gate: Tensor | None, pool: Tensor, rows: AttentionRows, scale: float
+    query: Tensor,
+    gate: Tensor | None,
+    pool: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attend from `query` [T, H, E] to the pages of `pool`, times the sigmoid of `gate` [T, H * E]
-    if there is one; returns [T, H * E]."""
+    if there is one; returns [T, H * E]. `kv_scales` as in `store`."""
     parts, num_decodes = [], 0
     if rows.decodes is not None:
         num_decodes = len(rows.decodes.mask)
-        parts.append(decode(query[:num_decodes], pool, rows.decodes, scale))
+        parts.append(decode(query[:num_decodes], pool, rows.decodes, scale, kv_scales))
     if rows.prefills:
-        parts.append(prefill(query[num_decodes:], pool, rows.prefills, scale))
+        parts.append(prefill(query[num_decodes:], pool, rows.prefills, scale, kv_scales))
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     flat = attended.flatten(1)
     return flat if gate is None else flat.mul_(gate.sigmoid())
@@ -186,15 +200,21 @@ def _keys_and_values(pool: Tensor) -> tuple[Tensor, Tensor]:
     return rows, rows[pool.shape[2] :]
 
 
-def decode(query: Tensor, pool: Tensor, rows: Decodes, scale: float) -> Tensor:
+def _each(kv_scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if kv_scales is None else (kv_scales[0], kv_scales[1])
+
+
+def decode(
+    query: Tensor, pool: Tensor, rows: Decodes, scale: float, kv_scales: Tensor | None = None
+) -> Tensor:
     """Attend from D tokens, each by itself: `query` [D, H, E], returns the same shape."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = pool.shape[3]
     keys, values = (
-        part.index_select(0, rows.kv_rows)
+        read_rows(part, rows.kv_rows, query.dtype, each)
         .view(num_tokens, rows.mask.shape[-1], num_kv_heads, head_dim)
         .transpose(1, 2)
-        for part in _keys_and_values(pool)
+        for part, each in zip(_keys_and_values(pool), _each(kv_scales), strict=True)
     )
     # Query heads of one KV head stand where more queries would: no KV is repeated.
     grouped = query.unflatten(1, (num_kv_heads, -1))
@@ -202,15 +222,21 @@ def decode(query: Tensor, pool: Tensor, rows: Decodes, scale: float) -> Tensor:
     return output.reshape(num_tokens, num_heads, head_dim)
 
 
-def prefill(query: Tensor, pool: Tensor, prefills: tuple[Prefill, ...], scale: float) -> Tensor:
+def prefill(
+    query: Tensor,
+    pool: Tensor,
+    prefills: tuple[Prefill, ...],
+    scale: float,
+    kv_scales: Tensor | None = None,
+) -> Tensor:
     """Attend from all new tokens of each sequence, which stand one behind the other in `query`
     [T, H, E], to itself and what precedes it; returns the same shape."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for sequence in prefills:
         rows = slice(sequence.first, sequence.first + sequence.length)
         keys, values = (
-            part.index_select(0, sequence.kv_rows).transpose(0, 1)[None]
-            for part in _keys_and_values(pool)
+            read_rows(part, sequence.kv_rows, query.dtype, each).transpose(0, 1)[None]
+            for part, each in zip(_keys_and_values(pool), _each(kv_scales), strict=True)
         )
         queries = query[rows].transpose(0, 1)[None]
         attended = output[rows].transpose(0, 1)[None]

@@ -19,11 +19,30 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
-from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
+from milepost.kernels.attention.pages import MAX_ROWS, as_bytes, as_rows, rows_per_page
 from milepost.kernels.device import Chip, probe, runs_gluon
+from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.triton_float8 import decode, has_fp8
 
 _LOG2_E = 1.4426950408889634
+_MOST_IN_WORDS = 64
+"""Rows from which on matrix units read shared memory, and so what is loaded goes back there."""
+_UNPACK = tl.constexpr("""{
+    .reg .b16 low0, high0, low1, high1;
+    .reg .b32 a0, a1, b0, b1;
+    mov.b32 {low0, high0}, $4;
+    mov.b32 {low1, high1}, $5;
+    cvt.rn.f16x2.e4m3x2 a0, low0;
+    cvt.rn.f16x2.e4m3x2 a1, low1;
+    cvt.rn.f16x2.e4m3x2 b0, high0;
+    cvt.rn.f16x2.e4m3x2 b1, high1;
+    prmt.b32 $0, a0, a1, 0x5410;
+    prmt.b32 $1, a0, a1, 0x7632;
+    prmt.b32 $2, b0, b1, 0x5410;
+    prmt.b32 $3, b0, b1, 0x7632;
+}""")
+"""Two words of four float8 to pairs of float16."""
 _COMBINED_AT_ONCE = 32
 _CROWD = 1.25
 """Narrow programs for each SM, from which on they are many."""
@@ -86,12 +105,14 @@ def attend(
     tables: Tensor,
     items: AttentionItems,
     scale: float,
+    kv_scales: Tensor | None = None,
     *,
     narrow_shape: Shape | None = None,
     wide_shape: Shape | None = None,
 ) -> Tensor:
     """Attend from `query` [T, H, E] to the pages of `pool` [pages, 2, page_size, G, E] that the
     `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E] if there is one.
+    `kv_scales` [2, G] float32 are of keys' and values' heads in float8.
 
     Returns [T, H * E]; rows of tokens that are in no item hold anything.
     """
@@ -99,7 +120,7 @@ def attend(
     output = query.new_empty(num_tokens, num_heads * head_dim)
     partials = query.new_empty(items.num_partials, num_heads, head_dim, dtype=torch.float32)
     lse = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
-    common = (query, gate, output, pool, tables, items.bases, partials, lse, scale)
+    common = (query, gate, output, pool, kv_scales, tables, items.bases, partials, lse, scale)
     kind, chip = (head_dim, query.dtype), probe(query.device)
     if len(items.wide):
         hopper = None if wide_shape else _hopper_kernel(query, pool, items.wide_rows)
@@ -141,6 +162,12 @@ def combine(
     )
 
 
+def _in_words(kv: Tensor, block: int, head_dim: int, *, boxed: bool) -> Tensor | TensorDescriptor:
+    """Rows of bytes [R, G * E] as rows of words."""
+    words = kv.view(torch.int32)
+    return TensorDescriptor.from_tensor(words, [block, head_dim // 4]) if boxed else words
+
+
 def _stride(gate: Tensor | None) -> int:
     return 0 if gate is None else gate.stride(0)
 
@@ -162,6 +189,7 @@ def _launch(
     gate: Tensor | None,
     output: Tensor,
     pool: Tensor,
+    kv_scales: Tensor | None,
     tables: Tensor,
     bases: Tensor,
     partials: Tensor,
@@ -171,15 +199,19 @@ def _launch(
     _, num_heads, head_dim = query.shape
     _, _, page_size, num_kv_heads, _ = pool.shape
     block_e = max(16, triton.next_power_of_2(head_dim))
-    kv = as_rows(pool).flatten(1)
+    kv = as_bytes(as_rows(pool).flatten(1))
+    chip, is_float8 = probe(query.device), pool.dtype == FP8
     # TMA moves boxes: a block must lie in one page, and no wider than the head.
-    boxed = probe(query.device).has_tma and page_size >= shape.block
+    boxed = chip.has_tma and page_size >= shape.block
     boxed = boxed and block_e == head_dim and len(kv) < MAX_ROWS
+    in_words = is_float8 and has_fp8(chip) and rows < _MOST_IN_WORDS and block_e == head_dim >= 64
     _attend_kernel[(num_kv_heads, len(work))](
         query,
         gate,
         output,
         TensorDescriptor.from_tensor(kv, [shape.block, block_e]) if boxed else kv,
+        _in_words(kv, shape.block, head_dim, boxed=boxed) if in_words else None,
+        kv_scales if is_float8 else None,
         tables,
         work,
         bases,
@@ -192,6 +224,7 @@ def _launch(
         _stride(gate),
         tables.stride(0),
         BOXED=boxed,
+        NATIVE=has_fp8(chip),
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -214,6 +247,8 @@ def _attend_kernel(
     gate,
     output,
     kv,
+    words,
+    kv_scales,
     tables,
     items,
     bases,
@@ -226,6 +261,7 @@ def _attend_kernel(
     gate_stride,
     table_stride,
     BOXED: tl.constexpr,
+    NATIVE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -260,12 +296,21 @@ def _attend_kernel(
     held = (ahead < num_tokens)[:, None] & (o_e < HEAD_DIM)[None, :]
     p_q = query + token * query_stride + head * head_stride
     b_q = tl.load(p_q[:, None] + o_e[None, :], mask=held, other=0.0)
+    value_scale = 1.0
+    if kv_scales is not None:
+        # Float16 holds what float8 holds; where a chip has no float8, it holds it over 256.
+        factor: tl.constexpr = 1.0 if NATIVE else 256.0
+        scale *= tl.load(kv_scales + i_h) * factor
+        value_scale = tl.load(kv_scales + KV_HEADS + i_h) * factor
+        if query.dtype.element_ty == tl.bfloat16:
+            b_q = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
-    sizes: tl.constexpr = (BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK)
-    pages = kv, table, end, page_rows, i_h
+    FLOAT8: tl.constexpr = kv_scales is not None
+    sizes: tl.constexpr = (BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK, FLOAT8, NATIVE)
+    pages = kv, words, table, end, page_rows, i_h
     # All rows see all of the blocks before this place.
     masked = begin + tl.maximum(tl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
     for i_kv in tl.range(begin, masked, BLOCK):
@@ -276,6 +321,10 @@ def _attend_kernel(
     # A row that has seen nothing has an m of -inf and an acc of 0: no share of the sum.
     l = tl.where(l == 0.0, 1.0, l)
     acc = acc / l[:, None]
+    if FLOAT8:
+        acc *= value_scale
+    if words is not None:
+        acc = tl.permute(acc.reshape(ROWS, 4, BLOCK_E // 4), (0, 2, 1)).reshape(ROWS, BLOCK_E)
     inside = head[:, None] * HEAD_DIM + o_e[None, :]
     if ordinal < 0:
         if gate is not None:
@@ -298,15 +347,18 @@ def _step(
     """Take the block of KV at i_kv into the running softmax: the greatest score `m`, the sum of
     shares `l`, the sum of values `acc`. If MASKED, a row sees no KV past its own position."""
     BLOCK: tl.constexpr = SIZES[5]
-    end = pages[2]
+    end = pages[3]
     o_kv = i_kv + tl.arange(0, BLOCK)
-    b_k = _load(pages, i_kv, 0, SIZES)
+    b_k = _load(pages, i_kv, 0, SIZES, b_q.dtype)
     b_s = _dot(b_q, tl.trans(b_k))
     if MASKED:
         seen = (o_kv[None, :] <= position + ahead[:, None]) & (o_kv < end)[None, :]
         b_s = tl.where(seen, b_s, float("-inf"))
     PAGE_SIZE: tl.constexpr = SIZES[4]
-    b_v = _load(pages, i_kv, PAGE_SIZE, SIZES)
+    if pages[1] is None:
+        b_v = _load(pages, i_kv, PAGE_SIZE, SIZES, b_q.dtype)
+    else:
+        b_v = _load_words(pages, i_kv, PAGE_SIZE, SIZES)
     if MASKED:
         # What lies past the end may be NaN, which no share of 0 would silence.
         b_v = tl.where((o_kv < end)[:, None], b_v, 0.0)
@@ -323,10 +375,10 @@ def _step(
 
 
 @triton.jit
-def _load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
+def _load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr):
     """Keys or values [BLOCK, BLOCK_E] of one head from i_kv on, a multiple of BLOCK; they begin
-    FIRST rows behind the beginning of a page."""
-    kv, table, end, page_rows, i_h = pages
+    FIRST rows behind the beginning of a page. Float8 becomes DTYPE."""
+    kv, _words, table, end, page_rows, i_h = pages
     BOXED: tl.constexpr = SIZES[0]
     KV_HEADS: tl.constexpr = SIZES[1]
     HEAD_DIM: tl.constexpr = SIZES[2]
@@ -345,8 +397,41 @@ def _load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
         page = tl.load(table + o_kv // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
         row = page * page_rows + FIRST + o_kv % PAGE_SIZE
         at = (row * KV_HEADS + i_h)[:, None] * HEAD_DIM + o_e[None, :]
-        block = tl.load(kv + at, mask=inside[:, None] & (o_e < HEAD_DIM)[None, :], other=0.0)
+        held = inside[:, None] & (o_e < HEAD_DIM)[None, :]
+        block = tl.load(kv + at, mask=held, other=0)
+    if SIZES[6]:
+        block = decode(block, SIZES[7]).to(DTYPE)
     return block
+
+
+@triton.jit
+def _load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
+    """As `_load` of float8, with columns in the order of `_in_order`: four of a token stand in a
+    word. Matrix units want two tokens of a column side by side; from words that takes one
+    instruction for two numbers, from bytes a load for each."""
+    _kv, words, table, end, page_rows, i_h = pages
+    BOXED: tl.constexpr = SIZES[0]
+    KV_HEADS: tl.constexpr = SIZES[1]
+    PAGE_SIZE: tl.constexpr = SIZES[4]
+    BLOCK: tl.constexpr = SIZES[5]
+    WORDS: tl.constexpr = SIZES[2] // 4
+    if BOXED:
+        page = tl.load(table + i_kv // PAGE_SIZE)
+        row = page * page_rows + FIRST + i_kv % PAGE_SIZE
+        block = words.load([row, i_h * WORDS])
+    else:
+        o_kv = i_kv + tl.arange(0, BLOCK)
+        inside = o_kv < end
+        page = tl.load(table + o_kv // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        row = page * page_rows + FIRST + o_kv % PAGE_SIZE
+        at = (row * KV_HEADS + i_h)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        block = tl.load(words + at, mask=inside[:, None], other=0)
+    first, second, third, fourth = tl.inline_asm_elementwise(
+        _UNPACK, "=r,=r,=r,=r,r,r", [block], (tl.float16,) * 4, is_pure=True, pack=2
+    )
+    # Numbers 0 to 3 of every word become the quarters of a row.
+    halves = tl.join(tl.join(first, second), tl.join(third, fourth))
+    return tl.permute(halves, (0, 3, 2, 1)).reshape(BLOCK, SIZES[2])
 
 
 @triton.jit

@@ -38,6 +38,7 @@ def suits(query: Tensor, pool: Tensor, wide_rows: int) -> bool:
     """Whether the kernel can do this work, where `runs_gluon`."""
     return (
         query.dtype in (torch.bfloat16, torch.float16)
+        and pool.dtype == query.dtype
         and query.shape[2] in (128, 256)
         and pool.shape[2] >= _BLOCK
         and len(as_rows(pool)) < MAX_ROWS
@@ -51,6 +52,7 @@ def attend(
     gate: Tensor | None,
     output: Tensor,
     pool: Tensor,
+    kv_scales: Tensor | None,  # noqa: ARG001
     tables: Tensor,
     bases: Tensor,
     partials: Tensor,

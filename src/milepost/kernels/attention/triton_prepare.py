@@ -10,7 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.attention.pages import as_bytes
+from milepost.kernels.device import probe
+from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.triton_float8 import encode, has_fp8
 
 _FEW_TOKENS = 256
 """Up to here, tokens are handed out one by one, so that all of the chip takes part."""
@@ -26,6 +30,7 @@ def prepare(
     kv_rows: Tensor,
     *,
     num_heads: int,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """As `reference.prepare`, with norms of each head or none; `norm_scale` is float32, and
     `kv_rows` [T] int64 say where each token's key goes, -1 for nowhere."""
@@ -41,7 +46,8 @@ def prepare(
         cosines,
         sines,
         kv_rows,
-        pool,
+        as_bytes(pool),
+        kv_scales if pool.dtype == FP8 else None,
         query,
         eps,
         num_tokens,
@@ -55,6 +61,7 @@ def prepare(
         HALF=0 if cosines is None else cosines.shape[-1],
         BLOCK_E=triton.next_power_of_2(head_dim),
         TOKENS=tokens,
+        NATIVE=has_fp8(probe(projected.device)),
         num_warps=1 if tokens == 1 else _NUM_WARPS,
         **OVERLAPPED,
     )
@@ -69,6 +76,7 @@ def _prepare_kernel(
     sines,
     kv_rows,
     pool,
+    kv_scales,
     query,
     eps,
     num_tokens,
@@ -82,6 +90,7 @@ def _prepare_kernel(
     HALF: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TOKENS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One head of TOKENS tokens."""
     let_next_start()
@@ -119,4 +128,7 @@ def _prepare_kernel(
         kv_head = (head - HEADS) % KV_HEADS
         if head >= HEADS + KV_HEADS:
             row += PAGE_SIZE
+        if kv_scales is not None:
+            scale_of_head = tl.load(kv_scales + head - HEADS)
+            x = encode(tl.div_rn(x.to(tl.float32), scale_of_head), NATIVE)
         tl.store(pool + (row * KV_HEADS + kv_head) * HEAD_DIM + column, x, mask=kept)
