@@ -75,8 +75,10 @@ def build_pools(
     page_size: int = 64,
     num_slots: int = 8,
     state_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Pools:
-    """Pools for a model's layers; `state_dtype` is float32, or float64 for a float64 model."""
+    """Pools for a model's layers; `state_dtype` is float32, or float64 for a float64 model, and
+    `kv_dtype` the model's."""
     dtype = model.dtype
     if state_dtype is None:
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -84,7 +86,7 @@ def build_pools(
     for index, spec in enumerate(model.layer_specs):
         if isinstance(spec, AttentionSpec):
             shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-            kv[index] = build_pages(*shape, dtype)
+            kv[index] = build_pages(*shape, kv_dtype or dtype)
         elif isinstance(spec, ShortConvSpec):
             conv_states[index] = _slots(num_pages + 1, spec.conv_shape, dtype)
         else:

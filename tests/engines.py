@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from milepost import LLM, CompletionOutput, RequestOutput, SamplingParams
+from milepost.kernels.float8 import FP8
 from milepost.models import load_model
 from milepost.runner.choice import SampledToken
 from milepost.runner.sampling import SamplingRow, choose
@@ -121,12 +122,14 @@ class Tiny:
 
     folder: Path
     dtype: torch.dtype
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of every engine."""
     _model: Any = None
     _engine: LLM | None = None
     _known: dict[Any, CompletionOutput] = field(default_factory=dict)
 
     def open(self, **options: Any) -> LLM:
-        return open_llm(self.folder, **options)
+        return open_llm(self.folder, **(self.options | options))
 
     def check(self, outputs: Iterable[RequestOutput], params: SamplingParams | None = None) -> None:
         """Every answer is what it has to be: the same tokens, as likely as they have to be."""
@@ -191,7 +194,8 @@ class Tiny:
         if self._model is None:
             self._model, _ = load_model(self.folder)
         pages = list(range(-(-len(token_ids) // PAGE_SIZE)))
-        pools = build_pools(self._model, num_pages=len(pages), num_slots=2)
+        kv_dtype = FP8 if "kv_cache_dtype" in self.options else None
+        pools = build_pools(self._model, num_pages=len(pages), num_slots=2, kv_dtype=kv_dtype)
         part = Part(pages=pages, start=0, length=len(token_ids), slot_in=0, slot_out=1)
         hidden = self._model(torch.tensor(token_ids), pools.context([part]))
         return self._model.compute_logits(hidden)

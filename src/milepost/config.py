@@ -21,6 +21,7 @@ from milepost.speculative_config import SpeculativeConfig, read_speculative_conf
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 GenerationConfig = Literal["auto", "none", "vllm"]
+KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 CacheMemory = Literal["auto", "shared", "split"]
 
 
@@ -62,6 +63,10 @@ class EngineConfig:
     """Tokens between states in `align` and `all`; a multiple of 64."""
     mamba_ssm_cache_dtype: DType = "auto"
     """Type of the recurrent states; `auto` is float32, or float64 for a float64 model."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Type of keys and values in the cache: `auto` is the model's, or float8 where the checkpoint's
+    quantization_config says so; `fp8` is `fp8_e4m3`, with the checkpoint's scales if it has some:
+    pages get half as large."""
     page_size: int = 64
     """Tokens in a KV page; a power of two from 16 to 1024."""
     num_pages: int | None = None

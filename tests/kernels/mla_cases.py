@@ -14,6 +14,7 @@ from milepost.kernels import mla
 from milepost.kernels.attention import rows_per_page
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import Chip
+from milepost.kernels.float8 import FP8, round_fp8
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch, build_pages
 
@@ -31,6 +32,8 @@ class Case:
     page_size: int = 16
     padding: int = 0
     """Tokens and sequences more than there are."""
+    has_float8: bool = False
+    """Latents are kept in it."""
 
 
 def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -42,11 +45,12 @@ def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") 
     ids = torch.randperm(sum(counts), generator=random).add_(1).split(counts)
     pages = [each.tolist() for each in ids]
     width = case.latent + case.shared
-    pool = build_pages(sum(counts) + 1, case.page_size, 1, width, dtype, device)[:, :1]
+    kept, scale = FP8 if case.has_float8 else dtype, torch.full((1,), 0.3, device=device)
+    pool = build_pages(sum(counts) + 1, case.page_size, 1, width, kept, device)[:, :1]
     for own, start in zip(pages, case.starts, strict=True):
         latents = torch.randn(start, width, generator=random).to(device, dtype)
         for page, rows in zip(own, latents.split(case.page_size), strict=False):
-            pool[page, 0, : len(rows), 0] = rows
+            pool[page, 0, : len(rows), 0] = round_fp8(rows / scale) if case.has_float8 else rows
     num_tokens, padded = sum(case.lengths), sum(case.lengths) + case.padding
     queries = torch.randn(num_tokens, case.heads, width + 2, generator=random)
     new = torch.randn(num_tokens, width + 5, generator=random)
@@ -70,11 +74,11 @@ def run(case: Case, chip: Chip | None, dtype: torch.dtype, device: str = "cpu") 
         queries, new = queries[:num_tokens], new[:num_tokens]
     kv_rows = torch.full((padded,), -1)
     kv_rows[:num_tokens] = torch.from_numpy(batch.kv_rows)
-    mla.store(new[:, :width], weight, 1e-6, pool, kv_rows.to(device), layout)
+    mla.store(new[:, :width], weight, 1e-6, pool, kv_rows.to(device), layout, scale)
     tables = torch.from_numpy(batch.tables).to(device)
     query = queries[..., : case.latent].contiguous()
     shared = queries[..., case.latent : width]
-    return mla.attend(query, shared, pool, tables, layout, 0.2)[:num_tokens]
+    return mla.attend(query, shared, pool, tables, layout, 0.2, scale)[:num_tokens]
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

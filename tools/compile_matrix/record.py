@@ -81,6 +81,7 @@ class Case:
     """Where nothing else differs from another case."""
     max_num_seqs: int = 64
     quantization: str | None = None
+    kv_dtype: torch.dtype | None = None
 
 
 _35B, _9B = "bench/models/hybrid-35b-a3b", "bench/models/hybrid-9b"
@@ -104,7 +105,12 @@ CASES: Sequence[Case] = (
         overrides={**_MAMBA2, "mamba_n_groups": 8, "mamba_n_heads": 64, "mamba_chunk_size": 128},
     ),
     Case(model="bench/models/kimi-linear-48b-a3b"),
+    Case(model="bench/models/kimi-linear-48b-a3b", kv_dtype=torch.float8_e4m3fn),
     Case(model=_35B, quantization="fp8"),
+    *(
+        Case(model=_35B, overrides=heads, only_attention=True, kv_dtype=torch.float8_e4m3fn)
+        for heads in ({}, {"head_dim": 128})
+    ),
     Case(model=_TINY),
     Case(model=_TINY, page_size=16),
 )
@@ -113,6 +119,7 @@ CI_CASES: Sequence[Case] = (
     Case(model=_35B),
     Case(model=_35B, page_size=16, only_attention=True),
     Case(model=_35B, quantization="fp8"),
+    Case(model=_35B, only_attention=True, kv_dtype=torch.float8_e4m3fn),
     Case(model=_TINY),
 )
 """The extremes: the widest heads and states, with pages as long as a block and far shorter; and the
@@ -208,6 +215,7 @@ def _run_steps(case: Case) -> None:
         page_size=case.page_size,
         dtype=kind.dtype,
         state_dtype=torch.float32,
+        kv_dtype=case.kv_dtype,
         num_record_rows=case.max_num_seqs,
         num_drafts=_NUM_DRAFTS if all(spec.takes_drafts for spec in model.layer_specs) else 0,
     )

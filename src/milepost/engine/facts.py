@@ -25,5 +25,7 @@ class Facts:
     """Whether pages and slots share one memory."""
     num_graphs: int
     """Captured steps."""
+    kv_dtype: str = ""
+    """Of keys and values, where it is not `dtype`."""
     model_type: str = ""
     """Of the model's configuration."""

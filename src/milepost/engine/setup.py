@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
@@ -24,10 +24,12 @@ from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError, KernelError
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import allow_hopper_kernels, describe, why_plain
+from milepost.kernels.float8 import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.models.identity import identify
 from milepost.models.loading import Head, load_config, load_model, resolve_dtype
+from milepost.models.quantization import has_fp8_kv
 from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.memory import MIN_UNITS, OneMemory, Sizes, TwoPools, free_bytes, share, split
@@ -69,7 +71,7 @@ def build(config: EngineConfig) -> Parts:
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer or folder, config.revision)
     device = _device(config.device)
-    model, _ = load_model(
+    model, whole = load_model(
         folder,
         dtype=_dtype(config, folder, device),
         device=device,
@@ -80,7 +82,8 @@ def build(config: EngineConfig) -> Parts:
     )
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
-    shape = _pool_shape(config, model, device)
+    kv_dtype = _kv_dtype(config, model.dtype, whole)
+    shape = _pool_shape(config, model, device, kv_dtype)
     fused = _fused(config, device, model, shape)
     sizes = _sizes(config, shape, device, fused.activations if fused else 0)
     cache = _cache(config, folder, shape, sizes)
@@ -112,6 +115,7 @@ def build(config: EngineConfig) -> Parts:
             device=_device_name(device),
             dtype=str(shape.dtype).removeprefix("torch."),
             state_dtype=str(shape.state_dtype).removeprefix("torch."),
+            kv_dtype="" if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
             weights_bytes=weights_bytes,
             page_bytes=shape.page_bytes,
             slot_bytes=shape.slot_bytes,
@@ -198,6 +202,7 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape) -> bytes:
         "dtype": str(shape.dtype),
         "quantization": config.quantization or "",
         "state_dtype": str(shape.state_dtype),
+        "kv_dtype": str(shape.dtype_of_kv),
         "page_size": config.page_size,
     }
     if not has_weights:
@@ -261,7 +266,26 @@ def _dtype(config: EngineConfig, folder: Path, device: torch.device) -> DType:
     return "float32" if own.itemsize < torch.float32.itemsize else "auto"
 
 
-def _pool_shape(config: EngineConfig, model: Decoder, device: torch.device) -> PoolShape:
+def _kv_dtype(
+    config: EngineConfig, dtype: torch.dtype, whole: PreTrainedConfig
+) -> torch.dtype | None:
+    """Of keys and values; None: the model's."""
+    asked = config.kv_cache_dtype
+    if asked == "auto":
+        return FP8 if has_fp8_kv(whole) else None
+    if asked == "bfloat16":
+        if dtype != torch.bfloat16:
+            raise ConfigError(
+                f"kv_cache_dtype='bfloat16' with a model in {str(dtype).removeprefix('torch.')}: "
+                "use 'auto' for the model's own type, or 'fp8'"
+            )
+        return None
+    return FP8
+
+
+def _pool_shape(
+    config: EngineConfig, model: Decoder, device: torch.device, kv_dtype: torch.dtype | None
+) -> PoolShape:
     state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     if config.mamba_ssm_cache_dtype != "auto":
         state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)
@@ -275,6 +299,7 @@ def _pool_shape(config: EngineConfig, model: Decoder, device: torch.device) -> P
         specs=model.layer_specs,
         page_size=config.page_size,
         dtype=model.dtype,
+        kv_dtype=kv_dtype,
         state_dtype=state_dtype,
         carried_size=model.carried_size,
         num_record_rows=config.max_num_seqs if num_drafts else 0,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from milepost.kernels import attention
 from milepost.kernels.attention import AttentionLayout, AttentionOperation, HeadNorm
 from milepost.layers.context import AttentionSpec, Context
+from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.norm import HeadNorms
 from milepost.layers.parameters import ParameterKind
@@ -77,6 +78,7 @@ class Attention(nn.Module):
             orders["q_proj"] = pairs.flatten()
         self.qkv_gate = Linear(shapes.hidden_size, sections, kind, bias=shapes.bias, orders=orders)
         self.out = Linear(query, ((names.out, shapes.hidden_size),), kind, bias=shapes.bias)
+        self.kv_scales = KVScales(num_kv_heads, kind)
         self.gate_size = query if shapes.has_gate else 0
         self.norms = None
         if shapes.norm != "none":
@@ -109,8 +111,9 @@ class Attention(nn.Module):
         query, projected = self._prepare(hidden, ctx, number, layout)
         gate = projected[:, -self.gate_size :] if self.gate_size else None
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
+        pages = ctx.kv[number], ctx.tables
         return self.out.partials(
-            attention.attend(query, gate, ctx.kv[number], ctx.tables, layout, scale)
+            attention.attend(query, gate, *pages, layout, scale, self.kv_scales.values)
         )
 
     def store(self, hidden: Tensor, ctx: Context, number: int) -> None:
@@ -131,5 +134,6 @@ class Attention(nn.Module):
             ctx.kv[number],
             ctx.step.kv_rows,
             layout,
+            self.kv_scales.values,
         )
         return query, projected

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from milepost.kernels import mla
 from milepost.kernels.mla import MLAOperation
 from milepost.layers.context import AttentionSpec, Context
+from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, fill_matrix, place_whole
@@ -64,6 +65,7 @@ class MLA(nn.Module):
         self.up_value = kind.empty(heads, shapes.value_dim, latent)
         out = (("o_proj", shapes.hidden_size),)
         self.out = Linear(heads * shapes.value_dim, out, kind)
+        self.kv_scales = KVScales(1, kind)
         self.operation = MLAOperation(
             num_heads=heads, latent_dim=latent, shared_dim=shapes.shared_dim
         )
@@ -78,13 +80,16 @@ class MLA(nn.Module):
         shapes, pool, layout = self.shapes, ctx.kv[number], ctx.step.layouts[self.operation]
         projected = self.projection(hidden, lets_next_start=ctx.decodes)
         latents = projected[:, shapes.num_heads * shapes.key_dim :]
-        mla.store(latents, self.norm_weight, _NORM_EPS, pool, ctx.step.kv_rows, layout)
+        # A latent makes keys and values, and has the keys' scale.
+        kv_scale, *_ = self.kv_scales.values
+        mla.store(latents, self.norm_weight, _NORM_EPS, pool, ctx.step.kv_rows, layout, kv_scale)
         queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
         own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
         # Heads are a batch of products; tokens stay the outer dimension in memory.
         query = own.new_empty(*own.shape[:2], shapes.latent_dim)
         torch.bmm(own.transpose(0, 1), self.up_key, out=query.transpose(0, 1))
-        attended = mla.attend(query, shared, pool, ctx.tables, layout, shapes.key_dim**-0.5)
+        scale = shapes.key_dim**-0.5
+        attended = mla.attend(query, shared, pool, ctx.tables, layout, scale, kv_scale)
         output = own.new_empty(*own.shape[:2], shapes.value_dim)
         torch.bmm(attended.transpose(0, 1), self.up_value.mT, out=output.transpose(0, 1))
         return self.out.partials(output.flatten(1))

@@ -23,7 +23,13 @@ from milepost.models.architecture import HEAD, Architecture
 from milepost.models.decoder import Decoder
 from milepost.models.folder import find_folder
 from milepost.models.head import check_head, why_no_head
-from milepost.models.quantization import SKIPPED, Quantization, on_the_fly, read_quantization
+from milepost.models.quantization import (
+    SKIPPED,
+    Quantization,
+    on_the_fly,
+    quantization_settings,
+    read_quantization,
+)
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
 from milepost.models.weights import WeightFiles, fill_from_files
 
@@ -198,9 +204,7 @@ def _find_forms(
     config: PreTrainedConfig, method: str | None, names: Container[str], *, has_files: bool
 ) -> Quantization | None:
     """The forms of quantised weights; None for a raw checkpoint that stays so."""
-    # Of a multimodal checkpoint it is set on the outer configuration.
-    own = getattr(config, "quantization_config", None)
-    own = own or getattr(config.get_text_config(), "quantization_config", None)
+    own = quantization_settings(config)
     if not own:
         return None if method is None else on_the_fly(method)
     if method not in (None, own.get("quant_method")):

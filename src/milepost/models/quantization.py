@@ -12,6 +12,8 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp8Precision, Int4Precision
 from milepost.layers.weights import RAW, Precision
@@ -19,8 +21,9 @@ from milepost.layers.weights import RAW, Precision
 Rule = Callable[[str], bool]
 Form = Fp8Precision | Int4Precision
 
-SKIPPED = (r".*\.[qkv]_scale$", r".*\.kv_scale$")
-"""Scales of quantised KV, which is kept in the model's type."""
+SKIPPED = (r".*\.[qkv]_scale$", r".*\.kv_scale$", r".*\.prob_scale$")
+"""Scales of what attention multiplies, but for those of KV that have a place (see
+`layers.kv_scales`)."""
 _STAY_RAW = re.compile(
     r"(.*\.)?(lm_head|embed_tokens|gate|router|shared_expert_gate|in_proj_(a|b|ba)|[abfg]_(a_|b_)?"
     r"proj|dt_proj|x_proj)$"
@@ -83,6 +86,28 @@ def on_the_fly(method: str) -> Quantization:
     return Quantization((_Group(Fp8Precision(strategy="none")),), is_left, has_files=True)
 
 
+def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """The configuration's `quantization_config`; empty if it has none. Of a multimodal checkpoint
+    it is set on the outer one."""
+    own = getattr(config, "quantization_config", None)
+    return own or getattr(config.get_text_config(), "quantization_config", None) or {}
+
+
+def has_fp8_kv(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint is made for KV in float8; raises UnsupportedModelError for KV in what
+    is not supported."""
+    scheme = quantization_settings(config).get("kv_cache_scheme")
+    if not scheme:
+        return False
+    kind = scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy", "tensor")
+    if kind != ("float", 8, "tensor") or scheme.get("dynamic"):
+        raise UnsupportedModelError(
+            f"kv_cache_scheme={dict(scheme)} is not supported; supported is float with 8 bits, "
+            "by tensor, not dynamic (kv_cache_dtype='bfloat16' keeps KV in the model's type)"
+        )
+    return True
+
+
 def read_quantization(
     settings: Mapping[str, Any], names: Container[str], *, has_files: bool
 ) -> Quantization:
@@ -135,7 +160,7 @@ def _read_compressed(settings: Mapping[str, Any]) -> Read:
                 "engine has no kernels for: use the FP8 or 4-bit integer checkpoint)"
             )
         groups.append(_Group(form, _targets(group.get("targets") or ["Linear"])))
-    if not groups:
+    if not groups and not settings.get("kv_cache_scheme"):
         raise UnsupportedModelError("quantization_config has no config_groups")
     if settings.get("quantization_status", "compressed") != "compressed":
         _want(settings, "quantization_status", "compressed")

@@ -8,6 +8,7 @@ filled, or loading fails.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,14 +133,15 @@ def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> i
     _check_fits(file, name, tensors, placement)
     view = tensors.get_slice(name)
     tensor = view[placement.part] if placement.part else tensors.get_tensor(name)
-    placement.store(tensor)
+    # A single number may have no dimension, or some of one.
+    placement.store(tensor if tensor.numel() != 1 else tensor.view(placement.shape))
     return tensor.nbytes
 
 
 def _check_fits(file: Path, name: str, tensors: safe_open, placement: Placement) -> None:
     view = tensors.get_slice(name)
     shape, dtype = tuple(view.get_shape()), view.get_dtype()
-    if shape != placement.shape:
+    if shape != placement.shape and (math.prod(shape), math.prod(placement.shape)) != (1, 1):
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(shape)}, the model needs "
             f"{list(placement.shape)}; the checkpoint doesn't fit its config.json"

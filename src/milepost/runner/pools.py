@@ -51,6 +51,8 @@ class PoolShape:
     """Requests whose drafts are recorded at a time, in every recurrent layer."""
     num_drafts: int = 0
     """Of each, at most."""
+    kv_dtype: torch.dtype | None = None
+    """Of keys and values, where it is not `dtype`."""
 
     @property
     def attention(self) -> list[AttentionSpec]:
@@ -93,6 +95,10 @@ class PoolShape:
         return (len(layers), spec.rows_each, self.page_size, spec.num_kv_heads, spec.head_dim)
 
     @property
+    def dtype_of_kv(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page and of what lies beside it."""
         return self.kv_bytes + self.conv_bytes
@@ -105,7 +111,7 @@ class PoolShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one page in all attention layers."""
-        return prod(self.page_shape) * self.dtype.itemsize if self.attention else 0
+        return prod(self.page_shape) * self.dtype_of_kv.itemsize if self.attention else 0
 
     @property
     def record_bytes(self) -> int:
@@ -209,7 +215,7 @@ def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.
 
     kv, conv, recurrent, beside, carried = None, None, None, None, None
     if shape.attention:
-        kv = allocate_zeros(shape.dtype, num_pages, *shape.page_shape)
+        kv = allocate_zeros(shape.dtype_of_kv, num_pages, *shape.page_shape)
     if shape.convolutions:
         size = (len(shape.convolutions), num_pages + 1)
         beside = allocate_zeros(shape.dtype, *size, *shape.convolutions[0].conv_shape)

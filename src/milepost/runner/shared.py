@@ -54,7 +54,7 @@ def unit_of(shape: PoolShape, pages_each: int) -> Unit:
     """The smallest unit of so many pages that holds a slot too."""
     num_layers = len(shape.recurrent)
     slot_bytes = num_layers * sum(_state_bytes(shape)) + _carried_bytes(shape)
-    row_bytes = prod(shape.page_shape[-2:]) * shape.dtype.itemsize
+    row_bytes = prod(shape.page_shape[-2:]) * shape.dtype_of_kv.itemsize
     least = max(shape.page_bytes, -(-slot_bytes // pages_each))
     return Unit(pages_each=pages_each, page_stride=_round_up(least, lcm(row_bytes, _ALIGNMENT)))
 
@@ -83,7 +83,7 @@ def allocate_shared(
         (conv_bytes, unit.num_bytes),
     )
     pages = num_slots * pages_each, *shape.page_shape
-    kv = _view(memory, shape.dtype, pages, (unit.page_stride,))
+    kv = _view(memory, shape.dtype_of_kv, pages, (unit.page_stride,))
     return by_layer(shape, kv, conv, recurrent, carried=_carried(shape, memory, unit))
 
 

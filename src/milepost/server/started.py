@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from milepost.engine.facts import Facts
 from milepost.server.service import Service
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -22,7 +23,7 @@ def describe(service: Service) -> list[tuple[str, str]]:
     names = ", ".join(service.names)
     rows = [
         ("model", f"{names}, up to {info.max_model_len:,} tokens"),
-        ("device", f"{facts.device}, {facts.dtype}, recurrent states in {facts.state_dtype}"),
+        ("device", f"{facts.device}, {facts.dtype}, {_kept(facts)}"),
         ("memory", f"weights {size(facts.weights_bytes)}, cache {size(facts.cache_bytes)}"),
         ("pages", pages),
         ("state slots", slots),
@@ -31,6 +32,11 @@ def describe(service: Service) -> list[tuple[str, str]]:
     if facts.num_graphs:
         rows.insert(2, ("graphs", f"{facts.num_graphs} captured steps"))
     return rows
+
+
+def _kept(facts: Facts) -> str:
+    kv = f"KV in {facts.kv_dtype}, " if facts.kv_dtype else ""
+    return f"{kv}recurrent states in {facts.state_dtype}"
 
 
 def size(num_bytes: float) -> str:

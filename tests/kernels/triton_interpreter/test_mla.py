@@ -29,6 +29,13 @@ def test_it_matches_the_reference(name: str) -> None:
     assert relative_error(run(case, CHIP, torch.float32), expected) < 5e-6
 
 
+@pytest.mark.parametrize("name", ["one_head", "mixed"])
+def test_latents_in_float8(name: str) -> None:
+    case = replace(CASES[name], has_float8=True)
+    expected = run(case, None, torch.float32)
+    assert relative_error(run(case, CHIP, torch.float32), expected) < 5e-6
+
+
 def test_half_precision() -> None:
     case = CASES["mixed"]
     expected = run(case, None, torch.float32)

@@ -204,7 +204,8 @@ def _launch(
     # TMA moves boxes: a block must lie in one page, and no wider than the head.
     boxed = chip.has_tma and page_size >= shape.block
     boxed = boxed and block_e == head_dim and len(kv) < MAX_ROWS
-    in_words = is_float8 and has_fp8(chip) and rows < _MOST_IN_WORDS and block_e == head_dim >= 64
+    is_native = is_float8 and has_fp8(chip)
+    in_words = is_native and rows < _MOST_IN_WORDS and block_e == head_dim >= 64
     _attend_kernel[(num_kv_heads, len(work))](
         query,
         gate,
@@ -224,7 +225,7 @@ def _launch(
         _stride(gate),
         tables.stride(0),
         BOXED=boxed,
-        NATIVE=has_fp8(chip),
+        NATIVE=is_native,
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

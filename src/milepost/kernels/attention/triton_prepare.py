@@ -37,6 +37,7 @@ def prepare(
     num_tokens = len(projected)
     _, _, page_size, num_kv_heads, head_dim = pool.shape
     cosines, sines = angles or (None, None)
+    is_float8 = pool.dtype == FP8
     query = projected.new_empty(num_tokens, num_heads, head_dim)
     tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
     grid = (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
@@ -47,7 +48,7 @@ def prepare(
         sines,
         kv_rows,
         as_bytes(pool),
-        kv_scales if pool.dtype == FP8 else None,
+        kv_scales if is_float8 else None,
         query,
         eps,
         num_tokens,
@@ -61,7 +62,7 @@ def prepare(
         HALF=0 if cosines is None else cosines.shape[-1],
         BLOCK_E=triton.next_power_of_2(head_dim),
         TOKENS=tokens,
-        NATIVE=has_fp8(probe(projected.device)),
+        NATIVE=is_float8 and has_fp8(probe(projected.device)),
         num_warps=1 if tokens == 1 else _NUM_WARPS,
         **OVERLAPPED,
     )

@@ -76,13 +76,14 @@ def store(
     pool: Tensor,
     kv_rows: Tensor,
     layout: AttentionLayout,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Norm and write: see `reference.store`. `kv_rows` [T] are the step's."""
     if isinstance(layout, AttentionRows):
-        return reference.store(projected, norm_weight, eps, pool, layout)
+        return reference.store(projected, norm_weight, eps, pool, layout, kv_scale)
     from milepost.kernels.mla import triton_store
 
-    return triton_store.store(projected, norm_weight, eps, pool, kv_rows)
+    return triton_store.store(projected, norm_weight, eps, pool, kv_rows, kv_scale)
 
 
 def attend(
@@ -92,11 +93,12 @@ def attend(
     tables: Tensor | None,
     layout: AttentionLayout,
     scale: float,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """Attend to pages: see `reference.attend`. `tables` are those on the device, which items name
     rows of."""
     if isinstance(layout, AttentionRows):
-        return reference.attend(query, shared_query, pool, layout, scale)
+        return reference.attend(query, shared_query, pool, layout, scale, kv_scale)
     from milepost.kernels.mla import triton
 
-    return triton.attend(query, shared_query, pool, tables, layout, scale)
+    return triton.attend(query, shared_query, pool, tables, layout, scale, kv_scale)

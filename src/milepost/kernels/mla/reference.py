@@ -15,55 +15,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.attention.pages import as_rows
-from milepost.kernels.attention.reference import AttentionRows, Decodes, Prefill, attend_in_tiles
+from milepost.kernels.attention.pages import as_rows, read_rows, write_rows
+from milepost.kernels.attention.reference import AttentionRows, Decodes, attend_in_tiles
 from milepost.kernels.precision import cast
 
 
 def store(
-    projected: Tensor, norm_weight: Tensor, eps: float, pool: Tensor, rows: AttentionRows
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    pool: Tensor,
+    rows: AttentionRows,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Write the latents `projected` [T, E], the first R entries normed with `norm_weight` [R], of
-    the tokens that `rows` names to their rows of `pool`."""
+    the tokens that `rows` names to their rows of `pool`. `kv_scale` [1] is of latents in float8."""
     size = len(norm_weight)
     kept = projected.index_select(0, rows.tokens)
     latent = cast(kept[:, :size], norm_weight.dtype)
     normed = F.rms_norm(latent, (size,), norm_weight, eps)
     latents = torch.cat((cast(normed, kept.dtype), kept[:, size:]), -1)
-    as_rows(pool)[:, 0].index_copy_(0, rows.kv_rows, latents)
+    write_rows(as_rows(pool), rows.kv_rows, latents[:, None], kv_scale)
 
 
 def attend(
-    query: Tensor, shared_query: Tensor, pool: Tensor, rows: AttentionRows, scale: float
+    query: Tensor,
+    shared_query: Tensor,
+    pool: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """Attend from `query` [T, H, R] and `shared_query` [T, H, P] to the pages of `pool`; returns
-    [T, H, R]."""
+    [T, H, R]. `kv_scale` as in `store`."""
     size, whole = query.shape[-1], torch.cat((query, shared_query), -1)
     parts, num_decodes = [], 0
     if rows.decodes is not None:
         num_decodes = len(rows.decodes.mask)
-        parts.append(_decode(whole[:num_decodes], size, pool, rows.decodes, scale))
+        keys = read_rows(as_rows(pool), rows.decodes.kv_rows, query.dtype, kv_scale)[:, 0]
+        parts.append(_decode(whole[:num_decodes], size, keys, rows.decodes, scale))
     for each in rows.prefills:
         first = num_decodes + each.first
-        parts.append(_prefill(whole[first : first + each.length], size, pool, each, scale))
+        keys = read_rows(as_rows(pool), each.kv_rows, query.dtype, kv_scale)[:, 0]
+        parts.append(_prefill(whole[first : first + each.length], size, keys, each.start, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(query: Tensor, size: int, pool: Tensor, rows: Decodes, scale: float) -> Tensor:
-    """`query` [D, H, E], returns [D, H, R]: heads stand where more queries would."""
-    keys = as_rows(pool)[:, 0].index_select(0, rows.kv_rows).view(len(query), 1, -1, pool.shape[-1])
+def _decode(query: Tensor, size: int, keys: Tensor, rows: Decodes, scale: float) -> Tensor:
+    """`query` [D, H, E] and `keys` [D * L, E], returns [D, H, R]: heads stand where more queries
+    would."""
+    keys = keys.view(len(query), 1, -1, keys.shape[-1])
     attended = F.scaled_dot_product_attention(
         query[:, None], keys, keys[..., :size], attn_mask=rows.mask, scale=scale
     )
     return attended[:, 0]
 
 
-def _prefill(query: Tensor, size: int, pool: Tensor, rows: Prefill, scale: float) -> Tensor:
-    """`query` [length, H, E] of one sequence, returns [length, H, R]."""
-    keys = as_rows(pool)[:, 0].index_select(0, rows.kv_rows)[None, None]
+def _prefill(query: Tensor, size: int, keys: Tensor, start: int, scale: float) -> Tensor:
+    """`query` [length, H, E] of one sequence and its `keys` [start + length, E], returns [length,
+    H, R]."""
+    keys = keys[None, None]
     queries = query.transpose(0, 1)[None]
     output = query.new_empty(*query.shape[:2], size)
-    attend_in_tiles(
-        queries, keys, keys[..., :size], rows.start, scale, output.transpose(0, 1)[None]
-    )
+    attend_in_tiles(queries, keys, keys[..., :size], start, scale, output.transpose(0, 1)[None])
     return output

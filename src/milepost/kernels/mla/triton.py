@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.attention.items import AttentionItems
-from milepost.kernels.attention.pages import as_rows, rows_per_page
+from milepost.kernels.attention.pages import as_bytes, as_rows, rows_per_page
 from milepost.kernels.attention.triton import combine
 from milepost.kernels.device import Chip, probe
+from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.triton_float8 import decode, has_fp8
 
 _LOG2_E = 1.4426950408889634
 
@@ -57,6 +59,7 @@ def attend(
     tables: Tensor,
     items: AttentionItems,
     scale: float,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """As `reference.attend`; `query` is contiguous, rows of tokens that are in no item hold
     anything."""
@@ -65,6 +68,7 @@ def attend(
     partials = query.new_empty(items.num_partials, num_heads, latent_dim, dtype=torch.float32)
     lse = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
     shared_dim, chip = shared_query.shape[-1], probe(query.device)
+    is_float8 = pool.dtype == FP8
     for work, rows in ((items.wide, items.wide_rows), (items.narrow, items.narrow_rows)):
         if not len(work):
             continue
@@ -73,7 +77,8 @@ def attend(
             query,
             shared_query,
             output,
-            as_rows(pool),
+            as_bytes(as_rows(pool)),
+            kv_scale if is_float8 else None,
             tables,
             work,
             items.bases,
@@ -92,6 +97,7 @@ def attend(
             PAGE_SIZE=pool.shape[2],
             ROWS=rows,
             BLOCK=shape.block,
+            NATIVE=is_float8 and has_fp8(chip),
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             **OVERLAPPED,
@@ -109,6 +115,7 @@ def _attend_kernel(
     shared_query,
     output,
     latents,
+    kv_scale,
     tables,
     items,
     bases,
@@ -127,6 +134,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One item: ROWS = tokens * HEADS query rows."""
     let_next_start()
@@ -156,10 +164,20 @@ def _attend_kernel(
     p_shared = shared_query + (token * shared_stride + head * shared_head_stride)[:, None]
     b_sq = tl.load(p_shared + o_p[None, :], is_held[:, None] & (o_p < SHARED)[None, :], 0.0)
 
+    value_scale = 1.0
+    FLOAT8: tl.constexpr = kv_scale is not None
+    if FLOAT8:
+        # Float16 holds what float8 holds; where a chip has no float8, it holds it over 256.
+        value_scale = tl.load(kv_scale) * (1.0 if NATIVE else 256.0)
+        scale *= value_scale
+        if query.dtype.element_ty == tl.bfloat16:
+            b_q = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+            b_sq = tl.clamp(b_sq.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_R], tl.float32)
-    sizes: tl.constexpr = (LATENT, SHARED, BLOCK_R, BLOCK_P, PAGE_SIZE, BLOCK)
+    sizes: tl.constexpr = (LATENT, SHARED, BLOCK_R, BLOCK_P, PAGE_SIZE, BLOCK, FLOAT8, NATIVE)
     pages = latents, table, end, page_rows
     # All rows see all of the blocks before this place.
     masked = begin + tl.maximum(tl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
@@ -170,7 +188,7 @@ def _attend_kernel(
 
     # A row that has seen nothing has an m of -inf and an acc of 0: no share of the sum.
     l = tl.where(l == 0.0, 1.0, l)
-    acc = acc / l[:, None]
+    acc = acc / l[:, None] * value_scale
     if ordinal < 0:
         tl.store(output + at, acc.to(output.dtype.element_ty), held)
     else:
@@ -208,8 +226,11 @@ def _step(
     inside = o_kv < end
     page = tl.load(table + o_kv // PAGE_SIZE, inside, 0).to(tl.int64)
     p_row = latents + ((page * page_rows + o_kv % PAGE_SIZE) * (LATENT + SHARED))[:, None]
-    b_c = tl.load(p_row + o_r[None, :], inside[:, None] & (o_r < LATENT)[None, :], 0.0)
-    b_p = tl.load(p_row + LATENT + o_p[None, :], inside[:, None] & (o_p < SHARED)[None, :], 0.0)
+    b_c = tl.load(p_row + o_r[None, :], inside[:, None] & (o_r < LATENT)[None, :], 0)
+    b_p = tl.load(p_row + LATENT + o_p[None, :], inside[:, None] & (o_p < SHARED)[None, :], 0)
+    if SIZES[6]:
+        b_c = decode(b_c, SIZES[7]).to(b_q.dtype)
+        b_p = decode(b_p, SIZES[7]).to(b_q.dtype)
     b_s = tl.dot(b_q, tl.trans(b_c), input_precision="ieee")
     b_s = tl.dot(b_sq, tl.trans(b_p), b_s, input_precision="ieee")
     if MASKED:

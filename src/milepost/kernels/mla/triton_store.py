@@ -9,26 +9,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.attention.pages import as_bytes
+from milepost.kernels.device import probe
+from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.triton_float8 import encode, has_fp8
 
 
 def store(
-    projected: Tensor, norm_weight: Tensor, eps: float, pool: Tensor, kv_rows: Tensor
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    pool: Tensor,
+    kv_rows: Tensor,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """As `reference.store`; `kv_rows` [T] int64 say where each token's latent goes, -1 for
     nowhere."""
     size, width = len(norm_weight), pool.shape[-1]
+    is_float8 = pool.dtype == FP8
     _store_kernel[(len(projected),)](
         projected,
         norm_weight,
         kv_rows,
-        pool,
+        as_bytes(pool),
+        kv_scale if is_float8 else None,
         eps,
         projected.stride(0),
         LATENT=size,
         SHARED=width - size,
         BLOCK_R=triton.next_power_of_2(size),
         BLOCK_P=triton.next_power_of_2(max(1, width - size)),
+        NATIVE=is_float8 and has_fp8(probe(projected.device)),
         num_warps=1,
         **OVERLAPPED,
     )
@@ -40,12 +52,14 @@ def _store_kernel(
     norm_weight,
     kv_rows,
     pool,
+    kv_scale,
     eps,
     stride,
     LATENT: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One token."""
     let_next_start()
@@ -61,6 +75,11 @@ def _store_kernel(
     b_r = tl.load(p_token + o_r, is_r, 0).to(tl.float32)
     b_p = tl.load(p_token + LATENT + o_p, is_p, 0)
     b_r = b_r * tl.rsqrt(tl.sum(b_r * b_r) / LATENT + eps) * b_weight
+    b_r = b_r.to(b_p.dtype)
+    if kv_scale is not None:
+        scale = tl.load(kv_scale)
+        b_r = encode(tl.div_rn(b_r.to(tl.float32), scale), NATIVE)
+        b_p = encode(tl.div_rn(b_p.to(tl.float32), scale), NATIVE)
     p_row = pool + row * (LATENT + SHARED)
-    tl.store(p_row + o_r, b_r.to(pool.dtype.element_ty), is_r)
-    tl.store(p_row + LATENT + o_p, b_p.to(pool.dtype.element_ty), is_p)
+    tl.store(p_row + o_r, b_r, is_r)
+    tl.store(p_row + LATENT + o_p, b_p, is_p)

@@ -1,0 +1,50 @@
+"""Scales of KV in float8, as checkpoints have them: one for a layer's keys and one for its values.
+
+Legend: G KV heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from milepost.errors import WeightsError
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import Placement, Placements
+
+_NAMES = {
+    0: ("k_scale", "k_proj.k_scale", "k_proj.output_scale"),
+    1: ("v_scale", "v_proj.v_scale", "v_proj.output_scale"),
+}
+"""What makers of checkpoints call them, beside an attention's projections."""
+
+
+class KVScales(nn.Module):
+    """`values` [2, G], of keys and values; 1 where the checkpoint has none."""
+
+    def __init__(self, num_kv_heads: int, kind: ParameterKind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.values = kind.empty_precise(2, num_kv_heads)
+        self.values.data.fill_(1)
+
+    def placements(self) -> Placements:
+        places: Placements = {}
+        for row, names in _NAMES.items():
+            name = next(filter(self.kind.has, names), None)
+            if name is not None:
+                full = self.kind.full(name)
+                places[full] = Placement((1,), partial(_store, full, self.values.data[row]))
+        return places
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
+        """Dummy keys and values are small enough as they are."""
+        self.values.data.fill_(1)
+
+
+def _store(name: str, row: Tensor, scale: Tensor) -> None:
+    if not (scale.isfinite().all() and (scale > 0).all()):
+        raise WeightsError(f"tensor {name!r} is {scale.item()}; a scale is a number above 0")
+    row.copy_(scale.to(row.device, row.dtype).expand_as(row))
