@@ -14,6 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.quantised import quantise_fp8
 from tests.checkpoints import save
+from tests.mtp import add_head
 
 Tensors = dict[str, Tensor]
 Quantise = Callable[[Tensor], tuple[Tensors, Tensor]]
@@ -169,6 +170,7 @@ def write(
     form: str,
     *,
     left: Callable[[str], bool] = lambda _: False,
+    has_head: bool = False,
     **sizes: Any,
 ) -> tuple[Path, Path]:
     """Two checkpoints of an architecture: a quantised one, and a raw one of the values that it
@@ -176,6 +178,8 @@ def write(
     quantise, settings = FORMATS[form]
     stored_folder, meant_folder = folder / "stored", folder / "meant"
     save(name, meant_folder, **(SIZES | sizes))
+    if has_head:
+        add_head(meant_folder)
     stored, meant = {}, {}
     for key, tensor in _one_by_one(load_file(meant_folder / "model.safetensors")).items():
         path, _, kind = key.rpartition(".")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels import norm
+from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.quantised import Fp8Precision
 from milepost.layers.quantised.fp8 import Fp8Stack
@@ -27,6 +28,7 @@ from milepost.models.quantization import read_quantization
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
 from tests.batches import Part, build_pools
+from tests.models.test_mtp import drafted
 from tests.numbers import relative_error
 from tests.quantised import EXPERTS, FORMATS, write
 
@@ -98,7 +100,7 @@ class RoundingExperts(RawExperts):
         return output.unsqueeze(1)
 
 
-def load_meant(folder: Path, stored: Path, rounding: Raw) -> Any:
+def load_meant(folder: Path, stored: Path, rounding: Raw, *, has_head: bool = False) -> Any:
     """The raw checkpoint, with activations rounded where the stored one is quantised."""
     config, files = load_config(folder), WeightFiles(folder)
     settings = json.loads((stored / "config.json").read_text())["quantization_config"]
@@ -112,7 +114,8 @@ def load_meant(folder: Path, stored: Path, rounding: Raw) -> Any:
         ),
     )
     architecture = find_architecture(config.model_type)
-    model = architecture.decoder(config.get_text_config(), kind, is_tied=False)
+    text = config.get_text_config()
+    model = architecture.decoder(text, kind, is_tied=False, has_head=has_head)
     fill_from_files(model, files, architecture.skipped)
     return model
 
@@ -162,6 +165,38 @@ def test_layers_that_a_checkpoint_left_raw_stay_so(tmp_path: Path) -> None:
         **EXPERTS,
     )
     assert relative_error(logits(load_model(stored)[0]), logits(load_model(meant)[0])) < 1e-4
+
+
+HEADS: dict[str, tuple[str, str, Callable[[str], bool], dict[str, Any]]] = {
+    "as the rest, but for one projection": ("qwen3_5", "packed", lambda path: path == "mtp.fc", {}),
+    "raw": ("qwen3_5_moe", "gptq", lambda path: path.startswith("mtp."), EXPERTS),
+    "alone": ("qwen3_5", "awq", lambda path: not path.startswith("mtp."), {}),
+    "experts": ("qwen3_next", "fp8-blocks", lambda path: path == "mtp.fc", EXPERTS),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_has_a_precision_of_its_own(case: str, tmp_path: Path) -> None:
+    name, form, left, sizes = HEADS[case]
+    stored, meant = write(name, tmp_path, form, left=left, has_head=True, **sizes)
+    model, _ = load_model(stored, dtype="float64", head="mtp")
+    expected = load_meant(meant, stored, ROUNDINGS.get(form, Raw()), has_head=True)
+    (_, logits), (_, wanted) = (drafted(each, TOKENS, [0, 69]) for each in (model, expected))
+    assert relative_error(logits, wanted) < 1e-4
+
+
+def test_a_dense_head_of_a_mixture_may_be_quantised(tmp_path: Path) -> None:
+    """Which kind it is shows from its tensors' names alone."""
+    stored, _ = write("qwen3_5_moe", tmp_path, "gptq", **EXPERTS, has_head=True)
+    config = json.loads((stored / "config.json").read_text())
+    dense, _ = write("qwen3_5", tmp_path / "dense", "gptq", has_head=True)
+    tensors, others = (load_file(each / "model.safetensors") for each in (stored, dense))
+    tensors = {key: each for key, each in tensors.items() if not key.startswith("mtp.")}
+    tensors |= {key: each for key, each in others.items() if key.startswith("mtp.")}
+    save_file(tensors, stored / "model.safetensors")
+    (stored / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    model, _ = load_model(stored, head="mtp")
+    assert isinstance(model.mtp.layer.blocks[1].parts[0], MLP)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
