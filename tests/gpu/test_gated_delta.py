@@ -14,6 +14,7 @@ from tests.kernels.mixers import (
     SPACING,
     Batch,
     Shapes,
+    assert_pools_match,
     captured_prefill,
     expected_decode,
     expected_prefill,
@@ -50,8 +51,7 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: i
     assert relative_error(output[:32], expected) < TOLERANCES[dtype]
     assert (output[32] == 0).all()
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
-    states = ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9)
-    assert relative_error(*states) < 1e-5
+    assert_pools_match(ours, pools, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -69,8 +69,7 @@ def test_prefill_matches_reference(
     output = fused_prefill(projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
-    states = ours.recurrent.nan_to_num(9), pools.recurrent.nan_to_num(9)
-    assert relative_error(*states) < TOLERANCES[dtype]
+    assert_pools_match(ours, pools, TOLERANCES[dtype])
 
 
 def test_export_equals_prefill_that_ends_there() -> None:
