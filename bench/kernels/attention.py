@@ -119,8 +119,8 @@ class Step:
         shape = (num_pages, num_rows + padding, case.num_kv_heads, HEAD_DIM)
         kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         layers = torch.empty(shape, dtype=case.kv_dtype, device="cuda")
-        for page in layers:
-            page.copy_(torch.randn(shape[1:], **kind))
+        for part in layers.split(1024):
+            part.copy_(torch.randn(part.shape, **kind))
         self.pools = layers[:, :num_rows].unflatten(1, (count, 2, PAGE_SIZE)).unbind(1)
         self.kv_scales = torch.ones(2, case.num_kv_heads, device="cuda")
         columns = (2 * HEADS + 2 * case.num_kv_heads) * HEAD_DIM

@@ -15,7 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.attention.reference import turn
-from milepost.layers.rotary import Rotary, num_positions
+from milepost.layers.rotary import Rotary, num_positions, run_up_to
 
 THETA = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 SCALED = {"factor": 4.0, "original_max_position_embeddings": 256}
@@ -27,6 +27,13 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "rope_type": "llama3",
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
+        **SCALED,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.01 * i for i in range(16)],
+        "long_factor": [1.0 + 0.3 * i for i in range(16)],
         **SCALED,
     },
 }
@@ -48,7 +55,10 @@ def sizes(parameters: dict[str, Any]) -> dict[str, Any]:
 def test_turn_matches_transformers(name: str) -> None:
     config = Qwen3NextConfig(**sizes(PARAMETERS[name]))
     heads = torch.randn(len(POSITIONS), 3, 64, generator=torch.Generator().manual_seed(0))
-    cosines, sines = Qwen3NextRotaryEmbedding(config)(heads, POSITIONS[None])
+    theirs = Qwen3NextRotaryEmbedding(config)
+    # Of some types angles depend on how long the prompt is: ours are those of the longest.
+    theirs(heads, torch.tensor([[num_positions(config) - 1]]))
+    cosines, sines = theirs(heads, POSITIONS[None])
     expected, _ = apply_rotary_pos_emb(heads[None], heads[None], cosines, sines, unsqueeze_dim=2)
     turned = turn(heads, *Rotary(config, CPU).angles(POSITIONS, torch.float32))
     torch.testing.assert_close(turned, expected[0], rtol=0, atol=1e-6)
@@ -67,7 +77,11 @@ def test_text_in_a_multimodal_model_turns_plainly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("default", 1024), ("linear", 4096), ("yarn", 1024), ("llama3", 1024)]
+    ("name", "expected"),
+    [
+        *(("default", 1024), ("linear", 4096), ("yarn", 1024), ("llama3", 1024)),
+        *(("dynamic", 4096), ("longrope", 1024)),
+    ],
 )
 def test_scaling_says_how_far_positions_reach(name: str, expected: int) -> None:
     assert num_positions(Qwen3NextConfig(**sizes(PARAMETERS[name]))) == expected
@@ -95,7 +109,42 @@ def test_the_table_holds_every_position(name: str) -> None:
         rotary.look_up(torch.tensor([last + 1]), torch.float32)
 
 
-def test_frequencies_that_depend_on_the_length_are_refused() -> None:
-    config = Qwen3NextConfig(**sizes({"rope_type": "dynamic", "factor": 2.0}))
-    with pytest.raises(UnsupportedModelError, match="dynamic"):
+FAR = torch.tensor([262_143, 262_144, 500_000, 1_000_000, 1_048_575])
+
+
+@pytest.mark.parametrize("name", ["linear", "yarn", "dynamic", "longrope"])
+def test_positions_past_the_configured_maximum_match_transformers(name: str) -> None:
+    """A million of them, of a model that was trained on 262,144."""
+    stretched = name == "longrope"
+    own = 1_048_576 if stretched else 262_144
+    parameters = PARAMETERS[name] | {"original_max_position_embeddings": 262_144}
+    if name in ("linear", "dynamic"):
+        del parameters["original_max_position_embeddings"]
+    config = Qwen3NextConfig(**sizes(parameters) | {"max_position_embeddings": own})
+    rotary = Rotary(config, CPU)
+    assert num_positions(config) == 1_048_576
+    cosines, sines = Qwen3NextRotaryEmbedding(config)(torch.zeros(1), FAR[None])
+    ours = rotary.angles(FAR, torch.float32)
+    torch.testing.assert_close(ours[0][:, 0], cosines[0, :, :16], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours[1][:, 0], sines[0, :, :16], rtol=0, atol=1e-6)
+
+
+def test_longrope_that_is_run_for_no_more_than_its_original_length_uses_short_factors() -> None:
+    config, whole = (Qwen3NextConfig(**sizes(PARAMETERS["longrope"])) for _ in range(2))
+    expected = Qwen3NextRotaryEmbedding(whole)
+    run_up_to(config, 256)
+    rotary = Rotary(config, CPU)
+    assert num_positions(config) == 256
+    torch.testing.assert_close(rotary.frequencies, expected.inv_freq)
+    assert rotary.scale == Rotary(whole, CPU).scale > 1
+    assert not torch.equal(rotary.frequencies, Rotary(whole, CPU).frequencies)
+    longer = Qwen3NextConfig(**sizes(PARAMETERS["longrope"]))
+    run_up_to(longer, 257)
+    assert num_positions(longer) == 1024
+
+
+def test_types_that_are_not_known_are_refused() -> None:
+    config = Qwen3NextConfig(**sizes({"rope_type": "default"}))
+    config.rope_parameters["rope_type"] = "proportional"
+    with pytest.raises(UnsupportedModelError, match="proportional"):
         Rotary(config, CPU)

@@ -79,6 +79,7 @@ def build(config: EngineConfig) -> Parts:
         seed=config.seed,
         head=_head(config),
         quantization=config.quantization,
+        max_model_len=config.max_model_len,
     )
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
@@ -86,7 +87,7 @@ def build(config: EngineConfig) -> Parts:
     shape = _pool_shape(config, model, device, kv_dtype)
     fused = _fused(config, device, model, shape)
     sizes = _sizes(config, shape, device, fused.activations if fused else 0)
-    cache = _cache(config, folder, shape, sizes)
+    cache = _cache(config, folder, shape, sizes, model.num_positions)
     max_model_len = _max_model_len(config, model, cache.capacity)
     pools = sizes.allocate(shape, device)
     logger.info("cache: %s", sizes.describe(shape))
@@ -161,12 +162,14 @@ def _fused(
     return _Fused(largest=largest, captured=captured, activations=activations)
 
 
-def _cache(config: EngineConfig, folder: Path, shape: PoolShape, sizes: Sizes) -> Cache:
+def _cache(
+    config: EngineConfig, folder: Path, shape: PoolShape, sizes: Sizes, num_positions: int
+) -> Cache:
     return Cache(
         storage=sizes.storage(),
         page_size=config.page_size,
         kinds=_kinds(shape),
-        identity=_identity(config, folder, shape),
+        identity=_identity(config, folder, shape, num_positions),
         mode=config.mamba_cache_mode if config.enable_prefix_caching else "none",
         block_size=config.mamba_block_size,
     )
@@ -195,7 +198,7 @@ def _executor(
     return executor
 
 
-def _identity(config: EngineConfig, folder: Path, shape: PoolShape) -> bytes:
+def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_positions: int) -> bytes:
     """Of the model as it is run here, for the keys of what it caches."""
     has_weights = config.load_format != "dummy"
     facts: dict[str, str | int] = {
@@ -204,6 +207,8 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape) -> bytes:
         "state_dtype": str(shape.state_dtype),
         "kv_dtype": str(shape.dtype_of_kv),
         "page_size": config.page_size,
+        # The angles of some models depend on it.
+        "num_positions": num_positions,
     }
     if not has_weights:
         facts["seed"] = config.seed

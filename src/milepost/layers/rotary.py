@@ -15,9 +15,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from milepost.errors import UnsupportedModelError
 
-_SCALED_TYPES = ("linear", "llama3", "yarn")
-"""Types whose frequencies don't depend on how long the prompt is. `dynamic` and `longrope` do, and
-would make cached keys depend on the request that computed them."""
+_SCALED_TYPES = ("linear", "llama3", "yarn", "dynamic", "longrope")
+"""As they were published, `dynamic` and `longrope` turn a prompt by other angles the longer it is,
+so that cached keys would depend on the request that computed them. Here, as in vLLM, angles are
+those of the longest prompt that the model is run for."""
 
 
 class Rotary:
@@ -50,19 +51,33 @@ class Rotary:
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
+def run_up_to(config: PreTrainedConfig, max_model_len: int | None) -> None:
+    """Have a `longrope` model that is asked for no more than its original length turn by its short
+    factors; changes the configuration."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") != "longrope" or max_model_len is None:
+        return
+    original = parameters["original_max_position_embeddings"]
+    if max_model_len <= original:
+        # What cosines are multiplied by stays that of the whole model.
+        parameters.setdefault("factor", config.max_position_embeddings / original)
+        config.max_position_embeddings = original
+
+
 def num_positions(config: PreTrainedConfig) -> int:
     """Positions that a model can be asked for: as many as it was trained on, or as many as its
     scaling stretches these to.
 
     YaRN stretches the original length by its factor (arXiv:2309.00071, section 3.1), whatever
-    `max_position_embeddings` says; linear scaling stretches that; llama3 names the stretched one.
+    `max_position_embeddings` says; linear and dynamic scaling stretch that; llama3 and longrope
+    (arXiv:2402.13753) name the stretched one.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     own: int = config.max_position_embeddings
     match parameters.get("rope_type", "default"):
         case "yarn":
             return int(parameters["original_max_position_embeddings"] * parameters["factor"])
-        case "linear":
+        case "linear" | "dynamic":
             return int(own * parameters["factor"])
         case _:
             return own
@@ -72,7 +87,7 @@ def _frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     parameters = config.rope_parameters
     rope_type = parameters.get("rope_type", "default")
     if rope_type in _SCALED_TYPES:
-        return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), num_positions(config))
     if rope_type != "default":
         raise UnsupportedModelError(
             f"rope_type={rope_type!r} is not supported; supported are default, "

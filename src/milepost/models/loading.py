@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from milepost.config import DType, LoadFormat
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.parameters import ParameterKind
+from milepost.layers.rotary import run_up_to
 from milepost.layers.weights import RAW
 from milepost.models.architecture import HEAD, Architecture
 from milepost.models.decoder import Decoder
@@ -51,17 +52,21 @@ def load_model(
     revision: str | None = None,
     head: Head = "none",
     quantization: str | None = None,
+    max_model_len: int | None = None,
 ) -> tuple[Decoder, PreTrainedConfig]:
     """Load a model and its whole configuration (of a multimodal checkpoint, the outer one).
 
     `model` is a local folder or a hub id. With `load_format="dummy"` only the configuration is read
     and the weights are filled from `seed`. With `head="mtp"` the model has the checkpoint's MTP
     head; with "auto" too, or a warning says why not. `quantization="fp8"` rounds the weights of a
-    raw checkpoint while they are loaded. Raises UnsupportedModelError, ConfigError, WeightsError.
+    raw checkpoint while they are loaded. `max_model_len` is the longest sequence that it is run
+    for, which a few models' positions depend on. Raises UnsupportedModelError, ConfigError,
+    WeightsError.
     """
     folder = find_folder(model, revision=revision, with_weights=load_format != "dummy")
     config = load_config(folder)
     text = config.get_text_config()
+    run_up_to(text, max_model_len)
     architecture = find_architecture(config.model_type)
     files = None if load_format == "dummy" else WeightFiles(folder)
     names = () if files is None else files.by_name
