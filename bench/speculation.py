@@ -82,6 +82,9 @@ def main() -> int:
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
     parser.add_argument("--turns", type=int, default=3, help="runs of either side, in turn")
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    parser.add_argument("--dtypes", nargs="*", default=["float64", "float32"], help="of `long`")
+    parser.add_argument("--methods", nargs="*", choices=LONG, default=list(LONG), help="of `long`")
+    parser.add_argument("--sequences", nargs="*", type=int, default=[1, 3, 17], help="of `long`")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-speculation.jsonl")
     arguments = parser.parse_args()
     arguments.options = {
@@ -170,40 +173,51 @@ def unlike(arguments: argparse.Namespace) -> Iterator[Row]:
     yield compare(llm, run, arguments.turns, equal=True)
 
 
-def long(_arguments: argparse.Namespace) -> Iterator[Row]:
-    """Answers of 4,000 tokens, greedy and sampled, at 1, 3 and 17 sequences."""
-    options = {"max_model_len": 4200, "cpu_cache_gib": 2.0, "max_num_seqs": 17}
-    for dtype in ("float64", "float32"):
-        plain = embedded(dtype=dtype, **options)
-        rng = random.Random(2)
-        prompts = [rng.choices(range(10, 6000), k=40) for _ in range(17)]
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        params = [
-            SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=4000, ignore_eos=True)
-            for i in range(17)
-        ]
-        expected = [
-            list(output.outputs[0].token_ids)
-            for output in plain.generate(given, params, use_tqdm=False)
-        ]
+LONG = {
+    "suffix": {"method": "suffix"},
+    "ngram": {"method": "ngram"},
+    "erring": {"method": "ngram"},
+    "mtp": {"method": "mtp"},
+}
+"""Configurations by who drafts."""
+
+
+def long(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Answers of 4,000 tokens, greedy and sampled, at several numbers of sequences."""
+    most = max(arguments.sequences)
+    options = {"max_model_len": 4200, "cpu_cache_gib": 2.0, "max_num_seqs": most}
+    rng = random.Random(2)
+    prompts = [rng.choices(range(10, 6000), k=40) for _ in range(most)]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=4000, ignore_eos=True)
+        for i in range(most)
+    ]
+
+    def ask(llm: LLM, num: int) -> list[list[int]]:
+        outputs = llm.generate(given[:num], params[:num], use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    for dtype in arguments.dtypes:
+        expected = ask(embedded(dtype=dtype, **options), most)
         known = {tuple(p): a for p, a in zip(prompts, expected, strict=True)}
-        for method in ("suffix", "ngram", "erring"):
-            name = "ngram" if method == "erring" else method
-            fields = speculating(4, name, adaptive=False)
+        for method in arguments.methods:
+            fields = speculating(3, **LONG[method], adaptive=False)
             llm = embedded(dtype=dtype, **options, **fields)
             if method == "erring":
                 assert llm.llm_engine.speculation is not None
                 llm.llm_engine.speculation.drafter = Erring(known, 0.2)
-            for num in (1, 3, 17):
-                outputs = llm.generate(given[:num], params[:num], use_tqdm=False)
-                answers = [list(output.outputs[0].token_ids) for output in outputs]
-                stats = llm.llm_engine.scheduler.stats
+            stats = llm.llm_engine.scheduler.stats
+            for num in arguments.sequences:
+                accepted = stats.num_accepted_tokens
+                llm.reset_prefix_cache()
+                answers = ask(llm, num)
                 yield {
                     "dtype": dtype,
                     "method": method,
                     "sequences": num,
                     "equal": sum(a == b for a, b in zip(answers, expected, strict=False)),
-                    "accepted": stats.num_accepted_tokens,
+                    "accepted": stats.num_accepted_tokens - accepted,
                 }
 
 

@@ -1,57 +1,86 @@
-"""FP8 GEMMs on a GPU, dense ones and those of experts, against their definition."""
+"""GEMMs of quantised weights on a GPU, dense ones and of experts, against their definition."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from milepost.kernels.quantised import Fp8, quantise_fp8, reference, triton
-from milepost.kernels.quantised.forms import multiply
-from tests.numbers import relative_error
+from milepost.kernels.quantised import Quantised, mix, triton
+from tests.kernels.quantised_cases import (
+    check,
+    check_experts,
+    make_fp8,
+    make_int4,
+    make_rows,
+    route,
+    to,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-
-def make_fp8(*shape: int, rows: int = 128) -> Fp8:
-    raw = torch.randn(shape, device="cuda").view(-1, *shape[-2:])
-    made = [quantise_fp8(weights, rows) for weights in raw]
-    values, scales = (torch.stack(each) for each in zip(*made, strict=True))
-    lead = shape[:-2]
-    return Fp8(
-        values=values.view(*lead, *values.shape[1:]),
-        scales=scales.view(*lead, *scales.shape[1:]),
-        rows=rows,
-        depth=128,
-    )
+DENSE = {
+    "blocks": lambda: make_fp8(1024, 2048),
+    "split": lambda: make_fp8(256, 4096),
+    "rows": lambda: make_fp8(200, 512, rows=1),
+    "channels": lambda: make_fp8(256, 512, rows=1, depth=512),
+    "static": lambda: make_fp8(256, 512, rows=1, depth=512, input_scale=0.02),
+    "int4, 32": lambda: make_int4(256, 2048, group=32),
+    "int4, 64": lambda: make_int4(256, 2048, group=64),
+    "int4, 128": lambda: make_int4(1024, 2048, group=128),
+}
 
 
-def make_rows(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("num_tokens", [1, 16, 30, 64, 301])
+@pytest.mark.parametrize("name", DENSE)
+def test_gemm(num_tokens: int, name: str) -> None:
+    weight = to("cuda", DENSE[name]())
+    hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
+    bias = torch.randn(weight.num_outputs, device="cuda")
+    product = triton.multiply(hidden, weight, bias, lets_next_start=True)
+    check(product, hidden, weight, bias, bound=5e-3)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 30, 64, 300])
-@pytest.mark.parametrize(
-    ("shape", "rows"), [((9216, 2048), 128), ((2048, 4096), 128), ((200, 512), 1)]
-)
-def test_gemm(num_tokens: int, shape: tuple[int, int], rows: int) -> None:
-    torch.manual_seed(0)
-    weight, hidden = make_fp8(*shape, rows=rows), make_rows(num_tokens, shape[1])
-    product = triton.partials(hidden, weight, None, lets_next_start=True)
-    product = product.sum(1) if product.dim() == 3 else product
-    assert relative_error(product, multiply(hidden, weight)) < 5e-3
+def fp8_experts(up_rows: int, **how: float) -> tuple[Quantised, Quantised]:
+    return make_fp8(16, up_rows, 256, **how), make_fp8(16, 256, 256, seed=2, **how)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 64, 300, 2000])
-def test_experts(num_tokens: int) -> None:
-    torch.manual_seed(0)
-    up, down = make_fp8(32, 1024, 2048), make_fp8(32, 2048, 512)
-    hidden = make_rows(num_tokens, 2048) * 0.02
-    experts = torch.stack([torch.randperm(32, device="cuda")[:8] for _ in range(num_tokens)])
-    shares = torch.rand(num_tokens, 8, device="cuda", dtype=torch.bfloat16)
-    mixed = triton.mix(hidden, shares, experts.int(), up, down).float().sum(1)
-    expected = reference.mix(hidden.float(), shares.float(), experts, up, down)[:, 0]
-    assert relative_error(mixed, expected) < 3e-2
+EXPERTS = {
+    "blocks": lambda: fp8_experts(512),
+    "rows": lambda: fp8_experts(512, rows=1),
+    "channels": lambda: fp8_experts(512, rows=1, depth=256),
+    "static": lambda: fp8_experts(512, rows=1, depth=256, input_scale=0.02),
+    "squared relu": lambda: fp8_experts(256),
+    "int4": lambda: (make_int4(16, 512, 256, group=32), make_int4(16, 256, 256, group=64)),
+    "int4, squared relu": lambda: (
+        make_int4(16, 256, 256, group=128),
+        make_int4(16, 256, 256, group=128),
+    ),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 300])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(num_tokens: int, name: str) -> None:
+    """The last have so many rows an expert that FP8 in blocks is multiplied in tall ones."""
+    up, down = (to("cuda", each) for each in EXPERTS[name]())
+    hidden, shares, experts = (each.cuda() for each in route(num_tokens, 16, 0.01))
+    given = hidden.bfloat16(), shares.bfloat16(), experts, up, down
+    check_experts(mix(*given), *given)
+
+
+@pytest.mark.parametrize("name", ["static", "squared relu", "int4"])
+def test_a_graph_holds_them(name: str) -> None:
+    """Also where no kernel takes the sizes and the definition computes."""
+    up, down = (to("cuda", each) for each in EXPERTS[name]())
+    hidden, shares, experts = (each.cuda() for each in route(4, 16, 0.01))
+    for dtype in (torch.bfloat16, torch.float32):
+        given = hidden.to(dtype), shares.to(dtype), experts, up, down
+        mix(*given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            mixed = mix(*given)
+        graph.replay()
+        check_experts(mixed, *given)

@@ -80,7 +80,8 @@ class Case:
     only_attention: bool = False
     """Where nothing else differs from another case."""
     max_num_seqs: int = 64
-    quantization: str | None = None
+    quantization: Mapping[str, Any] | None = None
+    """As a checkpoint's configuration says it."""
     kv_dtype: torch.dtype | None = None
 
 
@@ -89,6 +90,18 @@ _BAMBA = "bench/models/bamba-9b"
 _MAMBA2: Mapping[str, Any] = {"num_hidden_layers": 1, "attn_layer_indices": []}
 """Attention without head norms has no fused kernel yet."""
 _TINY = "src/milepost/tiny"
+_LEFT = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_ba")
+_FP8: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": _LEFT,
+}
+_INT4: Mapping[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "modules_to_not_convert": _LEFT,
+}
 CASES: Sequence[Case] = (
     Case(model=_35B),
     *(Case(model=_35B, page_size=size, only_attention=True) for size in (16, 128)),
@@ -105,8 +118,9 @@ CASES: Sequence[Case] = (
         overrides={**_MAMBA2, "mamba_n_groups": 8, "mamba_n_heads": 64, "mamba_chunk_size": 128},
     ),
     Case(model="bench/models/kimi-linear-48b-a3b"),
+    Case(model=_35B, quantization=_FP8),
+    Case(model=_35B, quantization=_INT4),
     Case(model="bench/models/kimi-linear-48b-a3b", kv_dtype=torch.float8_e4m3fn),
-    Case(model=_35B, quantization="fp8"),
     *(
         Case(model=_35B, overrides=heads, only_attention=True, kv_dtype=torch.float8_e4m3fn)
         for heads in ({}, {"head_dim": 128})
@@ -118,7 +132,8 @@ CASES: Sequence[Case] = (
 CI_CASES: Sequence[Case] = (
     Case(model=_35B),
     Case(model=_35B, page_size=16, only_attention=True),
-    Case(model=_35B, quantization="fp8"),
+    Case(model=_35B, quantization=_FP8),
+    Case(model=_35B, quantization=_INT4),
     Case(model=_35B, only_attention=True, kv_dtype=torch.float8_e4m3fn),
     Case(model=_TINY),
 )
@@ -193,7 +208,7 @@ def _run_steps(case: Case) -> None:
     from milepost.kernels.batch import Capacity
     from milepost.layers.parameters import ParameterKind
     from milepost.models.loading import find_architecture, load_config, resolve_dtype
-    from milepost.models.quantization import on_the_fly
+    from milepost.models.quantization import read_quantization
     from milepost.runner import device
     from milepost.runner.graphs import ladder, largest_step
     from milepost.runner.pools import PoolShape
@@ -207,7 +222,8 @@ def _run_steps(case: Case) -> None:
         text.num_hidden_layers = len(text.layer_types)
     kind = ParameterKind(dtype=resolve_dtype(case.dtype, config), device=torch.device("meta"))
     if case.quantization is not None:
-        kind = replace(kind, precision_of=on_the_fly(case.quantization).precision_of)
+        forms = read_quantization(case.quantization, (), has_files=False)
+        kind = replace(kind, precision_of=forms.precision_of)
     architecture = find_architecture(config.model_type)
     model = architecture.decoder(text, kind, is_tied=config.tie_word_embeddings)
     shape = PoolShape(

@@ -24,3 +24,21 @@ class Tiles:
         tiles of so many weights."""
         step = (self.block_m + num_weights * self.block_n) * self.block_k * 2
         return replace(self, num_stages=chip.choose_stages(self.num_stages, step))
+
+
+def choose_split_k(num_outputs: int, num_inputs: int, tiles: Tiles, num_sms: int) -> int:
+    """Parts along the inputs of a GEMM of few rows: until there are programs for nearly each SM.
+
+    Up to half as many start while the kernel before still runs; more would crowd on the few SMs
+    that are free by then.
+    """
+    split_k, programs = 1, -(-num_outputs // tiles.block_n)
+    wanted = num_programs(num_sms)
+    while programs * split_k < wanted and num_inputs >= 4 * split_k * tiles.block_k:
+        split_k *= 2
+    return split_k
+
+
+def num_programs(num_sms: int) -> int:
+    """Programs of a GEMM of few rows: one for nearly each SM."""
+    return 1 << (num_sms.bit_length() - 1)

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.device import Chip
+from milepost.kernels.float8 import FP8_MAX
 
-LARGEST = tl.constexpr(448.0)
+LARGEST = tl.constexpr(FP8_MAX)
 _CAPABILITY = (8, 9)
 
 
@@ -41,7 +42,8 @@ def _encode_plainly(x):
 
 @triton.jit
 def decode(bits, NATIVE: tl.constexpr):
-    """What float8_e4m3fn's bits stand for: as it is, or in float16 over 256."""
+    """What float8_e4m3fn's bits stand for: as it is, or in float16 over 256. Where it is native
+    these may be the numbers themselves."""
     if NATIVE:
         values = bits.to(tl.float8e4nv, bitcast=True)
     else:

@@ -166,16 +166,11 @@ class DeviceExecutor:
             token_ids[place] = self._sampler.choose(*own, [rows[index] for index in rest])
         return token_ids
 
-    def draft(
-        self,
-        flight: Flight,
-        rows: Sequence[SamplingRow],  # noqa: ARG002
-        num_drafts: int,
-    ) -> None:
-        """Queue the head's passes; what they draft is the likeliest, however tokens are drawn."""
+    def draft(self, flight: Flight, rows: Sequence[SamplingRow], num_drafts: int) -> None:
+        """Queue the head's passes."""
         assert self._drafting is not None, "only a model with a head drafts"
         numbers = list(dict.fromkeys(flight.numbers))
-        drafts = self._drafting.draft(flight, _forced(flight), num_drafts)
+        drafts = self._drafting.draft(flight, rows, _forced(flight), num_drafts)
         flight.drafting = Drafts.of(numbers, drafts)
 
     @property
@@ -203,7 +198,7 @@ class DeviceExecutor:
             )
         if self._drafting is not None and self._num_drafts:
             counts = {each.num_sequences for each in capacities if each.decodes}
-            self._drafting.capture(sorted(counts, reverse=True), self._num_drafts)
+            self._drafting.capture(sorted(counts, reverse=True))
 
     def warm_up(self, capacity: Capacity) -> None:
         """Run a step of padding; takes as much memory as any that fits."""

@@ -1,10 +1,11 @@
-"""Drafts on a GPU, behind a step's sampling: nothing waits for the host, and all passes are one
-graph where the number of requests is that of one.
+"""Drafts on a GPU, behind a step's sampling: nothing waits for the host, and a pass is a graph
+where the number of requests is that of one.
 
 How many drafts of the step before were accepted is found on the device. So the host lays out the
 passes for the case that all were, and the device moves them back: positions, rows of KV, and the
-ends of attention's items. What `drafting` says of passes holds here too; but drafts are greedy, a
-pass that a page table does not reach writes no KV, and the first row is attended to like any other.
+ends of attention's items. What `drafting` says of passes holds here too; but of what a request's
+parameters do to its logits only the temperature counts, a pass that a page table does not reach
+writes no KV, and the first row is attended to like any other.
 
 Legend: S requests, R sampled rows, C hidden size, K drafts judged in the step, N items.
 """
@@ -22,12 +23,14 @@ from torch import Tensor
 from milepost.kernels.attention import AttentionItems
 from milepost.kernels.attention.items import BEGIN, END, FIRST, POSITION
 from milepost.kernels.batch import Batch, Capacity
-from milepost.kernels.sampling import argmax
+from milepost.kernels.sampling import guess
+from milepost.kernels.sampling import rows as layout
 from milepost.layers.context import Context, StepArrays
 from milepost.models.decoder import Decoder
 from milepost.runner.arrays import Geometry
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
+from milepost.runner.sampling import SamplingRow, temperature_of
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.runner.tables import PageTables
 from milepost.scheduler.plans import StepPlan
@@ -51,6 +54,11 @@ class DraftArrays:
     """[S] int64"""
     reach: Any
     """[S] int64, tokens that the page table has room for."""
+    ints: Any
+    """[S, 8] int32, how each request's tokens are chosen: as `StepRows.ints`, with the index of the
+    first draft if none was accepted."""
+    temperatures: Any
+    """[S] float32"""
     num_real: Any
     """[1] int32"""
     items: Any
@@ -78,54 +86,72 @@ class DeviceDrafting:
         self._geometry = geometry
         self._operation = model.mtp.attention.operation
         self._num_judged = max(num_judged, 1)
-        most = self._arrays(StepPlan(sequences=()), _NOBODY, num_requests, 0)
+        most = self._arrays(StepPlan(sequences=()), (), _NOBODY, num_requests)
         self._staging = Staging(pools.device, num_staged_bytes(most))
         num_rows = num_requests * (1 + num_judged)
         size, device = model.config.hidden_size, pools.device
-        self._sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(num_rows, size, dtype=model.dtype, device=device)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._sampled, self._hidden = zeros(num_rows), zeros(num_rows, size, dtype=model.dtype)
+        # Between two passes: what the next begins with, and where; drafts, the last behind.
+        self._before = zeros(num_requests, size, dtype=model.dtype)
+        self._positions = zeros(num_requests)
+        self._indices = zeros(num_requests, dtype=torch.int32)
+        self._drafts = zeros(num_requests, self._num_judged)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+        """Number of requests -> the first pass, and each further one."""
 
     @torch.inference_mode()
-    def draft(self, flight: Flight, forced: Sequence[int] | np.ndarray, num_drafts: int) -> Tensor:
-        """[S, num_drafts] int64 behind the tokens of a flight's requests, in its order; `forced`
-        [S] as above. The tensor is overwritten by a later call."""
+    def draft(
+        self,
+        flight: Flight,
+        rows: Sequence[SamplingRow],
+        forced: Sequence[int] | np.ndarray,
+        num_drafts: int,
+    ) -> Tensor:
+        """[S, num_drafts] int64 behind the tokens of a flight's requests, in its order; `rows` are
+        those of its sampling, `forced` [S] as above. The tensor is overwritten by a later call."""
         assert flight.hidden is not None
         num_rows, num_requests = len(flight.hidden), len(forced)
         self._sampled[:num_rows] = flight.token_ids
         self._hidden[:num_rows] = flight.hidden
-        counts = [s for s, made in self._graphs if s >= num_requests and made >= num_drafts]
-        if not counts:
-            arrays = self._send(flight.plan, np.asarray(forced), num_requests, num_drafts)
-            return self._run(arrays, num_drafts)
-        count = min(counts)
-        made = min(n for s, n in self._graphs if s == count and n >= num_drafts)
-        self._send(flight.plan, np.asarray(forced), count, made)
-        graph, drafts = self._graphs[count, made]
-        graph.replay()
-        return drafts[:num_requests, :num_drafts]
+        count = min((s for s in self._graphs if s >= num_requests), default=None)
+        arrays = self._send(flight.plan, rows, np.asarray(forced), count or num_requests)
+        for index in range(num_drafts):
+            if count is not None:
+                self._graphs[count][min(index, 1)].replay()
+            else:
+                self._pass(arrays, is_first=not index)
+        return self._drafts[:num_requests, self._num_judged - num_drafts :]
 
-    def capture(self, counts: Sequence[int], num_drafts: int, pool: Any = None) -> None:
-        """Record graphs of as many drafts behind so many requests."""
+    def capture(self, counts: Sequence[int], pool: Any = None) -> None:
+        """Record graphs of the passes behind so many requests."""
         for count in counts:
-            arrays = self._send(StepPlan(sequences=()), _NOBODY, count, num_drafts)
-            self._run(arrays, num_drafts)  # compiles what is not compiled yet
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                drafts = self._run(arrays, num_drafts)
-            pool = graph.pool()
-            self._graphs[count, num_drafts] = graph, drafts
+            arrays = self._send(StepPlan(sequences=()), (), _NOBODY, count)
+            graphs = []
+            for is_first in (True, False):
+                self._pass(arrays, is_first=is_first)  # compiles what is not compiled yet
+                torch.cuda.synchronize()
+                graphs.append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(graphs[-1], pool=pool):
+                    self._pass(arrays, is_first=is_first)
+                pool = graphs[-1].pool()
+            first, further = graphs
+            self._graphs[count] = first, further
 
     # --- the host's part --------------------------------------------------------------------------
 
-    def _send(self, plan: StepPlan, forced: np.ndarray, count: int, num_drafts: int) -> DraftArrays:
-        host = self._arrays(plan, forced, count, num_drafts)
+    def _send(
+        self, plan: StepPlan, rows: Sequence[SamplingRow], forced: np.ndarray, count: int
+    ) -> DraftArrays:
+        host = self._arrays(plan, rows, forced, count)
         self._staging.send(host)
         return self._staging.views(host)
 
     def _arrays(
-        self, plan: StepPlan, forced: np.ndarray, count: int, num_drafts: int
+        self, plan: StepPlan, sampling: Sequence[SamplingRow], forced: np.ndarray, count: int
     ) -> DraftArrays:
         """Padded to so many requests."""
         sequences = [sequence for sequence in plan.sequences if sequence.samples]
@@ -140,13 +166,17 @@ class DeviceDrafting:
                 judged[row, : sequence.num_drafts] = ids[len(ids) - sequence.num_drafts :]
         first_rows = (1 + num_judged).cumsum() - 1 - num_judged
         reach = [tables.num_covered(sequence.number) for sequence in sequences]
+        ints = np.zeros((count, layout.NUM_INTS), np.int32)
+        temperatures = np.ones(count, np.float32)
+        for place, first in enumerate(first_rows.tolist()):
+            ints[place], temperatures[place] = _choice_of(sampling[first])
 
         def padded(values: Any, filler: int = 0) -> np.ndarray:
             whole = np.full(count, filler, np.int64)
             whole[:num] = values
             return whole
 
-        last = np.minimum(positions + num_judged + max(num_drafts - 1, 0), padded(reach)[:num] - 1)
+        last = np.minimum(positions + num_judged + self._num_judged - 1, padded(reach)[:num] - 1)
         items = self._operation.lay_out(self._batch(last, rows, count))
         return DraftArrays(
             first_rows=padded(first_rows),
@@ -155,6 +185,8 @@ class DeviceDrafting:
             forced=padded(forced, -1),
             table_rows=padded(rows),
             reach=padded(reach),
+            ints=ints,
+            temperatures=temperatures,
             num_real=np.array([num], np.int32),
             # Pages that neighbours share are not read together.
             items=replace(items, wide=items.wide[:0]),
@@ -186,24 +218,35 @@ class DeviceDrafting:
 
     # --- the device's part ------------------------------------------------------------------------
 
-    def _run(self, arrays: DraftArrays, num_drafts: int) -> Tensor:
-        """All passes."""
+    def _pass(self, arrays: DraftArrays, *, is_first: bool) -> None:
+        """One more draft of each request, behind the tokens that were sampled or the one before."""
+        num = len(arrays.first_rows)
+        drafts, places = self._drafts[:num], (self._positions[:num], self._indices[:num])
+        if is_first:
+            row, num_accepted = self._accepted(arrays)
+            token_ids, before = self._sampled[row], self._hidden[row]
+            positions = arrays.positions + num_accepted
+            indices = arrays.ints[:, layout.INDEX] + num_accepted.int()
+        else:
+            token_ids, before = drafts[:, -1], self._before[:num]
+            positions, indices = (each + 1 for each in places)
+        hidden = self._model.draft(token_ids, before, self._context(arrays, positions))
+        logits = self._model.compute_logits(hidden)
+        found = guess(logits, arrays.ints, arrays.temperatures, indices)
+        drafts.copy_(torch.cat((drafts[:, 1:], found[:, None]), 1))
+        self._before[:num] = hidden
+        for place, value in zip(places, (positions, indices), strict=True):
+            place.copy_(value)
+
+    def _accepted(self, arrays: DraftArrays) -> tuple[Tensor, Tensor]:
+        """Of each request the row of its last token that was accepted, and how many drafts were."""
         rows = arrays.first_rows[:, None] + torch.arange(
             self._num_judged, device=arrays.judged.device
         )
         is_right = self._sampled[rows.clamp(max=len(self._sampled) - 1)] == arrays.judged
         num_right = is_right.long().cumprod(1).sum(1)
         num_accepted = torch.where(arrays.forced < 0, num_right, arrays.forced)
-        row = arrays.first_rows + num_accepted
-        token_ids, before = self._sampled[row], self._hidden[row]
-        positions = arrays.positions + num_accepted
-        contexts = [self._context(arrays, positions + index) for index in range(num_drafts)]
-        drafts = []
-        for context in contexts:
-            before = self._model.draft(token_ids, before, context)
-            token_ids = argmax(self._model.compute_logits(before))
-            drafts.append(token_ids)
-        return torch.stack(drafts, 1)
+        return arrays.first_rows + num_accepted, num_accepted
 
     def _context(self, arrays: DraftArrays, positions: Tensor) -> Context:
         """Of one pass."""
@@ -228,6 +271,15 @@ class DeviceDrafting:
         return Context(
             step=step, tables=tables, kv=self._pools.kv, states={}, conv_states={}, carried=None
         )
+
+
+def _choice_of(row: SamplingRow) -> tuple[np.ndarray, float]:
+    """A request's columns: how the token behind the one of this row will be chosen."""
+    ints = np.zeros(layout.NUM_INTS, np.int64)
+    ints[layout.KIND] = 0 if row.takes_the_best else layout.DRAWS
+    ints[layout.INDEX] = row.index + 1
+    ints[layout.SEED_LOW], ints[layout.SEED_HIGH] = layout.seed_words(row.seed)
+    return ints.astype(np.uint32).view(np.int32), temperature_of(row)
 
 
 def _moved(items: AttentionItems, positions: Tensor, reach: Tensor) -> AttentionItems:

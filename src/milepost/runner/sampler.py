@@ -26,7 +26,6 @@ from milepost.sampling_params import SamplingParams
 _ROWS_AT_ONCE = 64
 """Rows that are sampled side by side; more take turns in the same memory."""
 _STAGED_BYTES = 1 << 16
-_WORD = 0xFFFFFFFF
 
 Entries = tuple[np.ndarray, np.ndarray]
 Known = tuple[SamplingParams | None, Sequence[int], Entries]
@@ -166,8 +165,7 @@ class _Constants:
         kind = 0
         if not row.takes_the_best:
             kind = layout.DRAWS | (layout.SEARCHES if params.top_p < 1 or top_k else 0)
-        low, high = row.seed & _WORD, row.seed >> 32
-        ints = (kind, 0, top_k, _floor_bits(params.min_p), -1, -1, low, high)
+        ints = (kind, 0, top_k, _floor_bits(params.min_p), -1, -1, *layout.seed_words(row.seed))
         self.ints[place] = np.array(ints, np.int64).astype(np.uint32).view(np.int32)
         self.floats[place] = (
             temperature_of(row),

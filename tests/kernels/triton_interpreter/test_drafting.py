@@ -14,7 +14,7 @@ from milepost.kernels.attention import triton_prepare
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step
 from milepost.runner.plain import PlainExecutor
-from tests.engines import Tiny, ask, greedy, save_tiny, tokens
+from tests.engines import Tiny, greedy, prompt, sampled, save_tiny, tokens
 from tests.mtp import add_head
 
 NUM_DRAFTS = 2
@@ -63,7 +63,8 @@ def open_llm(tiny: Tiny, *, is_fused: bool) -> LLM:
 
 
 def drafts_of(llm: LLM) -> list[Mapping[int, Sequence[int]]]:
-    """Of every step of two requests, one of which crosses into its next page."""
+    """Of every step of two requests, one of which crosses into its next page, and one of which
+    draws: with the noise of each place."""
     runner, seen = llm.llm_engine.runner, []
     sample, collect = runner.sample, runner.collect
 
@@ -76,7 +77,8 @@ def drafts_of(llm: LLM) -> list[Mapping[int, Sequence[int]]]:
         flight, structs.replace(sampling, num_drafts=NUM_DRAFTS)
     )
     runner.collect = collect_drafts
-    ask(llm, tokens(14), tokens(5, 3), params=greedy(6, logprobs=None))
+    params = [greedy(6, logprobs=None), sampled(6, logprobs=None)]
+    llm.generate([prompt(tokens(14)), prompt(tokens(5, 3))], params, use_tqdm=False)
     return seen
 
 

@@ -4,86 +4,128 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from milepost.kernels.device import Chip, probe
-from milepost.kernels.quantised import Fp8, quantise_fp8, reference, triton, triton_fp8
-from milepost.kernels.quantised.forms import multiply, quantise_rows
-from tests.numbers import relative_error
-
-
-def make_fp8(*shape: int, rows: int = 128, depth: int = 128, seed: int = 0) -> Fp8:
-    random = torch.Generator().manual_seed(seed)
-    raw = torch.randn(shape, generator=random).view(-1, *shape[-2:])
-    made = []
-    for weights in raw:
-        if depth == 128:
-            made.append(quantise_fp8(weights, rows))
-        else:
-            scales = weights.abs().amax(1, keepdim=True) / 448
-            made.append(((weights / scales).to(torch.float8_e4m3fn), scales))
-    values, scales = (torch.stack(each) for each in zip(*made, strict=True))
-    lead = shape[:-2]
-    return Fp8(
-        values=values.view(*lead, *values.shape[1:]),
-        scales=scales.view(*lead, *scales.shape[1:]),
-        rows=rows,
-        depth=depth,
-    )
-
-
-def make_rows(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).half()
+from milepost.kernels.moe.grouping import group_many
+from milepost.kernels.quantised import (
+    triton,
+    triton_rounding,
+    triton_tall,
+)
+from milepost.kernels.quantised.forms import quantise_rows
+from milepost.kernels.triton_float8 import has_fp8
+from tests.kernels.quantised_cases import (
+    check,
+    check_experts,
+    make_fp8,
+    make_int4,
+    make_rows,
+    route,
+)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "rows", "depth"), [(3, 128, 128), (70, 128, 128), (3, 1, 128), (33, 1, 256)]
+    ("num_tokens", "rows", "depth", "input_scale"),
+    [
+        (1, 128, 128, None),
+        (1, 1, 128, None),
+        (3, 128, 128, None),
+        (70, 128, 128, None),
+        (3, 1, 128, None),
+        (33, 1, 256, None),
+        (3, 1, 256, 0.02),
+    ],
 )
-def test_fp8_gemm(num_tokens: int, rows: int, depth: int) -> None:
-    weight, hidden = make_fp8(200, 256, rows=rows, depth=depth), make_rows(num_tokens, 256)
-    bias = torch.randn(200)
-    product = triton.partials(hidden, weight, bias, lets_next_start=True)
-    product = product.sum(1) if product.dim() == 3 else product
-    assert relative_error(product, multiply(hidden, weight, bias)) < 2e-3
+def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | None) -> None:
+    weight = make_fp8(200, 256, rows=rows, depth=depth, input_scale=input_scale)
+    hidden, bias = make_rows(num_tokens, 256), torch.randn(200)
+    check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_int4_gemm(num_tokens: int, group: int) -> None:
+    weight = make_int4(72, 256, group=group)
+    hidden, bias = make_rows(num_tokens, 256), torch.randn(72)
+    check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
 
 
 @pytest.mark.parametrize("depth", [128, 300])
 def test_activations_are_rounded_as_defined(depth: int) -> None:
     hidden = make_rows(7, 300) * torch.logspace(-4, 3, 7)[:, None]
     hidden[2] = 0
-    weight = make_fp8(8, 384 if depth == 128 else 300, rows=1, depth=depth)
-    values, scales = triton_fp8.quantise(hidden.half(), weight, probe(hidden.device))
+    values, scales = triton_rounding.quantise(
+        hidden.half(), depth, probe(hidden.device), num_padded=8
+    )
     expected_values, expected_scales = quantise_rows(hidden.half(), depth)
-    torch.testing.assert_close(scales, expected_scales)
-    assert values.view(torch.uint8).tolist() == expected_values.view(torch.uint8).tolist()
+    torch.testing.assert_close(scales.T[:7], expected_scales)
+    assert values.view(torch.uint8)[:7].tolist() == expected_values.view(torch.uint8).tolist()
 
 
 def test_every_float8_number_is_read_and_written_without_its_unit() -> None:
     """As chips do that have no arithmetic in float8, and the interpreter."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[numbers.isfinite()].view(2, -1)
-    scale = torch.tensor(1.0)
-    weight = Fp8(values=numbers, scales=numbers, rows=1, depth=127, input_scale=scale)
-    values, _ = triton_fp8.quantise(numbers, weight, probe(numbers.device))
-    assert torch.equal(values.float(), numbers)
+    assert numbers.abs().amax(1).tolist() == [448, 448], "so their scale is 1"
     between = numbers + 0.37 * (numbers.roll(-1, 1) - numbers)
-    values, _ = triton_fp8.quantise(between, weight, probe(numbers.device))
-    assert torch.equal(values.float(), between.to(torch.float8_e4m3fn).float())
+    between[:, :1] = 448
+    for each in (numbers, between):
+        values, scales = triton_rounding.quantise(each, 127, probe(numbers.device))
+        assert scales.tolist() == [[1, 1]]
+        assert torch.equal(values.float(), each.to(torch.float8_e4m3fn).float())
 
 
-@pytest.mark.parametrize(("num_tokens", "rows"), [(9, 1), (30, 128)])
-def test_fp8_experts(num_tokens: int, rows: int) -> None:
-    up, down = make_fp8(3, 256, 128, rows=rows), make_fp8(3, 128, 128, rows=rows, seed=2)
-    random = torch.Generator().manual_seed(3)
-    hidden = make_rows(num_tokens, 128) * 0.1
-    experts = torch.stack([torch.randperm(3, generator=random)[:2] for _ in range(num_tokens)])
-    shares = torch.rand(num_tokens, 2, generator=random).half()
-    mixed = triton.mix(hidden, shares, experts.int(), up, down).float().sum(1)
-    expected = reference.mix(hidden.float(), shares.float(), experts, up, down)[:, 0]
-    assert relative_error(mixed, expected) < 2e-2, "activations between are rounded twice"
+@pytest.mark.parametrize("num_tokens", [2, 24])
+@pytest.mark.parametrize(
+    ("up_rows", "rows", "depth", "input_scale"),
+    [
+        (256, 128, 128, None),
+        (256, 1, 128, None),
+        (128, 1, 256, None),
+        (256, 1, 256, 0.02),
+    ],
+    ids=["blocks", "rows", "squared relu", "static"],
+)
+def test_fp8_experts(
+    num_tokens: int, up_rows: int, rows: int, depth: int, input_scale: float | None
+) -> None:
+    up = make_fp8(3, up_rows, 256, rows=rows, depth=depth, input_scale=input_scale)
+    down = make_fp8(3, 256, 128, rows=rows, input_scale=input_scale, seed=2)
+    given = (*route(num_tokens, 3, 0.1), up, down)
+    check_experts(triton.mix(*given), *given)
 
 
-@pytest.mark.parametrize(("arch", "has_fp8"), [((8, 0), False), ((8, 9), True), ((0, 0), False)])
-def test_a_chip_without_float8_is_told(arch: tuple[int, int], has_fp8: bool) -> None:
+@pytest.mark.parametrize("num_tokens", [2, 24])
+@pytest.mark.parametrize(("up_rows", "group"), [(256, 32), (256, 128), (128, 64)])
+def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
+    up = make_int4(3, up_rows, 256, group=group)
+    down = make_int4(3, 256, 128, group=group, seed=2)
+    given = (*route(num_tokens, 3, 0.01), up, down)
+    check_experts(triton.mix(*given), *given)
+
+
+@pytest.mark.parametrize("up_rows", [512, 256])
+def test_tall_experts(up_rows: int) -> None:
+    """Their activations between are rounded in blocks, as those of few rows are."""
+    up, down = make_fp8(2, up_rows, 256), make_fp8(2, 256, 256, seed=2)
+    hidden, shares, experts = route(75, 3, 0.1)
+    experts = experts % 2
+    chip = probe(hidden.device)
+    assert triton_tall.suits(chip, up, down)
+    groups = group_many(experts, 2, triton_tall.BLOCK_M)
+    rows, scales = triton_rounding.quantise(hidden, 128, chip)
+    active = hidden.new_empty(150, 256, dtype=torch.float8_e4m3fn)
+    active_scales = scales.new_full((2, 150), float("nan"))
+    output = hidden.new_full((75, 2, 256), float("nan"))
+    triton_tall.project_up(
+        rows, scales, up, active, active_scales, groups, chip,
+        is_gated=up_rows == 512, is_bfloat=False,
+    )  # fmt: skip
+    triton_tall.project_down(active, active_scales, shares, down, output, groups, chip)
+    check_experts(output, hidden, shares, experts, up, down)
+
+
+@pytest.mark.parametrize(("arch", "native"), [((8, 0), False), ((8, 9), True), ((0, 0), False)])
+def test_a_chip_without_float8_is_told(arch: tuple[int, int], native: bool) -> None:
     chip = Chip(arch="sm", capability=arch, is_amd=False, num_sms=108, shared_bytes=166912)
-    assert triton_fp8.has_fp8(chip) == has_fp8
+    assert has_fp8(chip) == native

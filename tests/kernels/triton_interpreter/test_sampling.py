@@ -110,7 +110,8 @@ def test_noise_is_the_definitions() -> None:
 @jit
 def _noise_kernel(ints, found, block: tl.constexpr):
     row = tl.program_id(0)
-    noise = triton_draw._gumbel(ints + row * triton_parts.INTS, 0, block)
+    own = ints + row * triton_parts.INTS
+    noise = triton_draw.gumbel(own, tl.load(own + triton_parts.INDEX), 0, block)
     tl.store(found + row * block + tl.arange(0, block), noise)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from milepost.kernels.device import num_sms, probe, runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.tiles import Tiles
+from milepost.kernels.tiles import Tiles, choose_split_k, num_programs
 
 _FEW_ROWS = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, is_swapped=True)
 _FEW_LONG_ROWS = Tiles(
@@ -87,23 +87,7 @@ def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _choose_split_k(weight: Tensor, tiles: Tiles) -> int:
-    num_outputs, num_inputs = weight.shape
-    split_k, programs = 1, triton.cdiv(num_outputs, tiles.block_n)
-    while (
-        programs * split_k < _num_programs(weight.device)
-        and num_inputs >= 4 * split_k * tiles.block_k
-    ):
-        split_k *= 2
-    return split_k
-
-
-def _num_programs(device: torch.device) -> int:
-    """A GEMM is cut along its inputs until it has so many: one for nearly each SM.
-
-    Up to half as many start while the kernel before still runs; more would crowd on the few SMs
-    that are free by then.
-    """
-    return 1 << (num_sms(device).bit_length() - 1)
+    return choose_split_k(*weight.shape, tiles, num_sms(weight.device))
 
 
 def multiply(
@@ -147,7 +131,7 @@ def multiply(
         SWAPPED=tiles.is_swapped,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **(OVERLAPPED if 2 * grid[0] * grid[1] <= _num_programs(hidden.device) else {}),
+        **(OVERLAPPED if 2 * grid[0] * grid[1] <= num_programs(num_sms(hidden.device)) else {}),
     )
     return output if split_k == 1 else output.transpose(0, 1)
 

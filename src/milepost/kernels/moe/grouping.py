@@ -17,6 +17,8 @@ from torch import Tensor
 
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
+MANY_ROUTED = 6144
+"""Beyond so many routed tokens the two more launches of `group_many` pay."""
 _CHUNK = 4096
 _COUNTED = 256
 """Routed tokens of a program of `group_many`, whose ranks are found by comparing all with all."""

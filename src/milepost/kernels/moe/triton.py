@@ -19,7 +19,7 @@ from torch import Tensor
 from milepost.kernels.device import probe
 from milepost.kernels.moe import few, gemv, grouped_gemm, tall
 from milepost.kernels.moe.activation import is_gated
-from milepost.kernels.moe.grouping import group_few, group_many
+from milepost.kernels.moe.grouping import MANY_ROUTED, group_few, group_many
 from milepost.kernels.moe.routing import route
 from milepost.kernels.tiles import Tiles
 
@@ -29,8 +29,6 @@ _FEWEST_ROUTED = 40
 """Up to this many routed tokens (four tokens, nine experts each) nothing is grouped."""
 _SMALL = 512
 """Up to so many units an expert's outputs are found eight at a time."""
-_MANY_ROUTED = 6144
-"""Beyond this many two more launches to group them pay."""
 _TALL_ROUTED = 32
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic."""
 
@@ -100,7 +98,7 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
         tall.project_down(active, weights, down, output, groups)
         return output
     regime = _choose_regime(hidden.dtype, num_routed / num_experts)
-    group = group_many if num_routed > _MANY_ROUTED else group_few
+    group = group_many if num_routed > MANY_ROUTED else group_few
     groups = group(experts, num_experts, regime.up.block_m)
     chip = probe(hidden.device)
     up_tiles = regime.up.fitted(chip, num_weights=2)

@@ -58,7 +58,7 @@ def partials(
     if hidden.dim() == 2 and runs_triton(hidden):
         from milepost.kernels.quantised import triton
 
-        product = triton.partials(hidden, weight, bias, lets_next_start=lets_next_start)
+        product = triton.multiply(hidden, weight, bias, lets_next_start=lets_next_start)
         if product is not None:
             return product
     return multiply_plainly(hidden, weight, bias)

@@ -21,7 +21,7 @@ from milepost.kernels.precision import accumulation_dtype
 
 BLOCK = 128
 """Inputs that share a scale, of weights and of activations, in the published block format."""
-_LEAST_SCALE = 1e-12
+LEAST_SCALE = 1e-12
 """Of activations that are all zeros, so that nothing is divided by zero."""
 
 
@@ -43,6 +43,10 @@ class Fp8:
     @property
     def num_inputs(self) -> int:
         return self.values.shape[-1]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.values.shape[-2]
 
     def of(self, expert: int) -> Fp8:
         """One of a stack."""
@@ -92,6 +96,10 @@ class Int4:
     @property
     def num_inputs(self) -> int:
         return 2 * self.packed.shape[-1]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.packed.shape[-2]
 
     def of(self, expert: int) -> Int4:
         """One of a stack."""
@@ -145,7 +153,7 @@ def quantise_rows(
     padded = torch.nn.functional.pad(rows, (0, count * depth - num_inputs))
     blocks = padded.unflatten(-1, (count, depth))
     if input_scale is None:
-        scales = (blocks.abs().amax(-1) / FP8_MAX).clamp(min=_LEAST_SCALE)
+        scales = (blocks.abs().amax(-1) / FP8_MAX).clamp(min=LEAST_SCALE)
     else:
         scales = input_scale.to(torch.float32).expand(blocks.shape[:-1]).contiguous()
     values = round_fp8(blocks / scales[..., None])
@@ -159,7 +167,7 @@ def quantise_fp8(weights: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
     pads = (0, across * BLOCK - num_inputs, 0, down * rows - num_outputs)
     padded = torch.nn.functional.pad(weights.to(torch.float32), pads)
     blocks = padded.view(down, rows, across, BLOCK)
-    scales = (blocks.abs().amax((1, 3)) / FP8_MAX).clamp(min=_LEAST_SCALE)
+    scales = (blocks.abs().amax((1, 3)) / FP8_MAX).clamp(min=LEAST_SCALE)
     values = (blocks / scales[:, None, :, None]).to(FP8).view(down * rows, across * BLOCK)
     return values[:num_outputs, :num_inputs].contiguous(), scales
 

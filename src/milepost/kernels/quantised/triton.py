@@ -9,72 +9,118 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from milepost.kernels.device import Chip, probe
-from milepost.kernels.moe.grouping import group_few, group_many
-from milepost.kernels.quantised import triton_fp8
-from milepost.kernels.quantised.forms import BLOCK, Fp8, Int4, Quantised
-from milepost.kernels.tiles import Tiles
+from milepost.kernels.moe.grouping import MANY_ROUTED, Groups, group_few, group_many
+from milepost.kernels.quantised import (
+    triton_experts,
+    triton_gemm,
+    triton_gemv,
+    triton_rounding,
+    triton_tall,
+)
+from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
+from milepost.kernels.tiles import Tiles, choose_split_k
 
 _FEW = Tiles(block_m=16, block_n=64, block_k=BLOCK, num_warps=4, num_stages=6)
 _SOME = Tiles(block_m=32, block_n=64, block_k=BLOCK, num_warps=4, num_stages=6)
 _MORE = Tiles(block_m=64, block_n=64, block_k=BLOCK, num_warps=4, num_stages=5)
 _MANY = Tiles(block_m=128, block_n=128, block_k=BLOCK, num_warps=8, num_stages=4)
 _REGIMES = (_FEW, _SOME, _MORE)
-_MANY_ROUTED = 6144
-"""Beyond this many two more launches to group them pay."""
+_FEWEST_ROUTED = 40
+"""Up to this many routed tokens nothing is grouped."""
+_LIBRARY_ROWS = 64
+"""From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
+_TALL_ROUTED = 32
+"""Beyond so many routed tokens an expert the GEMMs are bound by arithmetic."""
 
 
-def partials(
+def multiply(
     hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
 ) -> Tensor | None:
     """`hidden` [T, I] times `weight` [O, I], plus `bias` [O]: [T, O], or float32 partials
     [T, S, O]; None where there is no kernel for it."""
-    if isinstance(weight, Int4) or not _suits(hidden, weight):
+    if not _suits(hidden, weight):
         return None
-    num_tokens, num_outputs = len(hidden), weight.values.shape[0]
+    num_tokens, num_outputs = len(hidden), weight.num_outputs
     if num_tokens == 0:
         return hidden.new_empty(0, num_outputs)
     chip = probe(hidden.device)
+    if num_tokens == 1 and _has_plain_blocks(weight):
+        output = hidden.new_empty(num_tokens, num_outputs)
+        triton_gemv.multiply(hidden, weight, bias, output, chip)
+        return output
+    if num_tokens > _LIBRARY_ROWS:
+        if isinstance(weight, Int4):
+            return F.linear(hidden, weight.dequantise(hidden.dtype), bias)
+        if _library_multiplies(weight, chip):
+            return _multiply_by_library(hidden, weight, bias, chip)
     tiles = _choose(num_tokens).fitted(chip)
-    rows, scales = hidden, None
-    if tiles.block_m > _FEW.block_m or weight.depth != BLOCK or weight.input_scale is not None:
-        rows, scales = triton_fp8.quantise(hidden, weight, chip)
-    split_k = _choose_split(num_tokens, num_outputs, hidden.shape[1], tiles, chip)
+    rows, scales = _round(hidden, weight, tiles, chip)
+    split_k = 1
+    if num_tokens <= _MORE.block_m:
+        split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
     if split_k == 1:
         output = hidden.new_empty(num_tokens, num_outputs)
     else:
         output = hidden.new_empty(split_k, num_tokens, num_outputs, dtype=torch.float32)
-    triton_fp8.gemm(
+    triton_gemm.gemm(
         rows, scales, weight, bias, output, tiles, chip, split_k=split_k, overlaps=lets_next_start
     )
     return output if split_k == 1 else output.transpose(0, 1)
 
 
-def _suits(hidden: Tensor, *weights: Fp8) -> bool:
+def _suits(hidden: Tensor, *weights: Quantised) -> bool:
     """16-bit activations with contiguous rows, and whole blocks of inputs."""
     is_whole = all(weight.num_inputs % BLOCK == 0 for weight in weights)
     return hidden.element_size() == 2 and hidden.stride(-1) == 1 and is_whole
+
+
+def _has_plain_blocks(*weights: Quantised) -> bool:
+    """FP8 whose rows can be rounded on the way."""
+    return all(
+        isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
+        for weight in weights
+    )
+
+
+def _library_multiplies(weight: Fp8, chip: Chip) -> bool:
+    """Whether torch's GEMM takes these blocks: on Hopper alone, and whole lines of scales."""
+    is_block = weight.rows == weight.depth == BLOCK
+    is_whole = weight.num_inputs % (4 * BLOCK) == 0 and weight.num_outputs % 16 == 0
+    return is_block and is_whole and chip.capability == (9, 0) and chip.arch != "cpu"
+
+
+def _multiply_by_library(hidden: Tensor, weight: Fp8, bias: Tensor | None, chip: Chip) -> Tensor:
+    num_tokens = len(hidden)
+    values, scales = triton_rounding.quantise(
+        hidden, weight.depth, chip, num_padded=triton.cdiv(num_tokens, 4) * 4
+    )
+    product = torch._scaled_mm(
+        values, weight.values.t(), scales.t(), weight.scales.t(), out_dtype=hidden.dtype
+    )[:num_tokens]
+    return product if bias is None else product.add_(bias)
 
 
 def _choose(num_rows: float) -> Tiles:
     return next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), _MANY)
 
 
-def _choose_split(
-    num_tokens: int, num_outputs: int, num_inputs: int, tiles: Tiles, chip: Chip
-) -> int:
-    """Until there is a program for nearly each multiprocessor; partials of many rows would cost
-    more than they gain."""
-    programs = triton.cdiv(num_outputs, tiles.block_n) * triton.cdiv(num_tokens, tiles.block_m)
-    split_k, wanted = 1, 1 << (chip.num_sms.bit_length() - 1)
-    if num_tokens > _MORE.block_m or num_inputs % BLOCK:
-        return 1
-    while programs * split_k < wanted and num_inputs >= 4 * split_k * BLOCK:
-        split_k *= 2
-    return split_k
+def _round(
+    hidden: Tensor, weight: Quantised, tiles: Tiles, chip: Chip
+) -> tuple[Tensor, Tensor | None]:
+    """Rows as a GEMM takes them: many programs would round the same ones again and again, few round
+    them on the way."""
+    if isinstance(weight, Int4):
+        return hidden, None
+    if weight.input_scale is not None:
+        return hidden, None
+    if tiles.block_m <= _FEW.block_m and weight.depth == BLOCK:
+        return hidden, None
+    return triton_rounding.quantise(hidden, weight.depth, chip)
 
 
 def mix(
@@ -82,24 +128,41 @@ def mix(
 ) -> Tensor | None:
     """A partial for each routed token: [T, N, H], in `hidden`'s type; None where there is no kernel
     for it."""
-    if isinstance(up, Int4) or isinstance(down, Int4) or not _suits(hidden, up, down):
-        return None
-    num_experts, num_rows, _ = up.values.shape
-    size = down.num_inputs
-    if num_rows != 2 * size or up.input_scale is not None:
+    if not _suits(hidden, up, down):
         return None
     num_tokens, num_chosen = experts.shape
+    num_experts, size = len(up.scales), down.num_inputs
     num_routed, chip = experts.numel(), probe(hidden.device)
+    is_gated = up.num_outputs == 2 * size
+    output = hidden.new_empty(num_tokens, num_chosen, down.num_outputs)
+    has_blocks = _has_plain_blocks(up, down)
+    if num_routed <= _FEWEST_ROUTED and has_blocks:
+        active = hidden.new_empty(num_routed, size)
+        triton_gemv.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
+        triton_gemv.project_down(active, shares, experts, down, output, chip)
+        return output
+    is_tall = has_blocks and num_routed > _TALL_ROUTED * num_experts
+    if is_tall and triton_tall.suits(chip, up, down):
+        groups = group_many(experts, num_experts, triton_tall.BLOCK_M)
+        rows, scales = triton_rounding.quantise(hidden, up.depth, chip)
+        active = hidden.new_empty(num_routed, size, dtype=FP8)
+        active_scales = scales.new_empty(size // BLOCK, num_routed)
+        triton_tall.project_up(
+            rows, scales, up, active, active_scales, groups, chip,
+            is_gated=is_gated, is_bfloat=hidden.dtype == torch.bfloat16,
+        )  # fmt: skip
+        triton_tall.project_down(active, active_scales, shares, down, output, groups, chip)
+        return output
     tiles = _choose(num_routed / num_experts).fitted(chip)
-    group = group_many if num_routed > _MANY_ROUTED else group_few
-    groups = group(experts, num_experts, tiles.block_m)
+    groups: Groups | Tensor = experts
+    if num_routed > _FEWEST_ROUTED:
+        group = group_many if num_routed > MANY_ROUTED else group_few
+        groups = group(experts, num_experts, tiles.block_m)
     active = hidden.new_empty(num_routed, size)
-    output = hidden.new_empty(num_tokens, num_chosen, down.values.shape[1])
-    is_rounded = tiles.block_m > _FEW.block_m or up.depth != BLOCK
-    rows, scales = triton_fp8.quantise(hidden, up, chip) if is_rounded else (hidden, None)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     narrow = replace(tiles, block_n=64)
-    triton_fp8.project_up(rows, scales, up, active, groups, narrow, chip)
-    rows, scales = triton_fp8.quantise(active, down, chip) if is_rounded else (active, None)
-    triton_fp8.project_down(rows, scales, shares, down, output, groups, tiles, chip)
+    rows, scales = _round(hidden, up, tiles, chip)
+    triton_experts.project_up(rows, scales, up, active, groups, narrow, chip, is_gated=is_gated)
+    rows, scales = _round(active, down, tiles, chip)
+    triton_experts.project_down(rows, scales, shares, down, output, groups, tiles, chip)
     return output

@@ -1,5 +1,5 @@
-"""Sampling: `argmax`, the door to greedy choices; `reference` defines a draw, and `triton_draw`
-makes draws on a GPU (`runner.sampling` and `runner.sampler` say of what).
+"""Sampling: `argmax`, the door to greedy choices, and `guess`, that to drafts; `reference` defines
+a draw, and `triton_draw` makes draws on a GPU (`runner.sampling` and `runner.sampler` say of what).
 
 Torch's argmax is the definition of `argmax`, and takes several times as long on a GPU.
 """
@@ -18,3 +18,10 @@ def argmax(logits: Tensor) -> Tensor:
     from milepost.kernels.sampling import triton
 
     return triton.argmax(logits)
+
+
+def guess(logits: Tensor, ints: Tensor, temperatures: Tensor, indices: Tensor) -> Tensor:
+    """What will probably be drawn from `logits` [R, V], on a GPU: see `triton_guess`."""
+    from milepost.kernels.sampling import triton_guess
+
+    return triton_guess.guess(logits, ints, temperatures, indices)

@@ -55,6 +55,11 @@ def block_size(vocab_size: int) -> int:
     return min(BLOCK, max(1 << (vocab_size - 1).bit_length(), 16))
 
 
+def seed_words(seed: int) -> tuple[int, int]:
+    """The lower and the upper 32 bits."""
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
 class Workspace:
     """What the launches of up to `num_rows` rows leave for one another."""
 

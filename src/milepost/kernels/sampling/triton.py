@@ -36,7 +36,7 @@ def argmax(logits: Tensor) -> Tensor:
         num_warps=8,
         **OVERLAPPED,
     )
-    _best_of_row_kernel[(num_rows,)](
+    best_of_row_kernel[(num_rows,)](
         best,
         places,
         token_ids,
@@ -64,7 +64,7 @@ def _best_of_block_kernel(logits, best, places, stride, vocab_size, BLOCK: tl.co
 
 
 @triton.jit
-def _best_of_row_kernel(best, places, token_ids, num_blocks, BLOCKS: tl.constexpr):
+def best_of_row_kernel(best, places, token_ids, num_blocks, BLOCKS: tl.constexpr):
     let_next_start()
     wait_for_inputs()
     row, block = tl.program_id(0), tl.arange(0, BLOCKS)

@@ -128,7 +128,8 @@ def _draw_kernel(
             if distance_of(best_here, top, temperature) <= lowest:
                 x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
                 distance = distance_of(x, top, temperature)
-                noise = _gumbel(ints + row * INTS, i_b * (BLOCK // 4), BLOCK)
+                index = tl.load(ints + row * INTS + INDEX)
+                noise = gumbel(ints + row * INTS, index, i_b * (BLOCK // 4), BLOCK)
                 x = noise - distance.to(tl.float32, bitcast=True)
                 x = tl.where(distance <= lowest, x, float("-inf"))
                 _store_best(x, i_b * BLOCK, best + into, columns + into)
@@ -146,9 +147,8 @@ def _store_best(x, start, best, o_v):
 
 
 @triton.jit
-def _gumbel(ints, first_quad, BLOCK: tl.constexpr):
+def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
     """See `reference.gumbel`."""
-    index = tl.load(ints + INDEX)
     low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
     quad = first_quad + tl.arange(0, BLOCK // 4)

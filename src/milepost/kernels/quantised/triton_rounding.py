@@ -1,0 +1,96 @@
+"""Triton: activations that are rounded to float8, in a launch of their own or on the way.
+
+Chips without arithmetic in float8 multiply the same numbers in float16.
+
+Legend: R rows, I inputs, D scales of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.device import Chip
+from milepost.kernels.float8 import FP8
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.quantised.forms import LEAST_SCALE
+from milepost.kernels.triton_float8 import LARGEST, decode, encode, has_fp8
+
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+_PART = 2048
+"""Inputs of a program, or all that share a scale."""
+
+
+def readable(values: Tensor, chip: Chip) -> Tensor:
+    """Float8 as kernels take it: its bits where the chip has no arithmetic for it."""
+    return values if values.dtype != FP8 or has_fp8(chip) else values.view(torch.uint8)
+
+
+def quantise(rows: Tensor, depth: int, chip: Chip, *, num_padded: int = 0) -> tuple[Tensor, Tensor]:
+    """`rows` [R, I] as `forms.quantise_rows` rounds them: values [R, I], and their scales [D, R],
+    where rows stand side by side. Unfilled rows behind the others make them `num_padded`."""
+    num_rows, num_inputs = rows.shape
+    count = triton.cdiv(num_inputs, depth)
+    block = triton.next_power_of_2(depth)
+    parts = max(1, min(triton.next_power_of_2(count), _PART // block))
+    num_padded = max(num_padded, num_rows)
+    values = rows.new_empty(num_padded, num_inputs, dtype=FP8)
+    scales = rows.new_empty(count, num_padded, dtype=torch.float32)
+    _quantise_kernel[(num_rows, triton.cdiv(count, parts))](
+        rows,
+        values.view(torch.uint8),
+        scales,
+        rows.stride(0),
+        num_padded,
+        INPUTS=num_inputs,
+        DEPTH=depth,
+        PARTS=parts,
+        BLOCK=block,
+        NATIVE=has_fp8(chip),
+        num_warps=max(1, min(8, parts * block // 512)),
+        **OVERLAPPED,
+    )
+    return values, scales
+
+
+@triton.jit(do_not_specialize=("num_rows",))
+def _quantise_kernel(
+    rows,
+    values,
+    scales,
+    stride,
+    num_rows,
+    INPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    let_next_start()
+    wait_for_inputs()
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    o_k = tl.arange(0, BLOCK)
+    column = o_d[:, None] * DEPTH + o_k[None, :]
+    is_input = (o_k < DEPTH)[None, :] & (column < INPUTS)
+    b_x = tl.load(rows + i_row * stride + column, mask=is_input, other=0.0).to(tl.float32)
+    b_scale = scale_of(b_x, 1)
+    tl.store(values + i_row * INPUTS + column, encode(b_x / b_scale[:, None], NATIVE), is_input)
+    tl.store(scales + o_d * num_rows + i_row, b_scale, mask=o_d * DEPTH < INPUTS)
+
+
+@triton.jit
+def scale_of(x, AXIS: tl.constexpr):
+    """Of numbers that share one along an axis."""
+    return tl.maximum(tl.max(tl.abs(x), AXIS) / LARGEST, _LEAST_SCALE)
+
+
+@triton.jit
+def widen(values, NATIVE: tl.constexpr):
+    """Float8 or its bits in float32."""
+    wide = decode(values, NATIVE).to(tl.float32)
+    if not NATIVE:
+        wide *= 256.0
+    return wide

@@ -1,0 +1,167 @@
+"""Triton: a step of a GEMM of quantised weights, along the inputs.
+
+The weights are the left operand: with few rows they fill the tensor cores' tall side. FP8: every
+BLOCK inputs the sum goes to float32 registers, times both scales; tensor cores keep some 14 bits of
+a float8 sum. Four bits: numbers become the activations' type in registers, times their scales.
+
+Legend: K inputs of a step, M rows, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.device import Chip
+from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
+from milepost.kernels.quantised.triton_rounding import readable, scale_of
+from milepost.kernels.triton_float8 import decode, encode, has_fp8
+
+
+def operands(weight: Quantised, chip: Chip) -> tuple[Any, Any, Any]:
+    """Numbers, scales and zero points."""
+    if isinstance(weight, Int4):
+        return weight.packed, weight.scales, weight.zeros
+    return readable(weight.values, chip), weight.scales, None
+
+
+def input_scales(weight: Quantised) -> Tensor | None:
+    """Of all activations, where the checkpoint sets them."""
+    return None if isinstance(weight, Int4) else weight.input_scale
+
+
+def constants(weight: Quantised, chip: Chip) -> dict[str, int]:
+    """GROUP is 0 for FP8; DEPTHS counts the scales of an output."""
+    if isinstance(weight, Int4):
+        form = {"GROUP": weight.group, "SCALE_ROWS": 1, "BLOCK_SCALES": False, "NATIVE": True}
+    else:
+        form = {
+            "GROUP": 0,
+            "SCALE_ROWS": weight.rows,
+            "BLOCK_SCALES": weight.depth == BLOCK,
+            "NATIVE": has_fp8(chip),
+        }
+    return {"BLOCK_K": BLOCK, "DEPTHS": weight.scales.shape[-1], **form}
+
+
+@triton.jit
+def columns(BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """A step's inputs in a row of activations, and where the weights' numbers stand in theirs. Of
+    four bits each byte has two: these are the first ones' inputs (see `forms.Int4`)."""
+    if GROUP:
+        LANE: tl.constexpr = min(GROUP, 64)
+        o_w = tl.arange(0, BLOCK_K // 2)
+        return o_w // LANE * (2 * LANE) + o_w % LANE, o_w
+    else:
+        o_k = tl.arange(0, BLOCK_K)
+        return o_k, o_k
+
+
+@triton.jit
+def pitch(INPUTS: tl.constexpr, GROUP: tl.constexpr):
+    """Bytes of a row of weights."""
+    if GROUP:
+        return INPUTS // 2
+    else:
+        return INPUTS
+
+
+@triton.jit
+def add_step(
+    acc,
+    p_x,
+    p_row_scale,
+    num_rows,
+    input_scale,
+    p_w,
+    p_scale,
+    p_zero,
+    i_k,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+):
+    """acc [N, M] and the product of the inputs i_k to i_k + BLOCK_K, of weights at `p_w` [N, K] and
+    rows at `p_x` [M, K], both at `columns`; scales and zero points are at `p_scale` and `p_zero`
+    [N], the rows' at `p_row_scale` [M], `num_rows` apart. FP8 rows that are not rounded are rounded
+    on the way, by their `input_scale` where it is set."""
+    if GROUP:
+        return _add_int4(acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K, GROUP)
+    else:
+        return _add_fp8(
+            acc, p_x, p_row_scale, num_rows, input_scale, p_w, p_scale, i_k,
+            BLOCK_K, BLOCK_SCALES, NATIVE, IS_ROUNDED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_fp8(
+    acc,
+    p_x,
+    p_row_scale,
+    num_rows,
+    input_scale,
+    p_w,
+    p_scale,
+    i_k,
+    BLOCK_K: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+):
+    b_w = decode(tl.load(p_w + i_k), NATIVE)
+    b_x = tl.load(p_x + i_k)
+    if not IS_ROUNDED:
+        b_x = b_x.to(tl.float32)
+        if input_scale is None:
+            row_scale = scale_of(b_x, 1)[None, :]
+        else:
+            row_scale = tl.zeros([1, b_x.shape[0]], tl.float32) + input_scale
+        b_x = encode(b_x / tl.trans(row_scale), NATIVE)
+    b_dot = tl.dot(b_w, tl.trans(decode(b_x, NATIVE)))
+    if BLOCK_SCALES:
+        if IS_ROUNDED:
+            row_scale = tl.load(p_row_scale + i_k // BLOCK_K * num_rows)[None, :]
+        scale = tl.load(p_scale + i_k // BLOCK_K)
+        b_dot *= scale[:, None] * row_scale
+    return acc + b_dot
+
+
+@triton.jit
+def _add_int4(acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    LANE: tl.constexpr = min(GROUP, 64)
+    b_w = tl.load(p_w + i_k // 2)
+    low = dequantise(b_w & 15, p_scale, p_zero, i_k, BLOCK_K, GROUP)
+    acc = tl.dot(low.to(p_x.dtype.element_ty), tl.trans(tl.load(p_x + i_k)), acc)
+    high = dequantise(b_w >> 4, p_scale, p_zero, i_k + LANE, BLOCK_K, GROUP)
+    return tl.dot(high.to(p_x.dtype.element_ty), tl.trans(tl.load(p_x + LANE + i_k)), acc)
+
+
+@triton.jit
+def dequantise(q, p_scale, p_zero, i_k, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """The weights of numbers q [N, K / 2], of which the first is input i_k's, in float32."""
+    PIECES: tl.constexpr = BLOCK_K // (2 * min(GROUP, 64))
+    if PIECES == 1:
+        scale = tl.load(p_scale + i_k // GROUP).to(tl.float32)[:, None]
+        zero = tl.load(p_zero + i_k // GROUP)[:, None]
+    else:
+        # A tile of numbers of several groups.
+        LANE: tl.constexpr = min(GROUP, 64)
+        group = (i_k + tl.arange(0, BLOCK_K // 2) // LANE * (2 * LANE)) // GROUP
+        scale = tl.load(p_scale[:, None] + group[None, :]).to(tl.float32)
+        zero = tl.load(p_zero[:, None] + group[None, :])
+    return (q.to(tl.float32) - zero.to(tl.float32)) * scale
+
+
+@triton.jit
+def whole_scale(p_row_scale, input_scale):
+    """Of rows that have one scale each: [1, M], or one for all."""
+    if input_scale is None:
+        return tl.load(p_row_scale)[None, :]
+    else:
+        return input_scale

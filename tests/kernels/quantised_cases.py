@@ -1,0 +1,102 @@
+"""Quantised weights, activations and routes for tests of kernels, and what these are held to."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from milepost.kernels.quantised import (
+    Fp8,
+    Int4,
+    Quantised,
+    lane_of,
+    pack,
+    quantise_fp8,
+    reference,
+)
+from milepost.kernels.quantised.forms import multiply
+
+
+def to(device: str, weight: Quantised) -> Quantised:
+    tensors = {each.name: getattr(weight, each.name) for each in fields(weight)}
+    moved = {name: each.to(device) for name, each in tensors.items() if isinstance(each, Tensor)}
+    return replace(weight, **moved)
+
+
+def make_fp8(
+    *shape: int, rows: int = 128, depth: int = 128, seed: int = 0, input_scale: float | None = None
+) -> Fp8:
+    random = torch.Generator().manual_seed(seed)
+    raw = torch.randn(shape, generator=random).view(-1, *shape[-2:])
+    # Blocks of sizes of their own: a scale that is read for another block shows.
+    raw *= torch.logspace(-1, 1, raw.shape[1])[:, None] * torch.linspace(0.5, 2, raw.shape[2])
+    made = []
+    for weights in raw:
+        if depth == 128:
+            made.append(quantise_fp8(weights, rows))
+        else:
+            scales = weights.abs().amax(1, keepdim=True) / 448
+            made.append(((weights / scales).to(torch.float8_e4m3fn), scales))
+    values, scales = (torch.stack(each) for each in zip(*made, strict=True))
+    lead = shape[:-2]
+    static = None if input_scale is None else input_scale * torch.linspace(1, 2, len(raw))
+    return Fp8(
+        values=values.view(*lead, *values.shape[1:]),
+        scales=scales.view(*lead, *scales.shape[1:]),
+        rows=rows,
+        depth=depth,
+        input_scale=None if static is None else static.view(lead),
+    )
+
+
+def make_int4(*shape: int, group: int, seed: int = 0) -> Int4:
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 16, shape, generator=random).to(torch.uint8)
+    groups = (*shape[:-1], shape[-1] // group)
+    return Int4(
+        packed=pack(q, lane_of(group)),
+        scales=torch.rand(groups, generator=random).half() + 0.1,
+        zeros=torch.randint(0, 16, groups, generator=random).to(torch.uint8),
+        group=group,
+    )
+
+
+def make_rows(*shape: int) -> Tensor:
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return (rows * torch.logspace(0, 1, shape[0])[:, None]).half()
+
+
+def check(
+    product: Tensor | None,
+    hidden: Tensor,
+    weight: Quantised,
+    bias: Tensor,
+    bound: float = 2e-3,
+) -> None:
+    assert product is not None
+    product = product.sum(1) if product.dim() == 3 else product
+    expected = multiply(hidden.float(), weight, bias)
+    # Of each row, for rows have sizes of their own.
+    error = (product - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < bound
+
+
+def route(num_tokens: int, num_experts: int, size: float = 1) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    hidden = make_rows(num_tokens, 256) * size / 100
+    chosen = [torch.randperm(num_experts, generator=random)[:2] for _ in range(num_tokens)]
+    shares = torch.rand(num_tokens, 2, generator=random).half()
+    return hidden, shares, torch.stack(chosen).int()
+
+
+def check_experts(mixed: Tensor | None, *given: Tensor | Quantised) -> None:
+    hidden, shares, experts, up, down = given
+    assert mixed is not None
+    mixed = mixed.float().sum(1)
+    expected = reference.mix(hidden.float(), shares.float(), experts, up, down)[:, 0]
+    error = (mixed - expected).norm(dim=1) / expected.norm(dim=1)
+    # A sum at a bound of rounding may go the other way in between.
+    assert error.median() < (3e-3 if hidden.dtype == torch.float16 else 2e-2)
+    assert error.max() < 0.1
