@@ -105,9 +105,9 @@ def speculating(num_drafts: int, method: Any = "ngram", **fields: Any) -> dict[s
     return {"speculative_config": config}
 
 
-def compare(llm: LLM, run: Callable[[], list[list[int]]], turns: int, equal: bool) -> Row:
+def compare(llm: LLM, run: Callable[[int], list[list[int]]], turns: int, equal: bool) -> Row:
     """Tokens a second of one engine with drafts and without, in turn, and their ratio; refuses
-    answers that differ."""
+    answers that differ. `run` is told which turn it is."""
     engine = llm.llm_engine
     sides = {"plain": None, "drafts": engine.speculation}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -117,11 +117,11 @@ def compare(llm: LLM, run: Callable[[], list[list[int]]], turns: int, equal: boo
             engine.speculation = speculation
             llm.reset_prefix_cache()
             start = time.perf_counter()
-            answers[side] = run()
+            answers[side] = run(turn)
             if turn:
                 seconds[side].append(time.perf_counter() - start)
-    if equal and answers["plain"] != answers["drafts"]:
-        raise SystemExit("refused: answers with drafts are others")
+        if equal and answers["plain"] != answers["drafts"]:
+            raise SystemExit("refused: answers with drafts are others")
     num_tokens = sum(map(len, answers["plain"]))
     stats = engine.scheduler.stats
     row = {side: num_tokens / statistics.median(own) for side, own in seconds.items()}
@@ -147,7 +147,7 @@ def loop(arguments: argparse.Namespace) -> Iterator[Row]:
     llm = embedded(**speculating(16, "suffix"))
     text = "def area(w, h): return w * h\ndef edge(w, h): return 2 * (w + h)\n"
 
-    def run() -> list[list[int]]:
+    def run(_turn: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
         history, answers = text * 4, []
         for _ in range(4):
@@ -160,13 +160,13 @@ def loop(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def unlike(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Sampled hot, so that nothing comes again."""
+    """Sampled hot, other prompts every turn, so that nothing comes again."""
     llm = embedded(**speculating(16, "suffix"))
-    rng = random.Random(1)
-    prompts = [{"prompt_token_ids": rng.choices(range(10, 6000), k=200)} for _ in range(4)]
 
-    def run() -> list[list[int]]:
-        params = SamplingParams(temperature=1.5, seed=3, max_tokens=120, ignore_eos=True)
+    def run(turn: int) -> list[list[int]]:
+        rng = random.Random(turn)
+        prompts = [{"prompt_token_ids": rng.choices(range(10, 6000), k=200)} for _ in range(4)]
+        params = SamplingParams(temperature=1.5, seed=turn, max_tokens=120, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
@@ -243,7 +243,7 @@ def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: An
             {"prompt_token_ids": rng.choices(range(10, vocab_size), k=128)} for _ in range(batch)
         ]
 
-        def run(prompts: list[Any] = prompts) -> list[list[int]]:
+        def run(_turn: int, prompts: list[Any] = prompts) -> list[list[int]]:
             params = SamplingParams(
                 temperature=0.0, max_tokens=NUM_OUT, ignore_eos=True, detokenize=False
             )
