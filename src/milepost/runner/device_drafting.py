@@ -228,7 +228,7 @@ class DeviceDrafting:
             positions = arrays.positions + num_accepted
             indices = arrays.ints[:, layout.INDEX] + num_accepted.int()
         else:
-            token_ids, before = drafts[:, -1], self._before[:num]
+            token_ids, before = drafts[:, -1].contiguous(), self._before[:num]
             positions, indices = (each + 1 for each in places)
         hidden = self._model.draft(token_ids, before, self._context(arrays, positions))
         logits = self._model.compute_logits(hidden)
