@@ -116,6 +116,6 @@ def serve(llm: LLM) -> list[list[int]]:
     turn = [*tokens(300), *answer(outputs[0]), *tokens(40, 1)]
     outputs += ask(llm, turn, tokens(90, 2), [*tokens(300), *tokens(70, 3)], params=params)
     outputs += ask(llm, [*tokens(300), *tokens(9, 4)], params=params, cache_marks=[100])
-    outputs += ask(llm, *(tokens(150 + 40 * i, 10 + i) for i in range(12)), params=greedy(70))
+    outputs += ask(llm, *(tokens(150 + 40 * i, 10 + i) for i in range(12)), params=greedy(25))
     assert llm.reset_prefix_cache()
     return [answer(output) for output in outputs]

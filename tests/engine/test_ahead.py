@@ -12,6 +12,7 @@ from tests.engines import (
     cached,
     greedy,
     logprobs,
+    metric,
     num_held,
     sampled,
     save_tiny,
@@ -99,8 +100,9 @@ def test_preempted(tiny):
     """Memory that has to be found is found by a planned step, not by one ahead."""
     llm = tiny.open(async_scheduling=True, num_pages=18, num_slots=8)
     prompts = [tokens(200, i) for i in range(6)]
-    params = greedy(100)
+    params = greedy(60)
     tiny.check(ask(llm, *prompts, params=params), params)
+    assert metric(llm, "num_preemptions") > 0
     assert num_held(llm) == (0, 0)
 
 

