@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from milepost.speculative.acceptance import Acceptance
 from milepost.speculative.policy import Adaptive, Always, Judged, Standing
-from milepost.speculative.times import StepTimes
+from milepost.speculative.times import NUM_FIRST, StepTimes
 
 
 class Machine:
@@ -170,3 +171,22 @@ def test_a_first_step_that_compiles_is_forgotten():
     assert times.plain(2) < 1.1
     times.note(2, 0, 50.0)
     assert times.plain(2) < 1.3, "one that was held up"
+
+
+def test_where_there_is_nothing_to_judge_little_is_worked_out(monkeypatch):
+    """A decision stands for a while; not with other requests, nor when something was judged."""
+    policy, calls, chances = Adaptive(3), [], Acceptance.chances
+    monkeypatch.setattr(Acceptance, "chances", lambda *args: calls.append(1) or chances(*args))
+    two = [Standing(0, 9), Standing(1, 9)]
+    for _ in range(NUM_FIRST):
+        policy.note(2, [], 1.0)
+    for _ in range(170):
+        assert policy.allot(two) == [3, 3]
+        policy.note(2, [], 1.0)
+    assert 0 < len(calls) <= 2 * 10
+    policy.note(1, [], 1.0)
+    for judged in ([], [Judged(0, 9, 3, 3)]):
+        calls.clear()
+        policy.note(2, judged, 1.0)
+        policy.allot(two if judged else [Standing(0, 9), Standing(2, 9)])
+        assert len(calls) == 2

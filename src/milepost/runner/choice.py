@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from torch import Tensor
 
 from milepost.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """The chosen token; with `SamplingParams.logprobs`, also how likely it and others were."""
 
     token_id: int

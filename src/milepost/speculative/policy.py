@@ -27,6 +27,8 @@ _MOST_CREDIT = 8.0
 _PROBE_EVERY = 32
 """Steps without drafts, at least."""
 _LEAST_CHANCE = 0.02
+_STANDS = 16
+"""Steps for which a decision stands, while no draft is judged and the same requests decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +97,26 @@ class Adaptive:
         """Steps without drafts since the last one with."""
         self._probed: dict[int, int] = {}
         """Request number -> probes so far."""
+        self._decided: tuple[list[int], list[int]] | None = None
+        """The requests of the last decision, and how many drafts each has."""
+        self._num_left = 0
+        """Steps for which it stands yet."""
 
     def allot(self, standings: Sequence[Standing]) -> list[int]:
         plain = self._times.plain(len(standings)) if standings else None
         if plain is None or self._credit is None or self._credit < 0:
             return [0] * len(standings)
+        numbers = [each.number for each in standings]
+        if self._decided is not None and self._num_left and numbers == self._decided[0]:
+            self._num_left -= 1
+            return self._decided[1]
         chances = [self._acceptance.chances(each.number, each.length) for each in standings]
         least = self._threshold(chances, plain)
         if least is None:
             return self._probe(standings, plain)
-        return [sum(chance >= least for chance in each) for each in chances]
+        allotted = [sum(chance >= least for chance in each) for each in chances]
+        self._decided, self._num_left = (numbers, allotted), _STANDS
+        return allotted
 
     def _threshold(self, chances: Sequence[Sequence[float]], plain: float) -> float | None:
         """The least chance of a draft that pays; None if none does."""
@@ -139,6 +151,8 @@ class Adaptive:
             self._acceptance.note(each.number, each.length, each.num_drafts, each.num_accepted)
             self._probed[each.number] = self._probed.get(each.number, 0) + 1
         self._num_plain = 0 if judged else self._num_plain + 1
+        if judged:
+            self._decided = None
         if seconds is None or not num_sequences:
             return
         self._times.note(num_sequences, sum(each.num_drafts for each in judged), seconds)
