@@ -38,6 +38,11 @@ class Int8Weight(nn.Module):
     def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:  # noqa: ARG002
         return F.linear(hidden, self.values * self.scales, bias)
 
+    def multiply_into(
+        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
+    ) -> None:
+        output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
+
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         return self.multiply(hidden, bias, lets_next_start=True)
 

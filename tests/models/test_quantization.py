@@ -78,6 +78,11 @@ class RoundingWeight(RawWeight):
         rounded = round_inputs(hidden, self.rounding.depth, self.rounding.scale)
         return F.linear(rounded, self.values, bias)
 
+    def multiply_into(
+        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
+    ) -> None:
+        output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
+
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         return self.multiply(hidden, bias, lets_next_start=True)
 

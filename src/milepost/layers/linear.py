@@ -27,6 +27,8 @@ class _Section:
     group: int
     first: int
     """Row in the group's matrix."""
+    start: int
+    """Place among all outputs."""
     count: int
 
 
@@ -52,7 +54,7 @@ class Linear(nn.Module):
         self.kind = kind
         self.is_tied = weight is not None
         self._orders = orders or {}
-        precisions, sizes = [], []
+        precisions, sizes, start = [], [], 0
         self._sections = []
         for name, count in sections:
             precision = kind.precision(name) if name is not None else precisions[-1]
@@ -60,8 +62,9 @@ class Linear(nn.Module):
                 precisions.append(precision)
                 sizes.append(0)
             group = precisions.index(precision)
-            self._sections.append(_Section(name, group, sizes[group], count))
+            self._sections.append(_Section(name, group, sizes[group], start, count))
             sizes[group] += count
+            start += count
         made = [
             precision.matrix(size, num_inputs, kind) if weight is None else weight
             for precision, size in zip(precisions, sizes, strict=True)
@@ -78,16 +81,21 @@ class Linear(nn.Module):
         """See `linear.multiply`."""
         if self._is_fused:
             return self._weight.multiply(hidden, self._bias, lets_next_start=lets_next_start)
+        num_outputs = self._sections[-1].start + self._sections[-1].count
+        output = hidden.new_empty(*hidden.shape[:-1], num_outputs)
         biases = self.biases or [None] * len(self.weights)
-        outputs = [
-            weight.multiply(hidden, bias, lets_next_start=lets_next_start)
-            for weight, bias in zip(self.weights, biases, strict=True)
-        ]
-        pieces = [
-            outputs[section.group].narrow(-1, section.first, section.count)
-            for section in self._sections
-        ]
-        return torch.cat(pieces, -1)
+        for group, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
+            own = [section for section in self._sections if section.group == group]
+            start, count = own[0].start, sum(section.count for section in own)
+            if own[-1].start + own[-1].count == start + count:
+                target = output.narrow(-1, start, count)
+                weight.multiply_into(target, hidden, bias, lets_next_start=lets_next_start)
+                continue
+            product = weight.multiply(hidden, bias, lets_next_start=lets_next_start)
+            for section in own:
+                piece = product.narrow(-1, section.first, section.count)
+                output.narrow(-1, section.start, section.count).copy_(piece)
+        return output
 
     def partials(self, hidden: Tensor) -> Tensor:
         """The same, or partials [T, P, O] of it, for whoever reads it to add up."""

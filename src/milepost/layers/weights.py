@@ -42,6 +42,12 @@ class Weight(Protocol):
         """`hidden` [T, I] to [T, O]: see `linear.multiply`."""
         ...
 
+    def multiply_into(
+        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
+    ) -> None:
+        """`output` [T, O], whose rows may lie apart, becomes the same."""
+        ...
+
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         """The same, or partials [T, P, O] of it: see `linear.partials`."""
         ...
@@ -166,6 +172,14 @@ class RawWeight(nn.Module):
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, bias, "none", [], "")
         return linear.multiply(hidden, self.values, bias, lets_next_start=lets_next_start)
+
+    def multiply_into(
+        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
+    ) -> None:
+        if self._packed is not None:
+            output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
+            return
+        linear.multiply_into(output, hidden, self.values, bias, lets_next_start=lets_next_start)
 
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is not None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
 from milepost.kernels.device import Chip, probe
+from milepost.kernels.linear import triton as linear_triton
 from milepost.kernels.moe.grouping import group_many
 from milepost.kernels.quantised import (
+    Quantised,
+    reference,
     triton,
     triton_rounding,
     triton_tall,
 )
-from milepost.kernels.quantised.forms import quantise_rows
+from milepost.kernels.quantised.forms import multiply, quantise_rows
 from milepost.kernels.triton_float8 import has_fp8
 from tests.kernels.quantised_cases import (
     check,
@@ -21,6 +28,7 @@ from tests.kernels.quantised_cases import (
     make_int4,
     make_rows,
     route,
+    to,
 )
 
 
@@ -48,6 +56,27 @@ def test_int4_gemm(num_tokens: int, group: int) -> None:
     weight = make_int4(72, 256, group=group)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(72)
     check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("make", [make_fp8, partial(make_int4, group=64), torch.randn])
+def test_outputs_may_stand_beside_others(
+    num_tokens: int, make: Callable[..., Quantised | Tensor]
+) -> None:
+    weight, hidden = make(72, 256), make_rows(num_tokens, 256) / 16
+    wide = torch.full((num_tokens, 100), 7.0).half()
+    target = wide[:, 8:80]
+    if isinstance(weight, Tensor):
+        weight = weight.half()
+        has_kernel = linear_triton.multiply_row_into(target, hidden, weight, None)
+        assert has_kernel == (num_tokens == 1)
+        expected = hidden @ weight.T if has_kernel else target
+    else:
+        assert triton.multiply_into(target, hidden, weight, None, lets_next_start=True)
+        expected = multiply(hidden, weight)
+    torch.testing.assert_close(target, expected, rtol=1e-2, atol=1e-2 * float(expected.std()))
+    assert (wide[:, :8] == 7).all()
+    assert (wide[:, 80:] == 7).all()
 
 
 @pytest.mark.parametrize("depth", [128, 300])
@@ -123,6 +152,14 @@ def test_tall_experts(up_rows: int) -> None:
     )  # fmt: skip
     triton_tall.project_down(active, active_scales, shares, down, output, groups, chip)
     check_experts(output, hidden, shares, experts, up, down)
+
+
+def test_experts_that_no_kernel_takes_do_not_ask_what_was_chosen() -> None:
+    """Graphs record them; what has no values cannot be asked."""
+    up, down = (to("meta", make_int4(3, *shape, group=32)) for shape in ((128, 64), (64, 64)))
+    hidden, shares, experts = (each.to("meta") for each in route(5, 3))
+    mixed = reference.mix(hidden[:, :64], shares, experts, up, down)
+    assert mixed.shape == (5, 1, 64)
 
 
 @pytest.mark.parametrize(("arch", "native"), [((8, 0), False), ((8, 9), True), ((0, 0), False)])

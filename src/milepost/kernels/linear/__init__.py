@@ -33,6 +33,18 @@ def multiply(
     return triton.add_up(result, hidden.dtype)
 
 
+def multiply_into(
+    output: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, lets_next_start: bool
+) -> None:
+    """`output` [T, O], whose rows may lie apart, becomes what `multiply` returns."""
+    if _are_few(hidden):
+        from milepost.kernels.linear import triton
+
+        if triton.multiply_row_into(output, hidden, weight, bias):
+            return
+    output.copy_(multiply(hidden, weight, bias, lets_next_start=lets_next_start))
+
+
 def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden` [T, I] times `weight` [O, I] transposed, unrounded: float32, or float64 for float64
     inputs, [T, O] or split-K partials [T, P, O]."""

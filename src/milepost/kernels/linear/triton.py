@@ -49,8 +49,7 @@ def multiply_few(
     if num_tokens == 0 or hidden.stride(1) != 1:
         return None
     if num_tokens == 1:
-        block_n, block_k = (4, 2048) if num_outputs <= 1 << 15 else (8, 1024)
-        return gemv(hidden, weight, bias, block_n=block_n, block_k=block_k, num_warps=8)
+        return _multiply_row(hidden, weight, bias)
     if num_tokens <= _FEW_ROWS.block_m:
         tiles = _FEW_ROWS if weight.shape[1] < _LONG else _FEW_LONG_ROWS
     elif num_outputs <= _FEW_OUTPUTS:
@@ -59,6 +58,22 @@ def multiply_few(
         return None
     tiles = tiles.fitted(probe(hidden.device))
     return multiply(hidden, weight, bias, tiles, _choose_split_k(weight, tiles))
+
+
+def multiply_row_into(output: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `hidden` was one row; then `output` [1, O] is its product."""
+    if len(hidden) != 1 or hidden.stride(1) != 1:
+        return False
+    _multiply_row(hidden, weight, bias, output)
+    return True
+
+
+def _multiply_row(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor | None = None
+) -> Tensor:
+    block_n, block_k = (4, 2048) if len(weight) <= 1 << 15 else (8, 1024)
+    how = {"block_n": block_n, "block_k": block_k, "num_warps": 8}
+    return gemv(hidden, weight, bias, **how, output=output)
 
 
 def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor | None:
@@ -235,17 +250,21 @@ def gemv(
     block_k: int,
     num_warps: int,
     dtype: torch.dtype | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
-    """`multiply` for very few rows, without tensor cores."""
+    """`multiply` for very few rows, without tensor cores; into `output`, whose rows may lie apart,
+    if there is one."""
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
-    output = hidden.new_empty(num_tokens, num_outputs, dtype=dtype)
+    if output is None:
+        output = hidden.new_empty(num_tokens, num_outputs, dtype=dtype)
     _gemv_kernel[(triton.cdiv(num_outputs, block_n), num_tokens)](
         hidden,
         weight,
         bias,
         output,
         hidden.stride(0),
+        output.stride(0),
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
         BLOCK_N=block_n,
@@ -263,6 +282,7 @@ def _gemv_kernel(
     bias,
     output,
     stride,
+    output_stride,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -287,4 +307,4 @@ def _gemv_kernel(
     if bias is not None:
         acc += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)
     b_o = acc.to(output.dtype.element_ty)
-    tl.store(output + token * OUTPUTS + o_n, b_o, mask=is_column)
+    tl.store(output + token * output_stride + o_n, b_o, mask=is_column)

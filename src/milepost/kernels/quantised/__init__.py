@@ -33,6 +33,7 @@ __all__ = [
     "lane_of",
     "mix",
     "multiply",
+    "multiply_into",
     "pack",
     "partials",
     "quantise_fp8",
@@ -49,6 +50,18 @@ def multiply(
     from milepost.kernels.linear import triton
 
     return triton.add_up(product, hidden.dtype)
+
+
+def multiply_into(
+    output: Tensor, hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
+) -> None:
+    """`output` [T, O], whose rows may lie apart, becomes what `multiply` returns."""
+    if hidden.dim() == 2 and runs_triton(hidden):
+        from milepost.kernels.quantised import triton
+
+        if triton.multiply_into(output, hidden, weight, bias, lets_next_start=lets_next_start):
+            return
+    output.copy_(multiply(hidden, weight, bias, lets_next_start=lets_next_start))
 
 
 def partials(

@@ -49,28 +49,57 @@ def multiply(
     if num_tokens == 0:
         return hidden.new_empty(0, num_outputs)
     chip = probe(hidden.device)
-    if num_tokens == 1 and _has_plain_blocks(weight):
-        output = hidden.new_empty(num_tokens, num_outputs)
-        triton_gemv.multiply(hidden, weight, bias, output, chip)
-        return output
     if num_tokens > _LIBRARY_ROWS:
         if isinstance(weight, Int4):
             return F.linear(hidden, weight.dequantise(hidden.dtype), bias)
         if _library_multiplies(weight, chip):
             return _multiply_by_library(hidden, weight, bias, chip)
-    tiles = _choose(num_tokens).fitted(chip)
-    rows, scales = _round(hidden, weight, tiles, chip)
     split_k = 1
-    if num_tokens <= _MORE.block_m:
+    if num_tokens <= _MORE.block_m and not _is_row(hidden, weight):
+        tiles = _choose(num_tokens).fitted(chip)
         split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
     if split_k == 1:
         output = hidden.new_empty(num_tokens, num_outputs)
     else:
         output = hidden.new_empty(split_k, num_tokens, num_outputs, dtype=torch.float32)
-    triton_gemm.gemm(
-        rows, scales, weight, bias, output, tiles, chip, split_k=split_k, overlaps=lets_next_start
-    )
+    _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
     return output if split_k == 1 else output.transpose(0, 1)
+
+
+def multiply_into(
+    output: Tensor, hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
+) -> bool:
+    """Whether a kernel made `output` [T, O], whose rows may lie apart, the product."""
+    if not _suits(hidden, weight) or not 0 < len(hidden) <= _LIBRARY_ROWS:
+        return False
+    _multiply(output, hidden, weight, bias, probe(hidden.device), overlaps=lets_next_start)
+    return True
+
+
+def _multiply(
+    output: Tensor,
+    hidden: Tensor,
+    weight: Quantised,
+    bias: Tensor | None,
+    chip: Chip,
+    *,
+    overlaps: bool,
+) -> None:
+    """`output` [T, O], or partials [S, T, O], by our kernels."""
+    if _is_row(hidden, weight):
+        triton_gemv.multiply(hidden, weight, bias, output, chip)
+        return
+    tiles = _choose(len(hidden)).fitted(chip)
+    rows, scales = _round(hidden, weight, tiles, chip)
+    split_k = len(output) if output.dim() == 3 else 1
+    triton_gemm.gemm(
+        rows, scales, weight, bias, output, tiles, chip, split_k=split_k, overlaps=overlaps
+    )
+
+
+def _is_row(hidden: Tensor, weight: Quantised) -> bool:
+    """Whether it is one row that can be rounded on the way."""
+    return len(hidden) == 1 and _has_plain_blocks(weight)
 
 
 def _suits(hidden: Tensor, *weights: Quantised) -> bool:

@@ -41,6 +41,11 @@ class QuantisedMatrix(nn.Module):
     def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:
         return quantised.multiply(hidden, self.form, bias, lets_next_start=lets_next_start)
 
+    def multiply_into(
+        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
+    ) -> None:
+        quantised.multiply_into(output, hidden, self.form, bias, lets_next_start=lets_next_start)
+
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         return quantised.partials(hidden, self.form, bias)
 
