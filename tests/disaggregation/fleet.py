@@ -32,6 +32,7 @@ def open_engine(folder: Path, transport: str, **options: Any) -> Engine:
 class Fleet:
     def __init__(self, *engines: Engine) -> None:
         self.engines = list(engines)
+        self.last_prefill: Job | None = None
 
     def turn(self) -> None:
         """A step of each that has something to do; one that waits for another is heard."""
@@ -62,6 +63,7 @@ class Fleet:
         """What the engine answers for the one that decodes."""
         job = engine.add(Prompt(token_ids=list(tokens), kv_transfer_params=PREFILL), ONE_TOKEN)
         self.run(job)
+        self.last_prefill = job
         return job.kv_transfer_params
 
     def decode(

@@ -157,3 +157,52 @@ def test_params_that_say_nothing_are_refused(fleet, name):
         fleet.add(second, tokens(100), {**params, name: None})
     fleet.decode(second, tokens(100), params)
     fleet.check()
+
+
+def test_the_next_turn_fetches_the_answers_end_from_who_decoded(tiny, fleet):
+    """The prefill side asks who went on with its prompt, and computes only what is new."""
+    first, second = fleet.engines
+    history, moved, end = tokens(200), 0, 0
+    for turn in range(3):
+        params = fleet.prefill(first, history)
+        job = fleet.decode(second, history, params, greedy(70))
+        assert output_of(job) == tiny.expected(history, greedy(70))
+        if turn:
+            assert report_of(fleet.last_prefill).loaded, "the end of the answer before"
+            assert report_of(fleet.last_prefill).reused == end
+            assert first.connector.num_bytes > moved
+        moved = first.connector.num_bytes
+        end = len(history) + 69
+        history = [*history, *output_of(job), *tokens(90, 10 + turn)]
+    fleet.check()
+
+
+def test_who_does_not_say_what_it_has_is_not_waited_for(tiny, fleet):
+    first, second = fleet.engines
+    prompt = tokens(200)
+    job = fleet.decode(second, prompt, fleet.prefill(first, prompt))
+    fleet.until(lambda: first.connector._readers)
+    second.reset_prefix_cache()
+    history = [*prompt, *output_of(job), *tokens(90, 3)]
+    params = fleet.prefill(first, history)
+    assert report_of(fleet.last_prefill).reused == len(prompt) - 1, "its own"
+    assert not first.connector._readers, "it is not asked again"
+    assert params["remote_num_tokens"] == len(history) - 1
+    fleet.decode(second, history, params)
+    fleet.check()
+
+
+def test_a_prefill_is_given_up_while_it_asks_elsewhere(fleet):
+    first, second = fleet.engines
+    prompt = tokens(200)
+    fleet.decode(second, prompt, fleet.prefill(first, prompt))
+    fleet.until(lambda: first.connector._readers)
+    prompt = prompt + tokens(100, 3)
+    asked = Prompt(token_ids=prompt, kv_transfer_params=PREFILL)
+    job = first.add(asked, greedy(1))
+    assert first.has_work
+    assert not first.scheduler.has_work
+    first.abort(job)
+    assert job.is_finished
+    assert not first.has_work
+    fleet.check()

@@ -92,7 +92,8 @@ class Connector:
         """The last full page of what is lent, by lease."""
         self._readers: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         """Who went on behind that page."""
-        self._found: list[Found] = []
+        self._finds: dict[int, bytes] = {}
+        """The page that led to whoever is asked, by number of the question."""
         self._num_finds = 0
         self.num_bytes = 0
         """Fetched so far."""
@@ -194,7 +195,7 @@ class Connector:
 
     def look_elsewhere(self, chain: Chain) -> int | None:
         """Ask who went on with a prompt's beginning for what came of it, if that is known; the
-        answer is among `take_found` then, by this number.
+        answer is among what `settle` returns then, by this number.
         """
         digests = chain.full_digests()
         for depth in range(len(digests), 0, -1):
@@ -207,19 +208,22 @@ class Connector:
         if least >= len(chain):
             return None
         self._num_finds += 1
+        self._finds[self._num_finds] = digests[depth - 1]
         tokens = chain.token_bytes(0, len(chain))
         find = Find(tokens=tokens, salt=chain.salt, least=least)
         self._links.find(self._num_finds, place, find)
         return self._num_finds
 
-    def take_found(self) -> list[Found]:
-        found, self._found = self._found, []
-        return found
+    def refuse(self, remote: Remote) -> None:
+        """What was found is not wanted any more."""
+        self._links.release(remote)
 
     # --- between steps ----------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Take in what has come, answer what is asked, give back what is over."""
+    def settle(self) -> list[Found]:
+        """Take in what has come, answer what is asked, give back what is over; returns what was
+        found elsewhere."""
+        found: list[Found] = []
         for outcome in self._links.take():
             match outcome:
                 case Pulled():
@@ -227,7 +231,10 @@ class Connector:
                 case Read():
                     self._note_reader(outcome)
                 case Found():
-                    self._found.append(outcome)
+                    page = self._finds.pop(outcome.number)
+                    if outcome.remote is None:
+                        self._readers.pop(page, None)
+                    found.append(outcome)
                 case Asked():
                     self._tell(outcome)
         for loan in self.leases.take_over():
@@ -239,6 +246,7 @@ class Connector:
             if request.allocation is not None or request.finish_reason is not None:
                 del self._wanted[number]  # it needs nothing of it
                 self._links.release(remote)
+        return found
 
     def _pulled(self, pulled: Pulled) -> None:
         if pulled.problem:

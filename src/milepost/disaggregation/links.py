@@ -366,7 +366,7 @@ class Links:
         except TransferError:
             self._tell(Found(number, None))
         else:
-            peer.ask(find, found)
+            peer.ask(find, found, is_hint=True)
 
     def _begin(self, pull: Pull) -> None:
         remote = pull.remote

@@ -25,6 +25,8 @@ from milepost.disaggregation.messages import (
 )
 from milepost.disaggregation.transport import TransferError, Transport
 
+HINT_S = 2.0
+"""So long a prefill waits to hear what another engine has of its prompt."""
 Then = Callable[["Answer | str"], None]
 """Told the answer, or why there is none."""
 
@@ -37,24 +39,25 @@ class Peer:
         self.engine_id = ""
         self.layout = Layout([], [])
         self.handle: Any = None
-        self.asked: dict[bytes, tuple[float, Then]] = {}
-        """By number: until when, and who wants the answer."""
+        self.asked: dict[bytes, tuple[float, Then, bool]] = {}
+        """By number: until when, who wants the answer, and whether it is no harm if none comes."""
         self._peers = peers
         self._num_asked = 0
         self._is_known = False
         self._over = ""
         """Why, once it is."""
-        self._waiting: list[tuple[Question, Then]] = []
+        self._waiting: list[tuple[Question, Then, bool]] = []
         """Until it has said welcome."""
         self._send(peers.hello, self._welcomed)
 
-    def ask(self, question: Question, then: Then) -> None:
+    def ask(self, question: Question, then: Then, *, is_hint: bool = False) -> None:
+        """A question that is a hint only is given up soon, and its peer is not for that."""
         if self._over:
             then(self._over)
         elif self._is_known:
-            self._send(question, then)
+            self._send(question, then, is_hint)
         else:
-            self._waiting.append((question, then))
+            self._waiting.append((question, then, is_hint))
 
     def say(self, beat: Beat) -> None:
         """Without an answer."""
@@ -84,15 +87,15 @@ class Peer:
         self.socket.close(linger=0)
         if self.handle is not None:
             self._peers.transport.remove_peer(self.handle)
-        waiting = [*(then for _, then in self.asked.values()), *(w[1] for w in self._waiting)]
+        waiting = [entry[1] for entry in (*self.asked.values(), *self._waiting)]
         self.asked, self._waiting = {}, []
         for then in waiting:
             then(why)
 
-    def _send(self, question: Question, then: Then) -> None:
+    def _send(self, question: Question, then: Then, is_hint: bool = False) -> None:
         self._num_asked += 1
         number = self._num_asked.to_bytes(8, "big")
-        self.asked[number] = self._peers.deadline(), then
+        self.asked[number] = self._peers.deadline(is_hint), then, is_hint
         self.socket.send_multipart([b"", number, ENCODER.encode(question)])
 
     def _welcomed(self, answer: Answer | str) -> None:
@@ -108,8 +111,8 @@ class Peer:
             return
         self._is_known = True
         waiting, self._waiting = self._waiting, []
-        for question, then in waiting:
-            self._send(question, then)
+        for entry in waiting:
+            self._send(*entry)
 
 
 class Peers:
@@ -136,11 +139,11 @@ class Peers:
 
     @property
     def next_deadline(self) -> float | None:
-        times = [at for peer in self._known.values() for at, _ in peer.asked.values()]
+        times = [entry[0] for peer in self._known.values() for entry in peer.asked.values()]
         return min(times, default=None)
 
-    def deadline(self) -> float:
-        return self._clock() + self._timeout_s
+    def deadline(self, is_hint: bool) -> float:
+        return self._clock() + (min(HINT_S, self._timeout_s) if is_hint else self._timeout_s)
 
     def at(self, host: str, port: int) -> Peer:
         """The engine there; one that is new is sent a hello. Raises TransferError."""
@@ -172,8 +175,12 @@ class Peers:
         """Drop those that have not answered in time."""
         now = self._clock()
         for peer in list(self._known.values()):
-            if any(at <= now for at, _ in peer.asked.values()):
+            late = [number for number, entry in peer.asked.items() if entry[0] <= now]
+            if not all(peer.asked[number][2] for number in late):
                 self.drop(peer, f"no answer within {self._timeout_s:g} seconds")
+                continue
+            for number in late:
+                peer.asked.pop(number)[1]("no answer so far")
 
     def close(self) -> None:
         for peer in list(self._known.values()):

@@ -15,6 +15,7 @@ from msgspec import structs
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
+from milepost.disaggregation.params import Remote
 from milepost.engine.bell import Bell
 from milepost.engine.detokenizer import detokenizer_for
 from milepost.engine.exchange import connecting, publishing, wish_of
@@ -57,6 +58,8 @@ class Engine:
         self._publisher = publishing(config, self.scheduler.outside)
         self.connector = connecting(config, self.scheduler, self.runner, self.bell)
         self._is_stuck = False
+        self._looking: dict[int, tuple[Job, Answer]] = {}
+        """Not queued yet: another engine is asked what it has of them."""
         self.speculation = parts.speculation
         self._last_end_s: float | None = None
         """When the last step was taken, if work was left then."""
@@ -66,7 +69,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._looking)
 
     @property
     def awaits_others(self) -> bool:
@@ -133,18 +136,33 @@ class Engine:
             text = detokenizer_for(self._texts, params)
             guide = self._guide(params, form)
             answer = Answer(index=index, request=request, text=text, seed=seed, guide=guide)
-            self.scheduler.add(request)
+            remote = wish.remote if wish is not None and not index else None
+            looking = None
+            if job.prefills and self.connector is not None:
+                looking = self.connector.look_elsewhere(request.chain)
+            if looking is None:
+                self._enter(job, answer, remote)
+            else:
+                self._looking[looking] = (job, answer)
             job.answers.append(answer)
-            if wish is not None and wish.remote is not None and not index and self.connector:
-                self.connector.want(request, wish.remote)
-            self._answers[request.number] = (job, answer)
-            if answer.waits_for_tokens(params, counts_are_kept=self.runner.executor.keeps_counts):
-                self._held.add(request.number)
         return job
+
+    def _enter(self, job: Job, answer: Answer, remote: Remote | None) -> None:
+        """Have the scheduler serve a request, which may fetch something from elsewhere."""
+        request = answer.request
+        self.scheduler.add(request)
+        if remote is not None and self.connector is not None:
+            self.connector.want(request, remote)
+        self._answers[request.number] = (job, answer)
+        counts_are_kept = self.runner.executor.keeps_counts
+        if answer.waits_for_tokens(job.params, counts_are_kept=counts_are_kept):
+            self._held.add(request.number)
 
     def abort(self, job: Job) -> None:
         """End a job's answers that are not over; what they hold is free at once."""
         self._forget(job)
+        for number in [number for number, known in self._looking.items() if known[0] is job]:
+            self._looking.pop(number)[1].request.finish_reason = FinishReason.ABORT
         self._is_stuck = False
         if self._death is not None:
             return
@@ -191,7 +209,11 @@ class Engine:
         if self.connector is not None and self.bell is not None:
             self.bell.clear()
             with self._fatal(BaseException):
-                self.connector.settle()
+                for found in self.connector.settle():
+                    if found.number in self._looking:
+                        self._enter(*self._looking.pop(found.number), found.remote)
+                    elif found.remote is not None:
+                        self.connector.refuse(found.remote)
             self._is_stuck = False
 
     def close(self) -> None:
@@ -274,7 +296,9 @@ class Engine:
         with self._fatal(BaseException):
             plan = self.scheduler.schedule()
             can_wait = bool(self.scheduler.num_loading)
-            assert plan.sequences or can_wait or not self.has_work, "a step does some of the work"
+            assert plan.sequences or can_wait or not self.scheduler.has_work, (
+                "a step does some of the work"
+            )
         if not plan.sequences:
             self._only_copy(plan)
             return None
@@ -336,7 +360,7 @@ class Engine:
         and bring states to the ends of their answers.
         """
         only_folds = self.scheduler.only_folds
-        if self.has_work and not only_folds:
+        if self.scheduler.has_work and not only_folds:
             return
         flight, self._under_way = self._under_way, None
         if flight is not None:
