@@ -448,4 +448,6 @@ class Links:
             logger.warning(
                 "engine %s: %s; the prompt is computed here", pull.remote.engine_id, problem
             )
+            if pull.peer is not None and not pull.peer.is_over:
+                pull.peer.ask(Release(pull.remote.lease), lambda _: None)
         self._tell(Pulled(pull.number, problem, 0 if problem else pull.num_bytes))

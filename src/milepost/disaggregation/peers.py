@@ -50,6 +50,10 @@ class Peer:
         """Until it has said welcome."""
         self._send(peers.hello, self._welcomed)
 
+    @property
+    def is_over(self) -> bool:
+        return bool(self._over)
+
     def ask(self, question: Question, then: Then, *, is_hint: bool = False) -> None:
         """A question that is a hint only is given up soon, and its peer is not for that."""
         if self._over:

@@ -1,0 +1,262 @@
+"""What goes wrong between engines: every request ends right, and nothing stays held."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from milepost.cache.allocation import Loan
+from milepost.disaggregation.leases import Leases
+from milepost.disaggregation.links import Links
+from milepost.disaggregation.messages import VERSION, Hello, Layout, Row, misfit
+from milepost.errors import ConfigError
+from tests.disaggregation.fleet import open_engine, running
+from tests.engines import greedy, tokens
+
+SHORT = {"timeout_s": 0.4}
+
+
+@pytest.fixture
+def fleet(tiny, transport):
+    engines = [open_engine(tiny.folder, transport, extra=SHORT) for _ in range(2)]
+    with running(*engines) as fleet:
+        yield fleet
+
+
+def is_computed(tiny, fleet, prompt, params):
+    """Whether the second engine answers right without anything of the first."""
+    second = fleet.engines[1]
+    job = fleet.decode(second, prompt, params)
+    request = job.answers[0].request
+    assert request.output_token_ids == tiny.expected(prompt, greedy(4))
+    return not request.report.loaded
+
+
+def jump(engine, seconds):
+    """Move the clock that an engine's leases go by."""
+    leases = engine.connector.leases
+    clock = leases._clock
+    leases._clock = lambda: clock() + seconds
+
+
+def test_a_lease_that_has_expired(tiny, fleet):
+    first, second = fleet.engines
+    prompt = tokens(200)
+    params = fleet.prefill(first, prompt)
+    jump(first, 31.0)
+    fleet.until(lambda: first.hear() or not first.scheduler.cache.loans)
+    assert is_computed(tiny, fleet, prompt, params)
+    assert (second.connector.num_failed, first.connector.leases.num_expired) == (1, 1)
+    fleet.check()
+
+
+def test_a_lease_that_expires_while_it_is_read(tiny, fleet):
+    """What was read may have been written over by then: it is not used."""
+    first, second = fleet.engines
+    prompt = tokens(200)
+    params = fleet.prefill(first, prompt)
+    links = second.connector._links
+    confirm = links._confirm
+
+    def late(pull):
+        jump(first, 31.0)
+        confirm(pull)
+
+    links._confirm = late
+    assert is_computed(tiny, fleet, prompt, params)
+    assert second.connector.num_failed == 1
+    fleet.check()
+
+
+def test_heartbeats_keep_a_lease(fleet):
+    """A request that waits long for its turn still finds what was prefilled for it."""
+    first, second = fleet.engines
+    prompt = tokens(200)
+    params = fleet.prefill(first, prompt)
+    lease = first.connector.leases.find(params["remote_request_id"])
+    before = lease.expires_at
+    second.connector._links._beat_s = 0.01
+    busy = [fleet.add(second, tokens(100, 5 + n), None, greedy(30)) for n in range(4)]
+    job = fleet.add(second, prompt, params)
+    fleet.until(lambda: lease.expires_at > before)
+    assert job.answers[0].request.allocation is None, "it still waits"
+    fleet.run(job, *busy)
+    assert job.answers[0].request.report.loaded
+    fleet.check()
+
+
+def test_an_engine_that_is_gone(tiny, transport):
+    engines = [open_engine(tiny.folder, transport, extra=SHORT) for _ in range(2)]
+    with running(engines[1]) as fleet:
+        fleet.engines.insert(0, engines[0])
+        params = fleet.prefill(engines[0], tokens(200))
+        engines[0].close()
+        fleet.engines = engines[1:]
+        job = fleet.decode(engines[1], tokens(200), params)
+        assert job.answers[0].request.output_token_ids == tiny.expected(tokens(200), greedy(4))
+        assert engines[1].connector.num_failed == 1
+        fleet.check()
+
+
+def test_an_engine_that_goes_away_while_it_is_read(tiny, transport):
+    if transport == "nixl":
+        pytest.skip("memory that is gone in the same process is another matter")
+    engines = [open_engine(tiny.folder, transport, extra=SHORT) for _ in range(2)]
+    with running(engines[1]) as fleet:
+        first, second = engines
+        fleet.engines.insert(0, first)
+        params = fleet.prefill(first, tokens(200))
+        begin = second.connector._transport.begin
+
+        def begin_and_lose(peer, local, remote):
+            first.connector._transport.close()
+            return begin(peer, local, remote)
+
+        second.connector._transport.begin = begin_and_lose
+        job = fleet.decode(second, tokens(200), params)
+        assert job.answers[0].request.output_token_ids == tiny.expected(tokens(200), greedy(4))
+        assert second.connector.num_failed == 1
+        fleet.engines = engines[1:]
+        first.close()
+        fleet.check()
+
+
+def test_a_slow_link_blocks_nobody_and_ends(tiny, fleet):
+    """Others are served meanwhile; what takes too long is given up."""
+    first, second = fleet.engines
+    prompt = tokens(200)
+    params = fleet.prefill(first, prompt)
+    moving, given_up = second.connector._transport, []
+    moving.is_done = lambda _: False
+    moving.give_up = lambda transfer: bool(given_up.append(transfer)) or len(given_up) > 1
+    slow = fleet.add(second, prompt, params)
+    other = fleet.decode(second, tokens(90, 4), None)
+    assert other.is_finished
+    assert not slow.is_finished
+    fleet.run(slow)
+    assert slow.answers[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
+    assert len(given_up) == 2, "not before nobody writes any more"
+    assert not slow.answers[0].request.report.loaded
+    fleet.check()
+
+
+def test_what_is_lent_of_another_prompt_is_not_taken(tiny, fleet):
+    first, _ = fleet.engines
+    params = fleet.prefill(first, tokens(200, 1))
+    assert is_computed(tiny, fleet, tokens(200, 2), params)
+    fleet.check()
+
+
+def test_a_lease_that_nobody_wants_ends(fleet):
+    """The engine that was to decode is gone: what it would have read is free again."""
+    first, _ = fleet.engines
+    fleet.prefill(first, tokens(200))
+    assert not first.reset_prefix_cache(), "somebody may read"
+    jump(first, 29.0)
+    first.hear()
+    assert len(first.connector.leases) == 1
+    jump(first, 2.0)
+    assert first.reset_prefix_cache()
+    fleet.check()
+
+
+def test_a_restarted_engine_is_said_hello_to_again(tiny, fleet):
+    first, second = fleet.engines
+    fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
+    first.connector._links._state.hellos.clear()  # as another that listens there now
+    prompt = tokens(200, 3)
+    assert is_computed(tiny, fleet, prompt, fleet.prefill(first, prompt))
+    prompt = tokens(200, 4)
+    assert not is_computed(tiny, fleet, prompt, fleet.prefill(first, prompt))
+    jump(first, 31.0)
+    fleet.until(lambda: first.hear() or not first.scheduler.cache.loans)
+    fleet.check()
+
+
+def test_transfers_that_are_aborted_at_random(tiny, fleet):
+    random, (first, second) = Random(2), fleet.engines
+    for _ in range(5):
+        prompts = [tokens(random.randrange(70, 250), random.random()) for _ in range(6)]
+        params = [fleet.prefill(first, prompt) for prompt in prompts]
+        jobs = [fleet.add(second, *pair) for pair in zip(prompts, params, strict=True)]
+        doomed = random.sample(jobs, 4)
+        while doomed:
+            if random.random() < 0.3:
+                second.abort(doomed.pop())
+            fleet.turn()
+        fleet.run(*jobs)
+        for prompt, job in zip(prompts, jobs, strict=True):
+            request = job.answers[0].request
+            if request.finish_reason != "abort":
+                assert request.output_token_ids == tiny.expected(prompt, greedy(4))
+    fleet.until(lambda: not second.has_work)
+    fleet.check()
+
+
+def hello(**own):
+    layout = Layout([Row(0, 64, 64, 10)], [Row(0, 8, 8, 3)])
+    given = {"identity": b"a", "engine_id": "e", "transport": "nixl", "host": "h", "port": 1}
+    return Hello(**{"version": VERSION, "layout": layout, **given, **own})
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"version": VERSION + 1}, "version"),
+        ({"transport": "socket"}, "transport"),
+        ({"identity": b"b"}, "model"),
+        ({"layout": Layout([Row(0, 32, 32, 10)], [Row(0, 8, 8, 3)])}, "page size"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused_by_name(own, named):
+    assert named in misfit(hello(**own), hello())
+    assert not misfit(hello(port=5, host="x"), hello())
+    more = Layout([Row(7, 640, 64, 99)], [Row(0, 8, 8, 30)])
+    assert not misfit(hello(layout=more), hello()), "their sizes are their own"
+
+
+def test_another_page_size_is_computed_and_said(tiny, transport, caplog):
+    first = open_engine(tiny.folder, transport, extra=SHORT)
+    second = open_engine(tiny.folder, transport, extra=SHORT, page_size=32)
+    with running(first, second) as fleet:
+        params = fleet.prefill(first, tokens(200))
+        assert is_computed(tiny, fleet, tokens(200), params)
+        assert "page size" in caplog.text
+        jump(first, 31.0)
+        fleet.until(lambda: first.hear() or not first.scheduler.cache.loans)
+        fleet.check()
+
+
+def test_leases_go_by_their_clock():
+    now = [0.0]
+    leases = Leases(30.0, lambda: now[0])
+    loans = [Loan(position=n, pages=(n,), slot=n) for n in range(3)]
+    for number, loan in enumerate(loans):
+        leases.grant(str(number), loan, b"")
+    now[0] = 29.0
+    leases.prolong(["1", "none"])
+    assert leases.take_over() == []
+    now[0] = 30.0
+    assert leases.find("0") is None, "over, though nobody has noticed yet"
+    assert not leases.release("0")
+    assert leases.take_over() == [loans[0], loans[2]]
+    assert leases.release("1")
+    assert not leases.release("1")
+    assert leases.take_over() == [loans[1]]
+    assert (len(leases), leases.num_expired, leases.num_granted) == (0, 2, 3)
+
+
+def test_an_address_that_cannot_be_had_is_one_error():
+    leases = Leases(1.0, lambda: 0.0)
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid"):
+        Links(
+            msgspec.structs.replace(hello(), host="nowhere.invalid"),
+            None,
+            leases,
+            timeout_s=1.0,
+            lease_s=1.0,
+            clock=lambda: 0.0,
+            ring=lambda: None,
+        )
