@@ -1,4 +1,5 @@
-"""The gated delta rule's states from chunk to chunk.
+"""The gated delta rule's states from chunk to chunk, also where each channel of a key decays by
+itself.
 
 Legend: T tokens, N chunks, C tokens in a chunk, V value heads, K key_dim, W value_dim.
 """
@@ -26,11 +27,15 @@ def chunk_fwd_h(
     query_key: Tensor,
     values: Tensor,
     w: Tensor,
-    g_cumsum: Tensor,
+    decay: Tensor,
     h: Tensor,
 ) -> None:
     """Write the states before every chunk to `h` [N, V, K, W], exports and final states to `pool`;
-    `values` become what tokens add with the state before their chunk: u - w h."""
+    `values` become what tokens add with the state before their chunk: u - w h.
+
+    `decay` is [V, T], sums of log decays from the chunk's begin; or, by channel, [N, V, K], over
+    the whole chunk, and keys are decayed to its end already.
+    """
     num_columns = min(_COLUMNS, shapes.blocks["BLOCK_W"])
     grid = (triton.cdiv(shapes.value_dim, num_columns), shapes.value_heads, len(slot_out))
     _chunk_fwd_h_kernel[grid](
@@ -46,8 +51,9 @@ def chunk_fwd_h(
         query_key,
         values,
         w,
-        g_cumsum,
+        decay,
         h,
+        BY_CHANNEL=decay.dim() == 3,
         **shapes.heads,
         **(shapes.blocks | {"BLOCK_W": num_columns}),
         num_warps=4,
@@ -70,8 +76,9 @@ def _chunk_fwd_h_kernel(
     query_key,
     values,
     w,
-    g_cumsum,
+    decay,
     h,
+    BY_CHANNEL: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -114,16 +121,24 @@ def _chunk_fwd_h_kernel(
         p_v = values + v_begin * VALUE_DIM + value_at
         b_u = tl.load(p_v, in_v, 0)
         b_k = tl.load(query_key + (key_row + begin) * KEY_DIM + key_at, in_k, 0)
-        b_g = tl.load(g_cumsum + v_begin + o_t, in_chunk, 0)
-        b_g_last = tl.load(g_cumsum + v_begin + size - 1)
+        if BY_CHANNEL:
+            b_decay = tl.load(decay + (i_t * VALUE_HEADS + i_hv) * KEY_DIM + o_k, is_k, 0)
+        else:
+            b_g = tl.load(decay + v_begin + o_t, in_chunk, 0)
+            b_g_last = tl.load(decay + v_begin + size - 1)
 
         b_h0 = b_h.to(b_w.dtype)
         tl.store(h + tl.cast(i_t, tl.int64) * state_size + o_h, b_h0, in_h)
         b_wh = tl.dot(b_w, b_h0, input_precision="ieee")
         b_v = b_u.to(tl.float32) - b_wh
         tl.store(p_v, b_v.to(b_u.dtype), in_v)
-        b_vg = (b_v * tl.exp(b_g_last - b_g)[:, None]).to(b_k.dtype)
-        b_h = b_h * tl.exp(b_g_last) + tl.dot(tl.trans(b_k), b_vg, input_precision="ieee")
+        if BY_CHANNEL:
+            b_h *= b_decay[:, None]
+            b_vg = b_v.to(b_k.dtype)
+        else:
+            b_vg = (b_v * tl.exp(b_g_last - b_g)[:, None]).to(b_k.dtype)
+            b_h *= tl.exp(b_g_last)
+        b_h += tl.dot(tl.trans(b_k), b_vg, input_precision="ieee")
         slot = tl.load(chunk_slot + i_t).to(tl.int64)
         if slot >= 0:
             exported = b_h.to(pool.dtype.element_ty)

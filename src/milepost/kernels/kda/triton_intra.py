@@ -37,7 +37,7 @@ class Chunks:
     end."""
     values: Tensor
     """[H, T, K]; from `intra` on what tokens add for their keys, as if the state before the chunk
-    were zero; from `chunk_h` on what they do add."""
+    were zero; from `chunk_fwd_h` on what they do add."""
     w: Tensor
     """[H, T, K], times the state before the chunk what tokens add less."""
     scores: Tensor

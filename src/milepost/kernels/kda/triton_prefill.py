@@ -4,8 +4,8 @@
 2. `intra`: all that doesn't depend on the state before a chunk, first of 16 tokens each, then of a
    chunk. Decays are multiplied into queries and keys here, so nobody behind it needs them channel
    by channel.
-3. `chunk_h`: some columns of a head's state, from chunk to chunk of a sequence, in float32; leaves
-   the state before every chunk, writes exports and final states.
+3. `chunk_fwd_h`, Gated DeltaNet's too: some columns of a head's state, from chunk to chunk of a
+   sequence, in float32; leaves the state before every chunk, writes exports and final states.
 4. `chunk_o`: a head of a chunk; outputs, then the gated norm.
 
 A chunk's arithmetic depends on nothing but its tokens and the state before it: that is what makes
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.chunks import ChunkLayout
+from milepost.kernels.gated_delta.triton_chunk_h import chunk_fwd_h
 from milepost.kernels.gated_delta.triton_convolve import convolve
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
-from milepost.kernels.kda.triton_chunk_h import chunk_h
 from milepost.kernels.kda.triton_chunk_o import chunk_o
 from milepost.kernels.kda.triton_intra import Chunks, intra
 from milepost.kernels.kda.weights import MixerWeights
@@ -69,5 +69,6 @@ def prefill(
     own = chunks.query_key, chunks.values
     convolve(projected, weights, layout, shapes, conv_pool, *slots, *own)
     intra(projected, decay_inputs, weights, layout, shapes, chunks)
-    chunk_h(layout, shapes, recurrent_pool, *slots, chunks, h)
+    parts = chunks.query_key, chunks.values, chunks.w, chunks.decay
+    chunk_fwd_h(layout, shapes, recurrent_pool, *slots, *parts, h)
     return chunk_o(gate, weights, layout, shapes, chunks, h)
