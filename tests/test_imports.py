@@ -21,6 +21,9 @@ MAY_USE = {
     "runner": {"kernels", "layers", "models", "cache", "scheduler"},
     "engine": {"cache", "scheduler", "kernels", "layers", "models", "runner"},
 }
+MAY_USE["parallel"] = {"kernels"}
+for part in ("layers", "models", "runner", "engine"):
+    MAY_USE[part].add("parallel")
 MAY_USE["speculative"] = {"cache", "scheduler"}
 MAY_USE["kv_events"] = {"cache"}
 MAY_USE["disaggregation"] = {"cache", "scheduler", "runner"}

@@ -83,6 +83,11 @@ class EngineConfig:
     `num_pages` and `num_slots` are left out. `split`: they have a memory each. `auto` shares on a
     GPU where the model and the options allow it."""
 
+    tensor_parallel_size: int = 1
+    """Number of devices of this machine that the model is split among, each with a process."""
+    enable_expert_parallel: bool = False
+    """Give each of these devices whole experts, rather than a part of every expert."""
+
     max_model_len: int | None = None
     """Maximum length of prompt plus answer, in tokens; by default the model's own."""
     max_num_seqs: int = 64
@@ -135,7 +140,7 @@ class EngineConfig:
             f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
         _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
-        for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs"):
+        for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
         check_budget(
@@ -172,6 +177,7 @@ def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
 
 _GRID = grid_of(HYBRID)
 """Most models'. The scheduler checks again, with the model's own."""
+_RANKS = "tensor_parallel_size"
 _POWERS_OF_TWO = tuple(1 << k for k in range(4, 11))
 
 

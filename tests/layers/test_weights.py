@@ -15,11 +15,12 @@ from milepost.errors import WeightsError
 from milepost.kernels import norm
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, place_scattered, place_whole
+from milepost.layers.placements import Placements, place_scattered
 from milepost.layers.weights import RAW, Raw
 from milepost.models import load_config
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
+from milepost.parallel import Cut
 from tests.batches import Part, build_pools
 from tests.checkpoints import save
 from tests.numbers import relative_error
@@ -156,37 +157,12 @@ class Twin(Raw):
     """Raw, and yet of another precision."""
 
 
-@dataclass(frozen=True)
-class InputShard(Raw):
-    """A rank's share of the inputs: of the checkpoint's tensor it reads its columns alone."""
-
-    rank: int = 0
-
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> ShardWeight:
-        return ShardWeight(kind.empty(num_outputs, num_inputs // 2), self.rank)
-
-
-class ShardWeight(Int8Weight):
-    def __init__(self, values: nn.Parameter, rank: int) -> None:
-        super().__init__(1, 1)
-        self.values, self.scales, self.rank = values, torch.ones(1), rank
-
-    def place(self, rows: Tensor, path: str) -> Placements:
-        del rows, path
-        num_outputs, size = self.values.shape
-        columns = slice(self.rank * size, (self.rank + 1) * size)
-        whole = place_whole(self.values)
-        part = (slice(None), columns)
-        return {"weight": replace(whole, shape=(num_outputs, 2 * size), part=part)}
-
-
 def test_a_shard_reads_its_own_part(tmp_path: Path) -> None:
     whole, hidden = torch.randn(3, 8), torch.randn(2, 8)
     save_file({"out.weight": whole}, tmp_path / "model.safetensors")
     found = torch.zeros(2, 3)
     for rank in (0, 1):
-        kind = replace(KIND, precision_of=lambda _, rank=rank: InputShard(rank))
-        layer = Linear(8, (("out", 3),), kind)
+        layer = Linear(4, (("out", 3),), KIND, inputs=Cut(8, ((4 * rank, 4),)))
         WeightFiles(tmp_path).read_into(layer.placements())
         found += layer(hidden[:, 4 * rank : 4 * rank + 4])
     assert relative_error(found, hidden @ whole.T) < 1e-6

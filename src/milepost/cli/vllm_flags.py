@@ -54,8 +54,6 @@ class VllmFlags:
     """Only 1."""
     data_parallel_size: int = 1
     """Only 1: run several servers behind a router."""
-    tensor_parallel_size: int = 1
-    """Only 1."""
     enable_lora: bool = False
     """Not supported."""
     chat_template_content_format: str = "auto"
@@ -80,7 +78,6 @@ _ONLY_DEFAULT = (
     "kv_cache_dtype",
     "pipeline_parallel_size",
     "data_parallel_size",
-    "tensor_parallel_size",
     "enable_lora",
 )
 

@@ -61,6 +61,7 @@ class Engine:
         self._looking: dict[int, tuple[Job, Answer]] = {}
         """Not queued yet: another engine is asked what it has of them."""
         self.speculation = parts.speculation
+        self._team = parts.team
         self._last_end_s: float | None = None
         """When the last step was taken, if work was left then."""
         self._under_way: Flight | None = None
@@ -287,7 +288,9 @@ class Engine:
             yield
         except kind as error:
             self._death = error
-            if not isinstance(error, Exception):
+            if self._team is not None:
+                self._team.close()
+            if not isinstance(error, Exception) or isinstance(error, EngineDeadError):
                 raise
             raise EngineDeadError(f"the step loop failed: {error!r}") from error
 
@@ -397,9 +400,18 @@ class Engine:
             except (KeyboardInterrupt, SystemExit):
                 self._under_way = None
                 if self._death is None:  # else it was planning that was interrupted
-                    self.scheduler.roll_back(plan)
-                    self.runner.roll_back()
+                    self._take_back(plan)
                 raise
+
+    def _take_back(self, plan: StepPlan) -> None:
+        """A step that was interrupted. Of several ranks some have begun what others have not, and
+        wait for each other for ever: that is the engine's death."""
+        if self._team is not None:
+            self._death = EngineDeadError("a step was interrupted between ranks")
+            self._team.close()
+            return
+        self.scheduler.roll_back(plan)
+        self.runner.roll_back()
 
     def _take(self, plan: StepPlan, output: RunnerOutput) -> list[Job]:
         """Hand each run to its answer, then what of it belongs to the answer to the scheduler."""

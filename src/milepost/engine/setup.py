@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from milepost.config import DType, EngineConfig
 from milepost.engine.drafting import accept_of, num_drafts_of, speculation_of
 from milepost.engine.facts import Facts
 from milepost.engine.generation_config import end_token_ids, sampling_defaults
+from milepost.engine.team import Team
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError, KernelError
 from milepost.kernels.batch import Capacity
@@ -28,8 +29,16 @@ from milepost.kernels.float8 import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.models.identity import identify
-from milepost.models.loading import Head, load_config, load_model, resolve_dtype
+from milepost.models.loading import (
+    Head,
+    check_split,
+    load_config,
+    load_model,
+    resolve_dtype,
+)
 from milepost.models.quantization import has_fp8_kv
+from milepost.parallel import ALONE, Ranks
+from milepost.parallel.gloo import GlooLink
 from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.memory import MIN_UNITS, OneMemory, Sizes, TwoPools, free_bytes, share, split
@@ -60,17 +69,95 @@ class Parts:
     """None where nothing is drafted."""
     runs_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are read."""
+    team: Team | None = None
+    """The other ranks, if there are any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """What every rank has: its part of the model, pools, and a runner."""
+
+    model: Decoder
+    weights_bytes: int
+    device: torch.device
+    shape: PoolShape
+    sizes: Sizes
+    cache: Cache
+    max_model_len: int
+    kv_dtype: str
+    """Empty where KV has the model's type."""
+    num_graphs: int
+    runner: Runner
 
 
 def build(config: EngineConfig) -> Parts:
     """Load and allocate everything. Raises ConfigError, UnsupportedModelError and WeightsError."""
-    source = config.model or str(EMBEDDED_MODEL)
-    has_weights = config.load_format != "dummy"
-    folder = find_folder(source, revision=config.revision, with_weights=has_weights)
+    folder = _folder(config)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer or folder, config.revision)
-    device = _device(config.device)
+    log = PlanLog(config.record_plans, config) if config.record_plans else None
+    team = None
+    if config.tensor_parallel_size > 1:
+        _check_split(config, folder)
+        team = Team(config)
+    try:
+        own = build_rank(config, ALONE if team is None else team.ranks, log=log, team=team)
+    except Exception as error:
+        if team is None:
+            raise
+        # What another rank could not do says more than that it did not answer.
+        raise team.reason(error) from None
+    if team is not None:
+        team.be_prompt()
+    model, shape, sizes = own.model, own.shape, own.sizes
+    scheduler = Scheduler(
+        own.cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_lookahead_tokens=_num_lookahead_tokens(config, model),
+    )
+    return Parts(
+        scheduler=scheduler,
+        runner=own.runner,
+        speculation=speculation_of(
+            config.speculative_config, scheduler, shape.num_drafts, has_head=model.mtp is not None
+        ),
+        tokenizer=tokenizer,
+        end_token_ids=end_token_ids(folder, tokenizer),
+        sampling_defaults=sampling_defaults(folder, config.generation_config),
+        vocab_size=model.vocab_size,
+        max_model_len=own.max_model_len,
+        facts=Facts(
+            device=_device_name(own.device, config.tensor_parallel_size),
+            dtype=str(shape.dtype).removeprefix("torch."),
+            state_dtype=str(shape.state_dtype).removeprefix("torch."),
+            kv_dtype=own.kv_dtype,
+            weights_bytes=own.weights_bytes,
+            page_bytes=shape.page_bytes,
+            slot_bytes=shape.slot_bytes,
+            cache_bytes=sizes.num_bytes(shape),
+            is_shared=isinstance(sizes, OneMemory),
+            num_graphs=own.num_graphs,
+            model_type=load_config(folder).model_type,
+        ),
+        runs_ahead=_runs_ahead(config, own.device),
+        team=team,
+    )
+
+
+def build_rank(
+    config: EngineConfig,
+    ranks: Ranks,
+    *,
+    log: PlanLog | None = None,
+    team: Team | None = None,
+) -> RankParts:
+    """What one rank runs with; `log` and `team` are told what its runner is told."""
+    folder = _folder(config)
+    device = _device(config.device, ranks.rank)
+    if device.type == "cuda" and not ranks.is_alone:
+        ranks = _reaching(ranks, device)
     model, whole = load_model(
         folder,
         dtype=_dtype(config, folder, device),
@@ -80,52 +167,72 @@ def build(config: EngineConfig) -> Parts:
         head=_head(config),
         quantization=config.quantization,
         max_model_len=config.max_model_len,
+        ranks=ranks,
     )
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
     kv_dtype = _kv_dtype(config, model.dtype, whole)
     shape = _pool_shape(config, model, device, kv_dtype)
     fused = _fused(config, device, model, shape)
-    sizes = _sizes(config, shape, device, fused.activations if fused else 0)
+    sizes = _sizes(config, shape, device, fused.activations if fused else 0, ranks)
     cache = _cache(config, folder, shape, sizes, model.num_positions)
     max_model_len = _max_model_len(config, model, cache.capacity)
     pools = sizes.allocate(shape, device)
     logger.info("cache: %s", sizes.describe(shape))
     num_requests = sizes.num_slots if shape.uses_slots else config.max_num_seqs
     executor = _executor(model, pools, fused, num_requests, max_model_len)
-    log = PlanLog(config.record_plans, config) if config.record_plans else None
-    scheduler = Scheduler(
-        cache,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        num_lookahead_tokens=_num_lookahead_tokens(config, model),
+    runner = Runner(
+        executor,
+        pools,
+        num_slots=sizes.num_slots,
+        logs=[each for each in (log, team) if each is not None],
+        accept=accept_of(config.speculative_config),
+        wait=team.wait if team is not None else None,
     )
-    accept = accept_of(config.speculative_config)
-    return Parts(
-        scheduler=scheduler,
-        runner=Runner(executor, pools, num_slots=sizes.num_slots, log=log, accept=accept),
-        speculation=speculation_of(
-            config.speculative_config, scheduler, shape.num_drafts, has_head=model.mtp is not None
-        ),
-        tokenizer=tokenizer,
-        end_token_ids=end_token_ids(folder, tokenizer),
-        sampling_defaults=sampling_defaults(folder, config.generation_config),
-        vocab_size=model.vocab_size,
+    return RankParts(
+        model=model,
+        weights_bytes=weights_bytes,
+        device=device,
+        shape=shape,
+        sizes=sizes,
+        cache=cache,
         max_model_len=max_model_len,
-        facts=Facts(
-            device=_device_name(device),
-            dtype=str(shape.dtype).removeprefix("torch."),
-            state_dtype=str(shape.state_dtype).removeprefix("torch."),
-            kv_dtype="" if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
-            weights_bytes=weights_bytes,
-            page_bytes=shape.page_bytes,
-            slot_bytes=shape.slot_bytes,
-            cache_bytes=sizes.num_bytes(shape),
-            is_shared=isinstance(sizes, OneMemory),
-            num_graphs=len(fused.captured) if fused else 0,
-            model_type=load_config(folder).model_type,
-        ),
-        runs_ahead=_runs_ahead(config, device),
+        kv_dtype="" if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
+        num_graphs=len(fused.captured) if fused else 0,
+        runner=runner,
+    )
+
+
+def _reaching(ranks: Ranks, device: torch.device) -> Ranks:
+    """The same ranks, whose GPUs reach each other."""
+    # Imported where it is used: machines without a GPU need not have what it needs.
+    from milepost.parallel.gpu import GpuLink
+
+    assert isinstance(ranks.link, GlooLink), "hosts reach each other first"
+    torch.cuda.set_device(device)
+    return replace(ranks, link=GpuLink(ranks.link, torch.device("cuda", device.index or 0)))
+
+
+def _folder(config: EngineConfig) -> Path:
+    source = config.model or str(EMBEDDED_MODEL)
+    has_weights = config.load_format != "dummy"
+    return find_folder(source, revision=config.revision, with_weights=has_weights)
+
+
+def _check_split(config: EngineConfig, folder: Path) -> None:
+    """Raise what is wrong with so many ranks, before any of them starts."""
+    device, size = _device(config.device), config.tensor_parallel_size
+    if device.type == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
+        )
+    check_split(
+        folder,
+        dtype=_dtype(config, folder, device),
+        load_format=config.load_format,
+        head=_head(config),
+        quantization=config.quantization,
+        ranks=Ranks(size=size, splits_experts=config.enable_expert_parallel),
     )
 
 
@@ -214,14 +321,17 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_position
         facts["seed"] = config.seed
     if shape.carried_size:
         facts["head"] = "mtp"
+    if config.tensor_parallel_size > 1:
+        facts["ranks"] = config.tensor_parallel_size
     return identify(folder, has_weights=has_weights, facts=facts)
 
 
-def _device_name(device: torch.device) -> str:
+def _device_name(device: torch.device, num_ranks: int) -> str:
+    times = f"{num_ranks} x " if num_ranks > 1 else ""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return times + torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"CPU ({threads} thread{'s' * (threads != 1)})"
+    return f"{times}CPU ({threads} thread{'s' * (threads != 1)})"
 
 
 def _announce_kernels(config: EngineConfig, device: torch.device, model: Decoder) -> bool:
@@ -239,7 +349,15 @@ def _runs_ahead(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, rank: int = 0) -> torch.device:
+    """Of a rank: one GPU behind the other, from the named one on."""
+    device = _named_device(name)
+    if rank and device.type == "cuda":
+        return torch.device("cuda", (device.index or 0) + rank)
+    return device
+
+
+def _named_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -312,8 +430,10 @@ def _pool_shape(
     )
 
 
-def _sizes(config: EngineConfig, shape: PoolShape, device: torch.device, activations: int) -> Sizes:
-    """What was asked for, and else what the memory has room for."""
+def _sizes(
+    config: EngineConfig, shape: PoolShape, device: torch.device, activations: int, ranks: Ranks
+) -> Sizes:
+    """What was asked for, and else what the memory of every rank has room for."""
     num_pages, num_slots = config.num_pages, config.num_slots if shape.uses_slots else 0
     if num_pages is not None and num_slots is not None:
         return TwoPools(num_pages=num_pages, num_slots=num_slots)
@@ -323,7 +443,7 @@ def _sizes(config: EngineConfig, shape: PoolShape, device: torch.device, activat
         activations=activations,
         cpu_cache_gib=config.cpu_cache_gib,
     )
-    budget -= shape.record_bytes
+    budget = ranks.least(budget - shape.record_bytes)
     may_share = num_pages is None and num_slots is None and config.cache_memory != "split"
     if may_share and (config.cache_memory == "shared" or device.type == "cuda"):
         one = share(budget, shape)

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from milepost.errors import ConfigError
 from milepost.kernels import attention
 from milepost.kernels.attention import AttentionLayout, AttentionOperation, HeadNorm
 from milepost.layers.context import AttentionSpec, Context
@@ -55,7 +56,8 @@ class Attention(nn.Module):
     """`hidden` [T, C] in and out; writes the KV of the step's tokens to its pages first; a `Part`.
 
     One projection's outputs are, heads side by side: queries, keys, values, output gates. Queries
-    and keys stand next to each other, so both are normed and turned at once.
+    and keys stand next to each other, so both are normed and turned at once. Ranks have heads each;
+    of fewer KV heads than ranks each has the one that its heads read.
     """
 
     def __init__(
@@ -67,8 +69,16 @@ class Attention(nn.Module):
         names: AttentionNames = AttentionNames(),
     ) -> None:
         super().__init__()
+        if shapes.norm == "whole" and not kind.ranks.is_alone:
+            raise ConfigError(
+                f"tensor_parallel_size={kind.ranks.size}: {kind.path} norms all of its heads at "
+                "once, which cannot be split; use 1"
+            )
+        heads = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
+        kv_heads = kind.ranks.share_few(shapes.num_kv_heads, f"{kind.path} num_key_value_heads")
+        shapes = replace(shapes, num_heads=heads.size, num_kv_heads=kv_heads.size)
         self.shapes, self.rotary = shapes, rotary
-        num_heads, num_kv_heads, head_dim = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
+        num_heads, num_kv_heads, head_dim = heads.size, kv_heads.size, shapes.head_dim
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
         sections, orders = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)], {}
         if shapes.has_gate:
@@ -76,8 +86,18 @@ class Attention(nn.Module):
             # Head by head E rows of the query and E rows of its gate.
             pairs = torch.arange(2 * query).view(2, num_heads, head_dim).transpose(0, 1)
             orders["q_proj"] = pairs.flatten()
-        self.qkv_gate = Linear(shapes.hidden_size, sections, kind, bias=shapes.bias, orders=orders)
-        self.out = Linear(query, ((names.out, shapes.hidden_size),), kind, bias=shapes.bias)
+        inputs, kv_rows = heads.times(head_dim), kv_heads.times(head_dim)
+        cuts = {
+            "q_proj": heads.times((1 + shapes.has_gate) * head_dim),
+            "k_proj": kv_rows,
+            "v_proj": kv_rows,
+        }
+        self.qkv_gate = Linear(
+            shapes.hidden_size, sections, kind, bias=shapes.bias, orders=orders, cuts=cuts
+        )
+        self.out = Linear(
+            query, ((names.out, shapes.hidden_size),), kind, bias=shapes.bias, inputs=inputs
+        )
         self.kv_scales = KVScales(num_kv_heads, kind)
         self.gate_size = query if shapes.has_gate else 0
         self.norms = None

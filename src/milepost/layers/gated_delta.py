@@ -7,7 +7,7 @@ partials.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,13 @@ from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
     Placements,
+    cut_all,
     fill_matrix,
     place_rates,
     place_rows,
     place_whole,
 )
+from milepost.parallel import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,10 @@ def _in_order(_: GatedDeltaShapes) -> dict[str, Tensor]:
     return {}
 
 
+def _in_one(_: GatedDeltaShapes) -> dict[str, tuple[int, ...]]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """How a checkpoint names a Gated DeltaNet layer's tensors, and which projections it has."""
@@ -66,6 +72,8 @@ class Arrangement:
     """Projections that queries, keys, values, output gates, betas and decay inputs are in."""
     orders: Callable[[GatedDeltaShapes], dict[str, Tensor]] = _in_order
     """See `Linear`."""
+    segments: Callable[[GatedDeltaShapes], dict[str, tuple[int, ...]]] = _in_one
+    """Of projections that ranks keep several parts of, in the checkpoint's order."""
     norm: str = "norm"
     out: str = "out_proj"
 
@@ -74,7 +82,8 @@ class GatedDelta(nn.Module):
     """`hidden` [T, C] in and out; reads and writes its states as the step's slots say; a `Part`.
 
     One projection's outputs are, heads side by side: queries, keys, values (which go through the
-    convolution), output gates, betas, decay inputs.
+    convolution), output gates, betas, decay inputs. Ranks have key heads each, with their value
+    heads: `shapes` are this rank's, `full` the checkpoint's.
     """
 
     rotary = None
@@ -83,17 +92,45 @@ class GatedDelta(nn.Module):
         self, shapes: GatedDeltaShapes, kind: ParameterKind, arrangement: Arrangement
     ) -> None:
         super().__init__()
-        self.shapes, self.kind, self.arrangement = shapes, kind, arrangement
+        self.full, self.kind, self.arrangement = shapes, kind, arrangement
+        shapes = self.shapes = self._own(shapes)
         heads, hidden_size = shapes.num_value_heads, shapes.hidden_size
         self.projection = Linear(
-            hidden_size, arrangement.sections(shapes), kind, orders=arrangement.orders(shapes)
+            hidden_size,
+            arrangement.sections(shapes),
+            kind,
+            orders=arrangement.orders(shapes),
+            cuts=self._cuts(),
         )
         self.conv_weight = kind.empty(shapes.channels, shapes.conv_width)
         self.decay_rate = kind.empty_precise(heads)
         self.decay_bias = kind.empty_precise(heads)
         self.norm_weight = kind.empty_precise(shapes.value_dim)
-        self.out = Linear(shapes.values_size, ((arrangement.out, hidden_size),), kind)
+        self.out = Linear(
+            shapes.values_size,
+            ((arrangement.out, hidden_size),),
+            kind,
+            inputs=self._segments(self.full.values_size),
+        )
         self.operation = GatedDeltaOperation(conv_width=shapes.conv_width, max_beta=shapes.max_beta)
+
+    def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:
+        """This rank's key heads, and the value heads that go with them."""
+        ranks, path = self.kind.ranks, self.kind.path
+        return replace(
+            shapes,
+            num_key_heads=ranks.share(shapes.num_key_heads, f"{path} num_key_heads").size,
+            num_value_heads=ranks.share(shapes.num_value_heads, f"{path} num_value_heads").size,
+        )
+
+    def _cuts(self) -> dict[str, Cut]:
+        """What this rank keeps of each projection."""
+        full = self.arrangement.sections(self.full)
+        several = self.arrangement.segments(self.full)
+        return {name: self._segments(*several.get(name, (count,))) for name, count in full}
+
+    def _segments(self, *counts: int) -> Cut:
+        return self.kind.ranks.segments(*counts, what=self.kind.path)
 
     @property
     def spec(self) -> RecurrentSpec:
@@ -130,9 +167,10 @@ class GatedDelta(nn.Module):
         return self.out.partials(mixed)
 
     def placements(self) -> Placements:
+        heads = self._segments(self.full.num_value_heads)
         tensors = {
-            "A_log": place_rates(self.decay_rate),
-            "dt_bias": place_whole(self.decay_bias),
+            "A_log": cut_all(place_rates(self.decay_rate), heads),
+            "dt_bias": cut_all(place_whole(self.decay_bias), heads),
             f"{self.arrangement.norm}.weight": place_whole(self.norm_weight),
             **self._convolutions(),
         }
@@ -140,14 +178,16 @@ class GatedDelta(nn.Module):
 
     def _convolutions(self) -> Placements:
         """One for all channels, or one each for queries, keys and values."""
-        shapes, weight = self.shapes, self.conv_weight.unsqueeze(1)
+        full, weight = self.full, self.conv_weight.unsqueeze(1)
+        sizes = (full.keys_size, full.keys_size, full.values_size)
         if not self.kind.has("q_conv1d.weight"):
-            return {"conv1d.weight": place_whole(weight)}
+            return {"conv1d.weight": cut_all(place_whole(weight), self._segments(*sizes))}
         placements, first = {}, 0
-        sizes = (shapes.keys_size, shapes.keys_size, shapes.values_size)
         for letter, size in zip("qkv", sizes, strict=True):
-            placements[f"{letter}_conv1d.weight"] = place_rows(weight, first, size)
-            first += size
+            cut = self._segments(size)
+            place = place_rows(weight, first, cut.size)
+            placements[f"{letter}_conv1d.weight"] = cut_all(place, cut)
+            first += cut.size
         return placements
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
@@ -193,7 +233,11 @@ def _by_letter(shapes: GatedDeltaShapes) -> list[tuple[str, int]]:
     return [(f"{letter}_proj", size) for letter, size in sizes.items()]
 
 
-SEPARATE = Arrangement(sections=_separate)
+def _separate_segments(shapes: GatedDeltaShapes) -> dict[str, tuple[int, ...]]:
+    return {"in_proj_qkv": (shapes.keys_size, shapes.keys_size, shapes.values_size)}
+
+
+SEPARATE = Arrangement(sections=_separate, segments=_separate_segments)
 """Four projections, heads side by side: qkv, z, b, a (Qwen3.5)."""
 INTERLEAVED = Arrangement(sections=_interleaved, orders=_by_key_head)
 """Two projections that go key head by key head: qkvz and ba (Qwen3-Next)."""

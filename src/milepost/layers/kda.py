@@ -6,7 +6,7 @@ Legend: T tokens, C hidden size, H heads, K head_dim, P split-K partials.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
     Placements,
+    cut_all,
     fill_matrix,
     place_rates,
     place_rows,
     place_whole,
 )
+from milepost.parallel.cut import join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,10 @@ class KDA(nn.Module):
 
     def __init__(self, shapes: KDAShapes, kind: ParameterKind) -> None:
         super().__init__()
-        self.shapes, self.kind = shapes, kind
+        self.kind = kind
+        self.head_cut = kind.ranks.share(shapes.num_heads, f"{kind.path} num_heads")
+        self.cut = self.head_cut.times(shapes.head_dim)
+        shapes = self.shapes = replace(shapes, num_heads=self.head_cut.size)
         size, rank = shapes.size, shapes.head_dim
         self.forget = "forget_gate." if kind.has("forget_gate.A_log") else ""
         sections = (
@@ -65,14 +70,20 @@ class KDA(nn.Module):
             ("g_a_proj", rank),
             (None, -(shapes.num_heads + 2 * rank) % 8),
         )
-        self.projection = Linear(shapes.hidden_size, [each for each in sections if each[1]], kind)
-        self.decay = Linear(rank, ((f"{self.forget}f_b_proj", size),), kind)
-        self.gate = Linear(rank, (("g_b_proj", size),), kind)
+        own = dict.fromkeys(
+            ("q_proj", "k_proj", "v_proj", f"{self.forget}f_b_proj", "g_b_proj"), self.cut
+        )
+        cuts = {**own, "b_proj": self.head_cut}
+        self.projection = Linear(
+            shapes.hidden_size, [each for each in sections if each[1]], kind, cuts=cuts
+        )
+        self.decay = Linear(rank, ((f"{self.forget}f_b_proj", size),), kind, cuts=cuts)
+        self.gate = Linear(rank, (("g_b_proj", size),), kind, cuts=cuts)
         self.conv_weight = kind.empty(3 * size, shapes.conv_width)
         self.decay_rate = kind.empty_precise(shapes.num_heads)
         self.decay_bias = kind.empty_precise(size)
         self.norm_weight = kind.empty_precise(rank)
-        self.out = Linear(size, (("o_proj", shapes.hidden_size),), kind)
+        self.out = Linear(size, (("o_proj", shapes.hidden_size),), kind, inputs=self.cut)
         self.operation = KDAOperation(conv_width=shapes.conv_width, num_heads=shapes.num_heads)
 
     @property
@@ -111,8 +122,10 @@ class KDA(nn.Module):
 
     def placements(self) -> Placements:
         tensors = {
-            f"{self.forget}A_log": place_rates(self.decay_rate.view(1, 1, -1, 1)),
-            f"{self.forget}dt_bias": place_whole(self.decay_bias),
+            f"{self.forget}A_log": cut_all(
+                place_rates(self.decay_rate.view(1, 1, -1, 1)), self.head_cut, 2
+            ),
+            f"{self.forget}dt_bias": cut_all(place_whole(self.decay_bias), self.cut),
             "o_norm.weight": place_whole(self.norm_weight),
             **self._convolutions(),
         }
@@ -122,9 +135,9 @@ class KDA(nn.Module):
         """One for all channels, or one each for queries, keys and values."""
         size, weight = self.shapes.size, self.conv_weight.unsqueeze(1)
         if self.kind.has("conv1d.weight"):
-            return {"conv1d.weight": place_whole(weight)}
+            return {"conv1d.weight": cut_all(place_whole(weight), join(*[self.cut] * 3))}
         return {
-            f"{letter}_conv1d.weight": place_rows(weight, index * size, size)
+            f"{letter}_conv1d.weight": cut_all(place_rows(weight, index * size, size), self.cut)
             for index, letter in enumerate("qkv")
         }
 

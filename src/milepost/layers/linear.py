@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from milepost.kernels import norm
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, place_scattered
+from milepost.layers.placements import (
+    Placement,
+    Placements,
+    cut_all,
+    cut_inputs,
+    cut_outputs,
+    place_scattered,
+)
 from milepost.layers.weights import Weight
+from milepost.parallel import Cut
 
 Sections = Sequence[tuple[str | None, int]]
 """Outputs in their order: the checkpoint's projection that they belong to, and how many. A
@@ -38,6 +46,9 @@ class Linear(nn.Module):
     Projections of equal precision stand in one matrix, section after section. `orders` are for
     projections that the checkpoint has in another order: its output i is the order[i]-th of its
     sections' outputs. A `weight` may be given that is filled elsewhere (tied).
+
+    Of several ranks, sections have this one's outputs: what it keeps of each projection is in
+    `cuts`. If it keeps some `inputs` only, what all ranks return adds up to the outputs.
     """
 
     def __init__(
@@ -49,11 +60,14 @@ class Linear(nn.Module):
         bias: bool = False,
         orders: Mapping[str, Tensor] | None = None,
         weight: Weight | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+        inputs: Cut | None = None,
     ) -> None:
         super().__init__()
         self.kind = kind
         self.is_tied = weight is not None
         self._orders = orders or {}
+        self._cuts, self._inputs = cuts or {}, inputs
         precisions, sizes, start = [], [], 0
         self._sections = []
         for name, count in sections:
@@ -70,6 +84,9 @@ class Linear(nn.Module):
             for precision, size in zip(precisions, sizes, strict=True)
         ]
         self.weights = nn.ModuleList(made)
+        self._has_bias = bias
+        # What is added up over all ranks has its bias once.
+        bias = bias and (kind.ranks.rank == 0 or inputs is None or inputs.is_whole)
         self.biases = nn.ParameterList(kind.empty(size) for size in sizes) if bias else None
         self._weight, self._bias = made[0], self.biases[0] if bias else None
         self._is_fused = len(made) == 1
@@ -134,11 +151,24 @@ class Linear(nn.Module):
             rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in own])
             rows = rows[self._orders[name]] if name in self._orders else rows
             group, prefix = own[0].group, self.kind.full(name)
-            tensors = self.weights[group].place(rows, prefix)
-            if self.biases is not None:
-                tensors["bias"] = place_scattered(self.biases[group], rows)
+            tensors = self._place(name, group, rows, prefix)
             placements |= {f"{prefix}.{tensor}": place for tensor, place in tensors.items()}
         return placements
+
+    def _place(self, name: str, group: int, rows: Tensor, path: str) -> Placements:
+        """The projection's tensors, by their names in it."""
+        weight, cut = self.weights[group], self._cuts.get(name)
+        tensors = weight.place(rows, path)
+        if cut is not None and not cut.is_whole:
+            cut_outputs(tensors, weight.axes, cut, path)
+        if self._inputs is not None and not self._inputs.is_whole:
+            cut_inputs(tensors, weight.axes, self._inputs, path)
+        if self.biases is not None:
+            place = place_scattered(self.biases[group], rows)
+            tensors["bias"] = place if cut is None else cut_all(place, cut)
+        elif self._has_bias:
+            tensors["bias"] = Placement((len(rows),), len)
+        return tensors
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         for weight in () if self.is_tied else self.weights:

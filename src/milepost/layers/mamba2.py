@@ -5,7 +5,7 @@ Legend: T tokens, C hidden size, H heads, P head_dim, G groups, N state_size, Q 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,15 @@ from milepost.kernels.mamba2 import Mamba2Operation, MixerWeights
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, fill_matrix, place_rates, place_whole
+from milepost.layers.placements import (
+    Placements,
+    cut_all,
+    fill_matrix,
+    place_rates,
+    place_whole,
+)
+from milepost.parallel import Cut
+from milepost.parallel.cut import join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +67,48 @@ class Mamba2(nn.Module):
 
     def __init__(self, shapes: Mamba2Shapes, kind: ParameterKind) -> None:
         super().__init__()
-        self.shapes, self.kind = shapes, kind
+        self.kind = kind
+        what = f"{kind.path} num_heads"
+        self.head_cut = kind.ranks.share(shapes.num_heads, what)
+        self.inner_cut = self.head_cut.times(shapes.head_dim)
+        self.channel_cut, shapes = self._split(shapes)
+        self.shapes = shapes
         heads, channels, inner = shapes.num_heads, shapes.channels, shapes.inner_size
         self.projection = Linear(
             shapes.hidden_size,
             (("in_proj", inner + channels + heads),),
             kind,
             bias=shapes.bias,
+            cuts={"in_proj": join(self.inner_cut, self.channel_cut, self.head_cut)},
         )
         self.conv_weight = kind.empty(channels, shapes.conv_width)
         self.conv_bias = kind.empty(channels) if shapes.conv_bias else None
         self.rate, self.dt_bias, self.skip = (kind.empty_precise(heads) for _ in range(3))
         self.norm_weight = kind.empty_precise(inner) if shapes.has_norm else None
-        self.out = Linear(inner, (("out_proj", shapes.hidden_size),), kind, bias=shapes.bias)
+        self.out = Linear(
+            inner,
+            (("out_proj", shapes.hidden_size),),
+            kind,
+            bias=shapes.bias,
+            inputs=self.inner_cut,
+        )
         self.operation = Mamba2Operation(
             conv_width=shapes.conv_width,
             chunk=mamba2.choose_chunk(shapes.chunk_size),
             num_groups=shapes.num_groups,
         )
+
+    def _split(self, shapes: Mamba2Shapes) -> tuple[Cut, Mamba2Shapes]:
+        """This rank's channels, and its sizes. Of fewer groups than ranks each has the one of its
+        heads, unless more than that are normed at once."""
+        ranks, path = self.kind.ranks, self.kind.path
+        if shapes.has_norm:
+            groups = ranks.share(shapes.num_groups, f"{path} n_groups (each normed at once)")
+        else:
+            groups = ranks.share_few(shapes.num_groups, f"{path} n_groups")
+        states = groups.times(shapes.state_size)
+        own = replace(shapes, num_heads=self.head_cut.size, num_groups=groups.size)
+        return join(self.inner_cut, states, states), own
 
     @property
     def spec(self) -> RecurrentSpec:
@@ -113,16 +145,17 @@ class Mamba2(nn.Module):
         return self.out.partials(mixed)
 
     def placements(self) -> Placements:
+        heads, channels = self.head_cut, self.channel_cut
         tensors = {
-            "A_log": place_rates(self.rate),
-            "D": place_whole(self.skip),
-            "dt_bias": place_whole(self.dt_bias),
-            "conv1d.weight": place_whole(self.conv_weight.unsqueeze(1)),
+            "A_log": cut_all(place_rates(self.rate), heads),
+            "D": cut_all(place_whole(self.skip), heads),
+            "dt_bias": cut_all(place_whole(self.dt_bias), heads),
+            "conv1d.weight": cut_all(place_whole(self.conv_weight.unsqueeze(1)), channels),
         }
         if self.conv_bias is not None:
-            tensors["conv1d.bias"] = place_whole(self.conv_bias)
+            tensors["conv1d.bias"] = cut_all(place_whole(self.conv_bias), channels)
         if self.norm_weight is not None:
-            tensors["norm.weight"] = place_whole(self.norm_weight)
+            tensors["norm.weight"] = cut_all(place_whole(self.norm_weight), self.inner_cut)
         return {self.kind.full(name): place for name, place in tensors.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002

@@ -7,7 +7,7 @@ heads share, R latent size, V value_dim, S split-K partials.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,13 @@ from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements, fill_matrix, place_whole
+from milepost.layers.placements import (
+    Placement,
+    Placements,
+    cut_all,
+    fill_matrix,
+    place_whole,
+)
 
 _NORM_EPS = 1e-6
 """Of latents, whatever the model's."""
@@ -46,25 +52,30 @@ class MLA(nn.Module):
     """`hidden` [T, C] in and out; writes the latents of the step's tokens to their pages first; a
     `Part`.
 
-    The matrices that make keys and values of latents are multiplied with queries and outputs.
+    The matrices that make keys and values of latents are multiplied with queries and outputs. Ranks
+    have heads each, and all of the latents.
     """
 
     rotary = None
 
     def __init__(self, shapes: MLAShapes, kind: ParameterKind) -> None:
         super().__init__()
-        self.shapes, self.kind = shapes, kind
+        self.kind = kind
+        self.cut = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
+        shapes = self.shapes = replace(shapes, num_heads=self.cut.size)
         heads, latent = shapes.num_heads, shapes.latent_dim
         sections = (
             ("q_proj", heads * shapes.key_dim),
             ("kv_a_proj_with_mqa", latent + shapes.shared_dim),
         )
-        self.projection = Linear(shapes.hidden_size, sections, kind)
+        cuts = {"q_proj": self.cut.times(shapes.key_dim)}
+        self.projection = Linear(shapes.hidden_size, sections, kind, cuts=cuts)
         self.norm_weight = kind.empty_precise(latent)
         self.up_key = kind.empty(heads, shapes.own_dim, latent)
         self.up_value = kind.empty(heads, shapes.value_dim, latent)
         out = (("o_proj", shapes.hidden_size),)
-        self.out = Linear(heads * shapes.value_dim, out, kind)
+        inputs = self.cut.times(shapes.value_dim)
+        self.out = Linear(heads * shapes.value_dim, out, kind, inputs=inputs)
         self.kv_scales = KVScales(1, kind)
         self.operation = MLAOperation(
             num_heads=heads, latent_dim=latent, shared_dim=shapes.shared_dim
@@ -109,7 +120,7 @@ class MLA(nn.Module):
         shape = shapes.num_heads * sum(sizes), shapes.latent_dim
         tensors = {
             "kv_a_layernorm.weight": place_whole(self.norm_weight),
-            "kv_b_proj.weight": Placement(shape, store),
+            "kv_b_proj.weight": cut_all(Placement(shape, store), self.cut.times(sum(sizes))),
         }
         return {self.kind.full(name): place for name, place in tensors.items()}
 

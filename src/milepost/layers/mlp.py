@@ -11,6 +11,7 @@ from milepost.kernels import norm
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
+from milepost.parallel.cut import join
 
 
 class MLP(nn.Module):
@@ -34,8 +35,10 @@ class MLP(nn.Module):
         super().__init__()
         *up, down = names
         self.is_gated = len(up) == 2
-        self.up = Linear(hidden_size, [(name, size) for name in up], kind)
-        self.down = Linear(size, ((down, hidden_size),), kind)
+        own = kind.ranks.share(size, f"{kind.path} intermediate_size")
+        cuts = {name: join(*[own] * up.count(name)) for name in up}
+        self.up = Linear(hidden_size, [(name, own.size) for name in up], kind, cuts=cuts)
+        self.down = Linear(own.size, ((down, hidden_size),), kind, inputs=own)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(self._units(hidden))

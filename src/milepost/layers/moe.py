@@ -11,11 +11,13 @@ Legend: T tokens, H hidden size, X experts, N experts for each token, P split-K 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from milepost.errors import ConfigError
 from milepost.kernels import moe
 from milepost.kernels.moe import SOFTMAX, Scores
 from milepost.layers.context import Context
@@ -24,6 +26,7 @@ from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, place_whole
 from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes
+from milepost.parallel import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,19 @@ class MoE(nn.Module):
         self.names = names
         form = kind.precision("experts")
         own = kind.under(names.shared)
-        joins = form == own.precision(names.shared_projections[0])
+        ranks, what = kind.ranks, f"{kind.path} moe_intermediate_size"
+        if ranks.splits_experts:
+            self.cut = ranks.share(shapes.num_experts, f"{kind.path} num_experts")
+            units = Cut.all_of(shapes.size)
+            if self.cut.size < shapes.num_chosen:
+                raise ConfigError(
+                    f"tensor_parallel_size={ranks.size}: {kind.path} has {self.cut.size} experts "
+                    f"on a rank, and a token has {shapes.num_chosen}; leave expert parallelism out"
+                )
+        else:
+            self.cut, units = Cut.all_of(shapes.num_experts), ranks.share(shapes.size, what)
+        # An expert that every token chooses is no rank's own.
+        joins = not ranks.splits_experts and form == own.precision(names.shared_projections[0])
         self.num_joint = shapes.num_joint if joins and shapes.num_joint <= form.max_shared else 0
         has_gate = bool(shapes.shared_size) and shapes.scores.gates_shared
         has_gate_row = self.num_joint > 0 and has_gate
@@ -84,9 +99,12 @@ class MoE(nn.Module):
         inner_size = shapes.latent_size or hidden_size
         sizes = ExpertSizes(
             hidden_size=inner_size,
-            size=shapes.size,
-            num_experts=shapes.num_experts,
+            size=units.size,
+            num_experts=self.cut.size,
             num_shared=self.num_joint,
+            experts=self.cut,
+            units=units,
+            shared_units=ranks.share(shapes.shared_size, what) if self.num_joint else units,
         )
         self.experts = form.experts(sizes, names, kind)
         self.latent_in = self.latent_out = self.shared = self.shared_gate = None
@@ -116,6 +134,8 @@ class MoE(nn.Module):
             dtype=hidden.dtype,
             num_real=num_real,
         )
+        if not self.cut.is_whole:
+            shares, experts = self._own(shares, experts)
         inputs = hidden if self.latent_in is None else self.latent_in(hidden)
         partials = self.experts.mix(inputs, shares, experts)
         if self.latent_out is not None:
@@ -125,6 +145,27 @@ class MoE(nn.Module):
         elif self.shared is not None:
             partials[:, 0].add_(self.shared(hidden))
         return partials
+
+    def _own(self, shares: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """By this rank's numbers. In place of another rank's expert stands one of its own that the
+        token did not choose, with no share: no token may have an expert twice."""
+        ((first, count),) = self.cut.spans
+        own = experts.long() - first
+        is_own = (own >= 0) & (own < count)
+        is_chosen = torch.zeros(len(own), count + 1, dtype=torch.int32, device=own.device)
+        is_chosen.scatter_(1, own.where(is_own, count), 1)
+        others = is_chosen[:, :count].argsort(dim=1, stable=True)
+        place = (~is_own).long().cumsum(1).sub_(1).clamp_(min=0)
+        found = own.where(is_own, others.gather(1, place))
+        return shares * is_own, found.to(experts.dtype)
+
+    @property
+    def elsewhere(self) -> str:
+        """A pattern of names of tensors that other ranks read; empty if there are none."""
+        if self.cut.is_whole:
+            return ""
+        own = "|".join(str(number) for _, number in self.experts.sizes.numbers)
+        return rf"{re.escape(self.kind.full('experts'))}\.(?!({own})\.)\d+\."
 
     def placements(self) -> Placements:
         """A checkpoint whose shared expert has no units still holds its tensors; they change

@@ -18,12 +18,14 @@ Legend: T tokens, V vocabulary, C hidden size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from milepost.kernels import mtp
 from milepost.kernels.mtp import Carried, CarryOperation, CarryRows
 from milepost.layers.attention import Attention
 from milepost.layers.context import Context
+from milepost.layers.embedding import embed
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
@@ -51,6 +53,7 @@ class MTPHead(nn.Module):
         self.fc = Linear(2 * hidden_size, (("fc", hidden_size),), kind)
         self.layer = layer
         self.norm = norm("norm")
+        self.ranks = kind.ranks
         (mixer,) = layer.blocks[0].parts
         assert isinstance(mixer, Attention), "the head's layer attends"
         self.attention = mixer
@@ -85,6 +88,10 @@ class MTPHead(nn.Module):
         carried: Carried | None = None,
         rows: CarryRows | None = None,
     ) -> Tensor:
+        if not self.ranks.is_alone:
+            # Rows of the table are on several ranks; kernels read them as a table of their own.
+            table = embed(token_ids, table, self.ranks)
+            token_ids = torch.arange(len(token_ids), device=token_ids.device)
         scales = self.norm_embedding.scale, self.norm_hidden.scale
         eps = self.norm_hidden.eps
         return self.fc(mtp.join(token_ids, table, hidden, scales, eps, carried, rows))

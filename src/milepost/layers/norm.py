@@ -36,6 +36,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.offset, self.kind, self.multiplier = eps, offset, kind, multiplier
         self.scale = kind.empty_precise(size)
+        self.ranks = kind.ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., N] in and out, in `hidden`'s type."""
@@ -49,8 +50,11 @@ class RMSNorm(nn.Module):
     def add(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add a layer's output to the residual stream: the sum [T, N] and its norm.
 
-        `hidden` [T, N]; `delta` [T, N], or partials [T, P, N] of it, or None.
+        `hidden` [T, N]; `delta` [T, N], or partials [T, P, N] of it, or None. Partials of several
+        ranks are those of them all.
         """
+        if not self.ranks.is_alone and delta is not None and delta.dim() == 3:
+            return self.ranks.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
         return norm.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
 
     def placements(self) -> Placements:

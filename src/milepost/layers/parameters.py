@@ -10,6 +10,7 @@ from torch import nn
 
 from milepost.kernels.precision import accumulation_dtype
 from milepost.layers.weights import RAW, Precision
+from milepost.parallel import ALONE, Ranks
 
 
 def _raw(_: str) -> Precision:
@@ -29,6 +30,8 @@ class ParameterKind:
     """Of all tensors in the checkpoint; none where there is no checkpoint."""
     precision_of: Callable[[str], Precision] = _raw
     """Path of a projection -> the form of its matrix."""
+    ranks: Ranks = ALONE
+    """Among which the parameters are split, and which of them this is."""
 
     def under(self, name: str) -> ParameterKind:
         """Of a module inside this one."""

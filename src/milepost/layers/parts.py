@@ -13,6 +13,7 @@ from milepost.kernels.batch import Operation
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.norm import RMSNorm
 from milepost.layers.rotary import Rotary
+from milepost.parallel import ALONE
 
 
 class Part(Protocol):
@@ -35,7 +36,7 @@ class Part(Protocol):
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """`hidden` [T, C] to the output [T, C], or partials [T, P, C] of it; `number` is that of
-        its cache."""
+        its cache. What all ranks return adds up to the output."""
         ...
 
 
@@ -53,6 +54,8 @@ class Block(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.pre, self.post = pre, post
+        norm = pre or post
+        self._ranks = ALONE if norm is None else norm.ranks
 
     def run(
         self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: tuple[int, ...]
@@ -62,14 +65,20 @@ class Block(nn.Module):
         if self.pre is not None:
             hidden, normed = self.pre.add(hidden, delta)
         else:
-            hidden = normed = hidden if delta is None else hidden + _whole(delta)
+            hidden = normed = hidden if delta is None else hidden + self._whole(delta)
         outputs = [
             part.run(normed, ctx, number) for part, number in zip(self.parts, numbers, strict=True)
         ]
-        added = outputs[0] if len(outputs) == 1 else sum(map(_whole, outputs))
+        added = outputs[0] if len(outputs) == 1 else sum(map(_add_up, outputs))
+        if not self._ranks.is_alone and added.dim() == 2:
+            added = added[:, None]
         if self.post is not None:
-            added = self.post(_whole(added))
+            added = self.post(self._whole(added))
         return hidden, added
+
+    def _whole(self, partials: Tensor) -> Tensor:
+        """[T, C] of partials [T, P, C], over all ranks; of [T, C] itself."""
+        return partials if partials.dim() == 2 else self._ranks.all_reduce(_add_up(partials))
 
 
 class Layer(nn.Module):
@@ -97,6 +106,6 @@ class Layer(nn.Module):
         return tuple((type(part), part.operation) for block in self.blocks for part in block.parts)
 
 
-def _whole(partials: Tensor) -> Tensor:
+def _add_up(partials: Tensor) -> Tensor:
     """[T, C] of partials [T, P, C]; of [T, C] itself."""
     return partials if partials.dim() == 2 else partials.sum(1)

@@ -9,12 +9,14 @@ and what to do with the values. Loading then needs to know no layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from milepost.parallel import Axes, Cut
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of tensors in safetensors' words."""
@@ -22,16 +24,69 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Takes one tensor of a checkpoint: `store` is called with values of exactly `shape` and one of
-    these types; or with a part of them, and then nothing else is read."""
+    """Takes one tensor of a checkpoint, of exactly `shape` and one of these types: `store` is
+    called with its values, or with what `cuts` leave of some dimensions, and then nothing else is
+    read."""
 
     shape: tuple[int, ...]
     store: Callable[[Tensor], object]
-    part: tuple[slice, ...] = ()
     types: tuple[str, ...] = FLOATS
+    cuts: tuple[tuple[int, Cut], ...] = ()
+
+    def take(self, values: Sliceable) -> Tensor:
+        """What is kept of the whole tensor, or of a file's slice of it."""
+        kept: Sliceable = values
+        for dim, cut in self.cuts:
+            before = (slice(None),) * dim
+            spans = (slice(first, first + count) for first, count in cut.spans)
+            pieces = [kept[(*before, span)] for span in spans]
+            kept = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return kept if isinstance(kept, Tensor) else kept[...]
+
+    def take_like(self, values: Tensor) -> Tensor:
+        """The same of values that are broadcast to the tensor's shape."""
+        own = tuple(
+            (dim, cut) for dim, cut in self.cuts if dim < values.dim() and values.shape[dim] > 1
+        )
+        return replace(self, cuts=own).take(values)
 
 
 Placements = dict[str, Placement]
+
+
+class Sliceable(Protocol):
+    """A tensor, or one that is still in its file."""
+
+    def __getitem__(self, key: Any, /) -> Tensor: ...
+
+
+def cut_outputs(placements: Placements, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
+    """Of a projection's placements, by the names of its tensors: the checkpoint has more outputs,
+    of which these are the ones that `cut` keeps. Raises ConfigError."""
+    for name, place in placements.items():
+        placements[name] = cut_one(place, axes[name].outputs, cut, f"{path}.{name}")
+
+
+def cut_inputs(placements: Placements, axes: Mapping[str, Axes], cut: Cut, path: str) -> None:
+    """Likewise, of inputs."""
+    for name, place in placements.items():
+        placements[name] = cut_one(place, axes[name].inputs, cut, f"{path}.{name}")
+
+
+def cut_one(place: Placement, axis: tuple[int, int] | None, cut: Cut, name: str) -> Placement:
+    """A placement of what a rank keeps along an axis, where the tensor has that axis."""
+    if cut.is_whole or axis is None:
+        return place
+    dim, unit = axis
+    own = cut.within(unit, name)
+    assert place.shape[dim] == own.size, f"{name}: what is placed is what is kept"
+    shape = (*place.shape[:dim], own.full, *place.shape[dim + 1 :])
+    return replace(place, shape=shape, cuts=(*place.cuts, (dim, own)))
+
+
+def cut_all(place: Placement, cut: Cut, dim: int = 0) -> Placement:
+    """Of a tensor with one entry for each of what is cut."""
+    return cut_one(place, (dim, 1), cut, "")
 
 
 @runtime_checkable
@@ -77,9 +132,9 @@ def scale(placement: Placement, factor: Tensor | float) -> Placement:
 
     def store(values: Tensor) -> None:
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        placement.store(wide * factor)
+        placement.store(wide * own)
 
-    assert not placement.part, "a factor belongs to the whole"
+    own = placement.take_like(factor) if isinstance(factor, Tensor) else factor
     return replace(placement, store=store)
 
 

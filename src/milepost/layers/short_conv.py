@@ -13,7 +13,8 @@ from milepost.kernels.short_conv import ShortConvOperation
 from milepost.layers.context import Context, ShortConvSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, fill_matrix, place_whole
+from milepost.layers.placements import Placements, cut_all, fill_matrix, place_whole
+from milepost.parallel.cut import join
 
 
 class ShortConv(nn.Module):
@@ -29,16 +30,18 @@ class ShortConv(nn.Module):
     ) -> None:
         super().__init__()
         self.kind = kind
-        self.projection = Linear(hidden_size, (("in_proj", 3 * hidden_size),), kind, bias=bias)
-        self.conv_weight = kind.empty(hidden_size, conv_width)
-        self.conv_bias = kind.empty(hidden_size) if bias else None
-        self.out = Linear(hidden_size, (("out_proj", hidden_size),), kind, bias=bias)
+        self.cut = kind.ranks.share(hidden_size, f"{kind.path} hidden_size")
+        size, cuts = self.cut.size, {"in_proj": join(*[self.cut] * 3)}
+        self.projection = Linear(hidden_size, (("in_proj", 3 * size),), kind, bias=bias, cuts=cuts)
+        self.conv_weight = kind.empty(size, conv_width)
+        self.conv_bias = kind.empty(size) if bias else None
+        self.out = Linear(size, (("out_proj", hidden_size),), kind, bias=bias, inputs=self.cut)
         self.operation = ShortConvOperation(num_taps=conv_width)
 
     @property
     def spec(self) -> ShortConvSpec:
-        hidden_size, conv_width = self.conv_weight.shape
-        return ShortConvSpec(conv_shape=(hidden_size, conv_width - 1))
+        size, conv_width = self.conv_weight.shape
+        return ShortConvSpec(conv_shape=(size, conv_width - 1))
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
@@ -52,9 +55,9 @@ class ShortConv(nn.Module):
         return self.out.partials(mixed)
 
     def placements(self) -> Placements:
-        tensors = {"conv.weight": place_whole(self.conv_weight.unsqueeze(1))}
+        tensors = {"conv.weight": cut_all(place_whole(self.conv_weight.unsqueeze(1)), self.cut)}
         if self.conv_bias is not None:
-            tensors["conv.bias"] = place_whole(self.conv_bias)
+            tensors["conv.bias"] = cut_all(place_whole(self.conv_bias), self.cut)
         return {self.kind.full(name): place for name, place in tensors.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002

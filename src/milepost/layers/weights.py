@@ -11,6 +11,7 @@ Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P sp
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -22,11 +23,14 @@ from milepost.kernels import linear, moe, norm
 from milepost.layers.placements import (
     Placement,
     Placements,
+    cut_all,
     fill_matrix,
     place_rows,
     place_scattered,
     place_whole,
 )
+from milepost.parallel import Axes, Cut
+from milepost.parallel.cut import join
 
 if TYPE_CHECKING:
     from milepost.layers.parameters import ParameterKind
@@ -37,6 +41,11 @@ _PACKED_ROWS = 16
 
 class Weight(Protocol):
     """A matrix of O rows and I columns; a module."""
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        """Where outputs and inputs lie in each of a projection's tensors."""
+        ...
 
     def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:
         """`hidden` [T, I] to [T, O]: see `linear.multiply`."""
@@ -81,6 +90,8 @@ class Weight(Protocol):
 
 class Experts(Protocol):
     """Matrices of X experts; a module."""
+
+    sizes: ExpertSizes
 
     def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """`hidden` [T, I] through each token's `experts` [T, N], times their `shares`, in partials
@@ -127,6 +138,18 @@ class ExpertSizes:
     num_experts: int
     num_shared: int
     """Behind the others; together they are the checkpoint's shared expert."""
+    experts: Cut
+    """Those of the checkpoint's that these are."""
+    units: Cut
+    """Of each expert, those that are kept."""
+    shared_units: Cut
+    """Of the shared expert."""
+
+    @property
+    def numbers(self) -> Iterator[tuple[int, int]]:
+        """Each expert's index here, and its number in the checkpoint."""
+        ((first, count),) = self.experts.spans
+        return zip(range(count), range(first, first + count), strict=True)
 
 
 class Precision(Protocol):
@@ -162,6 +185,8 @@ RAW = Raw()
 
 class RawWeight(nn.Module):
     """`values` [O, I] as they are; they may be an embedding's too."""
+
+    axes: ClassVar[Mapping[str, Axes]] = {"weight": Axes()}
 
     def __init__(self, values: nn.Parameter) -> None:
         super().__init__()
@@ -234,17 +259,23 @@ class RawExperts(nn.Module):
         return moe.partials(hidden, shares, experts, self.up, self.down)
 
     def placements(self) -> Placements:
-        names, count, full = self.names, self.sizes.num_experts, self.kind.full
-        placements = self._shared() if self.sizes.num_shared else {}
-        if self.kind.has(names.stacked[0]):
-            own = zip(names.stacked, (self.up, self.down), strict=True)
-            return placements | {full(name): place_rows(each, 0, count) for name, each in own}
+        names, sizes, full = self.names, self.sizes, self.kind.full
+        placements = self._shared() if sizes.num_shared else {}
         *up, down = names.projections
-        for expert in range(count):
-            prefix = full(f"experts.{expert}")
+        if self.kind.has(names.stacked[0]):
+            first, last = (place_rows(each, 0, sizes.num_experts) for each in (self.up, self.down))
+            own = (
+                cut_all(first, join(*[sizes.units] * len(up)), 1),
+                cut_all(last, sizes.units, 2),
+            )
+            stacked = zip(names.stacked, own, strict=True)
+            return placements | {full(name): cut_all(each, sizes.experts) for name, each in stacked}
+        for expert, number in sizes.numbers:
+            prefix = full(f"experts.{number}")
             for name, part in zip(up, self.up[expert].chunk(len(up)), strict=True):
-                placements[f"{prefix}.{name}.weight"] = place_whole(part)
-            placements[f"{prefix}.{down}.weight"] = place_whole(self.down[expert])
+                placements[f"{prefix}.{name}.weight"] = cut_all(place_whole(part), sizes.units)
+            whole = place_whole(self.down[expert])
+            placements[f"{prefix}.{down}.weight"] = cut_all(whole, sizes.units, 1)
         return placements
 
     def _shared(self) -> Placements:
@@ -264,14 +295,13 @@ class RawExperts(nn.Module):
         def store_down(values: Tensor) -> None:
             out.copy_(values.unflatten(1, (count, size)).transpose(0, 1))
 
-        placements = {
-            f"{prefix}.{name}.weight": Placement(
-                (len(parts) * count * size, hidden_size), partial(store, parts)
-            )
-            for name, parts in groups.items()
-        }
-        shape = hidden_size, count * size
-        return placements | {f"{prefix}.{down}.weight": Placement(shape, store_down)}
+        units = self.sizes.shared_units
+        placements = {}
+        for name, parts in groups.items():
+            place = Placement((len(parts) * count * size, hidden_size), partial(store, parts))
+            placements[f"{prefix}.{name}.weight"] = cut_all(place, join(*[units] * len(parts)))
+        place = Placement((hidden_size, count * size), store_down)
+        return placements | {f"{prefix}.{down}.weight": cut_all(place, units, 1)}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         for weight in (self.up, self.down):

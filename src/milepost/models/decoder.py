@@ -11,18 +11,27 @@ from dataclasses import dataclass, field
 from itertools import product
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from milepost.kernels.batch import Operation
 from milepost.layers.context import Context, LayerSpec
+from milepost.layers.embedding import embed
 from milepost.layers.linear import Linear
+from milepost.layers.moe import MoE
 from milepost.layers.mtp import MTPHead
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Layer
-from milepost.layers.placements import Holder, Placements, fill_matrix, merge, place_whole, scale
+from milepost.layers.placements import (
+    Holder,
+    Placements,
+    cut_all,
+    fill_matrix,
+    merge,
+    place_whole,
+    scale,
+)
 from milepost.layers.rotary import num_positions
 from milepost.layers.weights import RawWeight
 
@@ -63,15 +72,18 @@ class Decoder(nn.Module):
         self.kind = kind
         self.dtype = kind.dtype
         self.vocab_size: int = config.vocab_size
-        self.embedding = kind.empty(config.vocab_size, config.hidden_size)
+        self.ranks = kind.ranks
+        self._vocab = kind.ranks.share(config.vocab_size, "vocab_size")
+        self.embedding = kind.empty(self._vocab.size, config.hidden_size)
         self._embedding_name = kind.full(f"{embedding}.weight")
         self.layers = nn.ModuleList(parts.layers)
         self.norm = parts.norm
         self.head = Linear(
             config.hidden_size,
-            (("lm_head", config.vocab_size),),
+            (("lm_head", self._vocab.size),),
             kind.root(),
             weight=RawWeight(self.embedding) if is_tied else None,
+            cuts={"lm_head": self._vocab},
         )
         self.mtp = parts.head
         self._factors = parts.factors
@@ -145,17 +157,23 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab_size] of rows `hidden` [R, C] of what `forward` returned."""
-        logits = self.head(hidden)
+        logits = self.ranks.all_gather(self.head(hidden))
         return logits if self._multipliers[1] == 1 else logits * self._multipliers[1]
 
     def placements(self) -> Placements:
         """Where each tensor of a checkpoint goes, by its full name."""
-        own = {self._embedding_name: place_whole(self.embedding)}
+        own = {self._embedding_name: cut_all(place_whole(self.embedding), self._vocab)}
         placements = merge([own, *(holder.placements() for holder in self._holders())])
         for (end, factor), name in product(self._factors.items(), placements):
             if name.endswith(f".{end}"):
                 placements[name] = scale(placements[name], factor)
         return placements
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Patterns of names of a checkpoint's tensors that only other ranks read."""
+        patterns = (module.elsewhere for module in self.modules() if isinstance(module, MoE))
+        return tuple(pattern for pattern in patterns if pattern)
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -178,10 +196,7 @@ class Decoder(nn.Module):
             ctx.angles[rotary] = rotary.angles(ctx.step.positions, self.dtype)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """On a GPU torch's embedding takes few rows one after the other; on a CPU it is the
-        faster."""
-        table = self.embedding
-        hidden = table[token_ids] if table.is_cuda else F.embedding(token_ids, table)
+        hidden = embed(token_ids, self.embedding, self.ranks)
         return hidden if self._multipliers[0] == 1 else hidden * self._multipliers[0]
 
     def _holders(self) -> Iterator[Holder]:

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Container, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,7 @@ from milepost.models.quantization import (
 )
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
 from milepost.models.weights import WeightFiles, fill_from_files
+from milepost.parallel import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def load_model(
     head: Head = "none",
     quantization: str | None = None,
     max_model_len: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Decoder, PreTrainedConfig]:
     """Load a model and its whole configuration (of a multimodal checkpoint, the outer one).
 
@@ -60,13 +62,80 @@ def load_model(
     and the weights are filled from `seed`. With `head="mtp"` the model has the checkpoint's MTP
     head; with "auto" too, or a warning says why not. `quantization="fp8"` rounds the weights of a
     raw checkpoint while they are loaded. `max_model_len` is the longest sequence that it is run
-    for, which a few models' positions depend on. Raises UnsupportedModelError, ConfigError,
-    WeightsError.
+    for, which a few models' positions depend on. Of several `ranks`, this one's part is loaded.
+    Raises UnsupportedModelError, ConfigError, WeightsError.
     """
     folder = find_folder(model, revision=revision, with_weights=load_format != "dummy")
+    plan = _plan(folder, dtype, device, load_format, head, quantization, max_model_len, ranks)
+    plan.check_room()
+    loaded = plan.decoder().eval()
+    if plan.files is None:
+        loaded.fill(seed)
+    else:
+        fill_from_files(loaded, plan.files, plan.skipped)
+        if not plan.has_head:
+            text = plan.config.get_text_config()
+            _note_head(plan.architecture, text, plan.files.by_name)
+    logger.info("loaded %s as %s on %s", model, plan.kind.dtype, plan.kind.device)
+    return loaded, plan.config
+
+
+def check_split(
+    folder: Path,
+    *,
+    dtype: DType | torch.dtype,
+    load_format: LoadFormat,
+    head: Head,
+    quantization: str | None,
+    ranks: Ranks,
+) -> None:
+    """Raise ConfigError if the model cannot be split among so many ranks, before anything is
+    allocated."""
+    plan = _plan(folder, dtype, "meta", load_format, head, quantization, None, ranks)
+    model = plan.decoder()
+    if plan.files is not None:
+        model.placements()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is to be loaded."""
+
+    config: PreTrainedConfig
+    architecture: Architecture
+    kind: ParameterKind
+    files: WeightFiles | None
+    """None for dummy weights."""
+    is_tied: bool
+    has_head: bool
+    skipped: tuple[str, ...]
+    """Patterns of names of tensors that are left out."""
+
+    def decoder(self) -> Decoder:
+        """Unfilled."""
+        text = self.config.get_text_config()
+        return self.architecture.decoder(
+            text, self.kind, is_tied=self.is_tied, has_head=self.has_head
+        )
+
+    def check_room(self) -> None:
+        """See `check_room`."""
+        text = self.config.get_text_config()
+        check_room(text, self.architecture, self.kind, is_tied=self.is_tied, has_head=self.has_head)
+
+
+def _plan(
+    folder: Path,
+    dtype: DType | torch.dtype,
+    device: str | torch.device,
+    load_format: LoadFormat,
+    head: Head,
+    quantization: str | None,
+    max_model_len: int | None,
+    ranks: Ranks,
+) -> _Plan:
     config = load_config(folder)
-    text = config.get_text_config()
-    run_up_to(text, max_model_len)
+    run_up_to(config.get_text_config(), max_model_len)
     architecture = find_architecture(config.model_type)
     files = None if load_format == "dummy" else WeightFiles(folder)
     names = () if files is None else files.by_name
@@ -75,24 +144,22 @@ def load_model(
         dtype=resolve_dtype(dtype, config),
         device=torch.device(device),
         names=names,
+        ranks=ranks,
         **({} if forms is None else {"precision_of": forms.precision_of}),
     )
-    # A checkpoint that says it is tied but holds a head of its own means that head.
-    is_tied = config.tie_word_embeddings and (
-        files is None or "lm_head.weight" not in files.by_name
+    has_head = _has_head(head, architecture, config.get_text_config(), kind, files)
+    skipped = (*(SKIPPED if forms else ()), *(() if has_head else (rf"{HEAD}\.",)))
+    return _Plan(
+        config=config,
+        architecture=architecture,
+        kind=kind,
+        files=files,
+        # A checkpoint that says it is tied but holds a head of its own means that head.
+        is_tied=config.tie_word_embeddings
+        and (files is None or "lm_head.weight" not in files.by_name),
+        has_head=has_head,
+        skipped=(*architecture.skipped, *skipped),
     )
-    has_head = _has_head(head, architecture, text, kind, files)
-    check_room(text, architecture, kind, is_tied=is_tied, has_head=has_head)
-    loaded = architecture.decoder(text, kind, is_tied=is_tied, has_head=has_head).eval()
-    if files is None:
-        loaded.fill(seed)
-    else:
-        skipped = (*(SKIPPED if forms else ()), *(() if has_head else (rf"{HEAD}\.",)))
-        fill_from_files(loaded, files, (*architecture.skipped, *skipped))
-        if not has_head:
-            _note_head(architecture, text, files.by_name)
-    logger.info("loaded %s as %s on %s", model, kind.dtype, kind.device)
-    return loaded, config
 
 
 def load_config(folder: Path) -> PreTrainedConfig:

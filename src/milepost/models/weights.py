@@ -118,7 +118,7 @@ def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) 
     """Fill `model` from the checkpoint's files, but for tensors whose names begin with one of the
     patterns `skipped`; raises WeightsError."""
     with torch.no_grad():
-        files.read_into(model.placements(), skipped)
+        files.read_into(model.placements(), (*skipped, *model.elsewhere))
 
 
 def _no_place(file: Path, name: str) -> WeightsError:
@@ -132,9 +132,13 @@ def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> i
     """Returns the tensor's bytes in the file."""
     _check_fits(file, name, tensors, placement)
     view = tensors.get_slice(name)
-    tensor = view[placement.part] if placement.part else tensors.get_tensor(name)
-    # A single number may have no dimension, or some of one.
-    placement.store(tensor if tensor.numel() != 1 else tensor.view(placement.shape))
+    if placement.cuts:
+        tensor = placement.take(view)
+    else:
+        # A single number may have no dimension, or some of one.
+        tensor = tensors.get_tensor(name)
+        tensor = tensor if tensor.numel() != 1 else tensor.view(placement.shape)
+    placement.store(tensor)
     return tensor.nbytes
 
 

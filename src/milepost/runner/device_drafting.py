@@ -135,7 +135,7 @@ class DeviceDrafting:
                 self._pass(arrays, is_first=is_first)  # compiles what is not compiled yet
                 torch.cuda.synchronize()
                 graphs.append(torch.cuda.CUDAGraph())
-                with torch.cuda.graph(graphs[-1], pool=pool):
+                with torch.cuda.graph(graphs[-1], pool=pool, capture_error_mode="thread_local"):
                     self._pass(arrays, is_first=is_first)
                 pool = graphs[-1].pool()
             first, further = graphs

@@ -129,7 +129,8 @@ class Graphs:
         run()  # compiles what is not compiled yet
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of NCCL's look at events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outcome = run()
         graph.replay()  # brings it to the device, which the first step need not wait for
         self._pool = graph.pool()

@@ -13,6 +13,7 @@ import struct
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -34,6 +35,12 @@ class Rollback(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Record = Heading | StepPlan | StepSampling | StepResult | Rollback
+
+
+class Log(Protocol):
+    """Whoever is told what a runner is told and what it reports."""
+
+    def write(self, record: Record) -> None: ...
 
 
 class PlanLog:

@@ -22,7 +22,7 @@ from milepost.runner.flight import Flight
 from milepost.runner.histories import Histories
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
-from milepost.runner.recording import PlanLog, Record, Rollback
+from milepost.runner.recording import Log, Record, Rollback
 from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import SamplingPlan, StepPlan, StepResult, StepSampling
 
@@ -74,14 +74,16 @@ class Runner:
         pools: Pools,
         *,
         num_slots: int,
-        log: PlanLog | None = None,
+        logs: Sequence[Log] = (),
         accept: Accept = accept_equal,
+        wait: Callable[[torch.cuda.Event], object] | None = None,
     ) -> None:
         self.executor = executor
         self.pools = pools
         self._accept = accept
         self._histories = Histories()
-        self._log = log
+        self._logs = logs
+        self._wait = wait
         self._positions = [0] + [-1] * num_slots
         self._collected_s = 0.0
 
@@ -132,7 +134,11 @@ class Runner:
                 self.executor.draft(flight, rows, sampling.num_drafts)
 
     def collect(self, flight: Flight) -> RunnerOutput:
-        """Wait for a step's tokens."""
+        """Wait for a step's tokens; as `wait` does, if a device is to be waited for."""
+        if self._wait is not None and flight.choice is not None:
+            event = flight.choice.is_copied
+            if event is not None:
+                self._wait(event)
         sampled = flight.read()
         tokens = {number: [one.token_id for one in run] for number, run in sampled.items()}
         result = StepResult(
@@ -159,8 +165,8 @@ class Runner:
         self._write_down(Rollback())
 
     def _write_down(self, record: Record) -> None:
-        if self._log is not None:
-            self._log.write(record)
+        for log in self._logs:
+            log.write(record)
 
     def _row(self, plan: SamplingPlan) -> SamplingRow:
         tokens = self._histories.of(plan.number)

@@ -6,6 +6,7 @@ Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P sp
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from milepost.kernels import norm, quantised
 from milepost.kernels.quantised import Quantised
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements
+from milepost.layers.placements import Placements, cut_inputs, cut_outputs
 from milepost.layers.weights import ExpertNames, ExpertSizes
+from milepost.parallel import Axes, Cut
+from milepost.parallel.cut import join
 
 
 def empty(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -63,6 +66,11 @@ class QuantisedMatrix(nn.Module):
 class Stack(Protocol):
     """Matrices of experts in one quantised form."""
 
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        """See `Weight`."""
+        ...
+
     def place_projection(self, rows: Tensor, at: tuple[int, ...], path: str) -> Placements:
         """The tensors of a projection whose output i is row rows[i] of the matrix `at`; `path` is
         its own."""
@@ -81,9 +89,9 @@ def place_experts(
 ) -> Placements:
     """Of experts that the checkpoint has one by one."""
     placements = place_shared(sizes, names, kind, up, down)
-    for expert in range(sizes.num_experts):
-        path = kind.full(f"experts.{expert}")
-        placements |= _place_expert(sizes, names.projections, path, expert, up, down)
+    for expert, number in sizes.numbers:
+        path = kind.full(f"experts.{number}")
+        placements |= _place_expert(sizes, names.projections, path, expert, sizes.units, up, down)
     return placements
 
 
@@ -94,11 +102,18 @@ def place_shared(
     if not sizes.num_shared:
         return {}
     path, last = kind.full(names.shared), sizes.num_experts
-    return _place_expert(sizes, names.shared_projections, path, last, up, down)
+    units = sizes.shared_units
+    return _place_expert(sizes, names.shared_projections, path, last, units, up, down)
 
 
 def _place_expert(
-    sizes: ExpertSizes, names: tuple[str, ...], path: str, expert: int, up: Stack, down: Stack
+    sizes: ExpertSizes,
+    names: tuple[str, ...],
+    path: str,
+    expert: int,
+    units: Cut,
+    up: Stack,
+    down: Stack,
 ) -> Placements:
     *firsts, last = names
     rows: dict[str, Tensor] = {}
@@ -111,5 +126,10 @@ def _place_expert(
     placements: Placements = {}
     for stack, name, part in projections:
         tensors = stack.place_projection(part, (expert,), f"{path}.{name}")
+        if stack is down:
+            cut_inputs(tensors, stack.axes, units, f"{path}.{name}")
+        else:
+            num_parts = len(part) // sizes.size
+            cut_outputs(tensors, stack.axes, join(*[units] * num_parts), f"{path}.{name}")
         placements |= {f"{path}.{name}.{tensor}": place for tensor, place in tensors.items()}
     return placements

@@ -7,7 +7,7 @@ Legend: O outputs, I inputs, X experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -18,7 +18,13 @@ from milepost.errors import UnsupportedModelError
 from milepost.kernels import quantised
 from milepost.kernels.quantised import BLOCK, FP8, FP8_MAX, Fp8, quantise_fp8
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements, place_scattered
+from milepost.layers.placements import (
+    Placement,
+    Placements,
+    cut_all,
+    cut_one,
+    place_scattered,
+)
 from milepost.layers.quantised.base import (
     QuantisedMatrix,
     empty,
@@ -28,6 +34,8 @@ from milepost.layers.quantised.base import (
     shapes_of,
 )
 from milepost.layers.weights import ExpertNames, ExpertSizes
+from milepost.parallel import Axes
+from milepost.parallel.cut import join
 
 _VALUES = ("F8_E4M3",)
 _FILLED_AT_ONCE = 2**26
@@ -63,6 +71,14 @@ class Fp8Precision:
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Fp8Experts:
         return Fp8Experts(self, sizes, names, kind)
 
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """Of a projection's tensors; the ranks' parts of blocks are whole blocks."""
+        block = Axes((0, BLOCK), (1, BLOCK))
+        scales = {"block": block, "channel": Axes((0, 1), None)}
+        each = scales.get(self.strategy, Axes(None, None))
+        return {"weight": Axes(), self.scale: each, "input_scale": Axes(None, None)}
+
     def count_scales(self, num_outputs: int) -> int:
         """Of a projection in the checkpoint, along its outputs."""
         sizes = {"block": -(-num_outputs // BLOCK), "channel": num_outputs, "tensor": 1}
@@ -88,6 +104,10 @@ class Fp8Stack(nn.Module):
     def _scales_shape(self) -> tuple[int, ...]:
         *stack, num_outputs, num_inputs = self.values.shape
         return (*stack, -(-num_outputs // self.rows), -(-num_inputs // self.depth))
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        return self.precision.axes
 
     @property
     def form(self) -> Fp8:
@@ -208,6 +228,10 @@ class Fp8Matrix(QuantisedMatrix):
         self.stack = Fp8Stack(precision, (num_outputs, num_inputs), kind, rows=rows)
 
     @property
+    def axes(self) -> Mapping[str, Axes]:
+        return self.stack.axes
+
+    @property
     def form(self) -> Fp8:
         return self.stack.form
 
@@ -272,12 +296,17 @@ class Fp8Experts(nn.Module):
 
             return store
 
-        return {
-            self.kind.full(names[tensor]): Placement(
-                (count, *place.shape), storing(tensor), types=place.types
-            )
-            for tensor, place in own[0].items()
-        }
+        placements, units = {}, self.sizes.units
+        for tensor, place in own[0].items():
+            name, axes = self.kind.full(names[tensor]), stack.axes[tensor].behind(1)
+            placed = Placement((count, *place.shape), storing(tensor), types=place.types)
+            if stack is self.down:
+                placed = cut_one(placed, axes.inputs, units, name)
+            else:
+                num_parts = shape[0] // self.sizes.size
+                placed = cut_one(placed, axes.outputs, join(*[units] * num_parts), name)
+            placements[name] = cut_all(placed, self.sizes.experts)
+        return placements
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         for stack in (self.up, self.down):

@@ -6,6 +6,7 @@ Legend: O outputs, I inputs, G groups of inputs, X experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -25,6 +26,7 @@ from milepost.layers.quantised.base import (
     shapes_of,
 )
 from milepost.layers.weights import ExpertNames, ExpertSizes
+from milepost.parallel import Axes
 
 _WORDS = ("I32",)
 _EIGHT = torch.arange(8)
@@ -60,6 +62,26 @@ class Int4Precision:
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Int4Experts:
         return Int4Experts(self, sizes, names, kind)
 
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """Of a projection's tensors; a rank's parts are whole words and groups."""
+        across = int(self.layout == "packed")
+        groups = None if self.group == -1 else (across, self.group)
+        if across:
+            return {
+                "weight_packed": Axes((0, 1), (1, 8)),
+                "weight_scale": Axes((0, 1), groups),
+                "weight_zero_point": Axes((0, 8), groups),
+                "weight_shape": Axes(None, None),
+                "weight_g_idx": Axes(None, (0, 1)),
+            }
+        return {
+            "qweight": Axes((1, 8), (0, 1)) if self.layout == "awq" else Axes((1, 1), (0, 8)),
+            "scales": Axes((1, 1), groups),
+            "qzeros": Axes((1, 8), groups),
+            "g_idx": Axes(None, (0, 1)),
+        }
+
     def group_of(self, num_inputs: int, path: str) -> int:
         group = num_inputs if self.group == -1 else self.group
         if num_inputs % group or num_inputs % (2 * lane_of(group)):
@@ -84,6 +106,10 @@ class _Int4Stack(nn.Module):
         self.scales = ones(kind, groups, kind.dtype)
         self.zeros = empty(kind, groups, torch.uint8)
         self.zeros.data.fill_(_MIDDLE)
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        return self.precision.axes
 
     @property
     def form(self) -> Int4:
@@ -141,7 +167,9 @@ class _Int4Stack(nn.Module):
         }
 
     def _check_order(self, order: Tensor) -> None:
-        if not torch.equal(order.long().cpu(), torch.arange(self.num_inputs) // self.group):
+        # Of several ranks, each has groups from another one on.
+        first = 0 if self.kind.ranks.is_alone else int(order[0])
+        if not torch.equal(order.long().cpu(), torch.arange(self.num_inputs) // self.group + first):
             raise WeightsError(
                 "inputs are ordered by activation (desc_act, actorder); supported are groups in "
                 "the inputs' own order"
@@ -203,6 +231,10 @@ class Int4Matrix(QuantisedMatrix):
     ) -> None:
         super().__init__()
         self.stack = _Int4Stack(precision, (num_outputs, num_inputs), kind)
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        return self.stack.axes
 
     @property
     def form(self) -> Int4:

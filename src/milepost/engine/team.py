@@ -1,0 +1,213 @@
+"""The first rank's side of several: starts a process for each of the others, tells them what its
+own runner is told, and notices when one of them has gone.
+
+The engine's process is rank 0. So what is sampled needs no way back, and nothing that a step waits
+for goes through a socket: plans go out as the bytes that `--record-plans` would write, before the
+step is launched here. Each rank runs all of them, in order, and samples by itself, from the same
+logits with the same noise; a rank that finds other tokens than rank 0 says so and ends.
+
+A rank that ends closes its socket. Whoever waits for one is then told of all that has become of
+it; and a process that outlives rank 0 sees its socket close, and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+import torch
+
+from milepost import errors
+from milepost.config import EngineConfig
+from milepost.errors import EngineDeadError, MilepostError
+from milepost.parallel import Ranks
+from milepost.parallel.gloo import GlooLink, open_store
+from milepost.parallel.records import received, send
+from milepost.runner.recording import Record
+
+logger = logging.getLogger(__name__)
+
+START_S = 1800.0
+"""Reading the weights may take so much longer on one rank than on another."""
+SILENCE_S = 60.0
+"""A step may not wait for a rank longer than this."""
+_NOTICE_S = 5.0
+"""A process that has closed its connections is over within this time."""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The first frame: what a rank is to be."""
+
+    config: EngineConfig
+    rank: int
+    port: int
+    """Where ranks find each other."""
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """A rank's last words."""
+
+    kind: str
+    """Name of the error."""
+    message: str
+
+
+class Team:
+    """The ranks of one engine. `close` it, or let go of it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        self.store = open_store(0, size, START_S, is_first=True)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._members = [
+            _Member(rank, Orders(config=config, rank=rank, port=self.store.port))
+            for rank in range(1, size)
+        ]
+        self._lost = threading.Event()
+        self.close = weakref.finalize(self, _end, self._members)
+        # The thread that starts a process is the one that it ends with: this one stays.
+        started = threading.Event()
+        arguments = self._members, started, self._lost
+        threading.Thread(target=_watch, args=arguments, name="ranks", daemon=True).start()
+        started.wait()
+        try:
+            self._link = GlooLink(
+                self.store,
+                0,
+                size,
+                timeout_s=START_S,
+                why_lost=partial(_why_lost, self._members, self._lost),
+            )
+        except RuntimeError as error:
+            raise self.failure() from error
+        self.ranks = Ranks(
+            rank=0, size=size, link=self._link, splits_experts=config.enable_expert_parallel
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return [member.process.pid for member in self._members]
+
+    def write(self, record: Record) -> None:
+        """Tell all others. Raises EngineDeadError if one has gone, or takes nothing any more."""
+        body = self._encoder.encode(record)
+        for member in self._members:
+            try:
+                send(member.socket, body)
+            except OSError as error:
+                raise self.failure() from error
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Until the device has come so far. Raises EngineDeadError if a rank is lost meanwhile: the
+        device waits for it for ever."""
+        deadline = time.monotonic() + SILENCE_S
+        while not event.query():
+            if self._lost.is_set() or time.monotonic() > deadline:
+                raise self.failure()
+            time.sleep(0)
+
+    def be_prompt(self) -> None:
+        """All ranks are ready: from now on a silence means that one is lost."""
+        self._link.be_prompt(SILENCE_S)
+
+    def reason(self, error: Exception) -> Exception:
+        """Why starting failed here: if another rank was the first to fail, what it says."""
+        found = _errors(self._members)
+        self.close()
+        return found[0] if isinstance(error, EngineDeadError) and found else error
+
+    def failure(self) -> MilepostError:
+        """What became of a rank that does not answer."""
+        return _failure(self._members, self._lost)
+
+
+class _Member:
+    """Another rank's process, and our end of the socket to it."""
+
+    def __init__(self, rank: int, orders: Orders) -> None:
+        self.rank, self._orders = rank, orders
+        self.socket, self._theirs = socket.socketpair()
+        self.last_words: Lost | None = None
+
+    def start(self) -> None:
+        descriptor = self._theirs.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "milepost.engine.rank_process", str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the first rank's to handle
+        )
+        self._theirs.close()
+        self.socket.settimeout(SILENCE_S)
+        send(self.socket, msgspec.msgpack.encode(self._orders))
+
+    def listen(self) -> None:
+        """To its last words, and until it is over."""
+        self.socket.setblocking(True)
+        with suppress(OSError):
+            for body in received(self.socket):
+                self.last_words = msgspec.msgpack.decode(body, type=Lost)
+        self.process.wait()
+
+    def error(self) -> MilepostError | None:
+        """What it died of; None while it lives."""
+        code = self.process.poll()
+        if code is None and self.last_words is None:
+            return None
+        if self.last_words is not None:
+            kind = getattr(errors, self.last_words.kind, EngineDeadError)
+            return kind(f"rank {self.rank}: {self.last_words.message}")
+        ending = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        return EngineDeadError(f"rank {self.rank} has ended: {ending}")
+
+
+def _watch(members: Sequence[_Member], started: threading.Event, lost: threading.Event) -> None:
+    """Start them all, and note when the first of them ends."""
+    for member in members:
+        member.start()
+    started.set()
+    poll = select.poll()
+    by_descriptor = {member.socket.fileno(): member for member in members}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    ((descriptor, _), *_) = poll.poll()
+    member = by_descriptor[descriptor]
+    member.listen()
+    lost.set()
+    for other in members:
+        other.process.wait()
+
+
+def _failure(members: Sequence[_Member], lost: threading.Event) -> MilepostError:
+    """The error of a rank that was killed, or else of one that said something."""
+    if not lost.wait(_NOTICE_S):
+        return EngineDeadError(f"a rank did not answer within {SILENCE_S:g} seconds")
+    return next(iter(_errors(members)), EngineDeadError("a rank has ended"))
+
+
+def _errors(members: Sequence[_Member]) -> list[MilepostError]:
+    """Of those that have ended, first those that had no time to say why."""
+    ended = sorted(members, key=lambda member: member.last_words is not None)
+    return [error for member in ended if (error := member.error()) is not None]
+
+
+def _why_lost(members: Sequence[_Member], lost: threading.Event) -> str:
+    return str(_failure(members, lost))
+
+
+def _end(members: Sequence[_Member]) -> None:
+    for member in members:
+        member.process.kill()
+        member.process.wait()
+        member.socket.close()

@@ -1,0 +1,83 @@
+"""Ranks on CPUs, which reach each other through gloo; on GPUs the hosts' side of them.
+
+Sums are made on every rank of all ranks' values in the order of the ranks, so all hold the same
+bits; on a CPU nobody minds that more is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from milepost.errors import EngineDeadError
+from milepost.kernels import norm
+
+HOST = "127.0.0.1"
+
+
+def open_store(port: int, size: int, timeout_s: float, *, is_first: bool) -> dist.TCPStore:
+    """Where ranks find each other; the first one keeps it, at a free port if `port` is 0."""
+    return dist.TCPStore(
+        HOST,
+        port,
+        size,
+        is_master=is_first,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+class GlooLink:
+    """A `Link`. `why_lost` says in words what has become of a rank that does not answer; a call
+    that misses one for `timeout_s` raises EngineDeadError with them."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        why_lost: Callable[[], str],
+    ) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+        self.rank, self.size, self.store = rank, size, store
+        self._why_lost = why_lost
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        first, *others = self._exchange(values)
+        for other in others:
+            first += other
+        return first
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        return torch.cat(self._exchange(values), -1)
+
+    def add_norm(
+        self, hidden: Tensor, partials: Tensor, scale: Tensor, eps: float, multiplier: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm.add_norm(hidden, self.all_reduce(partials.sum(1)), scale, eps, multiplier)
+
+    def least(self, value: int) -> int:
+        return min(int(each) for each in self._exchange(torch.tensor([value])))
+
+    def be_prompt(self, timeout_s: float) -> None:
+        """From now on wait no longer than this for a rank."""
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def _exchange(self, values: Tensor) -> list[Tensor]:
+        """All ranks' values, in their order."""
+        own = values.contiguous()
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        try:
+            self._group.allgather([found], [own]).wait()
+        except RuntimeError as error:
+            raise EngineDeadError(self._why_lost()) from error
+        return found

@@ -1,0 +1,78 @@
+"""The one-shot sums over ranks, in Triton's interpreter. It runs one rank at a time, so what the
+others would do meanwhile is done by hand."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from milepost.kernels.all_reduce import reference, triton
+from tests.kernels.all_reduce_cases import mails
+from tests.numbers import relative_error
+
+C = 48
+
+
+def on_all(ranks, kept, work):
+    """What `work` returns on each rank. First each sends, as if all others had; then each runs the
+    same turn again, and finds what they have sent."""
+    turns = [mail.turns.clone() for mail in ranks]
+    signals = kept[len(ranks) :]
+    before = [each.clone() for each in signals]
+    for each in signals:
+        each.fill_(1 << 20)
+    for rank, mail in enumerate(ranks):
+        work(rank)
+        mail.turns.copy_(turns[rank])
+    for each, held in zip(signals, before, strict=True):
+        each.copy_(torch.where(each == 1 << 20, held, each))
+    return [work(rank) for rank in range(len(ranks))]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(3, torch.float32), (2, torch.bfloat16)])
+def test_all_ranks_go_on_with_the_same_sum(size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    ranks, kept = mails(size, C, dtype)
+    hidden = torch.randn(2, C, generator=generator).to(dtype)
+    scale = torch.rand(C, generator=generator)
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    for num_rows, num_parts in ((2, 1), (1, 3)):
+        partials = [torch.randn(num_rows, num_parts, C, generator=generator) for _ in ranks]
+        own, firsts = hidden[:num_rows], [each[:, 0].to(dtype) for each in partials]
+
+        def add_norm(rank, own=own, partials=partials):
+            return triton.add_norm(own, partials[rank], scale, 1e-6, ranks[rank], 0.5)
+
+        def add_up(rank, firsts=firsts):
+            return triton.add_up(firsts[rank], ranks[rank])
+
+        found = on_all(ranks, kept, add_norm)
+        for parts in zip(*found, strict=True):
+            assert all(torch.equal(each, parts[0]) for each in parts)
+        expected = reference.add_norm(own, partials, scale, 1e-6, 0.5)
+        for one, other in zip(found[0], expected, strict=True):
+            assert relative_error(one.float(), other.float()) < bound
+        sums = on_all(ranks, kept, add_up)
+        assert all(torch.equal(each, sums[0]) for each in sums)
+        assert relative_error(sums[0].float(), reference.add_up(firsts).float()) < bound
+    for mail, signals in zip(ranks, kept[size:], strict=True):
+        assert mail.turns[:3].tolist() == [4, 2, 0]
+        heard = signals[:3, [rank for rank in range(size) if rank != mail.rank]]
+        assert all(torch.equal(each, mail.turns[:3]) for each in heard.unbind(1))
+
+
+def test_a_rank_waits_for_the_others():
+    """It tells them first; what they have not written yet is NaN, and signals of the turn before
+    are none of this one's."""
+    ranks, (_, theirs, heard, signalled) = mails(2, C, torch.float32)
+    own = torch.randn(1, 1, C)
+    with ThreadPoolExecutor(1) as thread:
+        for turn in (1, 2):
+            sum_ = thread.submit(triton.add_up, own[:, 0], ranks[0])
+            while signalled[0, 0] != turn:
+                assert not sum_.done()
+            theirs[turn % 2, 0] = 100 * turn
+            heard[0, 1] = turn
+            assert torch.equal(sum_.result(60), own[:, 0] + 100 * turn)

@@ -1,0 +1,72 @@
+"""A team whose other ranks are threads of this process: they start at once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+
+import msgspec
+
+from milepost.config import EngineConfig
+from milepost.engine.rank_process import follow
+from milepost.engine.setup import build_rank
+from milepost.parallel import Ranks
+from milepost.runner.recording import Record
+from tests.parallel.threads import Meeting, ThreadLink
+
+
+class ThreadTeam:
+    """As `engine.team.Team`: what is told goes through bytes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        meeting = Meeting(size)
+        all_ranks = [
+            Ranks(
+                rank=rank,
+                size=size,
+                link=ThreadLink(meeting, rank),
+                splits_experts=config.enable_expert_parallel,
+            )
+            for rank in range(size)
+        ]
+        self.ranks, self.meeting = all_ranks[0], meeting
+        self._encoder = msgspec.msgpack.Encoder()
+        self._orders = [queue.SimpleQueue() for _ in range(1, size)]
+        for ranks, orders in zip(all_ranks[1:], self._orders, strict=True):
+            arguments = config, ranks, orders, meeting
+            threading.Thread(target=_run, args=arguments, daemon=True).start()
+        self.close = weakref.finalize(self, _end, self._orders, meeting)
+
+    def write(self, record: Record) -> None:
+        body = self._encoder.encode(record)
+        for orders in self._orders:
+            orders.put(body)
+
+    wait = None
+
+    def be_prompt(self) -> None:
+        """Threads are."""
+
+    def reason(self, error: Exception) -> Exception:
+        return error
+
+
+def _run(
+    config: EngineConfig, ranks: Ranks, orders: queue.SimpleQueue[bytes], meeting: Meeting
+) -> None:
+    decoder = msgspec.msgpack.Decoder(Record)
+    try:
+        follow(map(decoder.decode, iter(orders.get, b"")), build_rank(config, ranks).runner)
+    except threading.BrokenBarrierError:
+        pass
+    except BaseException:
+        meeting.abort()
+        raise
+
+
+def _end(all_orders: list[queue.SimpleQueue[bytes]], meeting: Meeting) -> None:
+    meeting.abort()
+    for orders in all_orders:
+        orders.put(b"")

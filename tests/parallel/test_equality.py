@@ -1,0 +1,101 @@
+"""Several ranks return what one returns, hit what one hits, and say the same of it: the engine's
+own equality tests, with engines of two and of four ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from milepost import LLM
+from milepost.engine import setup
+from tests import engines
+from tests.engine import test_equality as one
+from tests.engines import THREE_LAYERS, answer, ask, greedy, sampled, save_tiny, tokens
+from tests.parallel.team import ThreadTeam
+
+CASES = {
+    "hit": partial(one.test_hit, page_size=16),
+    "branch_point": partial(one.test_branch_point, page_size=64),
+    "answer_end": partial(one.test_answer_end, page_size=64),
+    "modes": partial(
+        one.test_modes, mode="all", block_size=64, expected=[0, 448, 384, 512], page_size=16
+    ),
+    "chunks": partial(one.test_chunks, budget=130, mode="auto"),
+    "neighbours": one.test_neighbours,
+    "shared_within_a_batch": partial(one.test_prefix_shared_within_a_batch, budget=130),
+    "preempted": partial(one.test_preempted_and_resumed, page_size=64, num_pages=18),
+    "evicted": partial(one.test_eviction_and_return, pools={"num_slots": 4}, cause="slots"),
+    "taken_over": one.test_slot_taken_over,
+    "aborted": one.test_abort_in_mid_stream,
+}
+SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 32,
+    "head_dim": 8,
+    "num_experts": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    **THREE_LAYERS,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", torch.float64, **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch):
+    monkeypatch.setattr(setup, "Team", ThreadTeam)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_on_one(name, checkpoint, monkeypatch):
+    """The engine that answers are compared with has one rank."""
+
+    def make(*arguments, **options):
+        is_cold = options.get("enable_prefix_caching") is False
+        return LLM(*arguments, tensor_parallel_size=1 if is_cold else 2, **options)
+
+    monkeypatch.setattr(engines, "LLM", make)
+    CASES[name](checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [(4, {}), (2, {"enable_expert_parallel": True})], ids=["width", "experts"]
+)
+def test_reports_are_those_of_one(size, options, checkpoint):
+    """Of prompts that share, chats and what is sampled: every number of every report."""
+    several, alone = (checkpoint.open(tensor_parallel_size=n, **options) for n in (size, 1))
+    for params in (greedy(), sampled(temperature=0.8, presence_penalty=0.5)):
+        turns = [tokens(300) + tokens(40, seed=index) for index in range(3)]
+        for _ in range(2):
+            found, expected = (ask(llm, *turns, params=params) for llm in (several, alone))
+            for left, right in zip(found, expected, strict=True):
+                assert answer(left) == answer(right)
+                assert left.cache_report == right.cache_report
+            pairs = zip(turns, found, strict=True)
+            turns = [[*own, *answer(output), 5, 6] for own, output in pairs]
+
+
+def test_the_mtp_head_drafts_on_every_rank():
+    """The embedded model has one; drafts that are accepted change no answer."""
+    wanted = {"method": "mtp", "num_speculative_tokens": 2}
+    texts = ["Once upon a time", "The"]
+    outputs = [
+        LLM(
+            tensor_parallel_size=n,
+            dtype="float64",
+            speculative_config=wanted,
+            num_slots=8,
+            num_pages=64,
+        ).generate(texts, greedy(12), use_tqdm=False)
+        for n in (1, 2)
+    ]
+    accepted = [[each.outputs[0].token_ids for each in found] for found in outputs]
+    assert accepted[0] == accepted[1]

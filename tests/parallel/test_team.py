@@ -1,0 +1,115 @@
+"""Ranks in processes of their own: they answer as one does, and when one is lost all streams are
+told and no process is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from unittest.mock import Mock
+
+import pytest
+
+from milepost import LLM, SamplingParams
+from milepost.config import EngineConfig
+from milepost.engine import setup, team
+from milepost.engine.client import EngineClient
+from milepost.engine.process import Engine
+from milepost.engine.prompts import Prompt
+from milepost.engine.rank_process import follow
+from milepost.errors import ConfigError, EngineDeadError
+from milepost.scheduler.plans import StepPlan, StepResult
+
+SMALL = {"num_pages": 64, "num_slots": 8, "max_model_len": 1024}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def engine_that_tells(config: EngineConfig) -> Engine:
+    """Its ranks' process ids stand among its defaults."""
+    made = Engine(config)
+    made.sampling_defaults = {str(pid): pid for pid in made._team.pids}
+    return made
+
+
+def test_two_processes_answer_as_one_until_a_rank_is_killed():
+    """Then every stream says which, and no process is left."""
+    alone = LLM(**SMALL)
+    prompts = [list(range(10, 40 + index)) for index in range(3)]
+
+    async def run() -> None:
+        config = EngineConfig(tensor_parallel_size=2, **SMALL)
+        client = EngineClient(config, make_engine=engine_that_tells)
+        ready = await client.start()
+        pids = [client.pid, *ready.sampling_defaults.values()]
+        for _ in range(2):
+            found = alone.generate(
+                [{"prompt_token_ids": each} for each in prompts], GREEDY, use_tqdm=False
+            )
+            for output, token_ids in zip(found, prompts, strict=True):
+                stream = client.add(Prompt(token_ids=token_ids), GREEDY)
+                parts = [part async for part in stream]
+                text = "".join(delta.text for part in parts for delta in part.deltas)
+                assert text == output.outputs[0].text
+                stream.close()
+        long = SamplingParams(max_tokens=900, ignore_eos=True)
+        streams = [client.add(Prompt(token_ids=each), long) for each in prompts]
+        for stream in streams:
+            await anext(stream)
+        os.kill(pids[1], signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="rank 1 has ended: killed by signal 9"):
+                async for _ in stream:
+                    pass
+            stream.close()
+        await client.close()
+        assert len(pids) == 2
+        assert all(map(is_gone, pids))
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_engine(monkeypatch):
+    several = LLM(tensor_parallel_size=2, **SMALL)
+    several.generate(["Once"], GREEDY, use_tqdm=False)
+    monkeypatch.setattr(team, "SILENCE_S", 0.5)
+    monkeypatch.setattr(team, "_NOTICE_S", 0.1)
+    several.llm_engine._team.be_prompt()
+    (pid,) = several.llm_engine._team.pids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"a rank did not answer within 0.5 seconds"):
+        several.generate(["Once"], GREEDY, use_tqdm=False)
+    assert is_gone(pid)
+    with pytest.raises(EngineDeadError, match="make a new engine"):
+        several.generate(["Once"], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tensor_parallel_size": 3}, "num_key_heads=4 does not divide"),
+        ({"tensor_parallel_size": 8}, "num_key_heads=4 does not divide"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: use 1 or more"),
+    ],
+)
+def test_a_size_that_does_not_divide_starts_no_process(options, named, monkeypatch):
+    monkeypatch.delattr(setup, "Team")
+    with pytest.raises(ConfigError, match=named):
+        LLM(**options)
+
+
+def test_a_rank_that_samples_something_else_ends():
+    found, other = (StepResult(tokens={1: [token]}, written={}) for token in (7, 8))
+    runner = Mock(collect=Mock(return_value=Mock(result=found)))
+    plan = StepPlan(sequences=())
+    follow([plan, found], runner)
+    with pytest.raises(EngineDeadError, match=r"sampled \{1: \[7\]\} where rank 0 .* \{1: \[8\]\}"):
+        follow([plan, other], runner)
