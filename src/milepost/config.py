@@ -73,7 +73,7 @@ class EngineConfig:
     """Number of KV pages; by default as many as the measured memory has room for."""
     num_slots: int | None = None
     """Number of slots for recurrent states; by default as many as the measured memory has room
-    for."""
+    for. A model whose states lie beside its pages has none, whatever is set."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
     cpu_cache_gib: float = 1.0

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.cache.placement import POLICIES, Facts, Kind, floor, rounded
+from milepost.cache.placement import POLICIES, Kind, PromptFacts, floor, rounded
 
 GRID = 64
 LENGTH = 2000
 POSITION = st.integers(1, LENGTH)
 FACTS = st.builds(
-    Facts,
+    PromptFacts,
     prompt_length=POSITION,
     grid=st.just(GRID),
     marks=st.lists(POSITION, max_size=3).map(tuple),

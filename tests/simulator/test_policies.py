@@ -11,7 +11,7 @@ from milepost.cache import Cache
 from milepost.simulator import read_trace
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES, Policy
+from milepost.simulator.policies import POLICIES, CachePolicy
 from milepost.simulator.results import percentile
 from milepost.simulator.slots import replay
 from tests.invariants import check
@@ -62,7 +62,7 @@ def test_no_policy_reuses_more_than_the_bound(policy):
     cache = policy.memory(COST, num_pages=10_000, num_slots=10_000, page_size=512)
     Replay(trace, cache, COST, closed=False).run()
     assert cache.stats.hits <= most
-    if isinstance(policy, Policy):
+    if isinstance(policy, CachePolicy):
         assert replay(trace, 10_000, policy=policy).stats.hits <= most
 
 

@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Facts:
+class PromptFacts:
     """What placement may know about a prompt. Positions are token counts from its start."""
 
     prompt_length: int
@@ -53,7 +53,7 @@ class Facts:
     """Tokens before this are in the cache, so what is worth keeping there is known."""
 
 
-Placement = Callable[[Facts, int, int], dict[int, Kind]]
+Placement = Callable[[PromptFacts, int, int], dict[int, Kind]]
 """(facts, start, end) -> kind by position, for positions with start < position <= end."""
 
 
@@ -75,24 +75,24 @@ def rounded(position: int, step: int) -> int:
     return position if gives_up_too_much(position, on_grid) else on_grid
 
 
-def place_none(_facts: Facts, _start: int, _end: int) -> dict[int, Kind]:
+def place_none(_facts: PromptFacts, _start: int, _end: int) -> dict[int, Kind]:
     """Keep nothing."""
     return {}
 
 
-def place_align(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+def place_align(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """The last block boundary inside each prefill chunk."""
     position = floor(min(end, facts.prompt_length - 1), facts.block_size)
     return {position: Kind.BOUNDARY} if position > start else {}
 
 
-def place_all(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+def place_all(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Every block boundary, of the answer too."""
     first = floor(start, facts.block_size) + facts.block_size
     return dict.fromkeys(range(first, end + 1, facts.block_size), Kind.BOUNDARY)
 
 
-def place_auto(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Branch points, marks and the prompt's end; in a long prompt sparse states too, which the
     cache may decline. The answer's end needs no export.
     """

@@ -18,7 +18,7 @@ from milepost.cli.display import Screen, seconds
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.loop import Replay
-from milepost.simulator.policies import POLICIES, Policy, Pooled
+from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
 from milepost.simulator.results import Row, means, run_row, slots_row
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
@@ -74,7 +74,7 @@ class Settings:
 class Cell:
     """One replay."""
 
-    policy: Policy | Pooled
+    policy: CachePolicy | Pooled
     num_slots: int
     kv_tokens: int | None
     seed: int
@@ -124,9 +124,9 @@ def _cells(settings: Settings) -> list[Cell]:
     ]
 
 
-def _policies(names: Sequence[str], kv_tokens: list[int] | None) -> list[Policy | Pooled]:
+def _policies(names: Sequence[str], kv_tokens: list[int] | None) -> list[CachePolicy | Pooled]:
     if list(names) == ["all"]:
-        return [p for p in POLICIES.values() if kv_tokens or isinstance(p, Policy)]
+        return [p for p in POLICIES.values() if kv_tokens or isinstance(p, CachePolicy)]
     for name in names:
         if name not in POLICIES:
             raise InvalidRequestError(f"--policy {name}: use {', '.join(POLICIES)}")
@@ -147,7 +147,7 @@ def _row(
 ) -> Row:
     policy, num_slots = cell.policy, cell.num_slots
     if cell.kv_tokens is None:
-        assert isinstance(policy, Policy), "pooled policies are refused without KV's size"
+        assert isinstance(policy, CachePolicy), "pooled policies are refused without KV's size"
         cache = replay(trace, num_slots, policy=policy, on_request=advance)
         return slots_row(trace, policy.name, cache, bound, seed=cell.seed)
     num_pages = -(-cell.kv_tokens // trace.page_size)

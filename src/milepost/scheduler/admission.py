@@ -56,7 +56,7 @@ compute would share the weights that a step reads with fewer others.
 
 
 @dataclass(slots=True, kw_only=True)
-class Round:
+class AdmissionRound:
     """The admissions of one step."""
 
     num_seats: int
@@ -134,15 +134,15 @@ class Admission:
         self._waiting = waiting
         self._running = running
 
-    def open(self, num_seats: int) -> Round:
+    def open(self, num_seats: int) -> AdmissionRound:
         """Begin a step in which so many requests may begin."""
-        return Round(num_seats=num_seats, now_s=self.now_s)
+        return AdmissionRound(num_seats=num_seats, now_s=self.now_s)
 
     def candidates(self, num_seats: int) -> list[Request]:
         """The requests that a step may look at."""
         return self._waiting.first(num_seats + MAX_PASSED_OVER) if num_seats else []
 
-    def consider(self, request: Request, step: Budget, turn: Round) -> bool:
+    def consider(self, request: Request, step: Budget, turn: AdmissionRound) -> bool:
         """Admit a waiting request if it can begin in this step."""
         if self._awaits(request):
             turn.num_passed_over += 1
@@ -185,7 +185,9 @@ class Admission:
         """What of a request can come from outside."""
         return self.outside.find(request, match) if self.outside is not None else None
 
-    def _begin_loading(self, request: Request, match: Match, turn: Round, offer: Offer) -> bool:
+    def _begin_loading(
+        self, request: Request, match: Match, turn: AdmissionRound, offer: Offer
+    ) -> bool:
         """Admit a waiting request that goes on from what a source has; it needs no tokens yet."""
         outside = self.outside
         if outside is None or not outside.may_load or offer.position <= match.state_length:
@@ -199,7 +201,7 @@ class Admission:
             outside.begin(request, offer)
         return True
 
-    def close(self, step: Budget, turn: Round) -> None:
+    def close(self, step: Budget, turn: AdmissionRound) -> None:
         """Where a step computes no prefill, the first that was passed over looks for room again."""
         if turn.bypassed and not step.has_prefill:
             turn.bypassed[0].blocked_at = None
@@ -222,7 +224,7 @@ class Admission:
         return True
 
     def _admit(
-        self, request: Request, match: Match, turn: Round, load_to: int | None = None
+        self, request: Request, match: Match, turn: AdmissionRound, load_to: int | None = None
     ) -> bool:
         num_evicted = self._cache.stats.num_evicted
         allocation = self._find_room(request, match, turn, load_to)
@@ -240,7 +242,7 @@ class Admission:
         return True
 
     def _find_room(
-        self, request: Request, match: Match, turn: Round, load_to: int | None
+        self, request: Request, match: Match, turn: AdmissionRound, load_to: int | None
     ) -> Allocation | None:
         """From the deepest resume; a request that is alone gets a cold one if need be."""
         first_time = request.report is None
@@ -262,7 +264,7 @@ class Admission:
             )
         return allocation
 
-    def _is_backlogged(self, request: Request, turn: Round) -> bool:
+    def _is_backlogged(self, request: Request, turn: AdmissionRound) -> bool:
         """Whether other waiting requests would keep the machine busy for some steps."""
         if turn.num_waiting_tokens is None:
             first = self._waiting.first(MAX_PASSED_OVER)
@@ -270,7 +272,7 @@ class Admission:
         others = turn.num_waiting_tokens - self._waiting.num_left(request)
         return others > BACKLOG_STEPS * self._max_num_batched_tokens
 
-    def _look_ahead(self, request: Request, turn: Round) -> int:
+    def _look_ahead(self, request: Request, turn: AdmissionRound) -> int:
         """Requests that may go first, so that what they need is not evicted for this one. None if
         nothing else runs, few tokens wait to be computed, it has run before, something less urgent
         runs, or it has waited for long.

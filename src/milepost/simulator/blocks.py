@@ -29,7 +29,7 @@ class Holding:
     """Times that a request resumed from it."""
 
 
-class Blocks:
+class BlockPool:
     """`total` blocks, all free at the start."""
 
     __slots__ = ("_held", "_queue", "num_queued", "num_used", "total")

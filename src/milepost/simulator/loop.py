@@ -23,7 +23,7 @@ from milepost.simulator.trace import Trace, TraceRequest
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class Replayed:
     """What came of one replay."""
 
     cache: Memory
@@ -93,7 +93,7 @@ class Replay:
         scheduler = Scheduler(
             cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
-        self.run_so_far = Run(cache=cache, scheduler=scheduler)
+        self.run_so_far = Replayed(cache=cache, scheduler=scheduler)
         self._trace = trace
         self._cost = cost
         self._digests = trace.digests()
@@ -101,7 +101,7 @@ class Replay:
         self._arrived_s: dict[str, float] = {}
         self._now_s = 0.0
 
-    def run(self, on_done: Callable[[int], None] | None = None) -> Run:
+    def run(self, on_done: Callable[[int], None] | None = None) -> Replayed:
         """Replay everything; `on_done` is told how many requests are over."""
         scheduler = self.run_so_far.scheduler
         num_done = 0

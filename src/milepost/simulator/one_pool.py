@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 from milepost.cache.allocation import Allocation, Event, State
 from milepost.cache.memory import ZERO_SLOT
-from milepost.cache.placement import Facts, Kind, Mode, Placement, floor, place_align
+from milepost.cache.placement import Kind, Mode, Placement, PromptFacts, floor, place_align
 from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import CacheReport, Stats, explain
 from milepost.cache.tree import HYBRID, Chain, End, Match, Path, Reservation, grid_of
-from milepost.simulator.blocks import Blocks, Key, Place
+from milepost.simulator.blocks import BlockPool, Key, Place
 from milepost.simulator.cost import CostModel
 
 
@@ -61,7 +61,7 @@ class OnePool:
         self.mode: Mode = "align"
         self.grid = grid_of(HYBRID)
         self.stats = Stats()
-        self.blocks = Blocks(num_blocks)
+        self.blocks = BlockPool(num_blocks)
         self.block_size = block_size
         self.blocks_a_state = blocks_a_state
         self._page_size = page_size
@@ -278,7 +278,7 @@ class OnePool:
         """Forget everything that is kept; False, and nothing happens, while requests run."""
         if self._holds:
             return False
-        self.blocks = Blocks(self.blocks.total)
+        self.blocks = BlockPool(self.blocks.total)
         self._seen.clear()
         self._had_states.clear()
         return True
@@ -310,7 +310,7 @@ def _allocation(chain: Chain, match: Match, block_size: int) -> Allocation:
         pinned_tail=(),
         end=End(position=len(chain), time=0),
         deepest_state=position,
-        facts=Facts(
+        facts=PromptFacts(
             prompt_length=len(chain),
             grid=block_size,
             branch_points=match.branch_points,

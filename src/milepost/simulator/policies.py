@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from milepost.cache import Cache, Kind, Mode
 from milepost.cache.eviction import Score
 from milepost.cache.memory import Split, Storage, fit
-from milepost.cache.placement import Facts, Placement, floor, place_align
+from milepost.cache.placement import Placement, PromptFacts, floor, place_align
 from milepost.cache.tree import Chain, Checkpoint, End, Node
 from milepost.scheduler.memory import Memory
 from milepost.simulator.cost import CostModel
@@ -103,27 +103,27 @@ class Efficiency(Lru):
         return checkpoint.used_at / (self.clock or 1) + self._weight * saved / self._longest
 
 
-def ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+def ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """The prompt's end."""
     last = floor(facts.prompt_length - 1, facts.grid)
     return {last: Kind.PROMPT_END} if start < last <= end else {}
 
 
-def forks_and_ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+def forks_and_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Where a prompt leaves known KV, and its end."""
     found = ends(facts, start, end)
     found |= {p: Kind.BRANCH_POINT for p in facts.branch_points if start < p <= end}
     return dict(sorted(found.items()))
 
 
-def intervals_too(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+def intervals_too(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Every 8192 tokens, forks and the prompt's end."""
     first = floor(start, INTERVAL) + INTERVAL
     found = dict.fromkeys(range(first, end + 1, INTERVAL), Kind.BOUNDARY)
     return dict(sorted((found | forks_and_ends(facts, start, end)).items()))
 
 
-def aligned_ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
+def aligned_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """The last block boundary in the prompt, and in the KV that is known of it."""
     last = floor(facts.prompt_length - 1, facts.block_size)
     found = {last: Kind.PROMPT_END} | dict.fromkeys(facts.branch_points, Kind.BRANCH_POINT)
@@ -131,7 +131,7 @@ def aligned_ends(facts: Facts, start: int, end: int) -> dict[int, Kind]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class CachePolicy:
     """How to build a cache that follows it."""
 
     name: str
@@ -194,17 +194,17 @@ class Pooled:
         )
 
 
-AUTO = Policy(
+AUTO = CachePolicy(
     name="auto", about="Milepost's, in one memory for pages and slots", shares_memory=True
 )
 
-POLICIES: dict[str, Policy | Pooled] = {
+POLICIES: dict[str, CachePolicy | Pooled] = {
     policy.name: policy
     for policy in (
         AUTO,
-        Policy(name="auto-split", about="the same with pages and slots apart"),
-        Policy(name="none", about="no reuse", mode="none"),
-        Policy(
+        CachePolicy(name="auto-split", about="the same with pages and slots apart"),
+        CachePolicy(name="none", about="no reuse", mode="none"),
+        CachePolicy(
             name="align",
             about="the last multiple of 2048 in each chunk; LRU",
             mode="align",
@@ -228,45 +228,45 @@ POLICIES: dict[str, Policy | Pooled] = {
             placement=aligned_ends,
             state_share=0.5,
         ),
-        Policy(name="all", about="each multiple of 2048; LRU", mode="all", score=Lru),
-        Policy(
+        CachePolicy(name="all", about="each multiple of 2048; LRU", mode="all", score=Lru),
+        CachePolicy(
             name="interval-path",
             about="every 8192, forks, ends; LRU, a use touches the path",
             placement=intervals_too,
             score=lambda: Lru(touches_path=True),
         ),
-        Policy(
+        CachePolicy(
             name="interval",
             about="every 8192, forks, ends; LRU of what was used",
             placement=intervals_too,
             score=Lru,
         ),
-        Policy(
+        CachePolicy(
             name="interval-cap3",
             about="the same, at most 3 on a path",
             placement=intervals_too,
             score=lambda: Capped(3),
         ),
-        Policy(name="ends", about="the prompt's end; LRU", placement=ends, score=Lru),
-        Policy(
+        CachePolicy(name="ends", about="the prompt's end; LRU", placement=ends, score=Lru),
+        CachePolicy(
             name="forks-cap2",
             about="forks and ends; LRU, at most 2 on a path",
             placement=forks_and_ends,
             score=lambda: Capped(2),
         ),
-        Policy(
+        CachePolicy(
             name="efficiency",
             about="forks and ends; recency plus tokens saved per byte",
             placement=forks_and_ends,
             score=Efficiency,
         ),
-        Policy(
+        CachePolicy(
             name="efficiency-quarter",
             about="the same, savings weighing a quarter",
             placement=forks_and_ends,
             score=lambda: Efficiency(0.25),
         ),
-        Policy(
+        CachePolicy(
             name="efficiency-four",
             about="the same, savings weighing four times as much",
             placement=forks_and_ends,

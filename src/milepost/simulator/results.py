@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from milepost.cache import Cache, Stats
-from milepost.simulator.loop import Run
+from milepost.simulator.loop import Replayed
 from milepost.simulator.trace import Trace
 
 
@@ -56,7 +56,7 @@ def slots_row(trace: Trace, policy: str, cache: Cache, bound: float, *, seed: in
 def run_row(
     trace: Trace,
     policy: str,
-    run: Run,
+    run: Replayed,
     bound: float,
     *,
     num_pages: int,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from milepost.cache import Cache
 from milepost.simulator.chain import TraceChain
-from milepost.simulator.policies import AUTO, Policy
+from milepost.simulator.policies import AUTO, CachePolicy
 from milepost.simulator.trace import Trace
 
 
@@ -19,7 +19,7 @@ def replay(
     trace: Trace,
     num_slots: int,
     *,
-    policy: Policy = AUTO,
+    policy: CachePolicy = AUTO,
     num_pages: int | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> Cache:

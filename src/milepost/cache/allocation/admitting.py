@@ -7,7 +7,7 @@ from bisect import bisect_left
 from milepost.cache.allocation.states import Allocation, State
 from milepost.cache.eviction import HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT, Storage
-from milepost.cache.placement import Facts
+from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import PageCopy
 from milepost.cache.tree import Checkpoint, End, Match, Tree
 
@@ -16,19 +16,6 @@ class Admitter:
     """Takes pages and slots of `storage`, which the reclaimer frees. `slots_each` is 0 for models
     without states in slots.
     """
-
-    __slots__ = (
-        "_block_size",
-        "_grid",
-        "_hold_back",
-        "_page_size",
-        "_pages",
-        "_reclaimer",
-        "_slots",
-        "_slots_each",
-        "_storage",
-        "_tree",
-    )
 
     def __init__(
         self,
@@ -223,7 +210,7 @@ class Admitter:
             pinned_tail=pinned_tail,
             end=end,
             deepest_state=position,
-            facts=Facts(
+            facts=PromptFacts(
                 prompt_length=len(chain),
                 branch_points=match.branch_points,
                 block_size=self._block_size,

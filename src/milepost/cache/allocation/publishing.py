@@ -17,8 +17,6 @@ from milepost.cache.tree import Checkpoint, Node, Tree
 class Publisher:
     """Publishes into `tree`, and has the reclaimer link what has come."""
 
-    __slots__ = ("_page_size", "_pages", "_reclaimer", "_slots", "_stats", "_tree")
-
     def __init__(
         self,
         tree: Tree,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from milepost.cache.memory import ZERO_SLOT
-from milepost.cache.placement import Facts
+from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import Arrival, Export, PageCopy
 from milepost.cache.report import CacheReport
 from milepost.cache.tree import Chain, Checkpoint, End, Node
@@ -100,7 +100,7 @@ class Allocation:
     """Where the path ends, for the worth of its checkpoints."""
     deepest_state: int
     """Position of the deepest checkpoint that the request resumed from or made."""
-    facts: Facts
+    facts: PromptFacts
     num_steps: int = 0
     """In flight."""
     arrivals: tuple[Arrival, ...] = ()

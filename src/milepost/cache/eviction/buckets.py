@@ -73,8 +73,6 @@ class Buckets:
     a checkpoint, which `score` says how long to rely on.
     """
 
-    __slots__ = ("_bucket_of", "_buckets", "_score", "_value")
-
     def __init__(self, score: Score, value: Callable[[Checkpoint], float]) -> None:
         self._score = score
         self._value = value

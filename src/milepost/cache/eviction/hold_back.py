@@ -47,8 +47,6 @@ class Look:
 class HoldBack:
     """Goes round the checkpoints, a round for each power of two of requests to look ahead."""
 
-    __slots__ = ("_page_size", "_pages", "_rounds", "_score", "_slots", "_tree")
-
     def __init__(self, tree: Tree, storage: Storage, score: Score, page_size: int) -> None:
         self._tree = tree
         self._score = score

@@ -16,8 +16,6 @@ class Mover:
     made, in this order, before anything else is written.
     """
 
-    __slots__ = ("_tree", "_unified", "pending")
-
     def __init__(self, tree: Tree, unified: UnifiedPool) -> None:
         self._tree = tree
         self._unified = unified

@@ -41,23 +41,6 @@ from milepost.cache.tree import (
 class Reclaimer:
     """Evicts from `tree` to free ids of `pages` and `slots`."""
 
-    __slots__ = (
-        "_carriers",
-        "_page_size",
-        "_pages",
-        "_slots",
-        "_states",
-        "_storage",
-        "_stray_clock",
-        "_strays",
-        "_tree",
-        "_unranked",
-        "mover",
-        "outbox",
-        "score",
-        "stats",
-    )
-
     def __init__(
         self,
         tree: Tree,

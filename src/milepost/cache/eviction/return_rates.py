@@ -48,18 +48,6 @@ class ReturnRates:
     What follows from the counts by age is worked out again after one more in STEADY_SHARE of them.
     """
 
-    __slots__ = (
-        "_derive_at",
-        "_derived",
-        "_expected",
-        "_levels",
-        "_num_observed",
-        "_own",
-        "_returned",
-        "_total",
-        "_turns",
-    )
-
     def __init__(self) -> None:
         self._total = _Ratio(PRIOR_EVENTS)
         self._own = [_Ratio(PRIOR_EVENTS) for _ in range(MAX_RETURNS + 1)]
@@ -154,8 +142,6 @@ class _Ratio:
 
 class Cuts:
     """How many tokens before a path's end others leave it, by magnitude."""
-
-    __slots__ = ("_below", "_counts")
 
     def __init__(self) -> None:
         self._counts = [PRIOR_CUTS] * MAGNITUDES

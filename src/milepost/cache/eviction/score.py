@@ -107,18 +107,6 @@ class Score(Protocol):
 class Expected:
     """`auto`'s own: learns from every request."""
 
-    __slots__ = (
-        "_continued",
-        "_cuts",
-        "_ends",
-        "_forked",
-        "_forks",
-        "_grid",
-        "_memory",
-        "_rates",
-        "clock",
-    )
-
     def __init__(self, num_slots: int, grid: int) -> None:
         self.clock = 0
         self._grid = grid

@@ -32,8 +32,6 @@ class FreeIds(Protocol):
 class FreeList:
     """`total` ids from `first` on. The id given last is taken first."""
 
-    __slots__ = ("_ids", "end", "first")
-
     def __init__(self, total: int, first: int = 0) -> None:
         self.first = first
         self.end = first + total
@@ -59,8 +57,6 @@ class Units:
     Unit 0 is the zero slot's.
     """
 
-    __slots__ = ("free", "num_units", "pages_each")
-
     def __init__(self, num_units: int, pages_each: int) -> None:
         self.num_units = num_units
         self.pages_each = pages_each
@@ -69,8 +65,6 @@ class Units:
 
 class FreeSlots:
     """Slots of a unified pool: a unit is a slot, of the same number."""
-
-    __slots__ = ("_units", "end", "first")
 
     def __init__(self, units: Units) -> None:
         self._units = units
@@ -94,8 +88,6 @@ class FreePages:
     Long runs get whole units, and what is left over goes where pages are in use already, so that
     few units are held by few pages. A unit whose pages are all free is given up at once.
     """
-
-    __slots__ = ("_each", "_loose", "_num_loose", "_units", "end", "first")
 
     def __init__(self, units: Units) -> None:
         self._units = units

@@ -30,18 +30,6 @@ class Pool:
     `num_let_go` counts how often one of them ceased to be used.
     """
 
-    __slots__ = (
-        "_cached_refs",
-        "_changed",
-        "_free",
-        "_live_refs",
-        "_watched",
-        "first",
-        "num_cached",
-        "num_let_go",
-        "num_used",
-    )
-
     def __init__(self, free: FreeIds) -> None:
         self.first = free.first
         self.num_used = 0

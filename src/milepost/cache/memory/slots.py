@@ -18,8 +18,6 @@ UNWRITTEN = -1
 class Slots:
     """The usable slots, ids from 1 on."""
 
-    __slots__ = ("_positions", "pool")
-
     def __init__(self, free: FreeIds) -> None:
         self.pool = Pool(free)
         self._positions = [UNWRITTEN] * free.end

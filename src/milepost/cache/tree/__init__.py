@@ -1,6 +1,7 @@
 """What is known of prompts: chains of keys, nodes and checkpoints, kinds of layers, matching."""
 
 from milepost.cache.tree.chain import TOKEN_BYTES, Chain, checkpoint_key
+from milepost.cache.tree.index import Tree
 from milepost.cache.tree.kinds import (
     HYBRID,
     FullAttention,
@@ -24,7 +25,6 @@ from milepost.cache.tree.nodes import (
     End,
     Node,
     Reservation,
-    Tree,
 )
 from milepost.cache.tree.outbox import Outbox
 from milepost.cache.tree.reservations import hang, pass_on, take

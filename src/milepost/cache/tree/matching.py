@@ -8,9 +8,10 @@ from itertools import islice
 from milepost.cache.placement import floor, gives_up_too_much
 from milepost.cache.report import CacheReport, Lost, explain
 from milepost.cache.tree.chain import Chain, common_tokens
+from milepost.cache.tree.index import Tree
 from milepost.cache.tree.kinds import LayerKind, Path, longest_usable
 from milepost.cache.tree.links import MAX_TAILS_COMPARED
-from milepost.cache.tree.nodes import Checkpoint, Node, Tree
+from milepost.cache.tree.nodes import Checkpoint, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,6 @@ class Match:
 
 class Finder:
     """Looks prompts up in `tree`. Where it is not `enabled`, nothing is ever found."""
-
-    __slots__ = ("_enabled", "_grid", "_kinds", "_last_walk", "_page_size", "_tree", "_uses_slots")
 
     def __init__(
         self,

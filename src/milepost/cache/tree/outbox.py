@@ -15,15 +15,14 @@ from milepost.cache.events import (
     StateCached,
 )
 from milepost.cache.plans import What
-from milepost.cache.tree.nodes import Checkpoint, Node, Tree
+from milepost.cache.tree.index import Tree
+from milepost.cache.tree.nodes import Checkpoint, Node
 
 
 class Outbox:
     """Events that nobody has taken yet. Told by those who change the tree, right after they do; of
     what leaves, right before.
     """
-
-    __slots__ = ("_events", "_needs_states", "_page_size", "is_open")
 
     def __init__(self, page_size: int, *, needs_states: bool) -> None:
         self._page_size = page_size

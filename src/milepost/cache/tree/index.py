@@ -1,0 +1,286 @@
+"""The prefix tree: nodes, found by their chained digests, and the history of evicted keys.
+
+Knows nothing of pools: callers keep reference counts in step. Every change that bears on what may
+be evicted is noted in `changed`, here and not by callers. Every walk is a loop; a path may be
+100,000 nodes deep.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from milepost.cache.tree.chain import Chain
+from milepost.cache.tree.nodes import NO_CHECKPOINTS, NO_PAGE, Checkpoint, Node
+
+
+class Tree:
+    """Nodes by digest and page, checkpoints by slot and tail page, roots by salt, and up to
+    `max_history` evicted keys.
+
+    `leaves` are the nodes without children, by page. `changed` collects the nodes that have won or
+    lost their only child or a checkpoint, and the checkpoints that are new or whose tail page has
+    become a node's or ceased to be one; whoever needs it empties it.
+    """
+
+    def __init__(self, max_history: int) -> None:
+        self.nodes: dict[bytes, Node] = {}
+        self.at_page: dict[int, Node] = {}
+        self.leaves: dict[int, Node] = {}
+        self.at_slot: dict[int, Checkpoint] = {}
+        self.at_tail: dict[int, list[Checkpoint]] = {}
+        self.changed: list[object] = []
+        self.roots: dict[bytes, Node] = {}
+        self._history: OrderedDict[bytes, None] = OrderedDict()
+        self._twins: dict[bytes, int] = {}
+        self._max_history = max_history
+
+    def deepest(self, chain: Chain) -> Node | None:
+        """Where the longest known prefix ends, at the root if need be; None without a root. Costs
+        the logarithm of the pages whose digests are known, and the other pages that match.
+
+        A page that holds the same tokens as the newest one there has its digest too, which need not
+        be computed: most prompts go on where the last one did.
+        """
+        root, known = self.roots.get(chain.root), chain.known_digests()
+        # Only leaves are evicted, so behind a page that is not here none is.
+        depth = bisect_left(known, True, key=lambda digest: digest not in self.nodes)
+        node = self.nodes[known[depth - 1]] if depth else root
+        if depth < len(known) or node is None:
+            return node
+        pages = chain.page_bytes(depth, len(chain) // chain.page_size)
+        while node.depth < depth + len(pages):
+            run = _newest_run(node, pages, node.depth - depth)
+            if run:
+                chain.learn(node.depth, [newest.digest for newest in run])
+                node = run[-1]
+                continue
+            following = self.nodes.get(chain.digests(node.depth + 1)[node.depth])
+            if following is None:
+                break
+            node = following
+        return node
+
+    def root(self, digest: bytes) -> Node:
+        """The root with this digest, made if it isn't there."""
+        root = self.roots.get(digest)
+        if root is None:
+            root = self.roots[digest] = Node(digest, NO_PAGE, None, b"")
+        return root
+
+    def insert(self, chain: Chain, parent: Node, pages: Sequence[int]) -> list[Node]:
+        """Add a run of nodes below `parent` for the chain's next pages; their digests are new."""
+        first = parent.depth
+        if self.leaves.pop(parent.page, None) is not None:
+            self.changed.append(parent)
+        self.changed.extend(self.at_tail.get(pages[0], ()))
+        digests = chain.digests(first + len(pages))
+        tokens = chain.page_bytes(first, first + len(pages))
+        run = []
+        for page, digest, held in zip(pages, digests[first:], tokens, strict=False):
+            node = Node(digest, page, parent, held)
+            self.nodes[digest] = node
+            self.at_page[page] = node
+            parent.num_children += 1
+            if parent.num_children > 1:
+                _fork(parent, node)
+            parent.last_child = node
+            run.append(node)
+            parent = node
+        self.leaves[parent.page] = parent
+        self.changed.append(parent)
+        if self._history:
+            for node in run:
+                self._history.pop(node.digest, None)
+        if chain.salt:
+            self._add_twins(chain, run)
+        return run
+
+    def remove(self, run: Sequence[Node]) -> None:
+        """Take out a childless node and those above it that become so, none with checkpoints, and
+        remember their digests.
+        """
+        above = run[-1].parent
+        assert above is not None, "T4: a root is not evicted"
+        del self.leaves[run[0].page]
+        for node in run:
+            assert node.num_children == 0, "T2: only a leaf is evicted"
+            assert not node.checkpoints, "T3: a node with checkpoints is not evicted"
+            parent = node.parent
+            assert parent is not None, "T4: a root is not evicted"
+            del self.nodes[node.digest]
+            del self.at_page[node.page]
+            self._remember(node.digest)
+            parent.num_children -= 1
+            if parent.last_child is node:
+                parent.last_child = None
+            if parent.fork is not None:
+                _unfork(parent, node)
+            if node.twin is not None:
+                self._forget_twin(node.twin)
+        self.changed.extend(self.at_tail.get(run[-1].page, ()))
+        if not above.num_children and not above.is_root:
+            self.leaves[above.page] = above
+            self.changed.append(above)
+        self._prune(above)
+
+    def attach(self, checkpoint: Checkpoint) -> int:
+        """Hang a checkpoint on its node; so many nodes, this one and those above it, have become
+        reachable.
+        """
+        node = checkpoint.node
+        if node.checkpoints is NO_CHECKPOINTS:
+            node.checkpoints = {}
+        node.checkpoints[checkpoint.tail] = checkpoint
+        self.at_slot[checkpoint.slot] = checkpoint
+        self.changed += (node, checkpoint)
+        if checkpoint.tail_page is not None:
+            self.at_tail.setdefault(checkpoint.tail_page, []).append(checkpoint)
+        num_reached = 0
+        for ancestor in node.ancestors():
+            ancestor.num_reaching += 1
+            if ancestor.num_reaching > 1:
+                break
+            num_reached += 1
+        return num_reached
+
+    def detach(self, checkpoint: Checkpoint) -> int:
+        """Take a checkpoint off its node; so many nodes, this one and those above it, cannot be
+        reached any more.
+        """
+        node = checkpoint.node
+        del node.checkpoints[checkpoint.tail]
+        del self.at_slot[checkpoint.slot]
+        self.changed.append(node)
+        if checkpoint.tail_page is not None:
+            self._let_go_of_tail(checkpoint, checkpoint.tail_page)
+        num_lost = 0
+        for ancestor in node.ancestors():
+            ancestor.num_reaching -= 1
+            if ancestor.num_reaching:
+                break
+            num_lost += 1
+        self._prune(node)
+        return num_lost
+
+    def move(self, page: int, target: int) -> None:
+        """Note that what is cached in a page stands in another one now."""
+        node = self.at_page.pop(page, None)
+        if node is not None:
+            node.page = target
+            self.at_page[target] = node
+            if self.leaves.pop(page, None) is not None:
+                self.leaves[target] = node
+        tails = self.at_tail.pop(page, None)
+        if tails is not None:
+            self.at_tail[target] = tails
+            for checkpoint in tails:
+                checkpoint.tail_page = target
+
+    def num_seen(self, chain: Chain, depth: int) -> int:
+        """Pages of the chain's prefix that are known, counting evicted ones, of which the first
+        `depth` are. Costs the logarithm of its pages.
+        """
+        # A page is evicted after those behind it, and so is remembered for longer.
+        return _num_known(chain.full_digests(), depth, self.nodes, self._history)
+
+    def other_salt_depth(self, chain: Chain, depth: int) -> int:
+        """Pages of the chain's prefix that are resident under another salt, from `depth` on."""
+        if not self._twins and not chain.salt:
+            return depth
+        unsalted = chain.unsalted()
+        nodes = self.nodes if unsalted is not chain else {}
+        return _num_known(unsalted.full_digests(), depth, nodes, self._twins)
+
+    def forget_history(self) -> None:
+        self._history.clear()
+
+    def alike(self, node: Node, tokens: bytes) -> list[bytes]:
+        """Tokens of those children of a node that begin most like `tokens`; two at most."""
+        fork = node.fork
+        if fork is None:
+            return [node.last_child.tokens] if node.last_child is not None else []
+        place = bisect_left(fork, tokens, key=_tokens)
+        return [child.tokens for child in fork[max(place - 1, 0) : place + 1]]
+
+    def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
+        sharing = self.at_tail[page]
+        sharing.remove(checkpoint)
+        if not sharing:
+            del self.at_tail[page]
+
+    def _remember(self, digest: bytes) -> None:
+        self._history[digest] = None
+        if len(self._history) > self._max_history:
+            self._history.popitem(last=False)
+
+    def _add_twins(self, chain: Chain, run: list[Node]) -> None:
+        """Note the salted nodes' unsalted digests, so that other salts' requests can be told."""
+        twins = chain.unsalted().digests(run[-1].depth)
+        for node in run:
+            node.twin = twins[node.depth - 1]
+            self._twins[node.twin] = self._twins.get(node.twin, 0) + 1
+
+    def _forget_twin(self, twin: bytes) -> None:
+        self._twins[twin] -= 1
+        if not self._twins[twin]:
+            del self._twins[twin]
+
+    def _prune(self, node: Node) -> None:
+        if node.is_root and not node.num_children and not node.checkpoints:
+            self.roots.pop(node.digest, None)
+
+
+def _tokens(node: Node) -> bytes:
+    return node.tokens
+
+
+def _num_known(
+    digests: Sequence[bytes],
+    start: int,
+    nodes: Mapping[bytes, object],
+    others: Mapping[bytes, object],
+) -> int:
+    """Where the first of the digests from `start` on stands that neither holds; of both whatever is
+    before one that is held is held too.
+    """
+    if start < len(digests) and digests[start] not in nodes and digests[start] not in others:
+        return start  # most often
+    return bisect_left(
+        digests,
+        True,
+        lo=start,
+        key=lambda digest: digest not in nodes and digest not in others,
+    )
+
+
+def _fork(parent: Node, node: Node) -> None:
+    """Take a further child in among the others."""
+    if parent.fork is None:
+        assert parent.last_child is not None, "T10: an only child is known"
+        parent.fork = [parent.last_child]
+    insort(parent.fork, node, key=_tokens)
+
+
+def _unfork(parent: Node, node: Node) -> None:
+    """Take a child out; a node with one child left is no fork any more."""
+    fork = parent.fork
+    assert fork is not None
+    del fork[bisect_left(fork, node.tokens, key=_tokens)]
+    if len(fork) == 1:
+        parent.last_child, parent.fork = fork[0], None
+
+
+def _newest_run(node: Node, pages: Sequence[bytes], first: int) -> list[Node]:
+    """The newest pages one behind the other below a node, as long as they hold the tokens of
+    `pages` from `first` on.
+    """
+    run: list[Node] = []
+    for index in range(first, len(pages)):
+        newest = node.last_child
+        if newest is None or newest.tokens != pages[index]:
+            break
+        run.append(newest)
+        node = newest
+    return run
