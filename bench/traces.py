@@ -58,14 +58,8 @@ class Cell:
 
     def sizes(self, cost: CostModel, page_size: int) -> dict[str, int]:
         """Pages and slots, as two pools would have them."""
-        budget = int(self.gib * GIB)
-        running = min(MAX_NUM_SEQS * cost.state_bytes, budget // 2)
-        num_slots = (running + (budget - running) // 6) // cost.state_bytes
-        kv_bytes = budget - num_slots * cost.state_bytes
-        return {
-            "num_pages": kv_bytes // (page_size * cost.page_token_bytes),
-            "num_slots": num_slots,
-        }
+        num_pages, num_slots = cost.split(int(self.gib * GIB), page_size, MAX_NUM_SEQS)
+        return {"num_pages": num_pages, "num_slots": num_slots}
 
 
 Rows = dict[Cell, dict[str, Any]]

@@ -59,6 +59,9 @@ def test_json_to_standard_output_is_nothing_else():
         ((TRACE, "--policy", "magic"), "--policy magic: use auto"),
         ((TRACE, "--policy", "align-1088"), "--policy align-1088: states and KV share its memory"),
         ((TRACE, "--num-slots", "0"), "--num-slots"),
+        ((TRACE, "--gib", "0"), "--gib"),
+        ((TRACE, "--gib", "4", "--num-slots", "8"), "use one of them"),
+        ((TRACE, "--target-hit-rate", "100"), "--target-hit-rate 100: use per cent"),
         ((TRACE, "--cost", "abacus"), "cost model 'abacus'"),
     ],
 )
@@ -82,4 +85,29 @@ def test_seeds_are_rows_of_their_own_and_one_line_of_the_table(tmp_path):
     rows = json.loads(path.read_text())
     assert [row["seed"] for row in rows] == [0, 1, 2]
     assert len({row["ttft_p90_s"] for row in rows}) == 3
-    assert table.count("auto") == 1
+    assert table.count("auto") == 2, "a line of each table"
+
+
+def test_memory_in_gib_is_shared_out_by_each_policy_and_what_it_cannot_hold_is_counted(tmp_path):
+    """In lines that fit a terminal. A refused request's tokens are among those that were lost."""
+    path = tmp_path / "rows.json"
+    memory = ("--gib", "1", "2", "--limit", "60", "--json", str(path))
+    _, table, _ = simulate(TRACE, *memory, "--policy", "auto", "vllm", "sglang")
+    rows = json.loads(path.read_text())
+    assert max(map(len, table.splitlines())) <= 80
+    names = [(row["policy"], row["gib"]) for row in rows]
+    assert names == [(policy, gib) for gib in (1, 2) for policy in ("auto", "vllm", "sglang")]
+    assert any(row["refused"] for row in rows)
+    for row in rows:
+        assert bool(row["refused"]) == ("refused" in row["lost"])
+        assert row["hits"] + sum(row["lost"].values()) == row["queries"] == rows[0]["queries"]
+        assert row["hit_rate"] == row["hits"] / row["queries"]
+
+
+def test_the_least_memory_for_a_hit_rate_is_found(tmp_path):
+    path = tmp_path / "rows.json"
+    target = ("--target-hit-rate", "1", "--limit", "40", "--json", str(path))
+    assert simulate(TRACE, *target, "--policy", "auto")[0] == 0
+    (row,) = json.loads(path.read_text())
+    assert row["hit_rate"] >= 0.01
+    assert row["gib"] > 1

@@ -9,7 +9,7 @@ from milepost.simulator.chain import TraceChain
 from milepost.simulator.cost import read_cost
 from milepost.simulator.loop import Replay, outcome
 from milepost.simulator.one_pool import OnePool, one_pool
-from milepost.simulator.policies import aligned_ends
+from milepost.simulator.policies import POLICIES, aligned_ends
 from tests.simulator.traces import DATA, Maker
 
 COST = read_cost("hybrid-35b-a3b-h200")
@@ -27,6 +27,12 @@ def reused(trace, cache, **options):
     Replay(trace, cache, COST, closed=False, **options).run()
     cache.check()
     return cache.stats.hits
+
+
+def test_a_block_is_what_a_third_of_a_state_takes():
+    """vLLM 0.33 rounds 1048 tokens of the 35B's KV up to 1088."""
+    memory = POLICIES["vllm"].memory(COST, num_pages=1000, num_slots=20, page_size=64)
+    assert (memory.block_size, memory.blocks_a_state) == (1088, 3)
 
 
 def test_a_prompt_shorter_than_a_block_never_hits():

@@ -10,8 +10,10 @@ from milepost.errors import ConfigError
 from milepost.simulator.results import Row
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Hit rate, and p90 time to first token where there is time, over slots: a line a policy."""
+def draw(rows: Sequence[Row], path: Path, bound: float) -> None:
+    """Hit rate with its bound, and p90 time to first token where there is time, over memory: a line
+    a policy.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -23,6 +25,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     if has_time:
         _lines(axes[1], rows, "time to first token, p90, s", lambda row: row.ttft_p90_s)
         axes[1].set_yscale("log")
+    axes[0].axhline(100 * bound, color="gray", linestyle="--", label="bound")
     axes[0].legend()
     figure.suptitle(rows[0].trace)
     figure.savefig(path)
@@ -33,11 +36,14 @@ def _lines(
 ) -> None:
     series: dict[str, list[Row]] = {}
     for row in rows:
-        size = "" if row.num_pages is None else f", {row.num_pages} pages"
-        series.setdefault(row.policy + size, []).append(row)
+        series.setdefault(row.policy, []).append(row)
     for name, points in series.items():
-        points.sort(key=lambda row: row.num_slots)
-        axes.plot([p.num_slots for p in points], [value(p) for p in points], "o-", label=name)
+        points.sort(key=_size)
+        axes.plot([_size(p) for p in points], [value(p) for p in points], "o-", label=name)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("state slots")
+    axes.set_xlabel("state slots" if rows[0].gib is None else "GiB")
     axes.set_ylabel(label)
+
+
+def _size(row: Row) -> float:
+    return row.num_slots if row.gib is None else row.gib

@@ -7,24 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from statistics import fmean
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from milepost.cli.display import Screen, seconds
+from milepost.cli.display import Screen
+from milepost.cli.simulate_tables import WIDTH, hits_table, rest_table
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
 from milepost.simulator.results import Row, means, run_row, slots_row
+from milepost.simulator.search import smallest
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
 from milepost.simulator.trace import Trace, read_trace
 
 COMPARED = ["auto", "forks-cap2", "ends", "interval-cap3", "interval"]
+GIB = 2**30
 _List = Parameter(negative_iterable=(), consume_multiple=True)
 
 
@@ -33,11 +36,16 @@ _List = Parameter(negative_iterable=(), consume_multiple=True)
 class Settings:
     """What is replayed, and on what. One flag a field."""
 
+    gib: Annotated[list[float] | None, _List] = None
+    """Sizes of the device's memory for KV and states together, in GiB. Where a policy has two
+    pools, a slot for each request that may run and a sixth of the rest are for states."""
+    target_hit_rate: float | None = None
+    """Find the least memory with which each policy hits so many per cent of the prompt tokens."""
     num_slots: Annotated[list[int] | None, _List] = None
-    """Sizes of the slot pool (default 64 128 256 512)."""
+    """Sizes of the slot pool (default 64 128 256 512), where no GiB are given."""
     kv_tokens: Annotated[list[int] | None, _List] = None
-    """Sizes of the page pool in tokens. Without it KV is unlimited, time stands still, a running
-    request's slot isn't counted, and answers leave no states."""
+    """Sizes of the page pool in tokens. Without these and GiB, KV is unlimited, time stands still,
+    a running request's slot isn't counted, and answers leave no states."""
     policy: Annotated[list[str] | None, _List] = None
     """Policies to compare; `all` is every one of them."""
     seeds: int = 1
@@ -65,9 +73,26 @@ class Settings:
 
     def __post_init__(self) -> None:
         positive = {"num-slots": self.num_slots or [], "kv-tokens": self.kv_tokens or []}
-        for name, values in (positive | {"seeds": [self.seeds]}).items():
+        positive |= {"seeds": [self.seeds], "max-num-seqs": [self.max_num_seqs]}
+        for name, values in positive.items():
             if any(value < 1 for value in values):
                 raise InvalidRequestError(f"--{name} {values}: use 1 or more")
+        if any(gib <= 0 for gib in self.gib or []):
+            raise InvalidRequestError(f"--gib {self.gib}: use more than 0")
+        sizes = [self.gib, self.num_slots or self.kv_tokens, self.target_hit_rate]
+        if sum(size is not None for size in sizes) > 1:
+            raise InvalidRequestError(
+                "--gib, --num-slots with --kv-tokens, --target-hit-rate: use one of them"
+            )
+        if self.target_hit_rate is not None and not 0 < self.target_hit_rate < 100:
+            raise InvalidRequestError(
+                f"--target-hit-rate {self.target_hit_rate:g}: use per cent, above 0 and below 100"
+            )
+
+    @property
+    def has_time(self) -> bool:
+        """Whether KV is limited, and so time passes."""
+        return bool(self.gib or self.kv_tokens or self.target_hit_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +100,22 @@ class Cell:
     """One replay."""
 
     policy: CachePolicy | Pooled
-    num_slots: int
-    kv_tokens: int | None
     seed: int
+    gib: float | None = None
+    num_slots: int = 0
+    kv_tokens: int | None = None
+    """Without this and GiB, slots alone are limited."""
+
+    def __str__(self) -> str:
+        size = f"{self.num_slots} slots" if self.gib is None else f"{self.gib:g} GiB"
+        return f"{self.policy.name}, {size}"
+
+    def sizes(self, cost: CostModel, page_size: int, max_num_seqs: int) -> tuple[int, int]:
+        """Pages and slots, as two pools have them."""
+        if self.gib is not None:
+            return cost.split(int(self.gib * GIB), page_size, max_num_seqs)
+        assert self.kv_tokens is not None
+        return -(-self.kv_tokens // page_size), self.num_slots
 
 
 def simulate_command(screen: Screen) -> Callable[..., None]:
@@ -92,47 +130,83 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
             JSON lines, plain or gzip; docs/simulator.md says which fields.
         """
         settings = settings or Settings()
-        cells = _cells(settings)
+        policies = _policies(settings)
         cost = read_cost(settings.cost)
         with screen.waiting(f"reading {trace}"):
             read = read_trace(trace, block_size=settings.block_size, limit=settings.limit)
-            if settings.predict_answers and settings.kv_tokens:
+            if settings.predict_answers and settings.has_time:
                 read.link_answers()
             bound = read.bound()
-        rows = []
-        for cell in cells:
-            label = f"{cell.policy.name}, {cell.num_slots} slots"
-            with _progress(screen, label, len(read.requests)) as advance:
-                rows.append(_row(reseeded(read, cell.seed), cell, settings, cost, bound, advance))
+
+        def run(cell: Cell) -> Row:
+            with _progress(screen, str(cell), len(read.requests)) as advance:
+                return _row(reseeded(read, cell.seed), cell, settings, cost, bound, advance)
+
+        if settings.target_hit_rate is None:
+            rows = [run(cell) for cell in _cells(settings, policies)]
+        else:
+            rows = _rows_of_search(settings, policies, run)
         _write(rows, screen, settings.json, bound)
         if settings.plot is not None:
             from milepost.cli.plot import draw
 
-            draw(means(rows), settings.plot)
+            draw(means(rows), settings.plot, bound)
 
     return simulate
 
 
-def _cells(settings: Settings) -> list[Cell]:
-    policies = _policies(settings.policy or COMPARED, settings.kv_tokens)
-    return [
-        Cell(policy=policy, num_slots=num_slots, kv_tokens=kv_tokens, seed=seed)
+def _cells(settings: Settings, policies: Sequence[CachePolicy | Pooled]) -> list[Cell]:
+    sizes: list[dict[str, Any]] = [{"gib": gib} for gib in settings.gib or []]
+    sizes = sizes or [
+        {"kv_tokens": kv_tokens, "num_slots": num_slots}
         for kv_tokens in settings.kv_tokens or [None]
         for num_slots in settings.num_slots or [64, 128, 256, 512]
+    ]
+    return [
+        Cell(policy=policy, seed=seed, **size)
+        for size in sizes
         for policy in policies
         for seed in range(settings.seeds)
     ]
 
 
-def _policies(names: Sequence[str], kv_tokens: list[int] | None) -> list[CachePolicy | Pooled]:
+def _rows_of_search(
+    settings: Settings,
+    policies: Sequence[CachePolicy | Pooled],
+    run: Callable[[Cell], Row],
+) -> list[Row]:
+    """Of each policy the rows of the smallest memory that reaches the target, or of the largest
+    that was tried.
+    """
+    assert settings.target_hit_rate is not None
+    found: list[Row] = []
+    for policy in policies:
+        tried: dict[float, list[Row]] = {}
+
+        def hit_rate(
+            gib: float,
+            policy: CachePolicy | Pooled = policy,
+            tried: dict[float, list[Row]] = tried,
+        ) -> float:
+            rows = [run(Cell(policy=policy, seed=seed, gib=gib)) for seed in range(settings.seeds)]
+            tried[gib] = rows
+            return fmean(row.hit_rate for row in rows)
+
+        gib = smallest(settings.target_hit_rate / 100, hit_rate)
+        found += tried[max(tried) if gib is None else gib]
+    return found
+
+
+def _policies(settings: Settings) -> list[CachePolicy | Pooled]:
+    names = settings.policy or COMPARED
     if list(names) == ["all"]:
-        return [p for p in POLICIES.values() if kv_tokens or isinstance(p, CachePolicy)]
+        return [p for p in POLICIES.values() if settings.has_time or isinstance(p, CachePolicy)]
     for name in names:
         if name not in POLICIES:
             raise InvalidRequestError(f"--policy {name}: use {', '.join(POLICIES)}")
-        if not kv_tokens and isinstance(POLICIES[name], Pooled):
+        if not settings.has_time and isinstance(POLICIES[name], Pooled):
             raise InvalidRequestError(
-                f"--policy {name}: states and KV share its memory; give --kv-tokens too"
+                f"--policy {name}: states and KV share its memory; give --gib, or --kv-tokens too"
             )
     return [POLICIES[name] for name in names]
 
@@ -145,15 +219,15 @@ def _row(
     bound: float,
     advance: Callable[[int], None],
 ) -> Row:
-    policy, num_slots = cell.policy, cell.num_slots
-    if cell.kv_tokens is None:
+    policy, page_size = cell.policy, trace.page_size
+    if not settings.has_time:
         assert isinstance(policy, CachePolicy), "pooled policies are refused without KV's size"
-        cache = replay(trace, num_slots, policy=policy, on_request=advance)
+        cache = replay(trace, cell.num_slots, policy=policy, on_request=advance)
         return slots_row(trace, policy.name, cache, bound, seed=cell.seed)
-    num_pages = -(-cell.kv_tokens // trace.page_size)
+    num_pages, num_slots = cell.sizes(cost, page_size, settings.max_num_seqs)
     run = Replay(
         trace,
-        policy.memory(cost, num_pages=num_pages, num_slots=num_slots, page_size=trace.page_size),
+        policy.memory(cost, num_pages=num_pages, num_slots=num_slots, page_size=page_size),
         cost,
         closed=_is_closed(trace, settings),
         max_num_seqs=settings.max_num_seqs,
@@ -166,6 +240,7 @@ def _row(
         bound,
         num_pages=num_pages,
         num_slots=num_slots,
+        gib=cell.gib or cost.bytes_of(num_pages, num_slots, page_size) / GIB,
         seed=cell.seed,
     )
 
@@ -200,35 +275,9 @@ def _write(rows: list[Row], screen: Screen, path: Path | None, bound: float) -> 
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise InvalidRequestError(f"--json {path}: {error.strerror}") from error
-    width = None if screen.answers.isatty() else 200
+    width = None if screen.answers.isatty() else WIDTH
     console = Console(file=screen.answers, highlight=False, width=width)
-    console.print(_table(means(rows)))
+    shown = means(rows)
+    console.print(hits_table(shown))
+    console.print(rest_table(shown))
     console.print(f"{rows[0].trace}: {rows[0].requests} requests, bound {100 * bound:.1f} %")
-
-
-def _table(rows: list[Row]) -> Table:
-    has_time = rows[0].num_pages is not None
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    names = ["policy", "slots", "hit %", "of bound"]
-    names += ["pages", "ttft p50", "p90", "p99"] if has_time else []
-    names += ["computed", "made", "used", "unused", "lost most to"]
-    for name in names:
-        is_text = name in ("policy", "lost most to")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != names[-1])
-    for row in rows:
-        times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
-        cells = [row.policy, f"{row.num_slots}", f"{100 * row.hit_rate:.2f}"]
-        cells.append(f"{100 * row.share_of_bound:.1f} %")
-        if has_time:
-            cells.append(f"{row.num_pages}")
-            cells += ["-" if time is None else seconds(time) for time in times]
-        cells += [f"{row.prefill_tokens / 1e6:.2f} M", f"{row.checkpoints_made}"]
-        cells += [f"{row.checkpoints_used}", f"{row.checkpoints_evicted_unused}", _losses(row)]
-        table.add_row(*cells)
-    return table
-
-
-def _losses(row: Row) -> str:
-    """The three largest, in per cent of the prompt tokens."""
-    largest = sorted(row.lost.items(), key=lambda loss: -loss[1])[:3]
-    return ", ".join(f"{name} {100 * count / row.queries:.1f}" for name, count in largest)

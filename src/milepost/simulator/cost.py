@@ -48,6 +48,19 @@ class CostModel:
             self.step_s + tokens * self.prefill_token_s + pairs * self.attention_pair_s + decode_s
         )
 
+    def bytes_of(self, num_pages: int, num_slots: int, page_size: int) -> int:
+        """Of so many pages and slots."""
+        return num_pages * page_size * self.page_token_bytes + num_slots * self.state_bytes
+
+    def split(self, num_bytes: int, page_size: int, max_num_seqs: int) -> tuple[int, int]:
+        """Pages and slots of so many bytes, as an engine with two pools divides them: a slot for
+        each request that may run, and a sixth of the rest.
+        """
+        running = min(max_num_seqs * self.state_bytes, num_bytes // 2)
+        num_slots = (running + (num_bytes - running) // 6) // self.state_bytes
+        kv_bytes = num_bytes - num_slots * self.state_bytes
+        return kv_bytes // (page_size * self.page_token_bytes), num_slots
+
 
 def shipped_costs() -> list[str]:
     """Names of the cost models in the package."""

@@ -32,6 +32,8 @@ class Replayed:
     """Of each request whose first token came, in order of that."""
     num_refused: int = 0
     """Requests that the page pool could never hold."""
+    refused_tokens: int = 0
+    """Of their prompts."""
     end_s: float = 0.0
 
 
@@ -130,6 +132,7 @@ class Replay:
                 self._arrived_s[request.id] = arrived_s
         for number in refused:
             self._arrivals.done(number, self._now_s)
+            self.run_so_far.refused_tokens += self._trace.requests[number].input_length
         self.run_so_far.num_refused += len(refused)
         return len(refused)
 

@@ -332,7 +332,7 @@ def one_pool(
     """A pool of as many bytes as so many pages and slots together; its states take `state_share` of
     the bytes of a slot."""
     block_bytes = block_size * cost.page_token_bytes
-    total_bytes = num_pages * page_size * cost.page_token_bytes + num_slots * cost.state_bytes
+    total_bytes = cost.bytes_of(num_pages, num_slots, page_size)
     return OnePool(
         num_blocks=total_bytes // block_bytes,
         block_size=block_size,

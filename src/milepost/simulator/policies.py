@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from milepost.cache import Cache, Kind, Mode
 from milepost.cache.eviction import Score
@@ -123,6 +124,12 @@ def intervals_too(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     return dict(sorted((found | forks_and_ends(facts, start, end)).items()))
 
 
+def chunk_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
+    """The end of each chunk, and of the prompt."""
+    last = floor(min(end, facts.prompt_length - 1), facts.grid)
+    return {last: Kind.BOUNDARY} if last > start else {}
+
+
 def aligned_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """The last block boundary in the prompt, and in the KV that is known of it."""
     last = floor(facts.prompt_length - 1, facts.block_size)
@@ -142,15 +149,20 @@ class CachePolicy:
     score: Callable[[], Score] | None = None
     shares_memory: bool = False
     """Whether the boundary between pages and slots moves."""
+    state_share: float | None = None
+    """Of the bytes of both, what slots have; None: what they are asked for with."""
 
     def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:
         """The cache, as the pooled policies' memory is asked for: where the boundary moves, the two
         numbers say the bytes.
         """
+        page_bytes = page_size * cost.page_token_bytes
+        num_bytes = cost.bytes_of(num_pages, num_slots, page_size)
+        if self.state_share is not None:
+            num_slots = int(num_bytes * self.state_share) // cost.state_bytes
+            num_pages = (num_bytes - num_slots * cost.state_bytes) // page_bytes
         if not self.shares_memory:
             return self.cache(num_pages=num_pages, num_slots=num_slots, page_size=page_size)
-        page_bytes = page_size * cost.page_token_bytes
-        num_bytes = num_pages * page_bytes + num_slots * cost.state_bytes
         storage = fit(num_bytes, page_bytes=page_bytes, slot_bytes=cost.state_bytes)
         return self._cache(storage, page_size)
 
@@ -176,7 +188,8 @@ class Pooled:
 
     name: str
     about: str
-    block_size: int
+    block_size: int | None
+    """None: what a third of a state takes, rounded up to a multiple of 64 tokens."""
     placement: Placement = place_align
     state_share: float = 1.0
     """What a state takes of a float32 one's bytes."""
@@ -188,10 +201,14 @@ class Pooled:
             num_pages=num_pages,
             num_slots=num_slots,
             page_size=page_size,
-            block_size=self.block_size,
+            block_size=self.block_size or self._third_of_a_state(cost),
             placement=self.placement,
             state_share=self.state_share,
         )
+
+    def _third_of_a_state(self, cost: CostModel) -> int:
+        tokens = int(cost.state_bytes * self.state_share) / 3 / cost.page_token_bytes
+        return ceil(tokens / 64) * 64
 
 
 AUTO = CachePolicy(
@@ -204,6 +221,19 @@ POLICIES: dict[str, CachePolicy | Pooled] = {
         AUTO,
         CachePolicy(name="auto-split", about="the same with pages and slots apart"),
         CachePolicy(name="none", about="no reuse", mode="none"),
+        Pooled(
+            name="vllm",
+            about="vLLM 0.33's defaults: retain with blocks of a third of a state",
+            block_size=None,
+            placement=aligned_ends,
+        ),
+        CachePolicy(
+            name="sglang",
+            about="SGLang 0.5.23's defaults: the end of each chunk; LRU, 47 % for states",
+            placement=chunk_ends,
+            score=lambda: Lru(touches_path=True),
+            state_share=0.9 / 1.9,
+        ),
         CachePolicy(
             name="align",
             about="the last multiple of 2048 in each chunk; LRU",

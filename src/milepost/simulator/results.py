@@ -11,6 +11,11 @@ from milepost.cache import Cache, Stats
 from milepost.simulator.loop import Replayed
 from milepost.simulator.trace import Trace
 
+REFUSED = "refused"
+"""In place of a reason: the tokens of requests that never ran, for they need more memory than there
+is. They are among the queries, or less memory would seem to hit more.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -22,6 +27,8 @@ class Row:
     num_slots: int
     num_pages: int | None
     """None: KV was not limited."""
+    gib: float | None = None
+    """Of both together; None likewise."""
     requests: int
     queries: int
     """Prompt tokens, each request once."""
@@ -61,6 +68,7 @@ def run_row(
     *,
     num_pages: int,
     num_slots: int,
+    gib: float | None = None,
     seed: int = 0,
 ) -> Row:
     """Of a replay in virtual time with the memory of so many pages and slots."""
@@ -70,6 +78,7 @@ def run_row(
         seed=seed,
         num_slots=num_slots,
         num_pages=num_pages,
+        gib=gib,
         ttft_p50_s=p50,
         ttft_p90_s=p90,
         ttft_p99_s=p99,
@@ -77,21 +86,25 @@ def run_row(
         preemptions=stats.num_preemptions,
         refused=run.num_refused,
         virtual_s=run.end_s,
-        **_counts(trace, policy, run.cache.stats, bound),
+        **_counts(trace, policy, run.cache.stats, bound, run.refused_tokens),
     )
 
 
-def _counts(trace: Trace, policy: str, stats: Stats, bound: float) -> dict[str, Any]:
-    rate = stats.hits / stats.queries if stats.queries else 0.0
+def _counts(
+    trace: Trace, policy: str, stats: Stats, bound: float, refused_tokens: int = 0
+) -> dict[str, Any]:
+    queries = stats.queries + refused_tokens
+    rate = stats.hits / queries if queries else 0.0
+    lost = {reason.value: count for reason, count in stats.lost.items() if count}
     return {
         "trace": trace.name,
         "policy": policy,
         "requests": len(trace.requests),
-        "queries": stats.queries,
+        "queries": queries,
         "hits": stats.hits,
         "hit_rate": rate,
         "share_of_bound": rate / bound if bound else 0.0,
-        "lost": {reason.value: count for reason, count in stats.lost.items() if count},
+        "lost": lost | ({REFUSED: refused_tokens} if refused_tokens else {}),
         "checkpoints_made": stats.checkpoints_made,
         "checkpoints_used": stats.checkpoints_used,
         "checkpoints_evicted_unused": stats.checkpoints_evicted_unused,

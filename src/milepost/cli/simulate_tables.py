@@ -1,0 +1,61 @@
+"""Tables of a simulation, no wider than a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from milepost.cli.display import seconds
+from milepost.simulator.results import Row
+
+WIDTH = 80
+"""Where the output is no terminal."""
+
+
+def hits_table(rows: Sequence[Row]) -> Table:
+    """What is reused, and how long the first token takes."""
+    has_time = rows[0].num_pages is not None
+    names = ["policy", _size_name(rows), "hit %", "of bound"]
+    names += ["ttft p50", "p90", "p99", "refused"] if has_time else []
+    table = _table(names)
+    for row in rows:
+        cells = [f"{100 * row.hit_rate:.2f}", f"{100 * row.share_of_bound:.1f} %"]
+        if has_time:
+            times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
+            cells += ["-" if time is None else seconds(time) for time in times]
+            cells.append(f"{row.refused}")
+        table.add_row(row.policy, _size(row), *cells)
+    return table
+
+
+def rest_table(rows: Sequence[Row]) -> Table:
+    """What is computed and why, and what became of states."""
+    table = _table(["policy", _size_name(rows), "computed", "made", "used", "unused", "lost to"])
+    for row in rows:
+        cells = [f"{row.prefill_tokens / 1e6:.2f} M", f"{row.checkpoints_made}"]
+        cells += [f"{row.checkpoints_used}", f"{row.checkpoints_evicted_unused}", _losses(row)]
+        table.add_row(row.policy, _size(row), *cells)
+    return table
+
+
+def _table(names: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in names:
+        is_text = name in ("policy", "lost to")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "lost to")
+    return table
+
+
+def _size_name(rows: Sequence[Row]) -> str:
+    return "slots" if rows[0].gib is None else "GiB"
+
+
+def _size(row: Row) -> str:
+    return f"{row.num_slots}" if row.gib is None else f"{row.gib:.1f}"
+
+
+def _losses(row: Row) -> str:
+    """The two largest, in per cent of the prompt tokens."""
+    largest = sorted(row.lost.items(), key=lambda loss: -loss[1])[:2]
+    return ", ".join(f"{name} {100 * count / row.queries:.1f}" for name, count in largest)
