@@ -6,6 +6,7 @@ Legend: T tokens, C channels, H heads, K head_dim, J taps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,18 @@ def run(
     """What the reference answers, or with a chip the fused kernels, padded to `capacities`; writes
     `pools`. A batch without lengths decodes."""
     layout, slots = lay_out(shapes, batch, projected.device, chip, capacities)
+    return launch(shapes, projected, weights, pools, layout, slots)
+
+
+def launch(
+    shapes: Shapes,
+    projected: Tensor,
+    weights: MixerWeights,
+    pools: Pools,
+    layout: Any,
+    slots: tuple[Tensor, Tensor],
+) -> Tensor:
+    """One layer's call, of a step that has been laid out."""
     first = sum(shapes.sizes[:2])
     decay, gate = (each.contiguous() for each in projected[:, first:].chunk(2, -1))
     inputs = projected[:, :first], decay, gate, weights

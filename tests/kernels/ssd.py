@@ -93,6 +93,18 @@ def run(
     """What the reference answers, or with a chip the fused kernels, padded to `capacities`; writes
     `pools`. A batch without lengths decodes."""
     layout, slots = lay_out(shapes, batch, projected.device, chip, capacities)
+    return launch(shapes, projected, weights, pools, layout, slots)
+
+
+def launch(
+    _: Shapes,
+    projected: Tensor,
+    weights: MixerWeights,
+    pools: Pools,
+    layout: Any,
+    slots: tuple[Tensor, Tensor],
+) -> Tensor:
+    """One layer's call, of a step that has been laid out."""
     return mix(projected, weights, pools.conv, pools.recurrent, *slots, layout)
 
 

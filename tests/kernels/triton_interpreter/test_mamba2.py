@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from milepost.kernels.device import probe
-from milepost.kernels.mamba2 import mix
 from tests.kernels.mixers import (
     Batch,
     Pools,
@@ -20,7 +19,6 @@ from tests.kernels.ssd import (
     GROUPS,
     ONE_GROUP,
     Shapes,
-    lay_out,
     make_weights,
     run,
 )
@@ -57,18 +55,6 @@ def test_decode_matches_reference(shapes: Shapes, variant: str) -> None:
     assert relative_error(output[:4], expected) < TOLERANCE
     assert (output[4:] == 0).all()
     assert_pools_match(ours, pools, TOLERANCE)
-
-
-def test_layers_share_what_counts_the_heads_that_have_arrived() -> None:
-    batch = Batch(starts=(), lengths=(), slot_in=(1, 2), slot_out=(3, 2))
-    projected, weights = make_projected(ONE_GROUP, 2), make_weights(ONE_GROUP)
-    layout, slots = lay_out(ONE_GROUP, batch, projected.device, CHIP, {})
-    outputs = []
-    for _ in range(2):
-        pools = make_pools(ONE_GROUP, 4)
-        outputs.append(mix(projected, weights, pools.conv, pools.recurrent, *slots, layout))
-        assert pools.conv[3].isfinite().all()
-    assert torch.equal(*outputs)
 
 
 BATCHES = {

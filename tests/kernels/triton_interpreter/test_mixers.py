@@ -34,6 +34,7 @@ class Mixer:
     shapes: Any
     make_weights: Callable[..., Any]
     reference: Callable[..., torch.Tensor]
+    launch: Callable[..., torch.Tensor]
     batch: Batch
     """Two sequences and an export, 23 tokens."""
     edges: tuple[int, ...]
@@ -49,6 +50,7 @@ KDA = Mixer(
     shapes=kimi.Shapes(heads=1, head_dim=4, taps=3),
     make_weights=kimi.make_weights,
     reference=kimi.run,
+    launch=kimi.launch,
     batch=Batch(
         starts=[50, 0], lengths=[20, 3], slot_in=[1, 0], slot_out=[1, 3], exports=[(0, 59, 4)]
     ),
@@ -58,6 +60,7 @@ MAMBA2 = Mixer(
     shapes=ssd.Shapes(heads=2, head_dim=4, groups=2, state_size=6, taps=3),
     make_weights=ssd.make_weights,
     reference=ssd.run,
+    launch=ssd.launch,
     batch=Batch(
         starts=[10, 0], lengths=[20, 3], slot_in=[1, 0], slot_out=[1, 3], exports=[(0, 19, 4)]
     ),
@@ -86,6 +89,17 @@ def test_half_inputs(mixer: Mixer, decodes: bool, dtype: torch.dtype, tolerance:
     assert output.dtype == dtype
     assert relative_error(output, expected) < tolerance
     assert_pools_match(ours, pools, tolerance)
+
+
+def test_layers_share_what_counts_the_programs_that_have_arrived(mixer: Mixer) -> None:
+    projected, weights = make_projected(mixer.shapes, 2), mixer.make_weights(mixer.shapes)
+    layout, slots = ssd.lay_out(mixer.shapes, DECODES, projected.device, CHIP, {})
+    outputs = []
+    for _ in range(2):
+        pools = make_pools(mixer.shapes, 4)
+        outputs.append(mixer.launch(mixer.shapes, projected, weights, pools, layout, slots))
+        assert pools.conv[3].isfinite().all()
+    assert torch.equal(*outputs)
 
 
 def test_slots_may_lie_far_apart(mixer: Mixer) -> None:
