@@ -27,7 +27,9 @@ for part in ("layers", "models", "runner", "engine"):
 MAY_USE["speculative"] = {"cache", "scheduler"}
 MAY_USE["kv_events"] = {"cache"}
 MAY_USE["disaggregation"] = {"cache", "scheduler", "runner"}
-MAY_USE["engine"] |= {"speculative", "kv_events", "disaggregation"}
+MAY_USE["tiers"] = {"cache", "scheduler", "runner"}
+MAY_USE["engine"] |= {"speculative", "kv_events", "disaggregation", "tiers"}
+MAY_USE["simulator"].add("tiers")
 MAY_USE["config"] = {"cache"}
 MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
 MAY_USE["load"] = set()

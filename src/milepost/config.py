@@ -87,6 +87,9 @@ class EngineConfig:
     """Number of devices of this machine that the model is split among, each with a process."""
     enable_expert_parallel: bool = False
     """Give each of these devices whole experts, rather than a part of every expert."""
+    cache_host_gib: float | None = None
+    """Host memory, in GiB, for what leaves the device's memory: it is loaded again when it is asked
+    for."""
 
     max_model_len: int | None = None
     """Maximum length of prompt plus answer, in tokens; by default the model's own."""
@@ -139,6 +142,24 @@ class EngineConfig:
             0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
+        _require(
+            self.cache_host_gib is None or self.cache_host_gib > 0,
+            f"cache_host_gib={self.cache_host_gib}: use more than 0, or leave it out",
+        )
+        _require(
+            not self.has_tiers or (self.enable_prefix_caching and self.mamba_cache_mode != "none"),
+            f"cache_host_gib={self.cache_host_gib}: prefix caching is off; leave one of them out",
+        )
+        _require(
+            not self.has_tiers or self.tensor_parallel_size == 1,
+            f"tensor_parallel_size={self.tensor_parallel_size}: only one device has tiers yet; "
+            "leave out cache_host_gib",
+        )
+        _require(
+            not (self.has_tiers and self.record_plans),
+            f"record_plans={self.record_plans!r}: what comes from host memory is in no plan; "
+            "leave out cache_host_gib",
+        )
         _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
             value = getattr(self, name)
@@ -157,6 +178,15 @@ class EngineConfig:
             self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
         )
         _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether anything is kept outside the device's memory."""
+        return self.cache_host_gib is not None
+
+    @property
+    def host_bytes(self) -> int:
+        return int((self.cache_host_gib or 0) * 2**30)
 
 
 def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -> None:

@@ -32,6 +32,9 @@ from milepost.sampling_params import SamplingParams
 from milepost.scheduler.plans import SamplingPlan, StepPlan, StepSampling
 from milepost.scheduler.request import FinishReason, Request
 
+AWAIT_S = 0.005
+"""Between two looks at what has arrived otherwise, while all requests load."""
+
 
 class Engine:
     """One model with its cache. Raises what `setup.build` raises."""
@@ -57,6 +60,7 @@ class Engine:
         self.bell = Bell() if config.kv_transfer_config is not None else None
         self._publisher = publishing(config, self.scheduler.outside)
         self.connector = connecting(config, self.scheduler, self.runner, self.bell)
+        self._tiering = parts.tiering
         self._is_stuck = False
         self._looking: dict[int, tuple[Job, Answer]] = {}
         """Not queued yet: another engine is asked what it has of them."""
@@ -184,12 +188,14 @@ class Engine:
         self.hear()
         flight = self._under_way or self._start()
         if flight is None:
-            self._is_stuck = True
+            self._is_stuck = not self._await_copies()
             self._tell()
             return []
         with self._rolling_back(flight.plan):
             self._under_way = self._start_ahead(flight)
             output = self.runner.collect(flight)
+            if self._tiering is not None:
+                self._tiering.note_step(flight.plan, output.result.seconds)
         with self._fatal(BaseException):
             jobs = self._take(flight.plan, output)
             self._speculate(flight.plan, output)
@@ -206,7 +212,11 @@ class Engine:
         return jobs
 
     def hear(self) -> None:
-        """Take in what has come from other engines, and give back what they have read."""
+        """Take in what has come from tiers and other engines, and give back what those have
+        read."""
+        if self._tiering is not None:
+            with self._fatal(BaseException):
+                self._tiering.poll()
         if self.connector is not None and self.bell is not None:
             self.bell.clear()
             with self._fatal(BaseException):
@@ -217,8 +227,29 @@ class Engine:
                         self.connector.refuse(found.remote)
             self._is_stuck = False
 
+    def _await_copies(self) -> bool:
+        """Nothing can be computed before something comes: if that is from a tier, wait a little."""
+        if self._tiering is None or not self._tiering.is_busy:
+            return False
+        with self._rolling_back(StepPlan(sequences=())):
+            self._tiering.wait(AWAIT_S)
+        return True
+
+    def tend(self) -> bool:
+        """Do what is due while nothing runs; whether there will be more soon."""
+        return self._tiering is not None and not self.has_work and self._tiering.tend()
+
+    def flush(self) -> None:
+        """Wait until what is kept outside the device is there, if nothing runs."""
+        if self._tiering is not None and not self._answers and self._death is None:
+            self._tiering.flush()
+
     def close(self) -> None:
-        """Give back what the process does not give back by ending: addresses."""
+        """Give back what the process does not give back by ending: addresses; and bring down what
+        is to outlive it.
+        """
+        if self._tiering is not None and self._death is None:
+            self._tiering.close()
         if self._publisher is not None:
             self._publisher.close()
         if self.connector is not None:
@@ -230,6 +261,8 @@ class Engine:
         """Forget everything cached; False while requests are running."""
         self.hear()
         is_done = self.scheduler.cache.reset()
+        if is_done and self._tiering is not None:
+            self._tiering.reset()
         self._tell()
         return is_done
 
@@ -410,6 +443,8 @@ class Engine:
             self._death = EngineDeadError("a step was interrupted between ranks")
             self._team.close()
             return
+        if self._tiering is not None:
+            self._tiering.end_loads()
         self.scheduler.roll_back(plan)
         self.runner.roll_back()
 

@@ -173,6 +173,7 @@ class LLM:
             for job in jobs:
                 if not job.is_finished:
                     self.llm_engine.abort(job)
+            self.llm_engine.flush()
 
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
@@ -197,6 +198,7 @@ class LLM:
         finally:
             if not job.is_finished:
                 self.llm_engine.abort(job)
+            self.llm_engine.flush()
 
     def _log_stats(self) -> None:
         stats = self.llm_engine.scheduler.cache.stats

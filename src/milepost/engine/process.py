@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 2**18
 REST_S = 1.0
 """So long after its last step the engine counts as idle."""
+TEND_S = 0.002
+"""Between two looks at copies that are made while nothing runs."""
 TRIM_S = 60.0
 """An engine that never rests gives free memory back so often, between two steps: it takes some
 milliseconds."""
@@ -218,7 +220,10 @@ class Loop:
             is_idle = not self._engine.has_work or self._engine.awaits_others
             if is_idle and not self._has_rested and not self._watch.is_looking:
                 self._rest()
-            self._receive(wait=is_idle and not self._watch.is_looking)
+            timeout = None if is_idle and not self._watch.is_looking else 0
+            if is_idle and self._engine.tend():
+                timeout = TEND_S
+            self._receive(timeout)
             if self._is_open and self._engine.has_work and not self._engine.awaits_others:
                 self._step()
             self._look()
@@ -239,9 +244,8 @@ class Loop:
             heap.give_back()
             self._has_rested = True
 
-    def _receive(self, *, wait: bool) -> None:
-        """Handle what has arrived; with `wait`, until there is something."""
-        timeout = None if wait else 0
+    def _receive(self, timeout: float | None) -> None:
+        """Handle what has arrived, or what comes within so many seconds; None: whenever."""
         while self._is_open and (ready := select.select(self._sources, [], [], timeout)[0]):
             if self._compiling.done in ready:
                 for add, form, problem in self._compiling.take():

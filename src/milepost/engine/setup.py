@@ -21,6 +21,7 @@ from milepost.engine.drafting import accept_of, num_drafts_of, speculation_of
 from milepost.engine.facts import Facts
 from milepost.engine.generation_config import end_token_ids, sampling_defaults
 from milepost.engine.team import Team
+from milepost.engine.tiering import Tiering, staging_bytes, tiering_of
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError, KernelError
 from milepost.kernels.batch import Capacity
@@ -67,6 +68,8 @@ class Parts:
     facts: Facts
     speculation: Speculation | None = None
     """None where nothing is drafted."""
+    tiering: Tiering | None = None
+    """What is kept outside the device; None where nothing is."""
     runs_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are read."""
     team: Team | None = None
@@ -120,6 +123,7 @@ def build(config: EngineConfig) -> Parts:
     return Parts(
         scheduler=scheduler,
         runner=own.runner,
+        tiering=tiering_of(config, scheduler, own.runner),
         speculation=speculation_of(
             config.speculative_config, scheduler, shape.num_drafts, has_head=model.mtp is not None
         ),
@@ -443,6 +447,8 @@ def _sizes(
         activations=activations,
         cpu_cache_gib=config.cpu_cache_gib,
     )
+    if device.type == "cuda":
+        budget -= staging_bytes(config, shape)
     budget = ranks.least(budget - shape.record_bytes)
     may_share = num_pages is None and num_slots is None and config.cache_memory != "split"
     if may_share and (config.cache_memory == "shared" or device.type == "cuda"):

@@ -152,6 +152,24 @@ class Pools:
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
     num_record_rows: int = 0
     """Requests whose drafts are recorded at a time."""
+    all_states: tuple[Tensor, Tensor] | None = None
+    """Convolutions' inputs and recurrent states, [recurrent layers, slots, ...]."""
+
+    @property
+    def page_parts(self) -> list[Tensor]:
+        """All that a page is made of: tensors [pages, ...]."""
+        parts = [self.all_kv] if self.all_kv is not None else []
+        if self.all_conv is not None:
+            parts.append(self.all_conv[:, 1:].transpose(0, 1))
+        return parts
+
+    @property
+    def slot_parts(self) -> list[Tensor]:
+        """All that a slot holds for the request that goes on from it: tensors [slots, ...]."""
+        parts = [part.transpose(0, 1) for part in self.all_states or ()]
+        if self.carried is not None:
+            parts.append(self.carried.states)
+        return parts
 
     @property
     def device(self) -> torch.device:
@@ -289,6 +307,7 @@ def by_layer(
         all_conv=beside,
         carried=None if carried is None else _carried(shape, carried),
         num_record_rows=shape.num_record_rows,
+        all_states=None if conv is None or recurrent is None else (conv, recurrent),
     )
 
 

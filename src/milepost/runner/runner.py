@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from time import perf_counter
 from typing import Protocol
 
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 
 from milepost.cache.memory import ZERO_SLOT
+from milepost.cache.plans import Store
 from milepost.runner.acceptance import Accept, accept_equal
 from milepost.runner.choice import SampledToken
 from milepost.runner.flight import Flight
@@ -24,7 +27,7 @@ from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
 from milepost.runner.recording import Log, Record, Rollback
 from milepost.runner.sampling import SamplingRow
-from milepost.scheduler.plans import SamplingPlan, StepPlan, StepResult, StepSampling
+from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, StepSampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +68,24 @@ class Executor(Protocol):
         ...
 
 
+class Carrier(Protocol):
+    """Copies between the pools and somewhere else; may return before anything is copied, in the
+    order of what is launched on the device.
+    """
+
+    def store(self, stores: Sequence[Store]) -> None:
+        """Copy out what the pools hold there now."""
+        ...
+
+    def load(self, load: Load) -> None:
+        """Fill what nothing that is launched from now on reads until it is said to be there."""
+        ...
+
+
 class Runner:
-    """Runs steps over `pools` with an executor; one step at a time, or one ahead."""
+    """Runs steps over `pools` with an executor; one step at a time, or one ahead. Others' copies
+    are made by the carriers, by the name of the source.
+    """
 
     def __init__(
         self,
@@ -86,6 +105,7 @@ class Runner:
         self._wait = wait
         self._positions = [0] + [-1] * num_slots
         self._collected_s = 0.0
+        self.carriers: dict[str, Carrier] = {}
 
     def launch(self, plan: StepPlan, before: Flight | None = None) -> Flight:
         """Queue a step: page moves and copies, one forward pass. What it samples is sampled by
@@ -93,22 +113,38 @@ class Runner:
 
         A plan made ahead takes tokens from the step `before`, which may still be running.
         """
+        launched_s = perf_counter()
         self._write_down(plan)
         self._note_writes(plan)
         self._histories.follow(plan)
-        self.pools.move_pages(plan.moves)
+        self._copy(plan)
         for sequence in plan.sequences:
             copy = sequence.page_copy
             if copy is not None:
                 self.pools.copy_page(copy.source, copy.target, copy.num_tokens)
         flight = self.executor.launch(plan, before)
         flight.accept = self._accept
+        flight.launched_s = launched_s  # an executor may return only once it is done
         return flight
 
     def copy(self, plan: StepPlan) -> None:
-        """Queue the moves of a plan that computes nothing."""
+        """Queue what a plan that computes nothing copies."""
         self._write_down(plan)
-        self.pools.move_pages(plan.moves)
+        self._copy(plan)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Queue what a plan copies before anything is computed: moves, what leaves between them,
+        then what comes, unless somebody else brings it.
+        """
+        num_moved = 0
+        for num_moves, stores in groupby(plan.stores, attrgetter("num_moves")):
+            self.pools.move_pages(plan.moves[num_moved:num_moves])
+            num_moved = max(num_moved, num_moves)
+            self.carriers["tiers"].store(list(stores))
+        self.pools.move_pages(plan.moves[num_moved:])
+        for load in plan.loads:
+            if load.source in self.carriers:
+                self.carriers[load.source].load(load)
 
     def mark(self) -> Callable[[], bool]:
         """Whether all that is queued by now is done."""
@@ -119,8 +155,9 @@ class Runner:
         return event.query
 
     def filled(self, slot: int, position: int) -> None:
-        """Note that a state has come from outside."""
-        self._positions[slot] = position
+        """Note that a slot holds so many tokens, which somebody else has computed."""
+        if slot != ZERO_SLOT:
+            self._positions[slot] = position
 
     def sample(self, flight: Flight, sampling: StepSampling) -> None:
         """Queue the sampling of a step's tokens: with a row for each request, and for one with

@@ -65,12 +65,17 @@ class Source(Protocol):
 
 
 class Keeper(Protocol):
-    """Decides what is worth keeping outside the device."""
+    """Decides what is worth keeping outside the device, and hears of all events."""
 
-    def take_stores(self, events: tuple[Event, ...], num_moves: int) -> tuple[Store, ...]:
-        """What the next plan, which moves so many pages, is to copy first. `events` are what came
-        and went since the plan before it.
-        """
+    has_stores: bool
+    """Whether it wants something copied, plan or not."""
+
+    def note(self, events: tuple[Event, ...]) -> None:
+        """What came and went."""
+        ...
+
+    def take_stores(self, num_moves: int) -> tuple[Store, ...]:
+        """What the next plan, which moves so many pages, is to copy first."""
         ...
 
 
@@ -86,8 +91,6 @@ class Outside:
         self._keeper: Keeper | None = None
         self._listeners: list[Callable[[tuple[Event, ...]], None]] = []
         self._loads: list[Load] = []
-        self._untold: list[Event] = []
-        """That the keeper does not know of."""
 
     def add_source(self, source: Source) -> None:
         self._sources[source.name] = source
@@ -95,12 +98,26 @@ class Outside:
     def add_keeper(self, keeper: Keeper) -> None:
         assert self._keeper is None, "one keeper decides what leaves"
         self._keeper = keeper
-        self.cache.listen()
+        self.add_listener(keeper.note)
 
     def add_listener(self, listener: Callable[[tuple[Event, ...]], None]) -> None:
-        """Have what comes and goes told with each plan, and in between."""
+        """Have all that comes and goes told, at least with each plan: first what is there already.
+        All listeners are added before the first request comes.
+        """
         self._listeners.append(listener)
         self.cache.listen()
+
+    def tell(self) -> None:
+        """Tell what has come and gone since the last time."""
+        if self._listeners and (events := self.cache.take_events()):
+            for listener in self._listeners:
+                listener(events)
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether something is to be copied though nothing runs."""
+        self.tell()
+        return self._keeper is not None and self._keeper.has_stores
 
     @property
     def may_load(self) -> bool:
@@ -140,21 +157,7 @@ class Outside:
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
         """What the next plan is to copy; tells whoever listens what has come and gone."""
         self.tell()
-        if self._keeper is None:
-            return ()
-        events, self._untold = tuple(self._untold), []
-        return self._keeper.take_stores(events, num_moves)
-
-    def tell(self) -> None:
-        """Tell whoever listens what has come and gone; the keeper hears of it with the next
-        plan."""
-        if self._keeper is None and not self._listeners:
-            return
-        events = self.cache.take_events()
-        for listener in self._listeners if events else ():
-            listener(events)
-        if self._keeper is not None:
-            self._untold += events
+        return self._keeper.take_stores(num_moves) if self._keeper is not None else ()
 
 
 def explained(match: Match, offer: Offer) -> Match:

@@ -111,6 +111,14 @@ class Scheduler:
             self._outside = self._admission.outside = Outside(self.cache)
         return self._outside
 
+    def plan_copies(self) -> StepPlan:
+        """What a keeper wants copied now that nothing runs; between steps, none of which is in
+        flight.
+        """
+        assert not self._steps, "F1: nothing is planned beside a step in flight"
+        moves = self.cache.take_moves()
+        return StepPlan(sequences=(), moves=moves, stores=self.outside.take_stores(len(moves)))
+
     def arrived(self, number: int) -> None:
         """All that a plan's load of this request names is there."""
         request, offer = self.outside.end(number)

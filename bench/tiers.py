@@ -1,0 +1,163 @@
+"""What host memory is worth on one GPU: one long prompt, traffic that shares nothing, many agents.
+
+    python bench/tiers.py [--model bench/models/hybrid-35b-a3b] [--host-gib 24] [--only NAME]
+
+Dummy weights and random token ids from a seed. One JSON row a measurement. The same engine runs
+with tiers and, its tiers paused, without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import rows
+
+from milepost import LLM, SamplingParams
+from milepost.scheduler.outside import Offer
+
+LONG = 31_700
+
+
+class Bench:
+    """An engine with tiers, and the source of its prompts."""
+
+    def __init__(self, llm: LLM, seed: int, vocab_size: int) -> None:
+        self.llm = llm
+        self.tiers = llm.llm_engine._tiering.tiers
+        self._rng = random.Random(seed)
+        self._vocab_size = vocab_size
+
+    def tokens(self, num: int) -> list[int]:
+        return self._rng.choices(range(10, self._vocab_size), k=num)
+
+    def ask(self, prompts: list[list[int]], num_out: int) -> tuple[float, list[Any]]:
+        """Seconds until the answers are there; what goes down behind them is not waited for."""
+        given = [{"prompt_token_ids": each} for each in prompts]
+        params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
+        engine = self.llm.llm_engine
+        flush, engine.flush = engine.flush, lambda: None
+        start = time.perf_counter()
+        outputs = self.llm.generate(given, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        engine.flush = flush
+        return seconds, outputs
+
+    def forget_device(self) -> None:
+        self.llm.llm_engine.flush()
+        assert self.llm.llm_engine.scheduler.cache.reset()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing goes down and nothing comes up."""
+        tiers = self.tiers
+        tiers.offer = lambda *_: Offer(source=tiers.name)
+        tiers.note = lambda _: None
+        try:
+            yield
+        finally:
+            del tiers.offer, tiers.note
+
+
+def long(bench: Bench) -> Iterator[dict[str, Any]]:
+    """One prompt of 31,700 tokens: computed, from the device, from host memory."""
+    bench.ask([bench.tokens(LONG)], 1)
+    prompt = bench.tokens(LONG)
+    for turn in ("cold", "device", "device", "host", "host", "host"):
+        if turn == "host":
+            bench.forget_device()
+        seconds, (output,) = bench.ask([prompt], 1)
+        report = output.cache_report
+        yield {"turn": turn, "ms": 1e3 * seconds, "reused": report.reused, "from": report.loaded}
+    rates = bench.tiers.rates
+    yield {"host_gb_per_s": rates.host_bytes_per_s / 1e9, "tokens_per_s": rates.tokens_per_s}
+
+
+def unique(bench: Bench) -> Iterator[dict[str, Any]]:
+    """64 requests that share nothing, 1000 in and 64 out, with tiers and without, in turn."""
+    taken: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(4):
+        prompts = [bench.tokens(1000) for _ in range(64)]
+        taken["with"].append(bench.ask(prompts, 64)[0])
+        bench.llm.llm_engine.flush()
+        prompts = [bench.tokens(1000) for _ in range(64)]
+        with bench.paused():
+            taken["without"].append(bench.ask(prompts, 64)[0])
+    medians = {name: statistics.median(each[1:]) for name, each in taken.items()}
+    yield {**medians, "ratio": medians["without"] / medians["with"]}
+
+
+def agents(bench: Bench, num: int = 64, length: int = 6000) -> Iterator[dict[str, Any]]:
+    """Conversations that don't fit the device: a second turn of each, with tiers and without."""
+    histories = [bench.tokens(length) for _ in range(num)]
+    _, outputs = bench.ask(histories, 8)
+    bench.llm.llm_engine.flush()
+    for name in ("with", "without"):
+        prompts = [
+            [*history, *output.outputs[0].token_ids, *bench.tokens(200)]
+            for history, output in zip(histories, outputs, strict=True)
+        ]
+        if name == "with":
+            seconds, found = bench.ask(prompts, 24)
+        else:
+            with bench.paused():
+                seconds, found = bench.ask(prompts, 24)
+        reused = sum(output.cache_report.reused for output in found)
+        yield {
+            "tiers": name,
+            "seconds": seconds,
+            "hit_rate": reused / sum(map(len, prompts)),
+            "loaded": sum(sum(output.cache_report.loaded.values()) for output in found),
+            "stats": repr(bench.tiers.stats),
+        }
+
+
+WORKLOADS = {"long": long, "unique": unique, "agents": agents}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
+    parser.add_argument("--host-gib", type=float, default=24.0)
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    options = {name: json.loads(value) for name, _, value in map(_pair, arguments.option)}
+    start = time.perf_counter()
+    llm = LLM(
+        arguments.model,
+        **{
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 40960,
+            "max_num_seqs": 64,
+            "cache_host_gib": arguments.host_gib,
+            **options,
+        },
+    )
+    config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
+    bench = Bench(llm, arguments.seed, config["vocab_size"])
+    limits = bench.tiers.limits
+    row = {"startup_s": time.perf_counter() - start, "host_pages": limits.num_host_pages}
+    print(json.dumps(row | {"host_states": limits.num_host_states}), flush=True)
+    for name in arguments.only:
+        for row in WORKLOADS[name](bench):
+            print(json.dumps({"workload": name, **row}), flush=True)
+    return 0
+
+
+def _pair(option: str) -> tuple[str, str, str]:
+    return option.partition("=")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

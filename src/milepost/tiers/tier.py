@@ -1,0 +1,235 @@
+"""What one tier holds: pages and states by key, in places that it hands out.
+
+A page hangs on the page before it and a state on its last full page, as in the device's tree, but
+by key: what is above may be elsewhere. Nothing goes before what hangs on it; pages that nothing
+hangs on go first, then states that a deeper one has superseded, then those used longest ago. What
+is pinned stays: somebody reads or writes it. Pages and states have a budget each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from milepost.cache.plans import What
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Item:
+    """A page, a tail's page or a state."""
+
+    key: bytes
+    what: What
+    parent: bytes
+    """The key of the page before it, or of the root."""
+    tokens: bytes
+    """A page's own, or the tail's, packed; empty where only names were read."""
+    position: int
+    """Tokens up to its end."""
+    place: int
+    is_ready: bool = False
+    """Whether its contents are there."""
+    pins: int = 0
+
+
+Where = Literal["pages", "states"]
+
+
+def where(what: What) -> Where:
+    """Whose budget something counts for."""
+    return "states" if what == "state" else "pages"
+
+
+@dataclass(slots=True, kw_only=True)
+class Budget:
+    """Places of one kind."""
+
+    capacity: int
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.capacity - 1, -1, -1))
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - len(self.free)
+
+
+class Tier:
+    """`num_pages` pages and `num_states` states."""
+
+    def __init__(self, *, num_pages: int, num_states: int) -> None:
+        self.budgets = {
+            "pages": Budget(capacity=num_pages),
+            "states": Budget(capacity=num_states),
+        }
+        self.num_evicted = 0
+        self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
+        self._heads: dict[bytes, dict[bytes, Item]] = {}
+        """States by the key of the page that they hang on."""
+        self._dependents: dict[bytes, int] = {}
+        """Pages and states that hang on a page, which may have gone or not be there yet."""
+        self._loose: OrderedDict[bytes, Item] = OrderedDict()
+        """Pages that nothing hangs on."""
+        self._superseded: OrderedDict[bytes, Item] = OrderedDict()
+        self._newest: OrderedDict[bytes, Item] = OrderedDict()
+        """The other states, those used longest ago first."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._items.values()))
+
+    def __iter__(self) -> Iterator[Item]:
+        for items in self._items.values():
+            yield from items.values()
+
+    def get(self, what: What, key: bytes) -> Item | None:
+        return self._items[what].get(key)
+
+    def states_behind(self, page: bytes) -> Iterable[Item]:
+        """The states that hang on a page, or on a root."""
+        return self._heads.get(page, {}).values()
+
+    # --- what comes -------------------------------------------------------------------------------
+
+    def make_room(self, num_pages: int, num_states: int, keep: bytes) -> list[Item] | None:
+        """Evict until so much is free; what went, or None if that cannot be. The page `keep`, on
+        which the new items are to hang, stays.
+        """
+        wanted = {"pages": num_pages, "states": num_states}
+        if any(wanted[each] > self.budgets[each].capacity for each in wanted):
+            return None
+        gone: list[Item] = []
+        kept = self._items["page"].get(keep)
+        if kept is not None:
+            self.pin((kept,))
+        try:
+            while len(self.budgets["states"].free) < num_states:
+                if not self._evict_state(gone):
+                    return None
+            while len(self.budgets["pages"].free) < num_pages:
+                if not (self._evict_page(gone) or self._evict_state(gone)):
+                    return None
+        finally:
+            if kept is not None:
+                self.unpin((kept,))
+        return gone
+
+    def add(self, what: What, key: bytes, parent: bytes, tokens: bytes, position: int) -> Item:
+        """Something new; there is room. Its contents are not there yet."""
+        place = self.budgets[where(what)].free.pop()
+        item = Item(
+            key=key, what=what, parent=parent, tokens=tokens, position=position, place=place
+        )
+        assert key not in self._items[what], "an item is there once"
+        self._items[what][key] = item
+        if what != "tail":
+            self._hang(parent, +1)
+        if what == "page":
+            if key not in self._dependents:
+                self._loose[key] = item
+        elif what == "state":
+            self._heads.setdefault(parent, {})[key] = item
+            self._newest[key] = item
+            self._supersede(parent, item)
+        return item
+
+    def _supersede(self, page: bytes, newer: Item) -> None:
+        """The next shallower state on the way up, as long as nothing else parts there, will hardly
+        be asked for any more.
+        """
+        while True:
+            for state in self._heads.get(page, {}).values():
+                if state is not newer and state.position < newer.position:
+                    if self._newest.pop(state.key, None) is not None:
+                        self._superseded[state.key] = state
+                    return
+            above = self._items["page"].get(page)
+            if above is None or self._dependents[page] > 1:
+                return
+            page = above.parent
+
+    def touch(self, item: Item) -> None:
+        """Note that a state was used: its path is likely to be used again."""
+        for order in (self._superseded, self._newest):
+            if item.key in order:
+                order.move_to_end(item.key)
+
+    # --- what goes --------------------------------------------------------------------------------
+
+    def pin(self, items: Iterable[Item]) -> None:
+        for item in items:
+            item.pins += 1
+
+    def unpin(self, items: Iterable[Item]) -> None:
+        for item in items:
+            item.pins -= 1
+            assert item.pins >= 0, "an item is unpinned as often as it was pinned"
+
+    def remove(self, item: Item) -> list[Item]:
+        """Take something out whatever hangs on it: it is not there any more. A state goes with its
+        tail, and a tail with its state.
+        """
+        gone: list[Item] = []
+        for what in ("state", "tail") if item.what != "page" else ("page",):
+            one = self._items[what].get(item.key)
+            if one is not None:
+                self._take_out(one)
+                gone.append(one)
+        return gone
+
+    def clear(self) -> list[Item]:
+        """Take out all that is not pinned."""
+        pinned = {item.key for item in self if item.pins}
+        return [gone for item in list(self) if item.key not in pinned for gone in self._drop(item)]
+
+    def _drop(self, item: Item) -> list[Item]:
+        return self.remove(item) if self._items[item.what].get(item.key) is item else []
+
+    def _evict_page(self, gone: list[Item]) -> bool:
+        item = next((item for item in self._loose.values() if not item.pins), None)
+        return item is not None and self._evict(item, gone)
+
+    def _evict_state(self, gone: list[Item]) -> bool:
+        for order in (self._superseded, self._newest):
+            for item in order.values():
+                if not item.pins and not self._is_tail_pinned(item):
+                    return self._evict(item, gone)
+        return False
+
+    def _is_tail_pinned(self, state: Item) -> bool:
+        tail = self._items["tail"].get(state.key)
+        return tail is not None and tail.pins > 0
+
+    def _evict(self, item: Item, gone: list[Item]) -> bool:
+        gone += self.remove(item)
+        self.num_evicted += 1
+        return True
+
+    def _take_out(self, item: Item) -> None:
+        del self._items[item.what][item.key]
+        self.budgets[where(item.what)].free.append(item.place)
+        if item.what == "page":
+            self._loose.pop(item.key, None)
+        elif item.what == "state":
+            self._superseded.pop(item.key, None)
+            self._newest.pop(item.key, None)
+            siblings = self._heads[item.parent]
+            del siblings[item.key]
+            if not siblings:
+                del self._heads[item.parent]
+        if item.what != "tail":
+            self._hang(item.parent, -1)
+
+    def _hang(self, page: bytes, num: int) -> None:
+        """So many items more hang on a page."""
+        left = self._dependents.get(page, 0) + num
+        if left:
+            self._dependents[page] = left
+            self._loose.pop(page, None)
+            return
+        del self._dependents[page]
+        above = self._items["page"].get(page)
+        if above is not None:
+            self._loose[page] = above

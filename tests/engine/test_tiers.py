@@ -1,0 +1,176 @@
+"""A hit from host memory answers as one from the device and as a cold run, for every path by which
+a state comes back; and the bytes of pages and states are the same on their way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from milepost import SamplingParams
+from milepost.config import EngineConfig
+from milepost.errors import ConfigError
+from milepost.tiers.rates import Rates
+from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, cached, prompt, save_tiny, tokens
+
+END = 300 + NUM_TOKENS - 1
+DEVICES = {
+    "split": {"num_pages": 14, "num_slots": 4},
+    "shared": {"cpu_cache_gib": 0.0008, "cache_memory": "shared", "page_size": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return save_tiny(folder, "qwen3_5", torch.float64, **THREE_LAYERS)
+
+
+@pytest.fixture(params=DEVICES)
+def llm(request, tiny):
+    return opened(tiny, **DEVICES[request.param])
+
+
+def opened(tiny, **options):
+    llm = tiny.open(max_num_seqs=3, **({"cache_host_gib": 0.05} | options))
+    tiering = llm.llm_engine._tiering
+    if tiering is not None:
+        tiering.tiers.rates = Rates(tokens_per_s=1.0, load_s=0.0)  # nothing is worth computing
+    return llm
+
+
+def crowd_out(llm):
+    """Other prompts, as many as the device holds."""
+    for seed in range(50, 54):
+        ask(llm, tokens(400, seed))
+
+
+def forget_device(llm):
+    """What is in host memory stays."""
+    assert llm.llm_engine.scheduler.cache.reset()
+
+
+def follow_up(output, num_new=30):
+    return [*output.prompt_token_ids, *answer(output), *tokens(num_new, seed=99)]
+
+
+def loaded(output):
+    return output.cache_report.loaded
+
+
+def test_the_end_of_an_answer_comes_back(tiny, llm):
+    (first,) = ask(llm, tokens(300))
+    crowd_out(llm)
+    again = ask(llm, follow_up(first))
+    assert (cached(again), loaded(again[0])) == ([END], {"host": END})
+    tiny.check(again)
+
+
+def test_the_same_in_float32(tmp_path):
+    tiny = save_tiny(tmp_path, "qwen3_5", torch.float32, **THREE_LAYERS)
+    llm = opened(tiny, **DEVICES["split"])
+    (first,) = ask(llm, tokens(300))
+    forget_device(llm)
+    again = ask(llm, follow_up(first))
+    assert loaded(again[0]) == {"host": END}
+    tiny.check(again)
+
+
+def test_marks_and_branch_points_come_back(tiny, llm):
+    shared = tokens(200, seed=1)
+    for own in range(2):
+        ask(llm, [*shared, *tokens(60, seed=2 + own)])
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate([prompt(tokens(220, seed=11), cache_marks=[150])], params, use_tqdm=False)
+    forget_device(llm)
+    branched = ask(llm, [*shared, *tokens(60, seed=8)])
+    marked = ask(llm, [*tokens(150, seed=11), *tokens(60, seed=12)])
+    assert [loaded(branched[0]), loaded(marked[0])] == [{"host": 192}, {"host": 150}]
+    tiny.check([*branched, *marked])
+
+
+def test_only_what_the_device_lacks_comes(tiny, llm):
+    """Pages that are there are not copied again; the state always is."""
+    (first,) = ask(llm, tokens(300))
+    forget_device(llm)
+    ask(llm, [*tokens(300)[:130], *tokens(9, seed=4)])
+    before = llm.llm_engine._tiering.copier.num_pages_brought
+    again = ask(llm, follow_up(first))
+    assert loaded(again[0]) == {"host": END - 128}
+    size = llm.llm_engine.config.page_size
+    assert (
+        llm.llm_engine._tiering.copier.num_pages_brought - before == -(-END // size) - 128 // size
+    )
+    tiny.check(again)
+
+
+def test_many_come_back_beside_each_other_and_beside_those_that_run(tiny, llm):
+    firsts = [ask(llm, tokens(200, seed))[0] for seed in range(20, 24)]
+    prompts = [follow_up(first) for first in firsts] + [tokens(250, 30)]
+    outputs = ask(llm, *prompts)
+    assert sum(sum(loaded(output).values()) for output in outputs) > 0
+    tiny.check(outputs)
+
+
+def test_what_is_kept_has_the_bytes_that_the_device_had(tiny):
+    """Every pool's row of a page and of a slot, whatever it stands for."""
+    llm = opened(tiny, num_pages=40, num_slots=8)
+    ask(llm, tokens(300))
+    engine = llm.llm_engine
+    cache, pools = engine.scheduler.cache, engine.runner.pools
+    tiering = engine._tiering
+    num = 0
+    for node in cache.tree.nodes.values():
+        item = tiering.tiers.host.get("page", node.digest)
+        rows = tiering.host.pages.tensors
+        assert all(
+            torch.equal(part[node.page], row[item.place])
+            for part, row in zip(pools.page_parts, rows, strict=True)
+        )
+        num += item.is_ready
+    for checkpoint in cache.tree.at_slot.values():
+        item = tiering.tiers.host.get("state", checkpoint.key)
+        if item is None:
+            continue
+        rows = tiering.host.states.tensors
+        assert all(
+            torch.equal(part[checkpoint.slot], row[item.place])
+            for part, row in zip(pools.slot_parts, rows, strict=True)
+        )
+        num += 10
+    assert num == 4 + 20
+    assert sum(part.nbytes for part in pools.slot_parts) == sum(
+        state.conv.nbytes + state.recurrent.nbytes for state in pools.states.values()
+    )
+
+
+def test_resetting_the_cache_forgets_host_memory(tiny):
+    llm = opened(tiny, **DEVICES["split"])
+    (first,) = ask(llm, tokens(300))
+    assert llm.reset_prefix_cache()
+    assert cached(ask(llm, follow_up(first))) == [0]
+
+
+def test_an_engine_whose_host_memory_is_refused_serves_without(tiny, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise MemoryError("8 bytes of host memory: no")
+
+    monkeypatch.setattr("milepost.tiers.arena.allocate_host", refuse)
+    llm = opened(tiny, **DEVICES["split"])
+    assert [record.message for record in caplog.records if "tiers" in record.message] == [
+        "tiers: off, 8 bytes of host memory: no"
+    ]
+    tiny.check(ask(llm, tokens(300)))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"cache_host_gib": 0}, "use more than 0"),
+        ({"cache_host_gib": 1.0, "enable_prefix_caching": False}, "prefix caching is off"),
+        ({"cache_host_gib": 1.0, "mamba_cache_mode": "none"}, "prefix caching is off"),
+        ({"cache_host_gib": 1.0, "record_plans": "plans"}, "leave out cache_host_gib"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, named):
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig(**options)

@@ -1,0 +1,226 @@
+"""What goes down, what comes up, and that it is what it was."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from milepost.cache import Cache
+from milepost.cache.memory import Split, UnifiedPool
+from milepost.cache.tree import FullAttention, Recurrent, ShortConvolution
+from milepost.scheduler.request import FinishReason
+from milepost.scheduler.scheduler import Scheduler
+from milepost.tiers.policy import Limits, Tiers
+from milepost.tiers.rates import Rates
+from tests.fakes import FakeRunner, cold_answer, make_request
+from tests.invariants import check
+from tests.tiers.faking import FakeCopier, Files
+
+PAGE_SIZE = 16
+FREE = Rates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1e12, load_s=0.0)
+"""Nothing is worth computing."""
+
+
+class Engine:
+    def __init__(self, *, num_pages=12, num_slots=3, pages_each=0, host=(40, 8), disk=(0, 0),
+                 beside=False, files=None, rates=FREE, under_way=(64, 4)):  # fmt: skip
+        kinds = (
+            FullAttention(),
+            ShortConvolution(grid=PAGE_SIZE) if beside else Recurrent(grid=64),
+        )
+        storage = Split(num_pages, 0 if beside else num_slots)
+        if pages_each:
+            storage = UnifiedPool(-(-num_pages // pages_each) + num_slots, pages_each)
+        self.cache = Cache(storage=storage, page_size=PAGE_SIZE, kinds=kinds)
+        self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=128)
+        self.runner = FakeRunner(
+            self.scheduler, page_size=PAGE_SIZE, kinds=kinds, pages_each=pages_each
+        )
+        limits = Limits(
+            page_bytes=1, state_bytes=1,
+            num_host_pages=host[0], num_host_states=host[1],
+            num_disk_pages=disk[0], num_disk_states=disk[1],
+            max_pages_under_way=under_way[0], max_states_under_way=under_way[1],
+        )  # fmt: skip
+        self.tiers = Tiers(self.cache, limits, rates)
+        self.copier = FakeCopier(self.scheduler, self.runner, self.tiers, files)
+        self.requests = []
+
+    def add(self, prompt, max_tokens=4, **options):
+        request = make_request(
+            self.cache, f"r{len(self.requests)}", prompt, max_tokens=max_tokens, **options
+        )
+        self.scheduler.add(request)
+        self.requests.append((request, list(prompt)))
+        return request
+
+    def step(self):
+        plan = self.scheduler.schedule()
+        check(self.cache)
+        if plan.sequences:
+            result = self.runner.run(plan)
+            self.copier.launch(plan)
+            self.scheduler.update(plan, result)
+        elif plan.only_copies:
+            self.runner.copy(plan)
+            self.copier.launch(plan)
+        check(self.cache)
+        return plan
+
+    def idle(self):
+        """What is copied while nothing runs."""
+        while self.scheduler.outside.has_stores:
+            plan = self.scheduler.plan_copies()
+            self.runner.copy(plan)
+            self.copier.settle()
+        self.copier.settle()
+
+    def ask(self, prompt, max_tokens=4, **options):
+        request = self.add(prompt, max_tokens, **options)
+        while self.scheduler.has_work:
+            self.step()
+            self.copier.settle()
+        self.idle()
+        assert request.output_token_ids == cold_answer(prompt, max_tokens, 4)
+        return request
+
+    def crowd_out(self):
+        """Other conversations, as many as the device holds."""
+        for first in range(6):
+            self.ask([first, *[3] * 90])
+
+
+def prompt_of(request):
+    return request.chain.tokens.tolist()
+
+
+@pytest.mark.parametrize("pages_each", [0, 3])
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_left_the_device_comes_back_from_the_host(beside, pages_each):
+    engine = Engine(beside=beside, pages_each=0 if beside else pages_each, host=(200, 20))
+    first = engine.ask([1] * 100)
+    engine.crowd_out()
+    assert engine.cache.match(first.chain).state_length == 0
+    again = engine.ask([*prompt_of(first), 2, 2])
+    end = 96 if beside else 103
+    assert (again.report.reused, again.report.loaded) == (end, {"host": end})
+
+
+def test_a_restart_finds_what_was_written():
+    files = Files({})
+    first = Engine(disk=(200, 20), files=files).ask([1] * 100)
+    engine = Engine(disk=(200, 20), files=files)
+    again = engine.ask([*prompt_of(first), 2, 2])
+    assert again.report.loaded == {"disk": 103}
+    third = engine.ask([*prompt_of(first), 3, 2])
+    assert third.report.reused == 103
+
+
+def test_a_file_that_is_gone_is_a_miss():
+    files = Files({})
+    first = Engine(disk=(200, 20), files=files).ask([1] * 100)
+    engine = Engine(disk=(200, 20), files=files)
+    files.held.clear()
+    again = engine.ask([*prompt_of(first), 2, 2])
+    assert again.report.loaded == {}
+    assert again.report.lost["late_copy"] == 103
+
+
+def test_what_is_sooner_computed_is_not_loaded():
+    slow = Rates(tokens_per_s=1e9, host_bytes_per_s=1.0, load_s=0.0)
+    engine = Engine(host=(200, 20), rates=slow)
+    first = engine.ask([1] * 100)
+    engine.crowd_out()
+    again = engine.ask([*prompt_of(first), 2, 2])
+    assert again.report.loaded == {}
+    assert again.report.lost["not_worth_loading"] == 103
+
+
+def test_what_is_still_on_its_way_down_is_not_read():
+    """Its place in host memory holds anything until the copy is there."""
+    engine = Engine(host=(200, 20))
+    settle, engine.copier.settle = engine.copier.settle, lambda: None
+    first = engine.add([1] * 100)
+    for _ in range(30):
+        engine.step()
+    for other in range(6):
+        engine.add([other, *[3] * 90])
+        for _ in range(20):
+            engine.step()
+    assert engine.copier.storing
+    again = engine.add([*prompt_of(first), 2, 2])
+    for _ in range(20):
+        engine.step()
+    assert again.report.loaded == {}
+    assert again.report.lost["late_copy"] > 0
+    settle()
+
+
+def test_nobody_reads_what_another_salt_has():
+    engine = Engine(host=(200, 20))
+    first = engine.ask([1] * 100, salt="a")
+    engine.crowd_out()
+    assert engine.ask([*prompt_of(first), 2], salt="b").report.loaded == {}
+    assert engine.ask([*prompt_of(first), 2], salt="a").report.loaded == {"host": 103}
+
+
+def random_run(seed, num_operations):
+    """Tiny memories on all three levels, copies that end in any order or not at all, aborts,
+    prompts that part and meet, restarts on the same files.
+    """
+    rng = random.Random(seed)
+    files = Files({})
+
+    def engine_of():
+        return Engine(
+            num_pages=rng.choice([12, 16, 24]), num_slots=rng.choice([3, 4]),
+            pages_each=rng.choice([0, 3]), host=(rng.choice([12, 30, 60]), rng.choice([1, 3, 8])),
+            disk=rng.choice([(0, 0), (30, 4), (200, 30)]), beside=False, files=files,
+            under_way=rng.choice([(64, 4), (3, 1)]),
+        )  # fmt: skip
+
+    engine = engine_of()
+    known, loaded = [[]], 0
+    for _ in range(num_operations):
+        verb = rng.random()
+        if verb < 0.12:
+            base = rng.choice(known)
+            cut = rng.choice([len(base), rng.randint(0, len(base))])
+            prompt = [*base[: min(cut, 110)], *rng.choices(range(4), k=rng.randint(1, 60))]
+            engine.add(prompt, rng.choice([1, 3, 20]), salt=rng.choice(["", "", "x"]))
+        elif verb < 0.13 and engine.requests:
+            engine.scheduler.finish(rng.choice(engine.requests[-4:])[0], FinishReason.ABORT)
+        elif verb < 0.135:
+            while engine.scheduler.has_work:
+                engine.step()
+                engine.copier.settle(rng, 0.6)
+            loaded += sum(engine.cache.stats.loaded.values())
+            engine = engine_of()
+        else:
+            engine.step()
+            engine.copier.settle(rng, rng.choice([0.0, 0.2, 1.0]))
+        for request, prompt in engine.requests[:]:
+            if request.finish_reason is not None:
+                answer = request.output_token_ids
+                whole = cold_answer(prompt, request.max_tokens, 4)
+                assert answer == whole[: len(answer)]
+                if request.finish_reason is not FinishReason.ABORT:
+                    assert len(answer) == request.max_tokens
+                    known.append(request.chain.tokens.tolist()[:150])
+                    del known[:-12]
+                engine.requests.remove((request, prompt))
+    while engine.scheduler.has_work:
+        engine.step()
+        engine.copier.settle(rng, 0.6)
+    while engine.copier.storing or engine.copier.loading:
+        engine.copier.settle()
+    engine.copier.write()
+    assert not any(item.pins for tier in (engine.tiers.host, engine.tiers.disk) for item in tier)
+    assert engine.cache.pages.num_used == engine.cache.slots.pool.num_used == 0
+    return loaded + sum(engine.cache.stats.loaded.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_operations(seed):
+    assert random_run(seed, 2000) > 500
