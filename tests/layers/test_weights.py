@@ -15,7 +15,7 @@ from milepost.errors import WeightsError
 from milepost.kernels import norm
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placements, place_scattered
+from milepost.layers.placements import Placements, place_scattered, place_whole, scale
 from milepost.layers.weights import RAW, Raw
 from milepost.models import load_config
 from milepost.models.registry import find_architecture
@@ -166,3 +166,9 @@ def test_a_shard_reads_its_own_part(tmp_path: Path) -> None:
         WeightFiles(tmp_path).read_into(layer.placements())
         found += layer(hidden[:, 4 * rank : 4 * rank + 4])
     assert relative_error(found, hidden @ whole.T) < 1e-6
+
+
+def test_a_factor_goes_where_the_tensor_is() -> None:
+    """Tensors may come from files by way of the device."""
+    there = torch.empty(4, device="meta")
+    scale(place_whole(there), torch.ones(4)).store(torch.empty(4, device="meta"))

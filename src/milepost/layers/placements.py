@@ -132,7 +132,7 @@ def scale(placement: Placement, factor: Tensor | float) -> Placement:
 
     def store(values: Tensor) -> None:
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        placement.store(wide * own)
+        placement.store(wide * (own.to(wide.device) if isinstance(own, Tensor) else own))
 
     own = placement.take_like(factor) if isinstance(factor, Tensor) else factor
     return replace(placement, store=store)

@@ -1,8 +1,8 @@
-"""Fills a model from safetensors files, one tensor at a time, straight into its parameters.
+"""Fills a model from safetensors files, straight into its parameters.
 
-At no time more than one tensor of the checkpoint is held besides the model. Every tensor of the
-checkpoint is either placed or on the list of those that are knowingly skipped; every parameter is
-filled, or loading fails.
+Hardly more than one tensor of the checkpoint is held besides the model (see `reading`). Every
+tensor of the checkpoint is either placed or on the list of those that are knowingly skipped; every
+parameter is filled, or loading fails.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from tqdm import tqdm
 
 from milepost.errors import WeightsError
 from milepost.layers.placements import Placement, Placements
 from milepost.models.decoder import Decoder
+from milepost.models.reading import Reader, read_extents
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -37,17 +39,24 @@ class WeightFiles:
         self.by_name = _read_names(folder)
         """Tensor's name -> the file that must hold it."""
 
-    def read_into(self, placements: Placements, skipped: Sequence[str] = ()) -> None:
-        """Store every tensor as placed, once; raises WeightsError naming file and tensor. Shows how
-        far it is where that takes more than a moment.
+    def read_into(
+        self,
+        placements: Placements,
+        skipped: Sequence[str] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """Store every tensor as placed, once, from the CPU or from a `device` to which all are
+        brought; raises WeightsError naming file and tensor. Shows how far it is where that takes
+        more than a moment.
         """
         pattern = re.compile("|".join(skipped) or "(?!)")
         self._refuse_missing(placements)
         files = sorted(set(self.by_name.values()))
         total = sum(file.stat().st_size for file in files if file.is_file())
-        with _progress(total) as note_bytes:
+        brings = nullcontext() if device is None else Reader(device)
+        with _progress(total) as note_bytes, brings as reader:
             for file in files:
-                self._read_file(file, placements, pattern, note_bytes)
+                self._read_file(file, placements, pattern, reader, note_bytes)
 
     def check(self, placements: Placements, prefix: str) -> None:
         """Raise WeightsError, naming file and tensor, unless what begins with `prefix` is exactly
@@ -76,9 +85,11 @@ class WeightFiles:
         file: Path,
         placements: Placements,
         skipped: re.Pattern[str],
+        reader: Reader | None,
         note_bytes: Callable[[int], object],
     ) -> None:
         wanted = [name for name, holder in self.by_name.items() if holder == file]
+        placed = []
         with _open(file) as tensors:
             held = set(tensors.keys())
             for name in wanted:
@@ -88,10 +99,19 @@ class WeightFiles:
                         "download the checkpoint again"
                     )
                 if name in placements:
-                    note_bytes(_store(file, name, tensors, placements[name]))
+                    _check_fits(file, name, tensors, placements[name])
+                    if reader is None or placements[name].cuts:
+                        note_bytes(_store(name, tensors, placements[name]))
+                    else:
+                        placed.append(name)
                 elif not skipped.match(name):
                     raise _no_place(file, name)
             self._refuse_others(file, held, skipped)
+        if reader is None:
+            return
+        for extent, tensor in reader.read(file, read_extents(file, placed)):
+            _place(tensor, placements[extent.name])
+            note_bytes(tensor.nbytes)
 
     def _refuse_others(self, file: Path, held: set[str], skipped: re.Pattern[str]) -> None:
         """What a file holds besides the tensors that the index names there."""
@@ -118,7 +138,8 @@ def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) 
     """Fill `model` from the checkpoint's files, but for tensors whose names begin with one of the
     patterns `skipped`; raises WeightsError."""
     with torch.no_grad():
-        files.read_into(model.placements(), (*skipped, *model.elsewhere))
+        device, others = model.embedding.device, (*skipped, *model.elsewhere)
+        files.read_into(model.placements(), others, device if device.type == "cuda" else None)
 
 
 def _no_place(file: Path, name: str) -> WeightsError:
@@ -128,18 +149,19 @@ def _no_place(file: Path, name: str) -> WeightsError:
     )
 
 
-def _store(file: Path, name: str, tensors: safe_open, placement: Placement) -> int:
-    """Returns the tensor's bytes in the file."""
-    _check_fits(file, name, tensors, placement)
+def _store(name: str, tensors: safe_open, placement: Placement) -> int:
+    """Store a tensor, or a part of it, as it lies in the system's cache of the file; returns its
+    bytes there."""
     view = tensors.get_slice(name)
-    if placement.cuts:
-        tensor = placement.take(view)
-    else:
-        # A single number may have no dimension, or some of one.
-        tensor = tensors.get_tensor(name)
-        tensor = tensor if tensor.numel() != 1 else tensor.view(placement.shape)
-    placement.store(tensor)
+    tensor = placement.take(view) if placement.cuts else tensors.get_tensor(name)
+    _place(tensor, placement)
     return tensor.nbytes
+
+
+def _place(tensor: Tensor, placement: Placement) -> None:
+    # A single number may have no dimension, or some of one.
+    is_one = tensor.numel() == 1 and not placement.cuts
+    placement.store(tensor.view(placement.shape) if is_one else tensor)
 
 
 def _check_fits(file: Path, name: str, tensors: safe_open, placement: Placement) -> None:

@@ -1,0 +1,205 @@
+"""Brings tensors of a safetensors file to a device as fast as the disk, or the system's cache of
+it, has them.
+
+Threads read the file piece by piece, in order and some pieces ahead; a piece holds many small
+tensors, or a part of a large one. From memory that the device reads by itself a piece goes there in
+one copy, which runs beside the next reads, and there its tensors are views of it. Beside the model
+the device holds a piece, or one tensor that is larger.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from milepost.errors import WeightsError
+
+_NUM_AHEAD = 8
+"""Pieces that are read or wait to be taken, and threads."""
+_PIECE_BYTES = 32 << 20
+_MAX_GAP = 1 << 20
+"""Bytes between two tensors that are rather read than left out."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a tensor lies in its file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    begin: int
+    end: int
+    extents: tuple[Extent, ...]
+    """Those that lie in it, or the one that it is a part of."""
+
+    @property
+    def is_part(self) -> bool:
+        first = self.extents[0]
+        return self.begin > first.begin or self.end < first.end
+
+
+def read_extents(file: Path, names: Sequence[str]) -> list[Extent]:
+    """Of a file's tensors those of these names, in the file's order. The file is a whole one."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    found = []
+    for name in names:
+        entry = header[name]
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        found.append(Extent(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end))
+    return sorted(found, key=lambda extent: extent.begin)
+
+
+class Reader:
+    """Reads to one device; its staging memory serves every file. Use it in a `with` statement."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_pinned = device.type == "cuda"
+        self._free: list[Tensor] = []
+        self._threads = ThreadPoolExecutor(_NUM_AHEAD, thread_name_prefix="reading")
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def read(self, file: Path, extents: Sequence[Extent]) -> Iterator[tuple[Extent, Tensor]]:
+        """Each tensor on the device, in the order of `extents`, which is the file's. A tensor is
+        there until the next is asked for. Raises WeightsError."""
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            yield from self._assemble(self._pieces(file, descriptor, _cut(extents)))
+        finally:
+            os.close(descriptor)
+
+    def _assemble(self, pieces: Iterator[tuple[_Piece, Tensor]]) -> Iterator[tuple[Extent, Tensor]]:
+        """Tensors from the bytes of pieces."""
+        whole: Tensor | None = None
+        for piece, held in pieces:
+            if not piece.is_part:
+                for extent in piece.extents:
+                    part = held[extent.begin - piece.begin : extent.end - piece.begin]
+                    yield extent, _as_tensor(part, extent)
+                continue
+            (extent,) = piece.extents
+            if whole is None:
+                whole = torch.empty(
+                    extent.end - extent.begin, dtype=torch.uint8, device=self._device
+                )
+            whole[piece.begin - extent.begin : piece.end - extent.begin].copy_(held)
+            if piece.end == extent.end:
+                yield extent, _as_tensor(whole, extent)
+                whole = None
+
+    def _pieces(
+        self, file: Path, descriptor: int, pieces: Iterator[_Piece]
+    ) -> Iterator[tuple[_Piece, Tensor]]:
+        """Each with its bytes on the device."""
+        ahead: deque[tuple[_Piece, Future[Tensor]]] = deque()
+        try:
+            while True:
+                while len(ahead) < _NUM_AHEAD and (piece := next(pieces, None)) is not None:
+                    staged = self._take_staging()
+                    ahead.append((piece, self._threads.submit(_read, descriptor, piece, staged)))
+                if not ahead:
+                    return
+                piece, future = ahead.popleft()
+                staged = self._result(file, future)
+                held, done = self._send(staged[: piece.end - piece.begin])
+                yield piece, held
+                done()
+                self._free.append(staged)
+        finally:
+            # What is still being read must not lose its file.
+            for _, future in ahead:
+                future.cancel() or future.exception()
+
+    def _result(self, file: Path, future: Future[Tensor]) -> Tensor:
+        try:
+            return future.result()
+        except OSError as error:
+            raise WeightsError(f"{file}: cannot be read ({error}); download it again") from error
+
+    def _send(self, staged: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        """On the device, and what waits until the staging memory may be written again."""
+        if not self._is_pinned:
+            return staged, lambda: None
+        held = staged.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return held, event.synchronize
+
+    def _take_staging(self) -> Tensor:
+        if self._free:
+            return self._free.pop()
+        return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+
+
+def _cut(extents: Sequence[Extent]) -> Iterator[_Piece]:
+    """Pieces of no more than _PIECE_BYTES."""
+    held: list[Extent] = []
+    for extent in extents:
+        fits = held and (
+            extent.end - held[0].begin <= _PIECE_BYTES and extent.begin - held[-1].end <= _MAX_GAP
+        )
+        if held and not fits:
+            yield _Piece(held[0].begin, held[-1].end, tuple(held))
+            held = []
+        if extent.end - extent.begin <= _PIECE_BYTES:
+            held.append(extent)
+            continue
+        for begin in range(extent.begin, extent.end, _PIECE_BYTES):
+            yield _Piece(begin, min(begin + _PIECE_BYTES, extent.end), (extent,))
+    if held:
+        yield _Piece(held[0].begin, held[-1].end, tuple(held))
+
+
+def _read(descriptor: int, piece: _Piece, staged: Tensor) -> Tensor:
+    """Fill `staged`; raises OSError."""
+    room = memoryview(staged.numpy())[: piece.end - piece.begin]
+    at = piece.begin
+    while len(room):
+        count = os.preadv(descriptor, [room], at)
+        if not count:
+            raise OSError(f"it ends at byte {at}, before {piece.end}")
+        room, at = room[count:], at + count
+    return staged
+
+
+def _as_tensor(held: Tensor, extent: Extent) -> Tensor:
+    """Bytes as what they stand for; where they lie at no multiple of its size, a copy."""
+    if held.storage_offset() % extent.dtype.itemsize:
+        held = held.clone()
+    return held.view(extent.dtype).view(extent.shape)
