@@ -238,6 +238,16 @@ def test_a_missing_tensor_is_named(form: str, part: int, tmp_path: Path) -> None
         load_model(stored)
 
 
+@pytest.mark.parametrize("form", ["fp8-channels", "gptq"])
+def test_multipliers_of_quantised_weights_are_refused(form: str, tmp_path: Path) -> None:
+    """They would be lost, for what has them is a tensor of another name or of other numbers."""
+    sizes = {"mamba_d_ssm": 128, "mamba_n_heads": 16, "num_hidden_layers": 1}
+    stored, meant = write("falcon_h1", tmp_path, form, left=lambda p: "in_proj" in p, **sizes)
+    with pytest.raises(UnsupportedModelError, match=r"self_attn\.\w+.*'falcon_h1' has multipliers"):
+        load_model(stored)
+    load_model(meant, quantization="fp8")
+
+
 def test_quantised_values_without_their_scales_are_refused(tmp_path: Path) -> None:
     stored, _ = write("qwen3_5", tmp_path, "fp8-blocks")
     tensors = load_file(stored / "model.safetensors")

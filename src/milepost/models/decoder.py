@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from milepost.errors import UnsupportedModelError
 from milepost.kernels.batch import Operation
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.embedding import embed
@@ -24,7 +25,9 @@ from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Layer
 from milepost.layers.placements import (
+    FLOATS,
     Holder,
+    Placement,
     Placements,
     cut_all,
     fill_matrix,
@@ -165,9 +168,20 @@ class Decoder(nn.Module):
         own = {self._embedding_name: cut_all(place_whole(self.embedding), self._vocab)}
         placements = merge([own, *(holder.placements() for holder in self._holders())])
         for (end, factor), name in product(self._factors.items(), placements):
+            self._refuse_quantised(name, placements[name], end)
             if name.endswith(f".{end}"):
                 placements[name] = scale(placements[name], factor)
         return placements
+
+    def _refuse_quantised(self, name: str, place: Placement, end: str) -> None:
+        """Raise UnsupportedModelError if a factor belongs into a weight that is no numbers, or not
+        alone."""
+        if f".{end.rpartition('.')[0]}." in name and place.types != FLOATS:
+            raise UnsupportedModelError(
+                f"{name}: model_type={self.config.model_type!r} has multipliers, which are not "
+                "supported in quantised weights; use the checkpoint that is not quantised, or "
+                "quantization='fp8' on it"
+            )
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
