@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.context import AttentionSpec, RecurrentSpec
-from milepost.models import find_folder, load_model
+from milepost.models import architectures, find_folder, load_model
 from tests.checkpoints import build
 
 
@@ -139,3 +140,12 @@ def test_layer_specs_follow_the_layer_types(tmp_path: Path) -> None:
     assert model.layer_specs == (recurrent, recurrent, recurrent, attention)
     assert (model.vocab_size, model.num_positions) == (101, 1024)
     assert config.model_type == "qwen3_5"
+
+
+def test_files_are_as_long_as_the_documentation_says() -> None:
+    folder = Path(architectures.__path__[0])
+    text = (Path(__file__).parents[2] / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+    said = re.findall(r"`(\w+\.py)`\s\((\d+)", text)
+    assert len(said) == 4
+    for name, count in said:
+        assert len((folder / name).read_text(encoding="utf-8").splitlines()) == int(count), name
