@@ -175,6 +175,11 @@ class EngineConfig:
             "numbers split the memory; leave them out",
         )
         _require(
+            self.kv_transfer_config is None or self.tensor_parallel_size == 1,
+            f"tensor_parallel_size={self.tensor_parallel_size} with kv_transfer_config: another "
+            "engine would get one rank's part of the KV; leave one of them out",
+        )
+        _require(
             self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
         )
         _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")

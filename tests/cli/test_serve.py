@@ -45,6 +45,12 @@ def test_flags_of_both_sides():
     )
 
 
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "-tp"])
+def test_ranks_have_vllms_names(flag):
+    _, [(_, engine)], _ = run("./model", flag, "2", "--enable-expert-parallel")
+    assert (engine.tensor_parallel_size, engine.enable_expert_parallel) == (2, True)
+
+
 def test_the_servers_status_is_the_commands():
     assert run(status=1)[0] == 1
 

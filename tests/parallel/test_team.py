@@ -98,6 +98,13 @@ def test_a_rank_that_hangs_ends_the_engine(monkeypatch):
         ({"tensor_parallel_size": 3}, "num_key_heads=4 does not divide"),
         ({"tensor_parallel_size": 8}, "num_key_heads=4 does not divide"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: use 1 or more"),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+            },
+            "tensor_parallel_size=2 with kv_transfer_config",
+        ),
     ],
 )
 def test_a_size_that_does_not_divide_starts_no_process(options, named, monkeypatch):

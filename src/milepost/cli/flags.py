@@ -17,6 +17,9 @@ from cyclopts import Group, Parameter
 
 C = TypeVar("C")
 
+SHORT = {"tensor_parallel_size": "-tp"}
+"""Fields whose flags have a second name, as vLLM's have it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags(Generic[C]):
@@ -61,7 +64,9 @@ class Flags(Generic[C]):
     def _parameter(self, field: Field[Any], hint: Any, doc: str) -> inspect.Parameter:
         assert field.default is not MISSING, f"a flag needs a default: {field.name}"
         says_no = field.name in self.with_negative
+        alias = SHORT.get(field.name)
         flag = Parameter(
+            alias=alias,
             group=self.group,
             help=doc,
             negative=() if field.default is False and not says_no else None,

@@ -271,7 +271,7 @@ class Engine:
         can; False while requests are running or waiting."""
         is_done = not self.has_work and self.reset_prefix_cache()
         if is_done:
-            self.runner.pools.release()
+            self.runner.release()
         return is_done
 
     def get_metrics(self) -> list[Metric]:

@@ -161,7 +161,7 @@ def build_rank(
     folder = _folder(config)
     device = _device(config.device, ranks.rank)
     if device.type == "cuda" and not ranks.is_alone:
-        ranks = _reaching(ranks, device)
+        ranks = _reaching(ranks, device, team)
     model, whole = load_model(
         folder,
         dtype=_dtype(config, folder, device),
@@ -207,14 +207,18 @@ def build_rank(
     )
 
 
-def _reaching(ranks: Ranks, device: torch.device) -> Ranks:
+def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:
     """The same ranks, whose GPUs reach each other."""
     # Imported where it is used: machines without a GPU need not have what it needs.
     from milepost.parallel.gpu import GpuLink
 
     assert isinstance(ranks.link, GlooLink), "hosts reach each other first"
-    torch.cuda.set_device(device)
-    return replace(ranks, link=GpuLink(ranks.link, torch.device("cuda", device.index or 0)))
+    index = device.index or 0
+    torch.cuda.set_device(index)
+    link = GpuLink(ranks.link, torch.device("cuda", index))
+    if team is not None:
+        team.closing.append(link.close)
+    return replace(ranks, link=link)
 
 
 def _folder(config: EngineConfig) -> Path:

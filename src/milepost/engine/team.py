@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -74,7 +74,9 @@ class Team:
             for rank in range(1, size)
         ]
         self._lost = threading.Event()
-        self.close = weakref.finalize(self, _end, self._members)
+        self.closing: list[Callable[[], object]] = []
+        """What else ends with it."""
+        self.close = weakref.finalize(self, _end, self._members, self.closing)
         # The thread that starts a process is the one that it ends with: this one stays.
         started = threading.Event()
         arguments = self._members, started, self._lost
@@ -206,8 +208,10 @@ def _why_lost(members: Sequence[_Member], lost: threading.Event) -> str:
     return str(_failure(members, lost))
 
 
-def _end(members: Sequence[_Member]) -> None:
+def _end(members: Sequence[_Member], closing: Sequence[Callable[[], object]]) -> None:
     for member in members:
         member.process.kill()
         member.process.wait()
         member.socket.close()
+    for close in closing:
+        close()

@@ -33,8 +33,8 @@ class GpuLink:
     def __init__(self, hosts: GlooLink, device: torch.device) -> None:
         if dist.is_initialized():
             raise ConfigError(
-                "tensor_parallel_size: this process has a process group of torch's already; start "
-                "each engine with several GPUs in a process of its own"
+                "tensor_parallel_size: this process has a process group of torch's already; end "
+                "what uses it, or start this engine in a process of its own"
             )
         dist.init_process_group(
             "nccl",
@@ -74,6 +74,11 @@ class GpuLink:
 
     def least(self, value: int) -> int:
         return self._hosts.least(value)
+
+    def close(self) -> None:
+        """Let go of the group, whatever the other ranks are doing."""
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
 
     def _mail(self, hidden_size: int, dtype: torch.dtype) -> Mail | None:
         """For rows of this size, made when the first of them come; None where no rank reaches the

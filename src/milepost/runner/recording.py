@@ -34,7 +34,11 @@ class Rollback(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The steps in flight were taken back: they have no results."""
 
 
-Record = Heading | StepPlan | StepSampling | StepResult | Rollback
+class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What the pools hold was forgotten: see `Pools.release`."""
+
+
+Record = Heading | StepPlan | StepSampling | StepResult | Rollback | Release
 
 
 class Log(Protocol):

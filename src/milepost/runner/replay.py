@@ -10,7 +10,7 @@ import torch
 
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
-from milepost.runner.recording import Record, Rollback
+from milepost.runner.recording import Record, Release, Rollback
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
@@ -33,6 +33,8 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
                 yield record, runner.collect(under_way.popleft()).result
             case Rollback():
                 under_way.clear()
+            case Release():
+                runner.release()
 
 
 def digest(pools: Pools) -> str:

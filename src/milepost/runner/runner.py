@@ -25,7 +25,7 @@ from milepost.runner.flight import Flight
 from milepost.runner.histories import Histories
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
-from milepost.runner.recording import Log, Record, Rollback
+from milepost.runner.recording import Log, Record, Release, Rollback
 from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, StepSampling
 
@@ -200,6 +200,11 @@ class Runner:
     def roll_back(self) -> None:
         """Note that the steps in flight were taken back: nobody collects them."""
         self._write_down(Rollback())
+
+    def release(self) -> None:
+        """Return the pools' memory, as far as they can; nothing in them is used any more."""
+        self._write_down(Release())
+        self.pools.release()
 
     def _write_down(self, record: Record) -> None:
         for log in self._logs:
