@@ -1,5 +1,5 @@
 """Fused steps that verify on a GPU: states and outputs are those of one token at a time, bit for
-bit with heads as real models have them, and near the reference's.
+bit with heads as real models have them but on Hopper, and near the reference's.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ pytestmark = [
 
 
 @pytest.fixture(params=[True, False], ids=["hopper", "any chip"])
-def chip(request: pytest.FixtureRequest) -> Iterator[None]:
+def chip(request: pytest.FixtureRequest) -> Iterator[str]:
     """Its kernels run."""
     allow_hopper_kernels(request.param)
-    yield
+    yield "hopper" if request.param else "any chip"
     allow_hopper_kernels(True)
 
 
 ROUNDING = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Where the compiler lays out narrow heads in another way for verify steps than for decodes."""
+"""Where Hopper's kernel decodes, which adds up in another order, or the compiler lays out narrow
+heads in another way than for decodes."""
 
 
 def kind_of(shapes: Shapes, dtype: torch.dtype) -> Kind:
@@ -45,14 +46,13 @@ def kind_of(shapes: Shapes, dtype: torch.dtype) -> Kind:
     return Kind(shapes=shapes, dtype=dtype, device="cuda", chip=chip, num_tokens=12)
 
 
-@pytest.mark.usefixtures("chip")
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("shapes", [REAL, SMALL], ids=["real", "small"])
 def test_any_split_leaves_the_states_of_one_token_at_a_time(
-    shapes: Shapes, dtype: torch.dtype
+    chip: str, shapes: Shapes, dtype: torch.dtype
 ) -> None:
     plain = Plain(kind_of(shapes, dtype))
-    max_error = 0 if shapes is REAL else ROUNDING[dtype]
+    max_error = 0 if shapes is REAL and chip != "hopper" else ROUNDING[dtype]
     for seed in range(6):
         play(plain, random.Random(seed), max_error)
 

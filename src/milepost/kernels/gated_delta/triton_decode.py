@@ -18,6 +18,7 @@ from milepost.kernels.activations import sigmoid, silu
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.triton_parts import (
+    advance,
     gated_norm,
     head_channels,
     log_decay,
@@ -39,7 +40,7 @@ def decode(
     slot_out: Tensor,
 ) -> Tensor:
     """See `gated_delta.mix`."""
-    if suits_hopper(recurrent_pool):
+    if _suits_hopper(recurrent_pool):
         from milepost.kernels.gated_delta import triton_hopper
 
         pools = conv_pool, recurrent_pool
@@ -91,9 +92,8 @@ def decode(
     return output
 
 
-def suits_hopper(recurrent_pool: Tensor) -> bool:
-    """Whether the kernels of `triton_hopper` and `triton_hopper_verify` do the work: both or none,
-    since they do it in the same order."""
+def _suits_hopper(recurrent_pool: Tensor) -> bool:
+    """Whether the kernel of `triton_hopper` does the work."""
     if not runs_gluon(recurrent_pool):
         return False
     from milepost.kernels.gated_delta import triton_hopper
@@ -205,9 +205,7 @@ def _update(
     value_at = mixed + sequence * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
     value = tl.load(value_at, is_column, 0)
 
-    state = state.to(tl.float32) * decay
-    change = (value - tl.sum(state * key[:, None], 0)) * beta
-    state += key[:, None] * change[None, :]
+    state = advance(state.to(tl.float32), key, value, beta, decay)
     tl.debug_barrier()
     written_at = pool + written * slot_stride + state_at
     tl.store(written_at, state.to(pool.dtype.element_ty), in_state)

@@ -15,6 +15,14 @@ def log_decay(rate, bias, inputs):
 
 
 @triton.jit
+def advance(state, key, value, beta, decay):
+    """The state [K, W] behind a token, float32."""
+    state = state * decay
+    change = (value - tl.sum(state * key[:, None], 0)) * beta
+    return state + key[:, None] * change[None, :]
+
+
+@triton.jit
 def gated_norm(x, weight, gate, eps, SIZE: tl.constexpr, AXIS: tl.constexpr):
     """RMS norm of `x` over `AXIS` (SIZE entries, zeros beyond), times silu of `gate`."""
     scale = tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) / SIZE + eps)

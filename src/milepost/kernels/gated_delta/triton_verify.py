@@ -3,7 +3,7 @@
 As `triton_decode`, token by token, with the state in registers all the while: first the recorded
 tokens that are folded in, then the sequence's own, behind which the state is written, then its
 drafts, which are recorded. Each token takes the operations of `triton_decode` in their order: with
-heads of 128 states are the same bit for bit.
+heads of 128 states are the same bit for bit. Hopper's kernel for decodes adds up in another order.
 
     place     0 .. F - 1    F          F + 1 .. F + N - 1
     token     records       its own    drafts
@@ -22,8 +22,8 @@ from torch import Tensor
 from milepost.kernels.activations import sigmoid, silu
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.gated_delta.layout import VerifyLayout
-from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import (
+    advance,
     gated_norm,
     head_channels,
     log_decay,
@@ -47,12 +47,6 @@ def verify(
     output: Tensor,
 ) -> None:
     """Write `output` [T, V * W] of the sequences that decode; see `gated_delta.mix`."""
-    if suits_hopper(recurrent_pool):
-        from milepost.kernels.gated_delta import triton_hopper_verify
-
-        pools = conv_pool, recurrent_pool
-        triton_hopper_verify.verify(projected, weights, *pools, layout, records, output)
-        return
     num_sequences = len(layout.slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
@@ -257,9 +251,7 @@ def _update(
         query = tl.load(query_at + place * channels + o_k, is_k, 0)
         key = tl.load(query_at + place * channels + KEY_HEADS * KEY_DIM + o_k, is_k, 0)
         value = tl.load(value_at + place * channels + o_v, is_v, 0)
-        state = state * decay
-        change = (value - tl.sum(state * key[:, None], 0)) * beta
-        state += key[:, None] * change[None, :]
+        state = advance(state, key, value, beta, decay)
         if place >= num_folded:
             new = place - num_folded
             gate = tl.load(tokens + new * projected_stride + head * VALUE_DIM + o_v, is_v, 0)
