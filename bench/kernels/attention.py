@@ -141,7 +141,8 @@ class Step:
             page_size=PAGE_SIZE,
             tables=tables if share else None,
             capacity=case.capacity,
-            **{"num_programs": num_sms(torch.device("cuda", 0)), **options},
+            num_programs=num_sms(torch.device("cuda", 0)),
+            **({"num_beside": 3} if case.kv_dtype.itemsize == 1 else {}) | options,
         )
         self.items = on_device(items)
 

@@ -111,6 +111,7 @@ class Step:
             tokens_each=1 + case.num_drafts,
             wide_rows=case.wide_rows,
             num_programs=case.num_programs,
+            num_beside=3 if case.has_float8 else 1,
         )
 
     def on_device(self, items: work.AttentionItems) -> work.AttentionItems:

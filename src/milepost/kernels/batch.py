@@ -85,6 +85,7 @@ class Batch:
     device: torch.device
     chip: Chip | None
     """None where the reference kernels run."""
+    has_float8_kv: bool = False
 
     @property
     def verifies(self) -> bool:

@@ -34,6 +34,7 @@ class Geometry:
     device: torch.device
     chip: Chip | None
     """None where the reference kernels run."""
+    has_float8_kv: bool = False
 
 
 def build(
@@ -102,6 +103,7 @@ def _batch(
         capacity=capacity,
         device=geometry.device,
         chip=geometry.chip,
+        has_float8_kv=geometry.has_float8_kv,
     )
     return batch, positions
 

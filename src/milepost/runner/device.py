@@ -63,6 +63,7 @@ class DeviceExecutor:
             page_rows=pools.page_rows,
             device=pools.device,
             chip=probe(pools.device),
+            has_float8_kv=pools.has_float8_kv,
         )
         most = [
             arrays.build(_NOTHING, self._tables.host, self._geometry, capacity)

@@ -214,6 +214,7 @@ class DeviceDrafting:
             capacity=Capacity(num_tokens=count, num_sequences=count, decodes=True),
             device=geometry.device,
             chip=geometry.chip,
+            has_float8_kv=geometry.has_float8_kv,
         )
 
     # --- the device's part ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from milepost.cache.plans import PageMove
 from milepost.kernels.attention import rows_per_page
+from milepost.kernels.float8 import FP8
 from milepost.kernels.gated_delta import CHUNK
 from milepost.kernels.mtp import Carried
 from milepost.layers.context import (
@@ -182,6 +183,10 @@ class Pools:
     def page_rows(self) -> int:
         """Rows of KV from one page to the next (see `kernels.attention.pages`)."""
         return rows_per_page(self.all_kv[:, 0]) if self.all_kv is not None else 0
+
+    @property
+    def has_float8_kv(self) -> bool:
+        return self.all_kv is not None and self.all_kv.dtype == FP8
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """Copy whole pages, in every layer, with what lies beside them, one after the other: a page

@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+_FLOAT8_BESIDE = 3
+"""Narrow items that share an SM. Blocks of float8 take half the room, and half as long to come; so
+what a program does between two of them is hidden by another program."""
 AttentionLayout = AttentionItems | AttentionRows
 
 HeadNorm = Literal["each", "whole", "none"]
@@ -73,6 +76,7 @@ class AttentionOperation:
             tokens_each=1 + batch.capacity.num_drafts,
             wide_rows=choose_wide_rows(self.head_dim, batch.chip.shared_bytes),
             num_programs=batch.chip.num_sms,
+            num_beside=_FLOAT8_BESIDE if batch.has_float8_kv else 1,
             capacity=None if batch.capacity.is_exact else batch.capacity,
         )
 

@@ -104,23 +104,26 @@ def lay_out(
     narrow_rows: int = NARROW_ROWS,
     tokens_each: int = 1,
     wide_rows: int = _WIDE_ROWS,
+    num_beside: int = 1,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
     `rows` of the page tables.
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
-    decodes share are read once for all of them. `num_programs` run on the device at a time.
+    decodes share are read once for all of them. `num_programs` run on the device at a time, of
+    narrow items `num_beside` times as many.
     """
     if heads_per_kv > wide_rows:
         raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
     narrow_tokens, wide_tokens = narrow_rows // heads_per_kv, wide_rows // heads_per_kv
     programs = max(1, num_programs // num_kv_heads)
+    narrow_programs = max(1, num_programs * num_beside // num_kv_heads)
     narrow, wide = _tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
     counts = np.zeros(sum(lengths), np.int64)
     wide_pieces = _count_pieces(wide, programs, _WIDE_CUT_COST)
     _add(counts, wide, wide_pieces)
     narrow[:, ORDINAL] = counts[narrow[:, FIRST]]
-    narrow_pieces = _count_pieces(narrow, programs, _NARROW_CUT_COST)
+    narrow_pieces = _count_pieces(narrow, narrow_programs, _NARROW_CUT_COST)
     _add(counts, narrow, narrow_pieces)
     counts[counts == 1] = 0
     bases = np.zeros(len(counts) + 1, np.int32)
@@ -137,7 +140,7 @@ def lay_out(
     )
     if capacity is None:
         return items
-    return _pad(items, capacity, narrow_tokens, wide_tokens, programs)
+    return _pad(items, capacity, narrow_tokens, wide_tokens, (narrow_programs, programs))
 
 
 def _tile_all(
@@ -288,12 +291,17 @@ def _ordinals(counts: Ints) -> Ints:
 
 
 def _pad(
-    items: AttentionItems, capacity: Capacity, narrow_tokens: int, wide_tokens: int, programs: int
+    items: AttentionItems,
+    capacity: Capacity,
+    narrow_tokens: int,
+    wide_tokens: int,
+    programs: tuple[int, int],
 ) -> AttentionItems:
-    """The same with arrays as long as any step's that fits."""
+    """The same with arrays as long as any step's that fits; `programs` of narrow and of wide
+    items."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    cuts = programs * max(_WAVES)
-    narrow = num_sequences + cuts if narrow_tokens else 0
+    narrow_cuts, cuts = (number * max(_WAVES) for number in programs)
+    narrow = num_sequences + narrow_cuts if narrow_tokens else 0
     # A sequence's last tile, and a run's, may hold few tokens.
     wide = num_tokens // wide_tokens + min(num_sequences, num_tokens // (narrow_tokens + 1))
     if num_sequences >= _MIN_SHARING:

@@ -70,6 +70,7 @@ _CROWDED = (Shape(64, 4, 2, 2), Shape(32, 4, 2, 2))
 """Several share an SM, and each other's waits."""
 _NARROW_LARGE = (Shape(64, 4, 5, 2), Shape(32, 4, 4, 2), Shape(32, 4, 2, 2))
 """A page is looked up two blocks before its KV is loaded, and that two before it is used."""
+_NARROW_FLOAT8 = (Shape(64, 4, 5, 2), Shape(32, 4, 4, 2), Shape(32, 4, 2, 2))
 _NARROW = (Shape(128, 4, 5, 2), Shape(64, 4, 4, 2), Shape(64, 4, 2, 2))
 _HALF = (Shape(64, 4, 3, 2), Shape(32, 4, 3, 2), Shape(16, 4, 2, 2))
 _WIDE_LARGE = (Shape(64, 8, 3, 2), Shape(32, 8, 3, 2), Shape(16, 8, 2, 2))
@@ -77,14 +78,22 @@ _WIDE = (Shape(128, 8, 3, 2), Shape(64, 8, 3, 2), Shape(32, 8, 2, 2))
 
 
 def choose_shape(
-    rows: int, head_dim: int, dtype: torch.dtype, chip: Chip, *, are_many: bool = False
+    rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    chip: Chip,
+    *,
+    are_many: bool = False,
+    is_float8: bool = False,
 ) -> Shape:
     """Of the shapes that fit the chip the first: that measured best on an H200 (see
     bench/kernels/attention.py), then ever smaller ones."""
     if dtype == torch.float32:
         return _TESTED
     large = head_dim > 128
-    if rows <= 2 * NARROW_ROWS:
+    if rows <= 2 * NARROW_ROWS and is_float8:
+        shapes = _NARROW_FLOAT8
+    elif rows <= 2 * NARROW_ROWS:
         shapes = _CROWDED if large and are_many else _NARROW_LARGE if large else _NARROW
     elif rows < 128:
         shapes = _HALF
@@ -133,7 +142,8 @@ def attend(
         # Decodes are most of them; how many items are padding is not known here.
         num_narrow = num_tokens // items.tokens_each * pool.shape[3]
         are_many = num_narrow > _CROWD * chip.num_sms
-        shape = narrow_shape or choose_shape(items.narrow_rows, *kind, chip, are_many=are_many)
+        counts = {"are_many": are_many, "is_float8": pool.dtype == FP8}
+        shape = narrow_shape or choose_shape(items.narrow_rows, *kind, chip, **counts)
         _launch(items.narrow, items.narrow_rows, shape, *common)
     if items.num_combined:
         combine(partials, lse, items, gate, output)

@@ -129,7 +129,9 @@ def _prepare_kernel(
         kv_head = (head - HEADS) % KV_HEADS
         if head >= HEADS + KV_HEADS:
             row += PAGE_SIZE
-        if kv_scales is not None:
-            scale_of_head = tl.load(kv_scales + head - HEADS)
-            x = encode(tl.div_rn(x.to(tl.float32), scale_of_head), NATIVE)
-        tl.store(pool + (row * KV_HEADS + kv_head) * HEAD_DIM + column, x, mask=kept)
+        p_kv = pool + (row * KV_HEADS + kv_head) * HEAD_DIM + column
+        if kv_scales is None:
+            tl.store(p_kv, x, mask=kept)
+        else:
+            scaled = tl.div_rn(x.to(tl.float32), tl.load(kv_scales + head - HEADS))
+            tl.store(p_kv, encode(scaled, NATIVE), mask=kept)

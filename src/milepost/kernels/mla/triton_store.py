@@ -76,10 +76,12 @@ def _store_kernel(
     b_p = tl.load(p_token + LATENT + o_p, is_p, 0)
     b_r = b_r * tl.rsqrt(tl.sum(b_r * b_r) / LATENT + eps) * b_weight
     b_r = b_r.to(b_p.dtype)
-    if kv_scale is not None:
-        scale = tl.load(kv_scale)
-        b_r = encode(tl.div_rn(b_r.to(tl.float32), scale), NATIVE)
-        b_p = encode(tl.div_rn(b_p.to(tl.float32), scale), NATIVE)
     p_row = pool + row * (LATENT + SHARED)
-    tl.store(p_row + o_r, b_r, is_r)
-    tl.store(p_row + LATENT + o_p, b_p, is_p)
+    if kv_scale is None:
+        tl.store(p_row + o_r, b_r, is_r)
+        tl.store(p_row + LATENT + o_p, b_p, is_p)
+    else:
+        scale = tl.load(kv_scale)
+        tl.store(p_row + o_r, encode(tl.div_rn(b_r.to(tl.float32), scale), NATIVE), is_r)
+        scaled = tl.div_rn(b_p.to(tl.float32), scale)
+        tl.store(p_row + LATENT + o_p, encode(scaled, NATIVE), is_p)
