@@ -90,6 +90,11 @@ class EngineConfig:
     cache_host_gib: float | None = None
     """Host memory, in GiB, for what leaves the device's memory: it is loaded again when it is asked
     for."""
+    cache_dir: str | None = None
+    """Directory for what leaves the device's memory: it outlives the engine, and engines of the
+    same model may share it. What is there passes through host memory, by default 1 GiB."""
+    cache_disk_gib: float = 64.0
+    """The most that this engine keeps in `cache_dir`, in GiB."""
 
     max_model_len: int | None = None
     """Maximum length of prompt plus answer, in tokens; by default the model's own."""
@@ -148,17 +153,19 @@ class EngineConfig:
         )
         _require(
             not self.has_tiers or (self.enable_prefix_caching and self.mamba_cache_mode != "none"),
-            f"cache_host_gib={self.cache_host_gib}: prefix caching is off; leave one of them out",
+            f"cache_host_gib={self.cache_host_gib}, cache_dir={self.cache_dir!r}: prefix caching "
+            "is off; leave them out",
         )
+        _require(self.cache_disk_gib > 0, f"cache_disk_gib={self.cache_disk_gib}: use more than 0")
         _require(
             not self.has_tiers or self.tensor_parallel_size == 1,
             f"tensor_parallel_size={self.tensor_parallel_size}: only one device has tiers yet; "
-            "leave out cache_host_gib",
+            "leave out cache_host_gib and cache_dir",
         )
         _require(
             not (self.has_tiers and self.record_plans),
             f"record_plans={self.record_plans!r}: what comes from host memory is in no plan; "
-            "leave out cache_host_gib",
+            "leave out cache_host_gib and cache_dir",
         )
         _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
@@ -187,11 +194,11 @@ class EngineConfig:
     @property
     def has_tiers(self) -> bool:
         """Whether anything is kept outside the device's memory."""
-        return self.cache_host_gib is not None
+        return self.cache_host_gib is not None or self.cache_dir is not None
 
     @property
     def host_bytes(self) -> int:
-        return int((self.cache_host_gib or 0) * 2**30)
+        return int((self.cache_host_gib or 1.0) * 2**30)
 
 
 def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -> None:

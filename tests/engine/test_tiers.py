@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from milepost import SamplingParams
+from milepost.cache import Lost
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 from milepost.tiers.rates import Rates
@@ -174,3 +175,78 @@ def test_an_engine_whose_host_memory_is_refused_serves_without(tiny, monkeypatch
 def test_what_cannot_be_is_refused(options, named):
     with pytest.raises(ConfigError, match=named):
         EngineConfig(**options)
+
+
+# --- on disk --------------------------------------------------------------------------------------
+
+
+def kept(tiny, folder, **options):
+    return opened(tiny, cache_dir=str(folder), **(options or DEVICES["split"]))
+
+
+def end(llm):
+    llm.llm_engine.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_restart_goes_on_from_what_was_written(tiny, tmp_path, device):
+    llm = kept(tiny, tmp_path, **DEVICES[device])
+    (first,) = ask(llm, tokens(300))
+    ask(llm, tokens(150, seed=5))
+    end(llm)
+    num_written = llm.llm_engine._tiering.tiers.stats.written
+    again = kept(tiny, tmp_path, **DEVICES[device])
+    assert len(again.llm_engine._tiering.tiers.disk) == num_written > 10
+    outputs = ask(again, follow_up(first))
+    assert loaded(outputs[0]) == {"disk": END}
+    forget_device(again)
+    outputs += ask(again, follow_up(first, 40))
+    assert list(loaded(outputs[1])) == ["host"]
+    tiny.check(outputs)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone", "swapped"])
+def test_files_that_are_no_good_cost_time_alone(tiny, tmp_path, how):
+    llm = kept(tiny, tmp_path)
+    (first,) = ask(llm, tokens(300))
+    end(llm)
+    again = kept(tiny, tmp_path)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    whole = [path.read_bytes() for path in files]
+    for index, path in enumerate(files):
+        if how == "flipped":
+            path.write_bytes(whole[index][:-9] + bytes([whole[index][-9] ^ 4]) + whole[index][-8:])
+        elif how == "cut":
+            path.write_bytes(whole[index][:-100])
+        elif how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(whole[index - 1])
+    outputs = ask(again, follow_up(first))
+    assert outputs[0].cache_report.lost[Lost.LATE_COPY] == END
+    assert loaded(outputs[0]) == {}
+    assert again.llm_engine._tiering.tiers.stats.failed_loads == 1
+    tiny.check(outputs)
+
+
+def test_a_disk_that_is_full_costs_what_it_lacks_alone(tiny, tmp_path, monkeypatch, caplog):
+    def refuse(self, *_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("milepost.tiers.files.Files._write_aside", refuse)
+    llm = kept(tiny, tmp_path)
+    (first,) = ask(llm, tokens(300))
+    end(llm)
+    tiny.check([first])
+    assert caplog.text.count("No space left") == 1
+    assert llm.llm_engine._tiering.tiers.stats.written == 0
+    monkeypatch.undo()
+    again = ask(kept(tiny, tmp_path), follow_up(first))
+    assert loaded(again[0]) == {}
+    tiny.check(again)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cache_dir"):
+        kept(tiny, tmp_path / "file" / "below")

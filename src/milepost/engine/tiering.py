@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
+from milepost.errors import ConfigError
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.rates import MIN_TOKENS
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from milepost.runner.runner import Runner
     from milepost.tiers.arena import Memory
     from milepost.tiers.copier import Copier
+    from milepost.tiers.disk import Disk
     from milepost.tiers.policy import Tiers
 
 logger = logging.getLogger(__name__)
@@ -73,12 +76,16 @@ class Tiering:
             plan = self._scheduler.plan_copies()
             if plan.only_copies:
                 self._runner.copy(plan)
-        return self.copier.is_busy or outside.has_stores
+        return self.copier.is_busy or self.copier.is_writing or outside.has_stores
 
     def flush(self) -> None:
         """Wait until all that is to go down is there, and nothing comes up for who is over."""
-        while self.copier.is_busy or self.tend():
+        while self.copier.is_busy or self._goes_down():
             self.copier.wait(0.01)
+
+    def _goes_down(self) -> bool:
+        self.tend()
+        return self.copier.is_busy or self._scheduler.outside.has_stores
 
     def end_loads(self) -> None:
         """Have every load over: nobody knows how far a plan has come."""
@@ -101,6 +108,7 @@ class Tiering:
     def close(self) -> None:
         """Bring down what is still to go."""
         self.flush()
+        self.copier.close()
 
 
 def tiering_of(config: EngineConfig, scheduler: Scheduler, runner: Runner) -> Tiering | None:
@@ -122,17 +130,40 @@ def tiering_of(config: EngineConfig, scheduler: Scheduler, runner: Runner) -> Ti
     except MemoryError as error:
         logger.error("tiers: off, %s", error)
         return None
+    disk_pages, disk_states = 0, 0
+    if config.cache_dir is not None:
+        size = int(config.cache_disk_gib * GIB)
+        disk_pages, disk_states = split(size, page_bytes, state_bytes)
     limits = Limits(
         page_bytes=page_bytes,
         state_bytes=state_bytes,
         num_host_pages=num_pages,
         num_host_states=num_states,
+        num_disk_pages=disk_pages,
+        num_disk_states=disk_states,
         max_pages_under_way=PAGES_UNDER_WAY if link.needs_staging else 0,
         max_states_under_way=STATES_UNDER_WAY if link.needs_staging else 0,
     )
     tiers = Tiers(outside.cache, limits)
+    disk = _disk(config.cache_dir, outside.cache.identity, tiers, host)
     outside.add_keeper(tiers)
     outside.add_source(tiers)
-    copier = Copier(scheduler, runner, tiers, (memory, host), link)
-    logger.info("tiers: %d pages and %d states in host memory", num_pages, num_states)
+    copier = Copier(scheduler, runner, tiers, (memory, host), link, disk)
+    logger.info(
+        "tiers: %d pages and %d states in host memory, %d items on disk",
+        num_pages, num_states, len(tiers.disk),
+    )  # fmt: skip
     return Tiering(scheduler, runner, tiers, copier, host)
+
+
+def _disk(directory: str | None, identity: bytes, tiers: Tiers, host: Memory) -> Disk | None:
+    """The files of this model. Raises ConfigError if the directory cannot be made."""
+    if directory is None:
+        return None
+    from milepost.tiers.disk import Disk
+    from milepost.tiers.files import Files
+
+    try:
+        return Disk(Files(Path(directory).expanduser(), identity), tiers, host)
+    except OSError as error:
+        raise ConfigError(f"cache_dir={directory!r}: {error.strerror or error}") from error

@@ -22,6 +22,7 @@ from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.arena import Memory, allocate_staging, runs
+from milepost.tiers.disk import Disk, Reads
 from milepost.tiers.policy import Fetch, Tiers
 
 MAX_RUN = 16
@@ -137,6 +138,8 @@ class _Loading:
     load: Load
     fetches: list[Fetch]
     after: Event
+    reads: Reads | None = None
+    """What is to be read from disk first."""
     done: Event | None = None
     begun_s: float = field(default_factory=time.perf_counter)
 
@@ -151,10 +154,12 @@ class Copier:
         tiers: Tiers,
         memory: tuple[Memory, Memory],
         link: Link,
+        disk: Disk | None = None,
     ) -> None:
         self._scheduler, self._runner, self._tiers = scheduler, runner, tiers
         self._device, self._host = memory
         self._link = link
+        self._disk = disk
         limits = tiers.limits
         self._staging: Memory | None = None
         self._free: dict[bool, list[int]] = {False: [], True: []}
@@ -171,6 +176,11 @@ class Copier:
     @property
     def is_busy(self) -> bool:
         return bool(self._storing or self._loading)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether anything is on its way to disk."""
+        return self._disk is not None and self._disk.is_busy
 
     # --- what a plan names ------------------------------------------------------------------------
 
@@ -194,7 +204,10 @@ class Copier:
         fetches = self._tiers.fetches(load.number)
         loading = _Loading(load=load, fetches=fetches or [], after=self._link.now())
         self._loading[load.number] = loading
-        if fetches is not None:
+        if any(fetch.is_on_disk for fetch in loading.fetches):
+            assert self._disk is not None, "what is on disk has a disk"
+            loading.reads = self._disk.read(loading.fetches)
+        elif fetches is not None:
             self._bring(loading)
 
     def _bring(self, loading: _Loading) -> None:
@@ -219,9 +232,14 @@ class Copier:
         while self._storing and self._storing[0].done.query():
             self._end_stores(self._storing.popleft(), is_there=True)
             is_any = True
+        if self._disk is not None:
+            self._disk.poll()
         for number, loading in list(self._loading.items()):
-            if loading.done is None:
-                is_any = self._fail(number) or is_any
+            if loading.reads is not None:
+                is_any = self._end_reads(number, loading, loading.reads) or is_any
+            elif loading.done is None:
+                self._tiers.failed(())
+                is_any = self._fail(number)
             elif loading.done.query():
                 del self._loading[number]
                 self._arrive(loading)
@@ -238,16 +256,33 @@ class Copier:
         """Wait until nothing is copied any more: loads have arrived or failed, and what was on its
         way out is forgotten, since nobody knows what it was copied from.
         """
-        for loading in list(self._loading.values()):
-            if loading.done is not None:
-                loading.done.synchronize()
         while self._loading:
-            self.poll()
+            for loading in self._loading.values():
+                if loading.done is not None:
+                    loading.done.synchronize()
+            if not self.poll():
+                time.sleep(WAIT_S)
         while self._storing:
             storing = self._storing.popleft()
             storing.done.synchronize()
             self._end_stores(storing, is_there=False)
         self._tiers.forget_stores()
+
+    def _end_reads(self, number: int, loading: _Loading, reads: Reads) -> bool:
+        """What was on disk goes on to the device; whether anything has changed."""
+        assert self._disk is not None, "what is on disk has a disk"
+        if not reads.is_over:
+            return False
+        loading.reads = None
+        if self._disk.take(reads):
+            self._bring(loading)
+            return True
+        return self._fail(number)
+
+    def close(self) -> None:
+        """Write what is to outlive the engine."""
+        if self._disk is not None:
+            self._disk.close()
 
     def _end_stores(self, storing: _Storing, *, is_there: bool) -> None:
         for what, place in storing.staged:
@@ -270,6 +305,5 @@ class Copier:
 
     def _fail(self, number: int) -> bool:
         del self._loading[number]
-        self._tiers.failed(())
         self._scheduler.failed(number)
         return True

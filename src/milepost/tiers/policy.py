@@ -310,7 +310,7 @@ class Tiers:
                 self.host.remove(fetch.item)
 
     def failed(self, missing: Sequence[tuple[What, bytes]]) -> None:
-        """A load failed for want of these files: they are no good, or gone."""
+        """A load fails for want of these files: they are no good, or gone."""
         self.stats.failed_loads += 1
         for what, key in missing:
             item = self.disk.get(what, key)

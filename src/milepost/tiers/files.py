@@ -1,0 +1,232 @@
+"""Pages and states as files, which outlive the engine and may be shared by several.
+
+    <directory>/<space>/<first two digits of the key>/<key>-<parent>-<position>.<page|tail|state>
+
+The space is the model's identity, so another model's files are never looked at. The name holds all
+that an index needs. A file is a head (what it is, for whom, its token ids, a checksum), padded to
+4096 bytes, and the contents as they stand in host memory. It is written aside and renamed, so that
+it is whole or not there; what a file says of itself is checked before its contents are used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from zlib import crc32
+
+from milepost.cache.plans import What
+from milepost.cache.tree import checkpoint_key
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"milepost"
+VERSION = 1
+KINDS: tuple[What, ...] = ("page", "tail", "state")
+ALIGNMENT = 4096
+_HEAD = struct.Struct("<8sIB16s16s16sQIQII")
+"""Magic, version, kind, identity, key, parent, position, bytes of token ids, bytes of contents,
+their checksum, the head's own with this as 0."""
+STALE_S = 3600.0
+"""Files that were being written longer ago than this were left by an engine that has died."""
+
+
+class BadFileError(Exception):
+    """A file is not what its name says, or not whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name:
+    """What a file holds."""
+
+    what: What
+    key: bytes
+    parent: bytes
+    position: int
+
+
+class Files:
+    """The files of one model in a directory. Raises OSError if that cannot be made."""
+
+    def __init__(self, directory: Path, identity: bytes) -> None:
+        assert len(identity) == 16, "files outlive the process, and so does the identity"
+        self._identity = identity
+        self._space = directory / identity.hex()
+        self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._numbers = count()
+        self._complained: set[str] = set()
+
+    def path(self, name: Name) -> Path:
+        key = name.key.hex()
+        file = f"{key}-{name.parent.hex()}-{name.position}.{name.what}"
+        return self._space / key[:2] / file
+
+    def names(self) -> list[Name]:
+        """Those that are there, what hangs on nothing first. Reads names alone."""
+        found = []
+        for folder in self._folders():
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = _parse(entry.name)
+                    if name is not None:
+                        found.append(name)
+                    elif entry.name.startswith("."):
+                        _remove_stale(entry)
+        return sorted(found, key=lambda name: (name.position, name.key, name.what))
+
+    def _folders(self) -> Iterator[str]:
+        with os.scandir(self._space) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield entry.path
+
+    def write(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bool:
+        """Whether the file is there; what stands in the way is said once."""
+        path = self.path(name)
+        aside = path.with_name(f".{os.getpid()}-{next(self._numbers)}")
+        try:
+            if path.exists():
+                return True
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            head = self._head(name, tokens, contents)
+            try:
+                self._write_aside(aside, [memoryview(head), *contents])
+                os.replace(aside, path)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            self._complain("written to", error)
+            return False
+        return True
+
+    def _write_aside(self, path: Path, pieces: Sequence[memoryview]) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            for piece in pieces:
+                rest = piece
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+        finally:
+            os.close(file)
+
+    def _head(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bytes:
+        num_bytes, checksum = 0, 0
+        for piece in contents:
+            num_bytes, checksum = num_bytes + piece.nbytes, crc32(piece, checksum)
+        return _packed(self._identity, name, tokens, num_bytes, checksum)
+
+    def read(self, name: Name, contents: Sequence[memoryview]) -> bool:
+        """Fill `contents`; False, and what they hold is nothing, if the file is not there or no
+        good. One that is no good is deleted.
+        """
+        path = self.path(name)
+        try:
+            with path.open("rb", buffering=0) as file:
+                self._read(file, name, contents)
+        except FileNotFoundError:
+            return False  # another engine has made room
+        except OSError as error:
+            self._complain("read from", error)
+            return False
+        except BadFileError as error:
+            logger.warning("tiers: %s is %s, and is deleted", path, error)
+            self.remove(name)
+            return False
+        return True
+
+    def _read(self, file: FileIO, name: Name, contents: Sequence[memoryview]) -> None:
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            raise BadFileError("cut short")
+        fields = _HEAD.unpack(head)
+        num_tokens_bytes, num_bytes, checksum = fields[7:10]
+        if num_tokens_bytes > 2**20:
+            raise BadFileError("not what it should be")
+        tokens = file.read(num_tokens_bytes)
+        expected = _packed(self._identity, name, tokens, sum(p.nbytes for p in contents), checksum)
+        if head + tokens != expected[: len(head) + len(tokens)]:
+            raise BadFileError("not what it should be")
+        if not _is_key(name, tokens):
+            raise BadFileError("of other tokens")
+        if os.fstat(file.fileno()).st_size != len(expected) + num_bytes:
+            raise BadFileError("cut short")
+        file.seek(len(expected))
+        found = 0
+        for piece in contents:
+            _read_into(file, piece)
+            found = crc32(piece, found)
+        if found != checksum:
+            raise BadFileError("damaged")
+
+    def remove(self, name: Name) -> None:
+        """Delete a file, which somebody else may have done."""
+        try:
+            self.path(name).unlink(missing_ok=True)
+        except OSError as error:
+            self._complain("deleted from", error)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        if error.strerror not in self._complained:
+            self._complained.add(str(error.strerror))
+            logger.error(
+                "tiers: %s cannot be %s (%s): what it lacks is computed", self._space, what,
+                error.strerror,
+            )  # fmt: skip
+
+
+def _packed(identity: bytes, name: Name, tokens: bytes, num_bytes: int, checksum: int) -> bytes:
+    """The head of a file, padded."""
+    fields = (
+        MAGIC, VERSION, KINDS.index(name.what), identity, name.key, name.parent, name.position,
+        len(tokens), num_bytes, checksum,
+    )  # fmt: skip
+    own = crc32(tokens, crc32(_HEAD.pack(*fields, 0)))
+    head = _HEAD.pack(*fields, own) + tokens
+    return head + bytes(-len(head) % ALIGNMENT)
+
+
+def _is_key(name: Name, tokens: bytes) -> bool:
+    """Whether a key is that of these tokens behind the parent."""
+    if name.what == "page":
+        return blake2b(name.parent + tokens, digest_size=16).digest() == name.key
+    return checkpoint_key(name.parent, tokens) == name.key
+
+
+def _read_into(file: FileIO, piece: memoryview) -> None:
+    rest = piece
+    while rest:
+        num = file.readinto(rest)
+        if not num:
+            raise BadFileError("cut short")
+        rest = rest[num:]
+
+
+def _parse(file: str) -> Name | None:
+    stem, dot, what = file.rpartition(".")
+    parts = stem.split("-")
+    if not dot or len(parts) != 3 or what not in KINDS:
+        return None
+    try:
+        key, parent, position = bytes.fromhex(parts[0]), bytes.fromhex(parts[1]), int(parts[2])
+    except ValueError:
+        return None
+    if len(key) != 16 or len(parent) != 16 or position <= 0:
+        return None
+    kind = next(each for each in KINDS if each == what)
+    return Name(what=kind, key=key, parent=parent, position=position)
+
+
+def _remove_stale(entry: os.DirEntry[str]) -> None:
+    try:
+        if time.time() - entry.stat().st_mtime > STALE_S:
+            os.unlink(entry.path)
+    except OSError:
+        pass  # whoever wrote it has renamed it

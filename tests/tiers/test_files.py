@@ -1,0 +1,141 @@
+"""Files hold what they are named for, or are no good: whatever was done to them, and whatever the
+system refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from array import array
+from hashlib import blake2b
+
+import pytest
+
+from milepost.cache.tree import checkpoint_key
+from milepost.tiers.files import ALIGNMENT, Files, Name
+
+IDENTITY, PARENT = b"i" * 16, b"p" * 16
+TOKENS = array("I", range(16)).tobytes()
+PAGE = Name(
+    what="page",
+    key=blake2b(PARENT + TOKENS, digest_size=16).digest(),
+    parent=PARENT,
+    position=32,
+)
+STATE = Name(what="state", key=PARENT, parent=PARENT, position=16)
+TAIL = Name(what="tail", key=checkpoint_key(PARENT, TOKENS[:12]), parent=PARENT, position=19)
+
+
+def contents():
+    return [memoryview(bytearray(os.urandom(1000))), memoryview(bytearray(os.urandom(24)))]
+
+
+def empty():
+    return [memoryview(bytearray(1000)), memoryview(bytearray(24))]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return Files(tmp_path / "kept", IDENTITY)
+
+
+def written(files, name=PAGE, tokens=TOKENS):
+    held = contents()
+    assert files.write(name, tokens, held)
+    return held
+
+
+@pytest.mark.parametrize(("name", "tokens"), [(PAGE, TOKENS), (STATE, b""), (TAIL, TOKENS[:12])])
+def test_what_was_written_is_read(files, name, tokens):
+    held, found = written(files, name, tokens), empty()
+    assert files.read(name, found)
+    assert found == held
+    assert files.names() == [name]
+    path = files.path(name)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert path.stat().st_size == ALIGNMENT + 1024
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing is left aside"
+
+
+def test_another_engine_of_the_same_model_reads_it_and_one_of_another_does_not(files, tmp_path):
+    written(files)
+    assert Files(tmp_path / "kept", IDENTITY).read(PAGE, empty())
+    other = Files(tmp_path / "kept", b"o" * 16)
+    assert other.names() == []
+    os.makedirs(other.path(PAGE).parent)
+    os.link(files.path(PAGE), other.path(PAGE))
+    assert not other.read(PAGE, empty()), "a file says itself whose it is"
+    assert not other.path(PAGE).exists()
+    assert files.path(PAGE).exists()
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, ALIGNMENT, ALIGNMENT + 1023, ALIGNMENT + 1030])
+def test_a_file_that_is_cut_or_longer_is_no_good(files, size, caplog):
+    written(files)
+    os.truncate(files.path(PAGE), size)
+    assert not files.read(PAGE, empty())
+    assert not files.path(PAGE).exists()
+    assert "is deleted" in caplog.text
+    written(files)
+    assert files.read(PAGE, empty())
+
+
+def test_any_flipped_bit_is_seen(files):
+    held = written(files)
+    path = files.path(PAGE)
+    whole = path.read_bytes()
+    used = len(whole.rstrip(b"\0")) if not held[1][-1] else len(whole)
+    head = 8 + 4 + 1 + 48 + 8 + 4 + 8 + 4 + 4 + len(TOKENS)
+    for place in [*range(head), *range(ALIGNMENT, used, 97), used - 1]:
+        spoilt = bytearray(whole)
+        spoilt[place] ^= 1 << (place % 8)
+        path.write_bytes(spoilt)
+        assert not files.read(PAGE, empty()), f"byte {place}"
+        assert not path.exists()
+
+
+def test_a_file_of_other_tokens_is_no_good_though_it_says_so_itself(files):
+    """A name does not make it what it is: no tenant reads another's."""
+    held = contents()
+    assert files.write(PAGE, TOKENS[4:] + TOKENS[:4], held)
+    assert not files.read(PAGE, empty())
+
+
+def test_a_file_that_is_gone_is_a_miss(files, caplog):
+    assert not files.read(PAGE, empty())
+    files.remove(PAGE)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
+def test_what_the_system_refuses_is_said_once(files, number, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "write", refuse)
+    assert not files.write(PAGE, TOKENS, contents())
+    assert not files.write(PAGE, TOKENS, contents())
+    assert caplog.text.count(os.strerror(number)) == 1
+    monkeypatch.undo()
+    assert list(files.path(PAGE).parent.iterdir()) == [], "nothing half is left"
+    monkeypatch.setattr(type(files.path(PAGE)), "open", refuse)
+    assert not files.read(PAGE, empty())
+    monkeypatch.undo()
+    written(files)
+    assert files.read(PAGE, empty())
+
+
+def test_names_that_are_not_ours_are_passed_over(files, tmp_path):
+    written(files)
+    folder = files.path(PAGE).parent
+    for name in ("x.page", "-.page", "a-b-c.page", f"{'0' * 32}-{'0' * 32}-0.page", "README"):
+        (folder / name).write_text("")
+    (folder.parent / "stray").write_text("")
+    left = folder / ".1-2"
+    left.write_text("half")
+    assert files.names() == [PAGE]
+    assert left.exists(), "somebody may be writing it"
+    os.utime(left, (0, 0))
+    assert files.names() == [PAGE]
+    assert not left.exists()
