@@ -216,12 +216,12 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
     from milepost.runner.graphs import Graphs
 
     executor = bench.llm.llm_engine.runner.executor
-    counts: list[int] = []  # of the steps in which all of them decode
+    counts: list[int] = []  # of the steps with all of them
     route, graphs = moe.route, executor._graphs
 
     def note(*arguments: Any, **options: Any) -> Any:
         weights, experts = route(*arguments, **options)
-        if len(experts) == len(prompts):
+        if len(experts) >= len(prompts):
             counts.append(int(experts.unique().numel()) - options.get("num_shared", 0))
         return weights, experts
 
