@@ -29,7 +29,7 @@ Drafts = list[Mapping[int, Sequence[int]]]
 
 
 def open_llm(**options: Any) -> LLM:
-    sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 4, "max_model_len": 1024}
+    sizes = {"num_pages": 128, "num_slots": 24, "max_num_seqs": 4, "max_model_len": 1024}
     return LLM(dtype="float32", **sizes, **options)
 
 
