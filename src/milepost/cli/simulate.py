@@ -24,6 +24,7 @@ from milepost.simulator.results import Row, means, run_row, slots_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
+from milepost.simulator.tiers import TierSizes
 from milepost.simulator.trace import Trace, read_trace
 
 COMPARED = ["auto", "forks-cap2", "ends", "interval-cap3", "interval"]
@@ -41,6 +42,14 @@ class Settings:
     pools, a slot for each request that may run and a sixth of the rest are for states."""
     target_hit_rate: float | None = None
     """Find the least memory with which each policy hits so many per cent of the prompt tokens."""
+    host_gib: float = 0.0
+    """Host memory, in GiB, for what leaves the device's."""
+    disk_gib: float = 0.0
+    """The same on a disk; what goes there goes through host memory."""
+    host_gb_s: float = 20.0
+    """GB that cross the link to host memory in a second, each way."""
+    disk_gb_s: float = 2.0
+    """GB that are read from the disk in a second, or written to it."""
     num_slots: Annotated[list[int] | None, _List] = None
     """Sizes of the slot pool (default 64 128 256 512), where no GiB are given."""
     kv_tokens: Annotated[list[int] | None, _List] = None
@@ -88,6 +97,25 @@ class Settings:
             raise InvalidRequestError(
                 f"--target-hit-rate {self.target_hit_rate:g}: use per cent, above 0 and below 100"
             )
+
+        if self.disk_gib and not self.host_gib:
+            raise InvalidRequestError("--disk-gib: give --host-gib, which copies go through")
+        if self.host_gib and not self.has_time:
+            raise InvalidRequestError("--host-gib: give --gib, the memory of the device")
+        if min(self.host_gib, self.disk_gib) < 0 or min(self.host_gb_s, self.disk_gb_s) <= 0:
+            raise InvalidRequestError("--host-gib, --disk-gib, --host-gb-s, --disk-gb-s: below 0")
+
+    @property
+    def tiers(self) -> TierSizes | None:
+        """Beyond the device's memory."""
+        if not self.host_gib:
+            return None
+        return TierSizes(
+            host_bytes=int(self.host_gib * GIB),
+            disk_bytes=int(self.disk_gib * GIB),
+            host_bytes_per_s=self.host_gb_s * 1e9,
+            disk_bytes_per_s=self.disk_gb_s * 1e9,
+        )
 
     @property
     def has_time(self) -> bool:
@@ -200,7 +228,8 @@ def _rows_of_search(
 def _policies(settings: Settings) -> list[CachePolicy | Pooled]:
     names = settings.policy or COMPARED
     if list(names) == ["all"]:
-        return [p for p in POLICIES.values() if settings.has_time or isinstance(p, CachePolicy)]
+        has_pools = settings.has_time and not settings.host_gib
+        return [p for p in POLICIES.values() if has_pools or isinstance(p, CachePolicy)]
     for name in names:
         if name not in POLICIES:
             raise InvalidRequestError(f"--policy {name}: use {', '.join(POLICIES)}")
@@ -208,6 +237,8 @@ def _policies(settings: Settings) -> list[CachePolicy | Pooled]:
             raise InvalidRequestError(
                 f"--policy {name}: states and KV share its memory; give --gib, or --kv-tokens too"
             )
+        if settings.host_gib and isinstance(POLICIES[name], Pooled):
+            raise InvalidRequestError(f"--policy {name}: its tiers are not modelled; leave one out")
     return [POLICIES[name] for name in names]
 
 
@@ -232,6 +263,7 @@ def _row(
         closed=_is_closed(trace, settings),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        tiers=settings.tiers if isinstance(policy, CachePolicy) else None,
     ).run(advance)
     return run_row(
         trace,
@@ -240,6 +272,8 @@ def _row(
         bound,
         num_pages=num_pages,
         num_slots=num_slots,
+        host_gib=settings.host_gib,
+        disk_gib=settings.disk_gib,
         gib=cell.gib or cost.bytes_of(num_pages, num_slots, page_size) / GIB,
         seed=cell.seed,
     )

@@ -17,10 +17,14 @@ def hits_table(rows: Sequence[Row]) -> Table:
     """What is reused, and how long the first token takes."""
     has_time = rows[0].num_pages is not None
     names = ["policy", _size_name(rows), "hit %", "of bound"]
+    has_tiers = any(row.host_gib for row in rows)
+    names += ["loaded %"] if has_tiers else []
     names += ["ttft p50", "p90", "p99", "refused"] if has_time else []
     table = _table(names)
     for row in rows:
         cells = [f"{100 * row.hit_rate:.2f}", f"{100 * row.share_of_bound:.1f} %"]
+        if has_tiers:
+            cells.append(f"{100 * sum(row.loaded.values()) / row.queries:.2f}")
         if has_time:
             times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
             cells += ["-" if time is None else seconds(time) for time in times]

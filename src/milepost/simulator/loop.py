@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from milepost.cache import Cache
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.memory import Memory
 from milepost.scheduler.plans import StepPlan, StepResult
@@ -19,6 +20,7 @@ from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.chain import TraceChain
 from milepost.simulator.cost import CostModel
+from milepost.simulator.tiers import Copies, TierSizes
 from milepost.simulator.trace import Trace, TraceRequest
 
 
@@ -91,11 +93,16 @@ class Replay:
         closed: bool,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
+        tiers: TierSizes | None = None,
     ) -> None:
         scheduler = Scheduler(
             cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         self.run_so_far = Replayed(cache=cache, scheduler=scheduler)
+        self._copies: Copies | None = None
+        if tiers is not None:
+            assert isinstance(cache, Cache), "other memories have no tiers"
+            self._copies = Copies(scheduler, cache, tiers, cost)
         self._trace = trace
         self._cost = cost
         self._digests = trace.digests()
@@ -109,6 +116,8 @@ class Replay:
         num_done = 0
         while True:
             num_done += self._take_arrivals()
+            if self._copies is not None:
+                self._copies.settle(self._now_s)
             if not scheduler.has_work:
                 if self._arrivals.next_s == float("inf"):
                     self.run_so_far.end_s = self._now_s
@@ -145,7 +154,11 @@ class Replay:
         """Plan, let time pass, take the outcome; returns how many requests ended."""
         scheduler = self.run_so_far.scheduler
         plan = scheduler.schedule()
-        assert plan.sequences, "the scheduler has work but plans nothing"
+        if self._copies is not None:
+            self._copies.begin(plan, self._now_s)
+        if not plan.sequences:
+            self._wait_for_a_copy()
+            return 0
         seconds = self._cost.step_time_s(plan)
         self._now_s += seconds
         num_ended = 0
@@ -158,6 +171,12 @@ class Replay:
                 self._arrivals.done(int(request.id), self._now_s)
                 num_ended += 1
         return num_ended
+
+    def _wait_for_a_copy(self) -> None:
+        """Nothing can be computed before something has come from a tier, or a request has."""
+        next_s = min(self._arrivals.next_s, self._copies.next_s if self._copies else float("inf"))
+        assert next_s != float("inf"), "the scheduler has work but plans nothing"
+        self._now_s = max(self._now_s, next_s)
 
 
 def outcome(plan: StepPlan, seconds: float = 1.0) -> StepResult:

@@ -34,6 +34,10 @@ class Row:
     """Prompt tokens, each request once."""
     hits: int
     hit_rate: float
+    host_gib: float = 0.0
+    disk_gib: float = 0.0
+    loaded: dict[str, int]
+    """Those of the hits that came from host memory or a disk, by which."""
     share_of_bound: float
     """Of what a state at every page and unlimited KV would give."""
     lost: dict[str, int]
@@ -69,6 +73,8 @@ def run_row(
     num_pages: int,
     num_slots: int,
     gib: float | None = None,
+    host_gib: float = 0.0,
+    disk_gib: float = 0.0,
     seed: int = 0,
 ) -> Row:
     """Of a replay in virtual time with the memory of so many pages and slots."""
@@ -79,6 +85,8 @@ def run_row(
         num_slots=num_slots,
         num_pages=num_pages,
         gib=gib,
+        host_gib=host_gib,
+        disk_gib=disk_gib,
         ttft_p50_s=p50,
         ttft_p90_s=p90,
         ttft_p99_s=p99,
@@ -103,6 +111,7 @@ def _counts(
         "queries": queries,
         "hits": stats.hits,
         "hit_rate": rate,
+        "loaded": dict(stats.loaded),
         "share_of_bound": rate / bound if bound else 0.0,
         "lost": lost | ({REFUSED: refused_tokens} if refused_tokens else {}),
         "checkpoints_made": stats.checkpoints_made,
@@ -125,8 +134,9 @@ def _mean(group: Sequence[Row]) -> Row:
     values: dict[str, Any] = {}
     for name in (field.name for field in fields(Row)):
         held = [getattr(row, name) for row in group]
-        if name == "lost":
-            values[name] = {why: round(fmean(lost.get(why, 0) for lost in held)) for why in held[0]}
+        if name in ("lost", "loaded"):
+            keys = dict.fromkeys(key for counts in held for key in counts)
+            values[name] = {key: round(fmean(each.get(key, 0) for each in held)) for key in keys}
         elif isinstance(held[0], float):
             values[name] = fmean(held)
         elif isinstance(held[0], int):

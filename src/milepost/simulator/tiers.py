@@ -1,0 +1,149 @@
+"""Host memory and a disk in virtual time: the engine's own decisions (`milepost.tiers`), and links
+whose copies take as long as their bytes.
+
+A link copies one thing after the other: down to the host, up from it, to the disk and from it. What
+comes from the disk crosses the host's link too. Copies take nothing from the steps beside them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from milepost.cache import Cache
+from milepost.cache.plans import What
+from milepost.scheduler.plans import Load, StepPlan
+from milepost.scheduler.scheduler import Scheduler
+from milepost.simulator.cost import CostModel
+from milepost.tiers.policy import Limits, Tiers
+from milepost.tiers.rates import Rates
+from milepost.tiers.tier import Item
+
+STATES_SHARE = 1 / 3
+"""Of each tier's bytes, as in the engine."""
+MAX_WRITES = 64
+"""Files that are on their way to the disk at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizes:
+    """Sizes in bytes, rates in bytes a second."""
+
+    host_bytes: int
+    disk_bytes: int = 0
+    host_bytes_per_s: float = 20e9
+    """Of each direction."""
+    disk_bytes_per_s: float = 2e9
+
+
+Link = Literal["down", "up", "write", "read"]
+
+
+class Copies:
+    """What is under way between the tiers of one replay."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: Cache,
+        sizes: TierSizes,
+        cost: CostModel,
+    ) -> None:
+        self._scheduler = scheduler
+        self._sizes = sizes
+        self._page_bytes = cache.page_size * cost.page_token_bytes
+        self._state_bytes = cost.state_bytes
+        host_pages, host_states = self._split(sizes.host_bytes)
+        disk_pages, disk_states = self._split(sizes.disk_bytes)
+        limits = Limits(
+            page_bytes=self._page_bytes,
+            state_bytes=self._state_bytes,
+            num_host_pages=host_pages,
+            num_host_states=host_states,
+            num_disk_pages=disk_pages,
+            num_disk_states=disk_states,
+            max_pages_under_way=0,
+        )
+        rates = Rates(
+            tokens_per_s=1 / cost.prefill_token_s,
+            host_bytes_per_s=sizes.host_bytes_per_s,
+            disk_bytes_per_s=sizes.disk_bytes_per_s,
+        )
+        self.tiers = Tiers(cache, limits, rates)
+        scheduler.outside.add_keeper(self.tiers)
+        scheduler.outside.add_source(self.tiers)
+        self._free_s: dict[Link, float] = dict.fromkeys(("down", "up", "write", "read"), 0.0)
+        self._under_way: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_begun = 0
+        self._num_writes = 0
+
+    @property
+    def next_s(self) -> float:
+        """When the next copy is over; infinity if none is under way."""
+        return self._under_way[0][0] if self._under_way else float("inf")
+
+    def begin(self, plan: StepPlan, now_s: float) -> None:
+        """Begin what a plan names."""
+        for store in plan.stores:
+            end_s = self._cross("down", now_s, self._bytes(store.what))
+            self._at(end_s, lambda what=store.what, key=store.key: self.tiers.stored(what, key))
+        for load in plan.loads:
+            self._load(load, now_s)
+        self._write(now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Take in what is over by now."""
+        while self.next_s <= now_s:
+            end_s, _, done = heapq.heappop(self._under_way)
+            done()
+            self._write(end_s)
+
+    def _load(self, load: Load, now_s: float) -> None:
+        fetches = self.tiers.fetches(load.number)
+        if fetches is None:
+            self._at(now_s, lambda: self._scheduler.failed(load.number))
+            return
+        from_disk = [fetch.item for fetch in fetches if fetch.is_on_disk]
+        read_s = self._cross("read", now_s, sum(self._bytes(item.what) for item in from_disk))
+        num_bytes = sum(self._bytes(fetch.item.what) for fetch in fetches)
+        end_s = self._cross("up", read_s if from_disk else now_s, num_bytes)
+        self._at(end_s, lambda: self._arrived(load.number, from_disk))
+
+    def _arrived(self, number: int, from_disk: list[Item]) -> None:
+        for item in from_disk:
+            self.tiers.read(item)
+        self._scheduler.arrived(number)
+
+    def _write(self, now_s: float) -> None:
+        """Begin some of what is to go to the disk."""
+        if not self.tiers.has_writes or self._num_writes >= MAX_WRITES:
+            return
+        for item, copy in self.tiers.take_writes(MAX_WRITES - self._num_writes):
+            self._num_writes += 1
+            end_s = self._cross("write", now_s, self._bytes(item.what))
+            self._at(end_s, lambda item=item, copy=copy: self._written(item, copy))
+
+    def _written(self, item: Item, copy: Item) -> None:
+        self._num_writes -= 1
+        self.tiers.written(item, copy, is_there=True)
+
+    def _cross(self, link: Link, now_s: float, num_bytes: int) -> float:
+        """When so many bytes have crossed a link, behind all that it has to copy."""
+        sizes = self._sizes
+        rate = sizes.host_bytes_per_s if link in ("down", "up") else sizes.disk_bytes_per_s
+        self._free_s[link] = max(self._free_s[link], now_s) + num_bytes / rate
+        return self._free_s[link]
+
+    def _at(self, end_s: float, done: Callable[[], None]) -> None:
+        self._num_begun += 1
+        heapq.heappush(self._under_way, (end_s, self._num_begun, done))
+
+    def _bytes(self, what: What) -> int:
+        return self._state_bytes if what == "state" else self._page_bytes
+
+    def _split(self, num_bytes: int) -> tuple[int, int]:
+        """Pages and states that fit."""
+        num_states = int(num_bytes * STATES_SHARE) // self._state_bytes
+        return (num_bytes - num_states * self._state_bytes) // self._page_bytes, num_states
