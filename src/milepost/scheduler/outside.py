@@ -67,8 +67,10 @@ class Source(Protocol):
 class Keeper(Protocol):
     """Decides what is worth keeping outside the device, and hears of all events."""
 
-    has_stores: bool
-    """Whether it wants something copied, plan or not."""
+    @property
+    def has_stores(self) -> bool:
+        """Whether it wants something copied, plan or not."""
+        ...
 
     def note(self, events: tuple[Event, ...]) -> None:
         """What came and went."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from milepost.cache import Cache
@@ -88,7 +89,7 @@ class Copies:
         """Begin what a plan names."""
         for store in plan.stores:
             end_s = self._cross("down", now_s, self._bytes(store.what))
-            self._at(end_s, lambda what=store.what, key=store.key: self.tiers.stored(what, key))
+            self._at(end_s, partial(self.tiers.stored, store.what, store.key))
         for load in plan.loads:
             self._load(load, now_s)
         self._write(now_s)
@@ -103,13 +104,13 @@ class Copies:
     def _load(self, load: Load, now_s: float) -> None:
         fetches = self.tiers.fetches(load.number)
         if fetches is None:
-            self._at(now_s, lambda: self._scheduler.failed(load.number))
+            self._at(now_s, partial(self._scheduler.failed, load.number))
             return
         from_disk = [fetch.item for fetch in fetches if fetch.is_on_disk]
         read_s = self._cross("read", now_s, sum(self._bytes(item.what) for item in from_disk))
         num_bytes = sum(self._bytes(fetch.item.what) for fetch in fetches)
         end_s = self._cross("up", read_s if from_disk else now_s, num_bytes)
-        self._at(end_s, lambda: self._arrived(load.number, from_disk))
+        self._at(end_s, partial(self._arrived, load.number, from_disk))
 
     def _arrived(self, number: int, from_disk: list[Item]) -> None:
         for item in from_disk:
@@ -123,7 +124,7 @@ class Copies:
         for item, copy in self.tiers.take_writes(MAX_WRITES - self._num_writes):
             self._num_writes += 1
             end_s = self._cross("write", now_s, self._bytes(item.what))
-            self._at(end_s, lambda item=item, copy=copy: self._written(item, copy))
+            self._at(end_s, partial(self._written, item, copy))
 
     def _written(self, item: Item, copy: Item) -> None:
         self._num_writes -= 1
