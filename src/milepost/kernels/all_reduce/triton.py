@@ -122,29 +122,9 @@ def _exchange_kernel(
     for part in tl.static_range(PARTS):
         source = partials + token * token_stride + part * part_stride + column
         own += tl.load(source, mask=is_column, other=0.0).to(tl.float32)
-    place = ((turn & 1) * SLOTS + slot).to(tl.int64) * SIZE + column
-    mine = tl.load(values + RANK).to(tl.pointer_type(element)) + place
-    tl.store(tl.multiple_of(mine, 16), own.to(element), mask=is_column)
-    tl.debug_barrier()  # the signal stands for what all threads have written
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            theirs = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(theirs + slot * RANKS + RANK, turn, sem="release", scope="sys")
-    heard = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * RANKS
-    added = tl.zeros([COLUMNS], tl.float32)
-    for rank in tl.static_range(RANKS):
-        if rank == RANK:
-            added += own.to(element).to(tl.float32)
-        else:
-            # The difference, since turns begin again some day.
-            behind = turn - tl.atomic_add(heard + rank, 0, sem="acquire", scope="sys")
-            while behind > 0:
-                behind = turn - tl.atomic_add(heard + rank, 0, sem="acquire", scope="sys")
-            theirs = tl.load(values + rank).to(tl.pointer_type(element)) + place
-            sent = tl.load(
-                tl.multiple_of(theirs, 16), mask=is_column, other=0.0, cache_modifier=".cg"
-            )
-            added += sent.to(tl.float32)
+    added = _exchange(
+        own.to(element), values, signals, slot, turn, SIZE, COLUMNS, RANK, RANKS, SLOTS
+    )
     tl.store(turns + slot, turn)
     target = token * SIZE + column
     if NORMS:
@@ -160,3 +140,45 @@ def _exchange_kernel(
         tl.store(normed + target, result.to(element), mask=is_column)
     else:
         tl.store(total + target, added.to(element), mask=is_column)
+
+
+@triton.jit
+def _exchange(
+    own,
+    values,
+    signals,
+    slot,
+    turn,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The sum [COLUMNS] of what all ranks send, this one's `own` among it."""
+    column = tl.arange(0, COLUMNS)
+    is_column = column < SIZE
+    place = ((turn & 1) * SLOTS + slot).to(tl.int64) * SIZE + column
+    mine = tl.load(values + RANK).to(tl.pointer_type(own.dtype)) + place
+    tl.store(tl.multiple_of(mine, 16), own, mask=is_column)
+    tl.debug_barrier()  # the signal stands for what all threads have written
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            theirs = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(theirs + slot * RANKS + RANK, turn, sem="release", scope="sys")
+    heard = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * RANKS
+    added = tl.zeros([COLUMNS], tl.float32)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            added += own.to(tl.float32)
+        else:
+            # The difference, since turns begin again some day.
+            behind = turn - tl.atomic_add(heard + rank, 0, sem="acquire", scope="sys")
+            while behind > 0:
+                behind = turn - tl.atomic_add(heard + rank, 0, sem="acquire", scope="sys")
+            theirs = tl.load(values + rank).to(tl.pointer_type(own.dtype)) + place
+            sent = tl.load(
+                tl.multiple_of(theirs, 16), mask=is_column, other=0.0, cache_modifier=".cg"
+            )
+            added += sent.to(tl.float32)
+    return added
