@@ -44,6 +44,7 @@ def to_chat(request: ResponsesRequest, items: Sequence[Item]) -> openai.ChatRequ
         tool_choice=_tool_choice(request),
         response_format=_form(request),
         reasoning_effort=effort,
+        kv_transfer_params=request.kv_transfer_params,
         **own,
     )
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.server import conversation
+from milepost.server import conversation, transfer
 from milepost.server.errors import HttpError, json_response
-from milepost.server.responses.convert import has_logprobs, items_of, to_chat
+from milepost.server.responses.convert import items_of, to_chat
 from milepost.server.responses.protocol import Item, ResponsesRequest
 from milepost.server.responses.store import Store, Stored
 from milepost.server.responses.writer import Writer
@@ -36,7 +36,8 @@ async def respond(
         chat = to_chat(request, items)
     except ValidationError as error:
         raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-    octets = await service.token_bytes() if has_logprobs(request) else None
+    chat = transfer.as_served(service, chat)
+    octets = await service.token_bytes() if chat.logprobs else None
     turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
 
     def keep(body: dict[str, Any]) -> None:

@@ -125,6 +125,8 @@ class ResponsesRequest(Body):
     # Said to the service, not to the model.
     service_tier: str | None = None
     safety_identifier: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """What a router carries between an engine that prefills and one that decodes."""
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     truncation: Literal["disabled"] | None = None

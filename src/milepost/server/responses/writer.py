@@ -48,7 +48,7 @@ class Writer:
             for _, delta in deltas:
                 for _ in self._steps(delta):
                     pass
-        return self._ended()
+        return {**self._ended(), **self._turn.generation.transfer()}
 
     async def events(self) -> AsyncIterator[bytes]:
         arrived = self._turn.generation.deltas()

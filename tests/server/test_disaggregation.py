@@ -1,0 +1,144 @@
+"""Two servers as a router drives them: one prefills, the other decodes."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import httpx
+import pytest
+
+from milepost.server.config import ServerConfig
+from tests.server.conftest import serving
+from tests.server.inprocess import answered
+
+ASKED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+EXTRA = {"transport": "socket", "timeout_s": 1.0, "lease_s": 5.0}
+CONFIG = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_port": 0,
+    "kv_connector_extra_config": EXTRA,
+}
+TEXT = "the quick brown fox jumps over the lazy dog " * 12
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    flags = ["--kv-transfer-config", json.dumps(CONFIG)]
+    with serving(folder, *flags) as first, serving(folder, *flags) as second:
+        yield first, second
+
+
+def routed(first: str, second: str, path: str, body: dict) -> httpx.Response:
+    """What vllm-router does with a request."""
+    headers = {"x-request-id": f"___prefill_addr_a:1___decode_addr_b:2_{uuid.uuid4().hex}"}
+    short = {**body, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": ASKED}
+    short.pop("stream_options", None)
+    if path.endswith("responses"):
+        del short["max_tokens"], short["min_tokens"]
+        short["max_output_tokens"] = 1
+    prefilled = httpx.post(first + path, json=short, headers=headers, timeout=60)
+    assert prefilled.status_code == 200, prefilled.text
+    params = prefilled.json()["kv_transfer_params"]
+    assert params["do_remote_prefill"]
+    passed = {**body, "kv_transfer_params": params}
+    return httpx.post(second + path, json=passed, headers=headers, timeout=60)
+
+
+def reused(response: httpx.Response) -> tuple[int, int]:
+    usage = response.json()["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_completion_is_prefilled_there_and_decoded_here(pair, server):
+    first, second = pair
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    got = routed(first.url, second.url, "/v1/completions", body)
+    alone = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert got.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
+    length, cached = reused(got)
+    assert cached == length - 1
+    assert "kv_transfer_params" not in got.json()
+
+
+def test_chat_with_all_that_an_answer_can_have(pair, server):
+    first, second = pair
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "chat " + TEXT}],
+        "max_tokens": 60,
+        "seed": 3,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "tools": [tool],
+        "tool_choice": "required",
+    }
+    got = routed(first.url, second.url, "/v1/chat/completions", body)
+    alone = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert len(got.json()["choices"]) == 2
+    for ours, theirs in zip(got.json()["choices"], alone.json()["choices"], strict=True):
+        calls = [
+            [call["function"] for call in choice["message"].get("tool_calls", [])]
+            for choice in (ours, theirs)
+        ]
+        assert calls[0] == calls[1] != []
+        assert [entry["token"] for entry in ours["logprobs"]["content"]] == [
+            entry["token"] for entry in theirs["logprobs"]["content"]
+        ]
+
+
+def test_a_stream_and_a_response(pair):
+    first, second = pair
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "stream " + TEXT}],
+        "max_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    got = routed(first.url, second.url, "/v1/chat/completions", body)
+    chunks = [line[6:] for line in got.text.splitlines() if line.startswith("data: {")]
+    usage = json.loads(chunks[-1])["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    asked = {"model": "tiny", "input": "respond " + TEXT, "max_output_tokens": 5}
+    got = routed(first.url, second.url, "/v1/responses", asked)
+    usage = got.json()["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
+
+
+def test_what_is_asked_wrongly_is_refused(pair):
+    first, _ = pair
+    body = {"model": "tiny", "prompt": [TEXT, TEXT], "kv_transfer_params": ASKED}
+    refused = httpx.post(f"{first.url}/v1/completions", json=body)
+    assert (refused.status_code, "single prompt" in refused.text) == (400, True)
+    broken = {**body, "prompt": TEXT, "kv_transfer_params": {"do_remote_prefill": True}}
+    refused = httpx.post(f"{first.url}/v1/completions", json=broken)
+    assert (refused.status_code, "remote_engine_id" in refused.text) == (400, True)
+    body = {"prompt": TEXT, "kv_transfer_params": ASKED}
+    refused = answered(ServerConfig(), "/v1/completions", body)
+    assert (refused.status_code, "--kv-transfer-config" in refused.text) == (400, True)
+
+
+def test_a_server_that_dies_before_it_is_read(pair, folder):
+    """The prompt is computed where it is decoded."""
+    _, second = pair
+    path, body = "/v1/completions", {"model": "tiny", "prompt": "dies " + TEXT, "max_tokens": 4}
+    with serving(folder, "--kv-transfer-config", json.dumps(CONFIG)) as dying:
+        short = {**body, "max_tokens": 1, "kv_transfer_params": ASKED}
+        params = httpx.post(dying.url + path, json=short, timeout=60).json()["kv_transfer_params"]
+        dying.process.kill()
+        dying.process.wait()
+    got = httpx.post(second.url + path, json={**body, "kv_transfer_params": params}, timeout=60)
+    assert got.status_code == 200
+    assert got.json()["usage"]["completion_tokens"] == 4
+    assert reused(got)[1] == 0
