@@ -401,4 +401,5 @@ def _ready(engine: Engine) -> Ready:
         num_slots=cache.slots.pool.capacity,
         sampling_defaults=dict(engine.sampling_defaults),
         facts=engine.facts,
+        identity=cache.identity,
     )

@@ -79,6 +79,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     sampling_defaults: dict[str, int | float]
     """Fields of SamplingParams for requests that do not set them."""
     facts: Facts
+    identity: bytes = b""
+    """Of which the keys of what it caches are made."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

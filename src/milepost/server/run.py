@@ -90,7 +90,7 @@ async def _serve(
         on_death=stop,
     )
     try:
-        service = await _unless_told_to_stop(_load(config, engine_config, client))
+        service = await _unless_told_to_stop(load(config, engine_config, client))
         if service is None:
             return 0
         server = HttpServer(service)
@@ -108,7 +108,7 @@ async def _serve(
     return 0 if client.death is None else 1
 
 
-async def _load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
+async def load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
     """Everything that requests need. Raises what `run` raises."""
     loading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine_config))
     try:
