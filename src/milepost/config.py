@@ -122,6 +122,9 @@ class EngineConfig:
     "NixlConnector", "kv_role": "kv_both"}. See docs/disaggregation.md."""
     record_plans: str | None = None
     """Write each step's plan and result to this file, from which the steps can be run again."""
+    record_trace: str | None = None
+    """Write lengths, times and hashes of all requests to this file, for `milepost simulate`; not a
+    word or token."""
     disable_log_stats: bool = False
     """Do not log the engine's counters: by a server at intervals, by `LLM` (where this is the
     default) behind each call."""

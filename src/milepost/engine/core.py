@@ -26,6 +26,7 @@ from milepost.engine.prompts import Prompt, check_prompt, check_scores
 from milepost.engine.requests import Answer, Job
 from milepost.engine.setup import Parts, build
 from milepost.engine.token_texts import TokenTexts
+from milepost.engine.trace_recording import TraceRecorder
 from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.runner.runner import Flight, RunnerOutput
 from milepost.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ class Engine:
         self._publisher = publishing(config, self.scheduler.outside)
         self.connector = connecting(config, self.scheduler, self.runner, self.bell)
         self._tiering = parts.tiering
+        self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
         self._is_stuck = False
         self._looking: dict[int, tuple[Job, Answer]] = {}
         """Not queued yet: another engine is asked what it has of them."""
@@ -150,6 +152,8 @@ class Engine:
             else:
                 self._looking[looking] = (job, answer)
             job.answers.append(answer)
+        if self._trace is not None:
+            self._trace.begin(job)
         return job
 
     def _enter(self, job: Job, answer: Answer, remote: Remote | None) -> None:
@@ -250,6 +254,8 @@ class Engine:
         """
         if self._tiering is not None and self._death is None:
             self._tiering.close()
+        if self._trace is not None:
+            self._trace.close()
         if self._publisher is not None:
             self._publisher.close()
         if self.connector is not None:
@@ -489,6 +495,8 @@ class Engine:
         return drafts if guide is None else drafts[: guide.num_allowed(drafts)]
 
     def _forget(self, job: Job) -> None:
+        if self._trace is not None:
+            self._trace.end(job)
         for answer in job.answers:
             known = self._answers.pop(answer.request.number, None)
             self._held.discard(answer.request.number)
