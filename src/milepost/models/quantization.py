@@ -30,6 +30,12 @@ _STAY_RAW = re.compile(
 )
 """Projections that are not rounded on the fly: small, and answers depend on them most."""
 
+_FOUR_BIT_METHODS = ("mxfp4", "modelopt", "modelopt_fp4", "petit_nvfp4")
+_FOUR_BIT_FLOATS = (
+    "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): use the FP8 "
+    "or 4-bit integer checkpoint of the model"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -120,8 +126,9 @@ def read_quantization(
         "gptq": _read_gptq,
     }
     if method not in readers:
+        others = f"; {_FOUR_BIT_FLOATS}" if method in _FOUR_BIT_METHODS else ""
         raise UnsupportedModelError(
-            f"quant_method={method!r} is not supported; supported are {', '.join(readers)}"
+            f"quant_method={method!r} is not supported; supported are {', '.join(readers)}{others}"
         )
     groups, is_left = readers[method](settings)
     return Quantization(groups, is_left, names, has_files)
@@ -156,14 +163,12 @@ def _read_compressed(settings: Mapping[str, Any]) -> Read:
             raise UnsupportedModelError(
                 f"{name}: weights of type {kind[0]} with {kind[1]} bits{activations} are not "
                 "supported; supported are float8 weights with float8 activations, and 4-bit "
-                "integer weights with raw activations (NVFP4 and MXFP4 need units that this "
-                "engine has no kernels for: use the FP8 or 4-bit integer checkpoint)"
+                f"integer weights with raw activations; {_FOUR_BIT_FLOATS}"
             )
         groups.append(_Group(form, _targets(group.get("targets") or ["Linear"])))
     if not groups and not settings.get("kv_cache_scheme"):
         raise UnsupportedModelError("quantization_config has no config_groups")
-    if settings.get("quantization_status", "compressed") != "compressed":
-        _want(settings, "quantization_status", "compressed")
+    _want(settings, "quantization_status", "compressed", default="compressed")
     return tuple(groups), _any_of(settings.get("ignore") or ())
 
 
