@@ -160,6 +160,16 @@ def test_a_checkpoint_answers_as_the_values_that_it_means(
     assert model.num_bytes < 0.5 * raw_bytes, "they are kept quantised"
 
 
+def test_projections_of_one_matrix_share_the_largest_scale_of_their_inputs() -> None:
+    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    precision = Fp8Precision(strategy="tensor", is_static=True)
+    stack = Fp8Stack(precision, (16, 128), kind, rows=1)
+    for rows, scale in ((range(8), 0.5), (range(8, 16), 0.25)):
+        places = stack.place_projection(torch.tensor(rows), (), "any")
+        places["input_scale"].store(torch.tensor([scale]))
+    assert stack.form.input_scale == 0.5
+
+
 def test_layers_that_a_checkpoint_left_raw_stay_so(tmp_path: Path) -> None:
     """A shared expert of another form than the others stands beside them."""
     stored, meant = write(

@@ -32,8 +32,8 @@ _STAY_RAW = re.compile(
 
 _FOUR_BIT_METHODS = ("mxfp4", "modelopt", "modelopt_fp4", "petit_nvfp4")
 _FOUR_BIT_FLOATS = (
-    "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): use the FP8 "
-    "or 4-bit integer checkpoint of the model"
+    "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): use the "
+    "model's FP8 or 4-bit integer checkpoint"
 )
 
 

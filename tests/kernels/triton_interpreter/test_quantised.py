@@ -16,10 +16,13 @@ from milepost.kernels.quantised import (
     Quantised,
     reference,
     triton,
+    triton_gemm,
     triton_rounding,
     triton_tall,
+    triton_unpack,
 )
 from milepost.kernels.quantised.forms import multiply, quantise_rows
+from milepost.kernels.tiles import Tiles
 from milepost.kernels.triton_float8 import has_fp8
 from tests.kernels.quantised_cases import (
     check,
@@ -56,6 +59,27 @@ def test_int4_gemm(num_tokens: int, group: int) -> None:
     weight = make_int4(72, 256, group=group)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(72)
     check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
+
+
+@pytest.mark.parametrize("make", [make_fp8, partial(make_int4, group=64)])
+def test_parts_along_the_inputs_add_up(make: Callable[..., Quantised]) -> None:
+    """The interpreter has one SM, for which no product is cut."""
+    weight, hidden, bias = make(72, 512), make_rows(3, 512), torch.randn(72)
+    parts = torch.full((2, 3, 72), float("nan"))
+    tiles = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=2)
+    triton_gemm.gemm(
+        hidden, None, weight, bias, parts, tiles, probe(hidden.device), split_k=len(parts)
+    )
+    check(parts.transpose(0, 1), hidden, weight, bias)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_four_bits_become_sixteen(group: int) -> None:
+    """In float16: the interpreter has no arithmetic in bfloat16."""
+    weight = make_int4(72, 256, group=group)
+    unpacked = triton_unpack.unpack(weight, torch.float16)
+    expected = weight.dequantise(torch.float32)
+    torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -21,19 +21,24 @@ from milepost.kernels.quantised import (
     triton_gemv,
     triton_rounding,
     triton_tall,
+    triton_unpack,
 )
 from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
 from milepost.kernels.tiles import Tiles, choose_split_k
 
-_FEW = Tiles(block_m=16, block_n=64, block_k=BLOCK, num_warps=4, num_stages=6)
-_SOME = Tiles(block_m=32, block_n=64, block_k=BLOCK, num_warps=4, num_stages=6)
-_MORE = Tiles(block_m=64, block_n=64, block_k=BLOCK, num_warps=4, num_stages=5)
+_FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
+_SOME = Tiles(block_m=32, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
+_MORE = Tiles(block_m=64, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 _MANY = Tiles(block_m=128, block_n=128, block_k=BLOCK, num_warps=8, num_stages=4)
 _REGIMES = (_FEW, _SOME, _MORE)
+_INT4_WARPS, _INT4_STAGES = 8, 6
+"""Numbers of four bits take work in registers, which is spread over more threads."""
 _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
 """From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
+_LINE = 4
+"""Rows that torch's GEMM takes at a time."""
 _TALL_ROUTED = 32
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic."""
 
@@ -51,12 +56,12 @@ def multiply(
     chip = probe(hidden.device)
     if num_tokens > _LIBRARY_ROWS:
         if isinstance(weight, Int4):
-            return F.linear(hidden, weight.dequantise(hidden.dtype), bias)
+            return F.linear(hidden, triton_unpack.unpack(weight, hidden.dtype), bias)
         if _library_multiplies(weight, chip):
             return _multiply_by_library(hidden, weight, bias, chip)
     split_k = 1
     if num_tokens <= _MORE.block_m and not _is_row(hidden, weight):
-        tiles = _choose(num_tokens).fitted(chip)
+        tiles = _choose(num_tokens, weight).fitted(chip)
         split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
     if split_k == 1:
         output = hidden.new_empty(num_tokens, num_outputs)
@@ -70,9 +75,15 @@ def multiply_into(
     output: Tensor, hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
 ) -> bool:
     """Whether a kernel made `output` [T, O], whose rows may lie apart, the product."""
-    if not _suits(hidden, weight) or not 0 < len(hidden) <= _LIBRARY_ROWS:
+    if not _suits(hidden, weight) or len(hidden) == 0:
         return False
-    _multiply(output, hidden, weight, bias, probe(hidden.device), overlaps=lets_next_start)
+    chip = probe(hidden.device)
+    if len(hidden) <= _LIBRARY_ROWS:
+        _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
+        return True
+    if isinstance(weight, Int4) or not _library_multiplies(weight, chip) or len(hidden) % _LINE:
+        return False
+    _multiply_by_library(hidden, weight, bias, chip, output)
     return True
 
 
@@ -89,7 +100,7 @@ def _multiply(
     if _is_row(hidden, weight):
         triton_gemv.multiply(hidden, weight, bias, output, chip)
         return
-    tiles = _choose(len(hidden)).fitted(chip)
+    tiles = _choose(len(hidden), weight).fitted(chip)
     rows, scales = _round(hidden, weight, tiles, chip)
     split_k = len(output) if output.dim() == 3 else 1
     triton_gemm.gemm(
@@ -98,22 +109,14 @@ def _multiply(
 
 
 def _is_row(hidden: Tensor, weight: Quantised) -> bool:
-    """Whether it is one row that can be rounded on the way."""
-    return len(hidden) == 1 and _has_plain_blocks(weight)
+    """Whether it is one row, and matrix-vector products are made of the weight."""
+    return len(hidden) == 1 and triton_gemv.suits(weight)
 
 
 def _suits(hidden: Tensor, *weights: Quantised) -> bool:
     """16-bit activations with contiguous rows, and whole blocks of inputs."""
     is_whole = all(weight.num_inputs % BLOCK == 0 for weight in weights)
     return hidden.element_size() == 2 and hidden.stride(-1) == 1 and is_whole
-
-
-def _has_plain_blocks(*weights: Quantised) -> bool:
-    """FP8 whose rows can be rounded on the way."""
-    return all(
-        isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
-        for weight in weights
-    )
 
 
 def _library_multiplies(weight: Fp8, chip: Chip) -> bool:
@@ -123,19 +126,32 @@ def _library_multiplies(weight: Fp8, chip: Chip) -> bool:
     return is_block and is_whole and chip.capability == (9, 0) and chip.arch != "cpu"
 
 
-def _multiply_by_library(hidden: Tensor, weight: Fp8, bias: Tensor | None, chip: Chip) -> Tensor:
+def _multiply_by_library(
+    hidden: Tensor, weight: Fp8, bias: Tensor | None, chip: Chip, output: Tensor | None = None
+) -> Tensor:
+    """The product, in `output` if it is given and rows are whole lines of four."""
     num_tokens = len(hidden)
-    values, scales = triton_rounding.quantise(
-        hidden, weight.depth, chip, num_padded=triton.cdiv(num_tokens, 4) * 4
+    num_padded = triton.cdiv(num_tokens, _LINE) * _LINE
+    if output is None or num_tokens != num_padded:
+        output = hidden.new_empty(num_padded, weight.num_outputs)
+    values, scales = triton_rounding.quantise(hidden, weight.depth, chip, num_padded=num_padded)
+    torch._scaled_mm(
+        values,
+        weight.values.t(),
+        scales.t(),
+        weight.scales.t(),
+        out_dtype=hidden.dtype,
+        out=output,
     )
-    product = torch._scaled_mm(
-        values, weight.values.t(), scales.t(), weight.scales.t(), out_dtype=hidden.dtype
-    )[:num_tokens]
+    product = output[:num_tokens]
     return product if bias is None else product.add_(bias)
 
 
-def _choose(num_rows: float) -> Tiles:
-    return next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), _MANY)
+def _choose(num_rows: float, weight: Quantised) -> Tiles:
+    tiles = next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), _MANY)
+    if isinstance(weight, Fp8) or tiles == _MANY:
+        return tiles
+    return replace(tiles, num_warps=_INT4_WARPS, num_stages=_INT4_STAGES)
 
 
 def _round(
@@ -164,14 +180,12 @@ def mix(
     num_routed, chip = experts.numel(), probe(hidden.device)
     is_gated = up.num_outputs == 2 * size
     output = hidden.new_empty(num_tokens, num_chosen, down.num_outputs)
-    has_blocks = _has_plain_blocks(up, down)
-    if num_routed <= _FEWEST_ROUTED and has_blocks:
+    if num_routed <= _FEWEST_ROUTED and triton_gemv.suits(up, down):
         active = hidden.new_empty(num_routed, size)
         triton_gemv.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
         triton_gemv.project_down(active, shares, experts, down, output, chip)
         return output
-    is_tall = has_blocks and num_routed > _TALL_ROUTED * num_experts
-    if is_tall and triton_tall.suits(chip, up, down):
+    if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
         groups = group_many(experts, num_experts, triton_tall.BLOCK_M)
         rows, scales = triton_rounding.quantise(hidden, up.depth, chip)
         active = hidden.new_empty(num_routed, size, dtype=FP8)
@@ -182,14 +196,14 @@ def mix(
         )  # fmt: skip
         triton_tall.project_down(active, active_scales, shares, down, output, groups, chip)
         return output
-    tiles = _choose(num_routed / num_experts).fitted(chip)
+    tiles = _choose(num_routed / num_experts, up).fitted(chip)
     groups: Groups | Tensor = experts
     if num_routed > _FEWEST_ROUTED:
         group = group_many if num_routed > MANY_ROUTED else group_few
         groups = group(experts, num_experts, tiles.block_m)
     active = hidden.new_empty(num_routed, size)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
-    narrow = replace(tiles, block_n=64)
+    narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == _MANY.block_m else 4)
     rows, scales = _round(hidden, up, tiles, chip)
     triton_experts.project_up(rows, scales, up, active, groups, narrow, chip, is_gated=is_gated)
     rows, scales = _round(active, down, tiles, chip)

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from milepost.kernels.device import Chip
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
-from milepost.kernels.quantised.forms import BLOCK, Fp8
+from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
 from milepost.kernels.quantised.triton_rounding import readable, scale_of
 from milepost.kernels.triton_float8 import decode, encode, has_fp8
 
@@ -29,14 +29,18 @@ _UP_STAGES = 4
 _DOWN_STAGES = 4
 
 
-def suits(chip: Chip, *weights: Fp8) -> bool:
-    """Whether the chip has TMA, float8 and room, and weights are whole blocks with one scale each;
-    their rows have a scale for each BLOCK inputs."""
-    sizes = [size for weight in weights for size in weight.values.shape[1:]]
-    is_whole = all(weight.rows == BLOCK for weight in weights) and not any(
-        size % BLOCK for size in sizes
+def suits(chip: Chip, *weights: Quantised) -> bool:
+    """Whether the chip has TMA, float8 and room, and weights are whole FP8 blocks with one scale
+    each; so are their rows."""
+    if not chip.has_tma or chip.shared_bytes < _SHARED_BYTES:
+        return False
+    return all(
+        isinstance(weight, Fp8)
+        and weight.rows == weight.depth == BLOCK
+        and weight.input_scale is None
+        and weight.num_outputs % BLOCK == weight.num_inputs % BLOCK == 0
+        for weight in weights
     )
-    return is_whole and chip.has_tma and chip.shared_bytes >= _SHARED_BYTES
 
 
 def project_up(
