@@ -282,7 +282,8 @@ class Engine:
 
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
-        return collect(self.scheduler)
+        own = self._tiering.metrics() if self._tiering is not None else []
+        return [*collect(self.scheduler), *own]
 
     def _request(self, id_: str, job: Job, priority: int, salt: str) -> Request:
         prompt, params = job.prompt, job.params

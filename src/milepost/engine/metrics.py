@@ -59,6 +59,10 @@ def collect(scheduler: Scheduler) -> list[Metric]:
             for reason, value in stats.lost.items()
         ),
         *(
+            _counter("prefix_cache_loaded_tokens", value, source=source)
+            for source, value in stats.loaded.items()
+        ),
+        *(
             _counter("checkpoints_evicted", value, cause=cause)
             for cause, value in stats.checkpoints_evicted.items()
         ),

@@ -140,6 +140,7 @@ class _Task:
             reused=report.reused,
             lost={reason.value: count for reason, count in report.lost.items()},
             admitted_at=self.admitted_at or time.monotonic(),
+            loaded=report.loaded,
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
+from milepost.engine.metrics import Metric
 from milepost.errors import ConfigError
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.scheduler import Scheduler
@@ -99,6 +100,27 @@ class Tiering:
         num_tokens = sum(s.num_tokens for s in plan.sequences if not s.is_decode)
         if num_tokens >= MIN_TOKENS:
             self.tiers.rates.computed(num_tokens, seconds)
+
+    def metrics(self) -> list[Metric]:
+        """Counters of what was copied, and how full each tier is."""
+        stats = self.tiers.stats
+        counters = {
+            "tier_stored_items": stats.stored,
+            "tier_written_items": stats.written,
+            "tier_loads": stats.loads,
+            "tier_failed_loads": stats.failed_loads,
+            "tier_states_too_late": stats.too_late,
+        }
+        found = [Metric(name=f"milepost:{name}", value=value) for name, value in counters.items()]
+        for name, tier in (("host", self.tiers.host), ("disk", self.tiers.disk)):
+            for what, budget in tier.budgets.items():
+                share = budget.num_used / max(budget.capacity, 1)
+                labels = {"tier": name, "what": what}
+                usage = Metric(
+                    name="milepost:tier_usage_perc", value=share, kind="gauge", labels=labels
+                )
+                found.append(usage)
+        return found
 
     def reset(self) -> None:
         """Forget what host memory holds."""

@@ -99,6 +99,7 @@ class Report(msgspec.Struct, frozen=True):
     reused: int
     lost: dict[str, int]
     admitted_at: float
+    loaded: dict[str, int] = {}
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from milepost.cache import Lost
@@ -144,6 +144,7 @@ class Generation:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": self._num_draft_tokens - accepted,
             }
+        loaded = _sums(report.loaded for report in self.reports)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -151,6 +152,7 @@ class Generation:
             "prompt_tokens_details": {
                 "cached_tokens": sum(report.reused for report in self.reports),
                 "lost_tokens": public_losses(self.reports, page_size),
+                **({"loaded_tokens": loaded} if loaded else {}),
             },
             **drafts,
         }
@@ -172,8 +174,11 @@ class Generation:
             completion_tokens=num_tokens,
             finish_reasons=[self._ended.get(i) for i in range(self.num_choices)],
             cached_tokens=sum(report.reused for report in self.reports),
-            lost_tokens=_losses(self.reports),
+            lost_tokens=_sums(report.lost for report in self.reports),
         )
+        loaded = _sums(report.loaded for report in self.reports)
+        if loaded:
+            self._record["loaded_tokens"] = loaded
         if self._first_at is not None:
             self._record["ttft_s"] = round(self._first_at - self._arrival, 4)
 
@@ -192,13 +197,14 @@ class Generation:
             metrics.inference_time.observe(max(last_at - self._admitted_at, 0.0))
 
 
-def _losses(reports: Sequence[Report]) -> dict[str, int]:
-    lost: dict[str, int] = {}
-    for report in reports:
-        for reason, count in report.lost.items():
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Of several, by name."""
+    total: dict[str, int] = {}
+    for each in counts:
+        for name, count in each.items():
             if count:
-                lost[reason] = lost.get(reason, 0) + count
-    return lost
+                total[name] = total.get(name, 0) + count
+    return total
 
 
 def public_losses(reports: Sequence[Report], page_size: int) -> dict[str, int]:

@@ -1,0 +1,183 @@
+"""The known ways to corrupt what goes by another stream, each with copies that come late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from milepost.tiers.copier import DirectLink
+from milepost.tiers.rates import Rates
+from tests.engines import THREE_LAYERS, ask, save_tiny, tokens
+
+
+class LateEvent:
+    def __init__(self, link: LateLink, number: int) -> None:
+        self._link, self._number = link, number
+
+    def query(self) -> bool:
+        return self._number <= self._link.num_done
+
+    def synchronize(self) -> None:
+        while not self.query():
+            self._link.go_on()
+
+
+class LateLink(DirectLink):
+    """Copies beside the steps are made when somebody says so, and not before what they wait for;
+    until then their targets hold garbage. What is copied in the order of the steps is made at once.
+    """
+
+    needs_staging = True
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self.pending: list[tuple[LateEvent, list]] = []
+        self.num_named = 0
+
+    def now(self) -> LateEvent:
+        return LateEvent(self, self.num_named)
+
+    def copy_behind(self, event: LateEvent, copies: Sequence[tuple], *, up: bool) -> LateEvent:  # noqa: ARG002
+        for target, _, what, first, _, num in copies:
+            for part in target.of(what).tensors:
+                part[first : first + num].fill_(float("nan"))
+        self.num_named += 1
+        self.pending.append((event, list(copies)))
+        return LateEvent(self, self.num_named)
+
+    def go_on(self) -> bool:
+        """Make the next copy; whether there was one."""
+        if not self.pending:
+            return False
+        event, copies = self.pending.pop(0)
+        assert event.query(), "a copy waits for what was launched before it"
+        self.copy(copies)
+        self.num_done += 1
+        return True
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("late")
+    return save_tiny(folder, "qwen3_5", torch.float64, **THREE_LAYERS)
+
+
+@pytest.fixture
+def late(tiny, monkeypatch):
+    """An engine whose copies are made one with each step at most."""
+    link = LateLink()
+    monkeypatch.setattr("milepost.tiers.copier.DirectLink", lambda: link)
+    llm = tiny.open(
+        num_pages=14, num_slots=4, max_num_seqs=3, max_num_batched_tokens=128, cache_host_gib=0.05
+    )
+    tiering = llm.llm_engine._tiering
+    tiering.tiers.rates = Rates(tokens_per_s=1.0, load_s=0.0)
+    poll = tiering.copier.poll
+
+    def go_on_sometimes(_=0.0):
+        link.go_on()
+        return poll()
+
+    tiering.copier.wait = go_on_sometimes
+    return llm, link
+
+
+def turns(llm, tiny, num=3):
+    """Conversations that push each other out, a turn of each after the other."""
+    histories = [tokens(150 + 40 * index, seed=index) for index in range(4)]
+    num_loaded = 0
+    for turn in range(num):
+        for index, history in enumerate(histories):
+            (output,) = ask(llm, history)
+            tiny.check([output])
+            num_loaded += sum(output.cache_report.loaded.values())
+            histories[index] = [*history, *output.outputs[0].token_ids, *tokens(9, seed=turn)]
+    return num_loaded
+
+
+def test_copies_that_come_late_change_nothing(late, tiny):
+    llm, link = late
+    assert turns(llm, tiny) > 300
+    assert link.num_done > 10
+
+
+def test_what_is_read_before_its_copy_is_there_is_found_out(late, tiny, monkeypatch):
+    """Without the wait: what is filed as there is garbage, and the answers show it."""
+    llm, _ = late
+    monkeypatch.setattr(LateEvent, "query", lambda _: True)
+    with pytest.raises(AssertionError):
+        turns(llm, tiny)
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_staging_place_is_used_again_only_once_it_is_read(late, tiny, monkeypatch, is_reused):
+    """States of two prompts go by it, the second while the first is still to be copied on."""
+    llm, _ = late
+    copier = llm.llm_engine._tiering.copier
+    store = copier.store
+
+    def reuse(stores):
+        store(stores)
+        for what, place in copier._storing[-1].staged:
+            copier._free[what == "state"].append(place)
+        copier._storing[-1].staged.clear()
+
+    if is_reused:
+        monkeypatch.setattr(copier, "store", reuse)
+    ask(llm, tokens(200), tokens(330, seed=3))
+    assert llm.llm_engine.scheduler.cache.reset()
+    (output,) = ask(llm, [*tokens(200)[:192], *tokens(20, seed=7)])
+    assert output.cache_report.loaded == {"host": 192}
+    if is_reused:
+        with pytest.raises(AssertionError):
+            tiny.check([output])
+    else:
+        tiny.check([output])
+
+
+def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkeypatch):
+    """A source that is read behind the step holds what that has written."""
+    llm, link = late
+    copy, waiting = link.copy, []
+
+    def too_late(copies):
+        is_staged = any(target is llm.llm_engine._tiering.copier._staging for target, *_ in copies)
+        waiting.append(copies) if is_staged else copy(copies)
+
+    def launch(plan, before=None, launch=llm.llm_engine.runner.launch):
+        flight = launch(plan, before)
+        while waiting:
+            copy(waiting.pop(0))
+        return flight
+
+    monkeypatch.setattr(link, "copy", too_late)
+    monkeypatch.setattr(llm.llm_engine.runner, "launch", launch)
+    with pytest.raises(AssertionError):
+        turns(llm, tiny)
+
+
+def test_a_state_is_taken_in_once(late, tiny, monkeypatch):
+    """A slot that is said to hold another position than it does is refused."""
+    llm, _ = late
+    runner = llm.llm_engine.runner
+    filled = runner.filled
+    monkeypatch.setattr(runner, "filled", lambda slot, position: filled(slot, position - 1))
+    with pytest.raises(Exception, match="S4"):
+        turns(llm, tiny)
+
+
+def test_pages_without_the_state_are_no_hit(late, tiny, monkeypatch):
+    """KV alone leaves the recurrent layers behind: the load would end with a wrong answer."""
+    llm, _ = late
+    copier = llm.llm_engine._tiering.copier
+    bring = copier._bring
+
+    def without_state(loading):
+        loading.fetches = [f for f in loading.fetches if f.item.what != "state"]
+        bring(loading)
+
+    monkeypatch.setattr(copier, "_bring", without_state)
+    with pytest.raises(AssertionError):
+        turns(llm, tiny)
