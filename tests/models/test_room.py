@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from milepost.errors import ConfigError
+from milepost.layers.parameters import ParameterKind
 from milepost.models import load_model, loading
 from tests.checkpoints import save
 
@@ -35,6 +38,45 @@ def test_weights_that_just_fit_are_loaded(checkpoint, monkeypatch):
     monkeypatch.setattr(loading, "_free_bytes", lambda _device: int(needed * 0.51))
     model = load_model(checkpoint, dtype=torch.bfloat16)[0]
     assert model.num_bytes <= needed * 0.51
+
+
+@pytest.mark.parametrize("changes", [{"quantization": "fp8"}, {"dtype": torch.bfloat16}, {}])
+def test_what_is_known_before_is_what_is_taken(checkpoint, monkeypatch, changes):
+    """Also of weights that are rounded on the way; to the byte."""
+    needed = load_model(checkpoint, **changes)[0].num_bytes
+    monkeypatch.setattr(loading, "_free_bytes", lambda _device: needed)
+    load_model(checkpoint, **changes)
+    monkeypatch.setattr(loading, "_free_bytes", lambda _device: needed - 1)
+    with pytest.raises(ConfigError, match="GiB are missing"):
+        load_model(checkpoint, **changes)
+
+
+def test_tied_weights_count_once(tmp_path, monkeypatch):
+    save("qwen3_5", tmp_path, tie_word_embeddings=True)
+    model = load_model(tmp_path)[0]
+    monkeypatch.setattr(loading, "_free_bytes", lambda _device: model.num_bytes)
+    load_model(tmp_path)
+    held = {each.untyped_storage().data_ptr(): each.nbytes for each in model.parameters()}
+    assert model.num_bytes == sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needed", "words"),
+    [
+        (torch.bfloat16, 150, r"quantization='fp8' halves .*tensor_parallel_size=2 spreads"),
+        (torch.bfloat16, 400, "tensor_parallel_size=4 spreads them over as many such GPUs"),
+        (torch.float32, 150, "dtype='bfloat16' halves"),
+    ],
+)
+def test_what_would_help_on_a_gpu_is_named(monkeypatch, dtype, needed, words):
+    kind = ParameterKind(dtype=dtype, device=torch.device("cuda"))
+    architecture = SimpleNamespace(
+        decoder=lambda *_, **__: SimpleNamespace(num_bytes=needed * loading.GIB, modules=list)
+    )
+    monkeypatch.setattr(loading, "_free_bytes", lambda _device: 139 * loading.GIB)
+    with pytest.raises(ConfigError, match=words) as refused:
+        loading.check_room(None, architecture, kind, is_tied=False)
+    assert f"{needed - 139}.0 GiB are missing" in str(refused.value)
 
 
 def test_free_memory_of_a_cpu_is_what_the_system_says(tmp_path, monkeypatch):

@@ -42,7 +42,16 @@ from milepost.parallel import ALONE, Ranks
 from milepost.parallel.gloo import GlooLink
 from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
-from milepost.runner.memory import MIN_UNITS, OneMemory, Sizes, TwoPools, free_bytes, share, split
+from milepost.runner.memory import (
+    GIB,
+    MIN_UNITS,
+    OneMemory,
+    Sizes,
+    TwoPools,
+    free_bytes,
+    share,
+    split,
+)
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import Pools, PoolShape
 from milepost.runner.recording import PlanLog
@@ -180,7 +189,7 @@ def build_rank(
     fused = _fused(config, device, model, shape)
     sizes = _sizes(config, shape, device, fused.activations if fused else 0, ranks)
     cache = _cache(config, folder, shape, sizes, model.num_positions)
-    max_model_len = _max_model_len(config, model, cache.capacity)
+    max_model_len = _max_model_len(config, model, shape, cache.capacity)
     pools = sizes.allocate(shape, device)
     logger.info("cache: %s", sizes.describe(shape))
     num_requests = sizes.num_slots if shape.uses_slots else config.max_num_seqs
@@ -470,7 +479,7 @@ def _sizes(
     return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots)
 
 
-def _max_model_len(config: EngineConfig, model: Decoder, capacity: int) -> int:
+def _max_model_len(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:
     """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
     `capacity` tokens.
     """
@@ -481,8 +490,11 @@ def _max_model_len(config: EngineConfig, model: Decoder, capacity: int) -> int:
     if asked > limit:
         raise ConfigError(f"max_model_len={asked}: the model's own limit is {limit} positions")
     if asked > capacity:
+        missing = (asked - capacity) / shape.page_size * shape.page_bytes / GIB
+        halves = "" if shape.dtype_of_kv == FP8 else "use kv_cache_dtype='fp8' or more GPUs, "
         raise ConfigError(
-            f"max_model_len={asked}: the cache holds {capacity} tokens; "
-            "lower it, or raise num_pages, gpu_memory_utilization or cpu_cache_gib"
+            f"max_model_len={asked}: the cache holds {capacity} tokens, {missing:.3f} GiB are "
+            f"missing for the rest; lower it, {halves}or raise num_pages, gpu_memory_utilization "
+            "or cpu_cache_gib"
         )
     return asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import warnings
 from collections.abc import Container, Iterable
@@ -17,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
 from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.rotary import run_up_to
 from milepost.layers.weights import RAW
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Head = Literal["none", "auto", "mtp"]
 GIB = 2**30
+_WEIGHTS_SHARE = 0.8
+"""Of what is free, at most, for there to be a cache to speak of."""
 _MEMINFO = Path("/proc/meminfo")
 """Where Linux says how much memory can be taken without swapping."""
 
@@ -229,10 +233,15 @@ def check_room(
     # Has the sizes, and no memory.
     outline = replace(kind, device=torch.device("meta"))
     model = architecture.decoder(config, outline, is_tied=is_tied, has_head=has_head)
+    if kind.names:
+        # Projections whose blocks are not those of their matrix have more scales.
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.placements()
     needed = model.num_bytes
     if needed > free:
         name = str(kind.dtype).removeprefix("torch.")
-        advice = _advise(kind)
+        advice = _advise(kind, needed, free)
         raise ConfigError(
             f"the weights take {needed / GIB:.1f} GiB in {name} and {kind.device} has "
             f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; "
@@ -240,13 +249,18 @@ def check_room(
         )
 
 
-def _advise(kind: ParameterKind) -> str:
-    """What would make the weights smaller."""
+def _advise(kind: ParameterKind, needed: int, free: int) -> str:
+    """What would make the weights smaller, or spread them over more GPUs."""
+    advice = ""
     if kind.dtype.itemsize >= 4:
-        return "dtype='bfloat16' halves the weights, or "
-    if kind.precision("layers") == RAW:
-        return "quantization='fp8' halves the weights, or "
-    return ""
+        advice = "dtype='bfloat16' halves the weights, or "
+    elif kind.precision("layers") == RAW:
+        advice = "quantization='fp8' halves the weights, or "
+    if kind.device.type != "cuda":
+        return advice
+    least = math.ceil(needed * kind.ranks.size / (_WEIGHTS_SHARE * free))
+    count = 1 << (least - 1).bit_length()
+    return f"{advice}tensor_parallel_size={count} spreads them over as many such GPUs, or "
 
 
 def _free_bytes(device: torch.device) -> int | None:
