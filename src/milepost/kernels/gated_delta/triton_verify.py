@@ -239,13 +239,9 @@ def _update(
     # From here on the first launch has ended.
     wait_for_inputs()
     for place in range(num_folded + num_new):
-        # Either of two pointers is no pointer that AMD's compiler follows.
-        is_new = place >= num_folded
         new_at = gates + (place - num_folded) * projected_stride
         old_at = recorded + place * record_stride
-        b_in = tl.load(new_at, is_new, 0) + tl.load(old_at, not is_new, 0)
-        a_in = tl.load(new_at + VALUE_HEADS, is_new, 0)
-        a_in += tl.load(old_at + VALUE_HEADS, not is_new, 0)
+        b_in, a_in = _strengths(new_at, old_at, place >= num_folded, VALUE_HEADS)
         beta = sigmoid(b_in)
         decay = tl.exp(log_decay(rate, bias, a_in))
         query = tl.load(query_at + place * channels + o_k, is_k, 0)
@@ -268,7 +264,22 @@ def _update(
         state = kept.to(tl.float32)
     tl.debug_barrier()
     for draft in range(num_new - 1):
-        strengths = gates + (draft + 1) * projected_stride
-        kept_at = recorded + draft * record_stride
-        tl.store(kept_at, tl.load(strengths))
-        tl.store(kept_at + VALUE_HEADS, tl.load(strengths + VALUE_HEADS))
+        new_at = gates + (draft + 1) * projected_stride
+        _record_strengths(new_at, recorded + draft * record_stride, VALUE_HEADS)
+
+
+@triton.jit
+def _strengths(new_at, old_at, is_new, VALUE_HEADS: tl.constexpr):
+    """What a head's beta and decay are made of, of the step's token or a recorded one: either of
+    two pointers is no pointer that AMD's compiler follows."""
+    b_in = tl.load(new_at, is_new, 0) + tl.load(old_at, not is_new, 0)
+    a_in = tl.load(new_at + VALUE_HEADS, is_new, 0)
+    a_in += tl.load(old_at + VALUE_HEADS, not is_new, 0)
+    return b_in, a_in
+
+
+@triton.jit
+def _record_strengths(new_at, kept_at, VALUE_HEADS: tl.constexpr):
+    """Of a draft."""
+    tl.store(kept_at, tl.load(new_at))
+    tl.store(kept_at + VALUE_HEADS, tl.load(new_at + VALUE_HEADS))
