@@ -32,6 +32,7 @@ MAY_USE["engine"] |= {"speculative", "kv_events", "disaggregation", "tiers"}
 MAY_USE["simulator"].add("tiers")
 MAY_USE["config"] = {"cache"}
 MAY_USE["server"] = {*MAY_USE["engine"], "engine"}
+MAY_USE["ray"] = MAY_USE["server"] | {"server"}
 MAY_USE["load"] = set()
 MAY_USE["cli"] = {*MAY_USE["server"], "server", "simulator", "load"}
 

@@ -1,0 +1,258 @@
+"""Replicas of an engine on Ray Serve: `serve run milepost.ray:app`.
+
+A front takes HTTP and asks a replica for each request; each replica is a whole server in a process
+of its own, with its engine beside it. A request goes to the replica that has the longest run of its
+prompt's pages which a checkpoint makes usable: replicas tell their pages' digests once a second,
+and a request's own are made by any of them. Ray adds and takes away replicas by how many requests
+run and wait at each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import zmq
+import zmq.asyncio
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from milepost.cache.tree import Chain
+from milepost.config import EngineConfig
+from milepost.engine.client import EngineClient
+from milepost.errors import ConfigError, MilepostError
+from milepost.server import app as http
+from milepost.server.config import ServerConfig
+from milepost.server.errors import HttpError
+from milepost.server.messages import for_template, tools_for_template
+from milepost.server.protocol import ChatRequest, CompletionRequest
+from milepost.server.run import load
+from milepost.server.service import Service
+
+STATS_S = 1.0
+"""How often replicas tell what they have."""
+IMBALANCE = 4
+"""A replica with so many more requests than the least busy one is passed over, whatever it has."""
+KEY_BYTES = 8
+"""Of a page's digest that the router compares."""
+
+
+class PrefixRouter(RequestRouter):
+    """Prefers who has most of a prompt, then who is least busy, then who has least cached."""
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        keys = pending_request.kwargs.get("keys", ()) if pending_request is not None else ()
+        busy = {r.replica_id: self._num_requests(r) for r in candidate_replicas}
+        least = min(busy.values(), default=0)
+        free = [r for r in candidate_replicas if busy[r.replica_id] <= least + IMBALANCE]
+        depths = {r.replica_id: depth(keys, r.routing_stats.get("pages", ())) for r in free}
+        random.shuffle(candidate_replicas)
+
+        def rank(replica: RunningReplica) -> tuple[int, int, int]:
+            id_, num_pages = replica.replica_id, len(replica.routing_stats.get("pages", ()))
+            return -depths.get(id_, 0), busy[id_], num_pages
+
+        return [[replica] for replica in sorted(candidate_replicas, key=rank)]
+
+    def _num_requests(self, replica: RunningReplica) -> int:
+        return self._replica_queue_len_cache.get(replica.replica_id) or 0
+
+
+def depth(keys: Any, pages: Any) -> int:
+    """How many of a prompt's first pages are there."""
+    for number, key in enumerate(keys):
+        if key not in pages:
+            return number
+    return len(keys)
+
+
+class Replica:
+    """A server without a socket."""
+
+    async def __init__(self, options: Mapping[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="milepost-")
+        endpoint = f"ipc://{Path(self._folder.name) / 'events'}"
+        events = {"enable_kv_cache_events": True, "endpoint": endpoint}
+        config = ServerConfig(access_log=False, ui=False)
+        engine = EngineConfig(**options, kv_events_config=events)
+        self._client = EngineClient(engine, max_waiting=config.max_waiting)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(endpoint)
+        self._service: Service = await load(config, engine, self._client)
+        self._app = http.build(self._service)
+        self._pages: set[bytes] = set()
+        self._following = asyncio.create_task(self._follow())
+
+    async def keys(self, path: str, body: bytes) -> tuple[bytes, ...]:
+        """Of the pages of a request's prompt, as far as it can be told."""
+        try:
+            tokens, salt = await self._prompt(path, body)
+        except (ValueError, MilepostError, HttpError):
+            return ()  # whoever serves it says what is wrong
+        info = self._client.info
+        chain = Chain(tokens, info.page_size, salt, info.identity)
+        return tuple(digest[:KEY_BYTES] for digest in chain.full_digests())
+
+    async def ask(
+        self, scope: dict[str, Any], body: bytes, keys: tuple[bytes, ...] = ()
+    ) -> AsyncIterator[Any]:
+        """Status and headers of the response, then its body piece by piece."""
+        del keys  # for the router
+        sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        received, gone = [{"type": "http.request", "body": body}], asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if received:
+                return received.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            try:
+                await self._app({**scope, "app": None}, receive, sent.put)
+            finally:
+                await sent.put(None)
+
+        serving = asyncio.create_task(run())
+        try:
+            while (message := await sent.get()) is not None:
+                if message["type"] == "http.response.start":
+                    yield message["status"], list(message["headers"])
+                elif message.get("body"):
+                    yield bytes(message["body"])
+            await serving
+        finally:
+            gone.set()
+            await asyncio.wait([serving])
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        return {"pages": frozenset(self._pages)}
+
+    async def check_health(self) -> None:
+        if self._client.death is not None:
+            raise RuntimeError(self._client.death)
+
+    async def __del__(self) -> None:
+        self._following.cancel()
+        await self._service.close()
+        await self._client.close()
+        self._socket.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
+
+    async def _prompt(self, path: str, body: bytes) -> tuple[list[int], str]:
+        service = self._service
+        if path.endswith("/chat/completions"):
+            chat = ChatRequest.model_validate_json(body)
+            tools = None if chat.tool_choice == "none" else tools_for_template(chat.tools)
+            rendered = await service.render(
+                for_template(chat.messages),
+                tools=tools,
+                template_kwargs=chat.chat_template_kwargs,
+                add_generation_prompt=chat.add_generation_prompt is not False,
+            )
+            return rendered.token_ids, chat.cache_salt or ""
+        if not path.endswith("/completions"):
+            return [], ""
+        request = CompletionRequest.model_validate_json(body)
+        prompt: Any = request.prompt
+        if isinstance(prompt, str):
+            (prompt,) = await service.encode([prompt], is_cut=False)
+        is_one = prompt and isinstance(prompt[0], int)
+        return prompt if is_one else [], request.cache_salt or ""
+
+    async def _follow(self) -> None:
+        """Keep up with what a checkpoint makes usable."""
+        while True:
+            _, _, payload = await self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                keys = {key[:KEY_BYTES] for key in event.get("block_hashes", ())}
+                if event["type"] == "BlockStored":
+                    self._pages |= keys
+                elif event["type"] == "BlockRemoved":
+                    self._pages -= keys
+                else:
+                    self._pages.clear()
+
+
+@serve.deployment(max_ongoing_requests=10_000)
+class Front:
+    """Takes HTTP, and has each request answered by a replica."""
+
+    def __init__(self, replicas: Any) -> None:
+        self._replicas = replicas
+
+    async def __call__(self, request: Request) -> StreamingResponse:
+        body = await request.body()
+        path = request.scope["path"]
+        keys: tuple[bytes, ...] = ()
+        if request.method == "POST" and path.endswith("/completions"):
+            keys = await self._replicas.keys.remote(path, body)
+        names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
+        scope = {name: request.scope[name] for name in names if name in request.scope}
+        scope |= {"scheme": "http", "client": None, "server": None, "root_path": ""}
+        answered = self._replicas.options(stream=True).ask.remote(scope, body, keys=keys)
+        status, headers = await anext(answered)
+        response = StreamingResponse(answered, status_code=status)
+        response.raw_headers = [tuple(header) for header in headers]
+        return response
+
+
+def app(args: Mapping[str, Any]) -> serve.Application:
+    """What `serve run milepost.ray:app` runs. Its arguments are the fields of `EngineConfig`, such
+    as model=...; `replicas`, or `min_replicas` and `max_replicas`; and `num_gpus` of each. Without
+    any, one replica of the embedded model. Raises ConfigError.
+    """
+    given = dict(args)
+    num_gpus = float(given.pop("num_gpus", 0))
+    lowest = int(given.pop("min_replicas", given.get("replicas", 1)))
+    highest = int(given.pop("max_replicas", given.pop("replicas", lowest)))
+    given.pop("replicas", None)
+    options = _options(given)
+    most = EngineConfig(**options).max_num_seqs
+    replica = serve.deployment(
+        Replica,
+        name="Replica",
+        max_ongoing_requests=most + ServerConfig().max_waiting,
+        ray_actor_options={"num_cpus": 0 if num_gpus else 0.5, "num_gpus": num_gpus},
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=lowest,
+            initial_replicas=lowest,
+            max_replicas=highest,
+            target_ongoing_requests=most,
+        ),
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter, request_routing_stats_period_s=STATS_S
+        ),
+    )
+    return Front.bind(replica.bind(options))
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the configuration, which a command line has as texts."""
+    hints = get_type_hints(EngineConfig)
+    known = {field.name for field in fields(EngineConfig)} - {"kv_events_config"}
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"argument {name!r} is unknown: use the fields of EngineConfig")
+    return {
+        name: msgspec.convert(value, hints[name], strict=False)
+        if isinstance(value, str) and not name.endswith("_config")
+        else value
+        for name, value in given.items()
+    }
