@@ -49,8 +49,8 @@ MAX_LOOKS = 16
 
 MAX_CHANGES = 64
 """Requests that begin in a step and states that are evicted for them, before the others wait for
-the next step. Each takes some 0.1 ms to plan, a step that prefills takes 17 ms on a GPU and is
-planned while another one runs: so planning is hidden. With fewer, requests that leave little to
+the next step. Each takes some 0.1 to 0.2 ms to plan, a step that prefills takes 17 ms on a GPU and
+is planned while another one runs: so planning is hidden. With fewer, requests that leave little to
 compute would share the weights that a step reads with fewer others.
 """
 
