@@ -10,6 +10,7 @@ import torch
 
 from milepost import LLM
 from milepost.engine import setup
+from milepost.errors import EngineDeadError
 from tests import engines
 from tests.engine import test_equality as one
 from tests.engines import THREE_LAYERS, answer, ask, greedy, sampled, save_tiny, tokens
@@ -17,17 +18,8 @@ from tests.parallel.team import ThreadTeam
 
 CASES = {
     "hit": partial(one.test_hit, page_size=16),
-    "branch_point": partial(one.test_branch_point, page_size=64),
     "answer_end": partial(one.test_answer_end, page_size=64),
-    "modes": partial(
-        one.test_modes, mode="all", block_size=64, expected=[0, 448, 384, 512], page_size=16
-    ),
-    "chunks": partial(one.test_chunks, budget=130, mode="auto"),
-    "neighbours": one.test_neighbours,
-    "shared_within_a_batch": partial(one.test_prefix_shared_within_a_batch, budget=130),
     "preempted": partial(one.test_preempted_and_resumed, page_size=64, num_pages=18),
-    "evicted": partial(one.test_eviction_and_return, pools={"num_slots": 4}, cause="slots"),
-    "taken_over": one.test_slot_taken_over,
     "aborted": one.test_abort_in_mid_stream,
 }
 SIZES = {
@@ -81,6 +73,19 @@ def test_reports_are_those_of_one(size, options, checkpoint):
                 assert left.cache_report == right.cache_report
             pairs = zip(turns, found, strict=True)
             turns = [[*own, *answer(output), 5, 6] for own, output in pairs]
+
+
+def test_an_engine_that_loses_a_rank_ends_the_others(checkpoint):
+    """And says so from then on."""
+    llm = checkpoint.open(tensor_parallel_size=2)
+    ask(llm, tokens(70))
+    team = llm.llm_engine._team
+    team.meeting.abort()
+    with pytest.raises(EngineDeadError, match="BrokenBarrierError"):
+        ask(llm, tokens(70, seed=1))
+    assert not team.close.alive
+    with pytest.raises(EngineDeadError, match="make a new engine"):
+        ask(llm, tokens(70))
 
 
 def test_the_mtp_head_drafts_on_every_rank():

@@ -20,7 +20,7 @@ from tests.batches import Part, build_pools
 from tests.checkpoints import save
 from tests.numbers import relative_error
 from tests.parallel.threads import run_ranks
-from tests.quantised import FORMATS, write
+from tests.quantised import write
 
 PAGES = [3, 1]
 EVEN: dict[str, Any] = {
@@ -204,7 +204,10 @@ QUANTISED: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("form", "how"),
-    [*((form, "width") for form in FORMATS), ("fp8-blocks", "experts"), ("awq", "experts")],
+    [
+        *((form, "width") for form in ("fp8-blocks", "fp8-channels", "awq", "gptq")),
+        *((form, "experts") for form in ("fp8-tensors", "packed-asymmetric")),
+    ],
 )
 def test_quantised_weights_are_split_with_their_scales(form, how, tmp_path):
     """Where a token's activations have one scale, each rank rounds its own part of them."""
