@@ -64,7 +64,7 @@ def test_as_on_one(name, checkpoint, monkeypatch):
 def test_reports_are_those_of_one(size, options, checkpoint):
     """Of prompts that share, chats and what is sampled: every number of every report."""
     several, alone = (checkpoint.open(tensor_parallel_size=n, **options) for n in (size, 1))
-    for params in (greedy(), sampled(temperature=0.8, presence_penalty=0.5)):
+    for params in (greedy(8), sampled(8, temperature=0.8, presence_penalty=0.5)):
         turns = [tokens(300) + tokens(40, seed=index) for index in range(3)]
         for _ in range(2):
             found, expected = (ask(llm, *turns, params=params) for llm in (several, alone))
