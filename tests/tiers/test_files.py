@@ -108,6 +108,17 @@ def test_a_file_that_is_gone_is_a_miss(files, caplog):
     assert caplog.text == ""
 
 
+def test_a_directory_that_is_gone_holds_nothing(files, caplog):
+    written(files)
+    files.path(PAGE).unlink()
+    files.path(PAGE).parent.rmdir()
+    files.path(PAGE).parent.parent.rmdir()
+    assert files.names() == []
+    assert not files.read(PAGE, empty())
+    assert not files.write(PAGE, TOKENS, contents())
+    assert caplog.text.count("No such file or directory") == 1
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
 def test_what_the_system_refuses_is_said_once(files, number, monkeypatch, caplog):
     def refuse(*_, **__):

@@ -113,6 +113,9 @@ class Tiering:
         }
         found = [Metric(name=f"milepost:{name}", value=value) for name, value in counters.items()]
         for name, tier in (("host", self.tiers.host), ("disk", self.tiers.disk)):
+            labels = {"tier": name}
+            items = Metric(name="milepost:tier_items", value=len(tier), kind="gauge", labels=labels)
+            found.append(items)
             for what, budget in tier.budgets.items():
                 share = budget.num_used / max(budget.capacity, 1)
                 labels = {"tier": name, "what": what}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from milepost.tiers.arena import Memory
@@ -15,6 +15,10 @@ from milepost.tiers.tier import Item
 NUM_READERS = 4
 MAX_WRITES = 16
 """Under way at a time: what has not been begun can still be given up."""
+SCAN_S, ITEMS_AT_START, ITEMS_EACH = 0.5, 10_000, 500
+"""An engine with many files starts before all of them are known: it waits so long for their names,
+and files so many at the start, and with each look at what is over.
+"""
 CLOSE_S = 20.0
 """So long an engine that is ended may write."""
 
@@ -39,8 +43,19 @@ class Disk:
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tiers-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
         self._writing: deque[tuple[Item, Item, Future[bool]]] = deque()
-        for name in files.names():
-            tiers.found(name.what, name.key, name.parent, name.position)
+        self._scan: Future[list[Name]] | None = self._readers.submit(files.names)
+        self._known: deque[Name] = deque()
+        wait([self._scan], timeout=SCAN_S)
+        self._take_names(ITEMS_AT_START)
+
+    def _take_names(self, most: int) -> None:
+        """File up to so many of what was there at the start."""
+        if self._scan is not None and self._scan.done():
+            self._known.extend(self._scan.result())
+            self._scan = None
+        for _ in range(min(most, len(self._known))):
+            name = self._known.popleft()
+            self._tiers.found(name.what, name.key, name.parent, name.position)
 
     @property
     def is_busy(self) -> bool:
@@ -72,6 +87,8 @@ class Disk:
 
     def poll(self) -> None:
         """Take note of writes that are over, and begin others."""
+        if self._known or self._scan is not None:
+            self._take_names(ITEMS_EACH)
         while self._writing and self._writing[0][2].done():
             item, copy, future = self._writing.popleft()
             self._tiers.written(item, copy, is_there=future.result())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,8 @@ ALIGNMENT = 4096
 _HEAD = struct.Struct("<8sIB16s16s16sQIQII")
 """Magic, version, kind, identity, key, parent, position, bytes of token ids, bytes of contents,
 their checksum, the head's own with this as 0."""
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([1-9][0-9]{0,15})\.(page|tail|state)")
+_KIND_OF: dict[str, What] = {kind: kind for kind in KINDS}
 STALE_S = 3600.0
 """Files that were being written longer ago than this were left by an engine that has died."""
 
@@ -70,16 +73,22 @@ class Files:
 
     def names(self) -> list[Name]:
         """Those that are there, what hangs on nothing first. Reads names alone."""
-        found = []
-        for folder in self._folders():
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    name = _parse(entry.name)
-                    if name is not None:
-                        found.append(name)
-                    elif entry.name.startswith("."):
-                        _remove_stale(entry)
+        found: list[Name] = []
+        try:
+            for folder in self._folders():
+                self._names_in(folder, found)
+        except OSError as error:
+            self._complain("looked through", error)
         return sorted(found, key=lambda name: (name.position, name.key, name.what))
+
+    def _names_in(self, folder: str, found: list[Name]) -> None:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = _parse(entry.name)
+                if name is not None:
+                    found.append(name)
+                elif entry.name.startswith("."):
+                    _remove_stale(entry)
 
     def _folders(self) -> Iterator[str]:
         with os.scandir(self._space) as entries:
@@ -210,18 +219,16 @@ def _read_into(file: FileIO, piece: memoryview) -> None:
 
 
 def _parse(file: str) -> Name | None:
-    stem, dot, what = file.rpartition(".")
-    parts = stem.split("-")
-    if not dot or len(parts) != 3 or what not in KINDS:
+    found = _NAME.fullmatch(file)
+    if found is None:
         return None
-    try:
-        key, parent, position = bytes.fromhex(parts[0]), bytes.fromhex(parts[1]), int(parts[2])
-    except ValueError:
-        return None
-    if len(key) != 16 or len(parent) != 16 or position <= 0:
-        return None
-    kind = next(each for each in KINDS if each == what)
-    return Name(what=kind, key=key, parent=parent, position=position)
+    key, parent, position, what = found.groups()
+    return Name(
+        what=_KIND_OF[what],
+        key=bytes.fromhex(key),
+        parent=bytes.fromhex(parent),
+        position=int(position),
+    )
 
 
 def _remove_stale(entry: os.DirEntry[str]) -> None:

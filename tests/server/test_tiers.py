@@ -1,0 +1,67 @@
+"""A server that is ended, or killed, leaves to the next one what it has written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from tests.server.conftest import serving
+
+
+def ask(server, messages):
+    with server.client() as client:
+        return client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=8, temperature=0
+        )
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
+
+
+def details(answer):
+    return answer.usage.prompt_tokens_details.model_dump()
+
+
+def num_files(folder):
+    return sum(path.is_file() for path in folder.rglob("*.*"))
+
+
+def num_on_disk(server):
+    with server.http() as client:
+        lines = client.get("/metrics").text.splitlines()
+    (line,) = (each for each in lines if each.startswith('milepost:tier_items{tier="disk"}'))
+    return float(line.rsplit(" ", 1)[1])
+
+
+def wait_until(is_so):
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until, "that takes too long"
+
+
+def test_what_was_written_outlives_the_server(folder, tmp_path):
+    flags = ("--cache-dir", str(tmp_path / "kept"), "--cache-host-gib", "0.05")
+    fox, weather = said("the quick brown fox " * 40), said("what is the weather like " * 40)
+    with serving(folder, *flags) as server:
+        before = ask(server, fox)
+        assert "loaded_tokens" not in details(before)
+    num_kept = num_files(tmp_path)
+    assert num_kept > 3, "who is told to end writes first what is ready"
+    with serving(folder, *flags) as server:
+        assert num_on_disk(server) == num_kept
+        after = ask(server, fox)
+        assert details(after)["loaded_tokens"] == {"disk": details(after)["cached_tokens"]}
+        assert after.choices[0].message.content == before.choices[0].message.content
+        before = ask(server, weather)
+        wait_until(lambda: server.metric("tier_written_items_total") >= 4)
+        for pid in (server.process.pid, server.engine_pid):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: server.process.poll() is not None)
+    num_kept = num_files(tmp_path)
+    with serving(folder, *flags) as server:
+        assert num_on_disk(server) >= 0.95 * num_kept
+        after = ask(server, weather)
+        assert details(after)["loaded_tokens"] == {"disk": details(after)["cached_tokens"]}
+        assert after.choices[0].message.content == before.choices[0].message.content
