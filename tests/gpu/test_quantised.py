@@ -66,7 +66,7 @@ EXPERTS = {
 def test_experts(num_tokens: int, name: str) -> None:
     """The last have so many rows an expert that FP8 in blocks is multiplied in tall ones."""
     up, down = (to("cuda", each) for each in EXPERTS[name]())
-    hidden, shares, experts = (each.cuda() for each in route(num_tokens, 16, 0.01))
+    hidden, shares, experts = (each.cuda() for each in route(num_tokens, 16))
     given = hidden.bfloat16(), shares.bfloat16(), experts, up, down
     check_experts(mix(*given), *given)
 
@@ -75,7 +75,7 @@ def test_experts(num_tokens: int, name: str) -> None:
 def test_a_graph_holds_them(name: str) -> None:
     """Also where no kernel takes the sizes and the definition computes."""
     up, down = (to("cuda", each) for each in EXPERTS[name]())
-    hidden, shares, experts = (each.cuda() for each in route(4, 16, 0.01))
+    hidden, shares, experts = (each.cuda() for each in route(4, 16))
     for dtype in (torch.bfloat16, torch.float32):
         given = hidden.to(dtype), shares.to(dtype), experts, up, down
         mix(*given)

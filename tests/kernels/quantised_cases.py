@@ -97,6 +97,7 @@ def check_experts(mixed: Tensor | None, *given: Tensor | Quantised) -> None:
     mixed = mixed.float().sum(1)
     expected = reference.mix(hidden.float(), shares.float(), experts, up, down)[:, 0]
     error = (mixed - expected).norm(dim=1) / expected.norm(dim=1)
-    # A sum at a bound of rounding may go the other way in between.
-    assert error.median() < (3e-3 if hidden.dtype == torch.float16 else 2e-2)
-    assert error.max() < 0.1
+    # Sums at a bound of rounding may go the other way in between; the fewer bits, the more do.
+    is_half = hidden.dtype == torch.float16
+    assert error.median() < (3e-3 if is_half else 4e-2)
+    assert error.max() < (0.1 if is_half else 0.2)
