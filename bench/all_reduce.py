@@ -63,6 +63,9 @@ def run(rank: int, port: int, options: argparse.Namespace, store: Any = None) ->
         row = measure(link, rank, num_rows, options.hidden_size)
         if rank == 0:
             print(json.dumps(rows.provenance() | row), flush=True)
+    torch.cuda.synchronize()
+    link.least(0)  # nobody lets go before all are through
+    link.close()
 
 
 def measure(link: GpuLink, rank: int, num_rows: int, hidden_size: int) -> dict[str, Any]:
