@@ -65,8 +65,8 @@ def _load_row(
     GROUP: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """A row's blocks from the i_d-th on as they are multiplied: [D, W] twice, first and second half
-    of each of four bits', which have none more than once otherwise; and their sums [D]."""
+    """A row's blocks from the i_d-th on as they are multiplied, [D, W] twice: of four bits the
+    inputs of bytes' low and high halves, of FP8 the same; and sums or scales of blocks [D]."""
     WIDTH: tl.constexpr = BLOCK // 2 if GROUP else BLOCK
     o_d, o_k = i_d + tl.arange(0, BLOCK_D), tl.arange(0, WIDTH)
     is_input = (o_d < INPUTS // BLOCK)[:, None]

@@ -1,0 +1,120 @@
+"""Products of quantised weights on a GPU, beside bfloat16's and the time to read the weight.
+
+PYTHONPATH=src:. python bench/kernels/quantised.py [--out FILE] [--copy-gbps N] [--tflops N]
+
+Dense ones of the 35B-A3B shape, and one layer's experts, of which each token chooses at random.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.kernels.timing import Row, parse, report, time_us
+
+from milepost.kernels import linear, moe, quantised
+from milepost.kernels.quantised import BLOCK, FP8, Fp8, Int4, Quantised
+
+TOKENS = (1, 16, 64, 512, 8192)
+SHAPES = {"recurrent input": (2048, 12288), "mixer output": (4096, 2048)}
+"""Inputs and outputs."""
+HIDDEN, SIZE, EXPERTS, CHOSEN = 2048, 512, 257, 8
+GROUP = 128
+_ROTATED_BYTES = 120e6
+_FILLED = 1 << 26
+"""Numbers that are drawn at a time."""
+
+
+def main() -> None:
+    report(bench(), parse(__doc__))
+
+
+def bench() -> Iterator[Row]:
+    for name, (num_inputs, num_outputs) in SHAPES.items():
+        yield from bench_dense(name, num_inputs, num_outputs)
+    for form, make in (("fp8", make_fp8), ("int4", make_int4)):
+        yield from bench_experts(form, make(EXPERTS, 2 * SIZE, HIDDEN), make(EXPERTS, HIDDEN, SIZE))
+
+
+def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
+    count = max(3, int(_ROTATED_BYTES // (num_inputs * num_outputs)))
+    shape = num_outputs, num_inputs
+    raw = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    for form, make in (("fp8", make_fp8), ("int4", make_int4)):
+        weights = [make(*shape) for _ in range(2 * count)]
+        for num_tokens in TOKENS:
+            hidden = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
+            yield {
+                "op": name,
+                "form": form,
+                "tokens": num_tokens,
+                "median_us": time_us([partial(quantised.partials, hidden, w) for w in weights]),
+                "bfloat16_us": time_us([partial(linear.partials, hidden, w) for w in raw]),
+                "bytes": bytes_of(weights[0]) + 2 * num_tokens * (num_inputs + num_outputs),
+                "flops": 2 * num_tokens * num_inputs * num_outputs,
+            }
+
+
+def bench_experts(form: str, up: Quantised, down: Quantised) -> Iterator[Row]:
+    for num_tokens in TOKENS:
+        turns = range(6 if num_tokens <= max(TOKENS[:3]) else 2)
+        hidden = [
+            torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in turns
+        ]
+        logits = [
+            torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16) for _ in turns
+        ]
+        routed = [moe.route(each, CHOSEN, normalise=True, num_shared=1) for each in logits]
+        touched = sum(experts.unique().numel() for _, experts in routed) / len(turns)
+        calls = [
+            partial(quantised.mix, own, *route, up, down)
+            for own, route in zip(hidden, routed, strict=True)
+        ]
+        num_rows = num_tokens * (CHOSEN + 1)
+        weight_bytes = (bytes_of(up) + bytes_of(down)) * touched / EXPERTS
+        yield {
+            "op": "experts",
+            "form": form,
+            "tokens": num_tokens,
+            "experts_touched": touched,
+            "median_us": time_us(calls),
+            "bytes": weight_bytes + 2 * num_rows * HIDDEN,
+            "flops": 6 * HIDDEN * SIZE * num_rows,
+        }
+
+
+def make_fp8(*shape: int) -> Fp8:
+    values = torch.empty(shape, device="cuda", dtype=FP8)
+    for part in values.view(-1).split(_FILLED):
+        part.copy_((60 * torch.randn(part.shape, device="cuda")).clamp(-448, 448).to(FP8))
+    *stack, num_outputs, num_inputs = shape
+    scales = torch.rand(*stack, num_outputs // BLOCK, num_inputs // BLOCK, device="cuda")
+    return Fp8(values=values, scales=scales * 3e-4, rows=BLOCK, depth=BLOCK)
+
+
+def make_int4(*shape: int) -> Int4:
+    *lead, num_inputs = shape
+    groups = *lead, num_inputs // GROUP
+    packed = torch.randint(0, 256, (*lead, num_inputs // 2), device="cuda", dtype=torch.uint8)
+    scales = torch.full(groups, 0.004, device="cuda", dtype=torch.bfloat16)
+    zeros = torch.full(groups, 8, device="cuda", dtype=torch.uint8)
+    return Int4(packed=packed, scales=scales, zeros=zeros, group=GROUP)
+
+
+def bytes_of(weight: Quantised) -> int:
+    if isinstance(weight, Int4):
+        tensors: tuple[Tensor, ...] = (weight.packed, weight.scales, weight.zeros)
+    else:
+        tensors = (weight.values, weight.scales)
+    return sum(each.nbytes for each in tensors)
+
+
+if __name__ == "__main__":
+    main()
