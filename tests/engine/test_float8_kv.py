@@ -19,11 +19,11 @@ from tests.numbers import relative_error
 FLOAT8 = {"kv_cache_dtype": "fp8"}
 WAYS = {
     "hit": partial(ways.test_hit, page_size=64),
-    "branch_point": partial(ways.test_branch_point, page_size=16),
+    "branch_point": partial(ways.test_branch_point, page_size=64),
     "mark": partial(ways.test_mark, page_size=64),
     "answer_end": partial(ways.test_answer_end, page_size=128),
     "inside_a_page": partial(ways.test_two_resume_from_the_same_place_inside_a_page, page_size=64),
-    "preempted": partial(ways.test_preempted_and_resumed, page_size=16, num_pages=72),
+    "preempted": partial(ways.test_preempted_and_resumed, page_size=64, num_pages=18),
     "slot_taken_over": ways.test_slot_taken_over,
     "tail_page_taken_over": ways.test_tail_page_taken_over,
 }
