@@ -260,3 +260,10 @@ def test_an_address_that_cannot_be_had_is_one_error():
             clock=lambda: 0.0,
             ring=lambda: None,
         )
+
+
+def test_nothing_is_written_to_standard_output(tiny, transport, capfd):
+    """What reads it waits for a server's address."""
+    with running(open_engine(tiny.folder, transport)):
+        pass
+    assert capfd.readouterr().out == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class Nixl:
                 f"kv_transfer_config needs {error.name}: install it with "
                 "`pip install 'milepost[disaggregation]'`"
             ) from error
+        _log_as_others_do()
         self._kind = "DRAM" if memory.device is None else "VRAM"
         self._device = memory.device or 0
         config = api.nixl_agent_config(num_threads=0, backends=backends)
@@ -97,3 +99,10 @@ class Nixl:
             for row in (*layout.pages, *layout.slots)
         ]
         return self._agent.prep_xfer_dlist(name, np.array(rows, np.uint64), self._kind)
+
+
+def _log_as_others_do() -> None:
+    """NIXL would write to standard output, which is for programs."""
+    own = logging.getLogger("nixl")
+    own.handlers.clear()
+    own.propagate = True
