@@ -182,8 +182,9 @@ class Projection:
         value = heads[:, num_moved:][:, :num_kv_heads]
         pool = _copy(self.pool)
         tokens = (self.kv_rows >= 0).nonzero()[:, 0]
-        kept = key.to(self.projected.dtype), value.to(self.projected.dtype)
-        reference.store(pool, *kept, tokens, self.kv_rows[tokens], self.kv_scales)
+        if pool.dtype == FP8:  # the numbers that are rounded to it are the layer's, not float32
+            key, value = key.to(self.projected.dtype), value.to(self.projected.dtype)
+        reference.store(pool, key, value, tokens, self.kv_rows[tokens], self.kv_scales)
         return query, pool
 
 

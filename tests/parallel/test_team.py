@@ -98,8 +98,8 @@ def test_a_rank_that_hangs_is_given_up():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel_size": 3}, "num_key_heads=4 does not divide"),
-        ({"tensor_parallel_size": 8}, "num_key_heads=4 does not divide"),
+        ({"tensor_parallel_size": 3}, "num_key_heads=4 is not a multiple"),
+        ({"tensor_parallel_size": 8}, "num_key_heads=4 is not a multiple"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: use 1 or more"),
         (
             {

@@ -61,7 +61,7 @@ class Ranks:
         `what` if there is none."""
         if count % self.size:
             raise ConfigError(
-                f"tensor_parallel_size={self.size}: {what}={count} does not divide by it"
+                f"tensor_parallel_size={self.size}: {what}={count} is not a multiple of it"
             )
         own = count // self.size
         return Cut(count, ((self.rank * own, own),))

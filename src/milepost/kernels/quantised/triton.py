@@ -56,7 +56,8 @@ def multiply(
     chip = probe(hidden.device)
     if num_tokens > _LIBRARY_ROWS:
         if isinstance(weight, Int4):
-            return F.linear(hidden, triton_unpack.unpack(weight, hidden.dtype), bias)
+            product = F.linear(hidden, triton_unpack.unpack(weight, hidden.dtype))
+            return product if bias is None else product.add_(bias)
         if _library_multiplies(weight, chip):
             return _multiply_by_library(hidden, weight, bias, chip)
     split_k = 1
