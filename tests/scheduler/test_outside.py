@@ -27,10 +27,12 @@ class Bench:
         self.runner = FakeRunner(self.scheduler, page_size=PAGE_SIZE)
         self.source = OracleSource(self.runner, random.Random(0), share=1.0)
         self.position = position
+        self.num_asked = 0
         self.source.offer = self.offer
         self.scheduler.outside.add_source(self.source)
 
     def offer(self, request, match):
+        self.num_asked += 1
         end = min(self.position, len(request.chain) - 1)
         return Offer(source="oracle", position=end, tokens={"oracle": end - match.state_length})
 
@@ -108,7 +110,10 @@ def test_so_many_load_at_a_time_and_the_others_wait_for_their_turn():
     for first in range(MAX_LOADING + 1):
         bench.add([first, *[1] * 50])
     assert len(bench.step().loads) == MAX_LOADING
-    assert not bench.step().sequences
+    asked = bench.num_asked
+    for _ in range(3):
+        assert not bench.step().sequences
+    assert bench.num_asked == asked, "its pages are not walked again in each step"
     bench.source.bring(3)
     assert [load.number for load in bench.step().loads] == [MAX_LOADING]
 

@@ -93,6 +93,10 @@ class Outside:
         self._keeper: Keeper | None = None
         self._listeners: list[Callable[[tuple[Event, ...]], None]] = []
         self._loads: list[Load] = []
+        self._offers: dict[int, Offer] = {}
+        """What requests, by number, wait to load until others have: it costs a walk over a prompt's
+        pages to find out, and is asked for in each step.
+        """
 
     def add_source(self, source: Source) -> None:
         self._sources[source.name] = source
@@ -127,9 +131,17 @@ class Outside:
         return len(self.loading) < self.max_loading
 
     def find(self, request: Request, match: Match) -> Offer | None:
-        """The deepest offer, if there is any source."""
+        """The deepest offer, if there is any source; while nothing may be loaded the one before, as
+        long as the device has less.
+        """
+        known = self._offers.get(request.number)
+        if known is not None and known.position > match.state_length:
+            return known
         offers = [source.offer(request, match) for source in self._sources.values()]
-        return max(offers, key=lambda offer: offer.position, default=None)
+        best = max(offers, key=lambda offer: offer.position, default=None)
+        if best is not None and best.position > match.state_length and not self.may_load:
+            self._offers[request.number] = best
+        return best
 
     def begin(self, request: Request, offer: Offer) -> None:
         """Note that an admitted request loads; the next plan says what."""
@@ -148,6 +160,7 @@ class Outside:
     def end(self, number: int) -> tuple[Request, Offer]:
         """Note that a load is over."""
         request, offer = self.loading.pop(number)
+        self._offers.clear()
         self._sources[offer.source].end(number)
         return request, offer
 
