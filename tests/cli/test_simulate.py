@@ -109,8 +109,8 @@ def test_memory_in_gib_is_shared_out_by_each_policy_and_what_it_cannot_hold_is_c
 
 def test_the_least_memory_for_a_hit_rate_is_found(tmp_path):
     path = tmp_path / "rows.json"
-    target = ("--target-hit-rate", "1", "--limit", "40", "--json", str(path))
+    target = ("--target-hit-rate", "3.5", "--limit", "40", "--json", str(path))
     assert simulate(TRACE, *target, "--policy", "auto")[0] == 0
     (row,) = json.loads(path.read_text())
-    assert row["hit_rate"] >= 0.01
+    assert row["hit_rate"] >= 0.035
     assert row["gib"] > 1

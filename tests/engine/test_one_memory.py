@@ -12,6 +12,7 @@ from milepost.cache.memory import Split, UnifiedPool
 from milepost.config import EngineConfig
 from milepost.engine import setup
 from milepost.errors import ConfigError
+from milepost.parallel import ALONE
 from milepost.runner.memory import OneMemory, TwoPools
 from milepost.runner.pools import Pools, PoolShape
 from tests.engines import (
@@ -84,7 +85,7 @@ def test_auto_shares_on_a_gpu_where_it_can(tiny, monkeypatch, device, options, k
     shape = PoolShape(
         specs=specs, page_size=config.page_size, dtype=torch.float32, state_dtype=torch.float32
     )
-    assert isinstance(setup._sizes(config, shape, torch.device(device), 0), kind)
+    assert isinstance(setup._sizes(config, shape, torch.device(device), 0, ALONE), kind)
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def test_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
-    ({"quant_method": "mxfp4"}, "mxfp4.*use the FP8 or 4-bit integer"),
+    ({"quant_method": "mxfp4"}, "mxfp4.*use the model's FP8 or 4-bit integer"),
     ({"quant_method": "fp8"}, "weight_block_size"),
     ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
     ({"quant_method": "gptq", "bits": 8}, "bits=8"),

@@ -149,7 +149,7 @@ def test_vllms_flags_are_taken():
 
 @pytest.mark.parametrize(
     "flags",
-    ["--kv-cache-dtype fp8", "--enable-lora", "--pipeline-parallel-size 2"],
+    ["--kv-cache-dtype fp8_e5m2", "--enable-lora", "--pipeline-parallel-size 2"],
 )
 def test_vllms_flags_that_would_change_what_is_served_are_refused(flags, capsys):
     assert main(["serve", *flags.split()], serve=lambda *_: 0) == 2
