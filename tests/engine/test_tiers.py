@@ -238,7 +238,8 @@ def test_a_disk_that_is_full_costs_what_it_lacks_alone(tiny, tmp_path, monkeypat
     (first,) = ask(llm, tokens(300))
     end(llm)
     tiny.check([first])
-    assert caplog.text.count("No space left") == 1
+    own = [line for line in caplog.messages if str(tmp_path) in line]  # others' engines write, too
+    assert "".join(own).count("No space left") == 1
     assert llm.llm_engine._tiering.tiers.stats.written == 0
     monkeypatch.undo()
     again = ask(kept(tiny, tmp_path), follow_up(first))
