@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
 from milepost.cache import Cache, Kind, Lost, Match
 from milepost.cache.events import Cleared, Departure, Event, PagesCached, StateCached
@@ -145,6 +145,8 @@ class Tiers:
         digests = chain.full_digests()
         first = match.path.num_pages
         readable, known = self._reach(digests, first)
+        is_far = (not self._is_on_host(("page", digest)) for digest in digests[first:known])
+        num_far = [0, *accumulate(is_far)]  # on disk, of the first pages behind the device's
         best: Offer | None = None
         best_saved, deepest, late = 0.0, here, here
         positions = self._positions(request, digests, readable, known, match)
@@ -153,20 +155,17 @@ class Tiers:
                 late = max(late, position)
                 continue
             deepest = max(deepest, position)
-            wanted: list[tuple[What, bytes]] = [
-                ("page", digests[index]) for index in range(first, position // self._size)
-            ]
-            from_disk = [one for one in wanted if not self._is_on_host(one)]
-            rest = [(what, key) for what in parts]
-            rest_from_disk = [one for one in rest if not self._is_on_host(one)]
-            seconds = self._load_seconds([*wanted, *rest], [*from_disk, *rest_from_disk])
+            num_pages = max(position // self._size - first, 0)
+            num_from_disk = num_far[num_pages]
+            rest_from_disk = [what for what in parts if not self._is_on_host((what, key))]
+            seconds = self._load_seconds(num_pages, parts, num_from_disk, rest_from_disk)
             saved = self.rates.compute_seconds(position - here) - seconds
             if saved > best_saved:
                 num_tokens = position - here
-                num_from_disk = min(len(from_disk) * self._size, num_tokens)
+                on_disk = min(num_from_disk * self._size, num_tokens)
                 if rest_from_disk:
-                    num_from_disk = num_tokens
-                tokens = {"host": num_tokens - num_from_disk, "disk": num_from_disk}
+                    on_disk = num_tokens
+                tokens = {"host": num_tokens - on_disk, "disk": on_disk}
                 tokens = {place: num for place, num in tokens.items() if num}
                 best_saved = saved
                 best = Offer(source=self.name, position=position, tokens=tokens)
@@ -239,10 +238,15 @@ class Tiers:
         return checkpoint_key(page, tail) == state.key
 
     def _load_seconds(
-        self, wanted: Sequence[tuple[What, bytes]], from_disk: Sequence[tuple[What, bytes]]
+        self,
+        num_pages: int,
+        rest: Sequence[What],
+        num_pages_from_disk: int,
+        rest_from_disk: Sequence[What],
     ) -> float:
-        disk_bytes = sum(self._bytes(what) for what, _ in from_disk)
-        all_bytes = sum(self._bytes(what) for what, _ in wanted)
+        all_bytes = num_pages * self.limits.page_bytes + sum(map(self._bytes, rest))
+        disk_bytes = num_pages_from_disk * self.limits.page_bytes
+        disk_bytes += sum(map(self._bytes, rest_from_disk))
         return self.rates.load_seconds(all_bytes - disk_bytes, disk_bytes)
 
     def _bytes(self, what: What) -> int:
@@ -328,10 +332,6 @@ class Tiers:
                 case PagesCached() if not self._has_states:
                     for key, id_ in zip(event.keys, event.ids, strict=True):
                         self._enqueue(key, id_)
-                case Departure(what="state") if (
-                    event.score >= MIN_SCORE or event.key in self._queue
-                ):
-                    self._departures.append(event)
                 case Departure():
                     self._departures.append(event)
                 case Cleared():
