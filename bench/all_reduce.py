@@ -1,11 +1,12 @@
 """Sums over GPUs of one machine: one launch over memory that all reach, beside NCCL.
 
-    python bench/all_reduce.py [--ranks 2] [--hidden-size 2048] [--rows 1 4 16 64 256 512]
+    python bench/all_reduce.py [--ranks 2] [--hidden-size 2048] [--rows 1 4 16 64 256 512 8192]
 
 Times are of one call within a CUDA graph of many, in microseconds, the median of some replays: of
-the sum alone (`sum_us`), and with the residual and the norm behind it (`norm_us`); `nccl` is NCCL's
-all-reduce and the norm's own launch. `link_us` is how long a peer's rows take at 450 GB/s. Says
-first whether both return the same on all ranks. One JSON row for each number of rows.
+the sum alone (`sum_us`; of more than 512 rows NCCL's, too), and with the residual and the norm
+behind it (`norm_us`); `nccl` is NCCL's all-reduce and the norm's own launch. `link_us` is how long
+a peer's rows take at 450 GB/s. Says first whether both return the same on all ranks. One JSON row
+for each number of rows, the most first, for which memory is shared.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=2048)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64, 256, 512])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64, 256, 512, 8192])
     options = parser.parse_args()
     store = open_store(0, options.ranks, TIMEOUT_S, is_first=True)
     context = multiprocessing.get_context("spawn")
@@ -59,7 +60,7 @@ def run(rank: int, port: int, options: argparse.Namespace, store: Any = None) ->
         store, rank, options.ranks, timeout_s=TIMEOUT_S, why_lost=lambda: "a rank is lost"
     )
     link = GpuLink(hosts, torch.device("cuda", rank))
-    for num_rows in options.rows:
+    for num_rows in sorted(options.rows, reverse=True):
         row = measure(link, rank, num_rows, options.hidden_size)
         if rank == 0:
             print(json.dumps(rows.provenance() | row), flush=True)

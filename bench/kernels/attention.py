@@ -23,7 +23,7 @@ import triton
 
 from milepost.kernels.attention.items import AttentionItems, lay_out
 from milepost.kernels.attention.pages import rows_per_page
-from milepost.kernels.attention.triton import Shape, attend
+from milepost.kernels.attention.triton import KVTiles, attend
 from milepost.kernels.attention.triton_prepare import prepare
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import num_sms
@@ -146,7 +146,7 @@ class Step:
         )
         self.items = on_device(items)
 
-    def attend(self, **shapes: Shape) -> None:
+    def attend(self, **shapes: KVTiles) -> None:
         for pool in self.pools:
             read = pool, self.tables, self.items, HEAD_DIM**-0.5, self.kv_scales
             attend(self.query, self.gate, *read, **shapes)

@@ -33,7 +33,7 @@ from tests.kernels.mixers import (
 )
 
 from milepost.kernels.chunks import lay_out
-from milepost.kernels.gated_delta import CHUNK, MixerWeights, mix
+from milepost.kernels.gated_delta import CHUNK, GatedDeltaWeights, mix
 
 STATE_BYTES = 4 * REAL.value_heads * REAL.key_dim * REAL.value_dim
 CONV_BYTES = 2 * REAL.channels * (REAL.taps - 1)
@@ -113,7 +113,7 @@ def time_us(call: Callable[[int], None], turns: int) -> float:
 
 def _prepare(
     num_sequences: int, spacing: int
-) -> tuple[MixerWeights, Pools, list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[GatedDeltaWeights, Pools, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Weights, pools, and (slot_in, slot_out) for turns that together outgrow the cache."""
     turns = max(2, -(-64 // num_sequences))
     num_slots = 1 + turns * num_sequences

@@ -42,10 +42,12 @@ from tests.kernels.mixers import (
     make_projected,
     make_weights,
 )
+from tests.kernels.verifying import Kind, Mixer
 from tests.numbers import relative_error
 
 from milepost.kernels import attention, linear, moe
 from milepost.kernels.attention import triton_prepare as preparation
+from milepost.kernels.device import probe
 from milepost.kernels.moe import few, reference
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
@@ -130,6 +132,30 @@ def check_decode() -> None:
         compare(f"states of {num_sequences}", ours.recurrent[3:], pools.recurrent[3:])
 
 
+def check_verify() -> None:
+    """Of Gated DeltaNet: drafts, beside them what is folded, and steps that only fold, behind whose
+    tokens there is nobody's memory."""
+    chip = probe(torch.device("cuda"))
+    ours = Mixer(Kind(shapes=MIXER, dtype=DTYPE, device="cuda", chip=chip))
+    theirs = Mixer(Kind(shapes=MIXER, dtype=DTYPE))
+    tokens = make_projected(MIXER, 9, DTYPE)
+    steps = [
+        {0: (0, tokens[:3]), 1: (0, tokens[3:4])},
+        {0: (2, tokens[4:9]), 1: (0, tokens[:2]), 2: (0, tokens[:1])},
+        {1: (1, tokens[:2]), 0: (4, tokens[:0])},
+        {1: (1, tokens[:0])},
+    ]
+    for number, parts in enumerate(steps):
+        moved = {sequence: (fold, rows.cuda()) for sequence, (fold, rows) in parts.items()}
+        output, expected = ours.step(moved), theirs.step(parts)
+        if len(expected):
+            compare(f"step {number}", output, expected)
+    for sequence in range(3):
+        states = zip(ours.state(sequence), theirs.state(sequence), strict=True)
+        for name, pair in zip(("conv", "state"), states, strict=True):
+            compare(f"{name} of {sequence}", *pair)
+
+
 def check_attention() -> None:
     """Each kernel of it: wide tiles of both kinds, narrow ones, sums of parts, `prepare`."""
     for name, case in CASES.items():
@@ -194,6 +220,7 @@ def compare(name: str, actual: Tensor, expected: Tensor) -> None:
 OPS: dict[str, Callable[[], None]] = {
     "experts": check_experts,
     "decode": check_decode,
+    "verify": check_verify,
     "gemms": check_gemms,
     "attention": check_attention,
     "sampling": check_sampling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from milepost.kernels.all_reduce import NUM_SLOTS, Mail
+from milepost.kernels.all_reduce import NUM_SLOTS, Boxes, Mail
 
 
 def mails(size: int, hidden_size: int, dtype: torch.dtype) -> tuple[list[Mail], list[Tensor]]:
@@ -30,3 +30,27 @@ def mails(size: int, hidden_size: int, dtype: torch.dtype) -> tuple[list[Mail], 
         for rank in range(size)
     ]
     return found, kept
+
+
+def boxes(
+    size: int, num_rows: int, hidden_size: int, dtype: torch.dtype
+) -> tuple[list[Boxes], list[Tensor]]:
+    """The same for many rows, so many of each rank."""
+    values = [
+        torch.full((2, size, num_rows, hidden_size), torch.nan, dtype=dtype) for _ in range(size)
+    ]
+    signals = [torch.zeros(2, num_rows, size, dtype=torch.int32) for _ in range(size)]
+    addresses = [torch.tensor([each.data_ptr() for each in held]) for held in (values, signals)]
+    found = [
+        Boxes(
+            rank=rank,
+            size=size,
+            boxes=addresses[0],
+            signals=addresses[1],
+            turns=torch.zeros(num_rows, dtype=torch.int32),
+            dtype=dtype,
+            hidden_size=hidden_size,
+        )
+        for rank in range(size)
+    ]
+    return found, [*values, *signals]

@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     has_float8: bool = False
     """KV is kept in it."""
+    max_dequantised: int = 0
     wide_rows: int = 128
     num_programs: int = 16
     num_drafts: int = 0
@@ -112,12 +113,13 @@ class Step:
             wide_rows=case.wide_rows,
             num_programs=case.num_programs,
             num_beside=3 if case.has_float8 else 1,
+            max_dequantised=case.max_dequantised,
         )
 
     def on_device(self, items: work.AttentionItems) -> work.AttentionItems:
         arrays = {
             name: torch.from_numpy(getattr(items, name)).to(self.device)
-            for name in ("narrow", "wide", "bases")
+            for name in ("narrow", "wide", "bases", "dequantised")
         }
         return replace(items, **arrays)
 

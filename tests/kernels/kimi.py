@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.device import Chip
-from milepost.kernels.kda import KDAOperation, MixerWeights, mix
+from milepost.kernels.kda import KDAOperation, KDAWeights, mix
 from tests.kernels.mixers import Batch, Pools
 from tests.kernels.ssd import lay_out, widen
 
@@ -43,18 +43,19 @@ class Shapes:
 
     @property
     def operation(self) -> KDAOperation:
-        return KDAOperation(conv_width=self.taps, num_heads=self.heads)
+        return KDAOperation(conv_width=self.taps, num_heads=self.heads, head_dim=self.head_dim)
 
 
 ODD = Shapes(heads=3, head_dim=5, taps=3)
 SMALL = Shapes(heads=2, head_dim=16)
+HALF = Shapes(heads=3, head_dim=64, taps=3)
 REAL = Shapes(heads=32, head_dim=128)
 """Kimi-Linear-48B-A3B's."""
 
 
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> MixerWeights:
+) -> KDAWeights:
     """The first head forgets nearly all that it holds at every token: over a chunk its decays are
     no numbers that could be divided by. The last one keeps it."""
     random = torch.Generator().manual_seed(1)
@@ -63,7 +64,7 @@ def make_weights(
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=random, dtype=torch.float64)
 
-    return MixerWeights(
+    return KDAWeights(
         conv=(normal(shapes.channels, shapes.taps) * shapes.taps**-0.5).to(device, dtype),
         decay_rate=-torch.logspace(1.3, -2, shapes.heads).to(device, precise),
         decay_bias=normal(shapes.size).to(device, precise),
@@ -75,7 +76,7 @@ def make_weights(
 def run(
     shapes: Shapes,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     pools: Pools,
     batch: Batch,
     *,
@@ -91,7 +92,7 @@ def run(
 def launch(
     shapes: Shapes,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     pools: Pools,
     layout: Any,
     slots: tuple[Tensor, Tensor],
@@ -106,7 +107,7 @@ def launch(
 def recur(
     shapes: Shapes,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     conv_state: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:

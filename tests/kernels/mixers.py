@@ -16,7 +16,7 @@ from torch import Tensor
 from milepost.kernels import conv, gated_delta
 from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 from milepost.kernels.chunks import ChunkLayout, lay_out
-from milepost.kernels.gated_delta import CHUNK, MixerWeights, reference
+from milepost.kernels.gated_delta import CHUNK, GatedDeltaWeights, reference
 from milepost.runner.staging import on_device
 from tests.numbers import relative_error
 
@@ -126,11 +126,11 @@ LONG_BATCHES = {
 
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> MixerWeights:
+) -> GatedDeltaWeights:
     random = torch.Generator().manual_seed(1)
     heads = shapes.value_heads
     weight = torch.randn(shapes.channels, shapes.taps, generator=random) * shapes.taps**-0.5
-    return MixerWeights(
+    return GatedDeltaWeights(
         conv=weight.to(device, dtype),
         decay_rate=(-0.3 * torch.rand(heads, generator=random)).to(device),
         decay_bias=torch.randn(heads, generator=random).to(device),
@@ -187,7 +187,7 @@ def assert_pools_equal(actual: Pools, expected: Pools) -> None:
         assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
 
 
-def widen(weights: MixerWeights, dtype: torch.dtype = torch.float32) -> MixerWeights:
+def widen(weights: GatedDeltaWeights, dtype: torch.dtype = torch.float32) -> GatedDeltaWeights:
     """All in one type."""
     values = {each.name: getattr(weights, each.name) for each in fields(weights)}
     wide = {name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)}
@@ -195,7 +195,7 @@ def widen(weights: MixerWeights, dtype: torch.dtype = torch.float32) -> MixerWei
 
 
 def expected_prefill(
-    shapes: Shapes, projected: Tensor, weights: MixerWeights, pools: Pools, batch: Batch
+    shapes: Shapes, projected: Tensor, weights: GatedDeltaWeights, pools: Pools, batch: Batch
 ) -> Tensor:
     """What the references answer, in float32; writes `pools`."""
     layouts = (
@@ -210,7 +210,7 @@ def expected_prefill(
 
 
 def expected_decode(
-    shapes: Shapes, projected: Tensor, weights: MixerWeights, pools: Pools, batch: Batch
+    shapes: Shapes, projected: Tensor, weights: GatedDeltaWeights, pools: Pools, batch: Batch
 ) -> Tensor:
     """As `expected_prefill`, one token a sequence."""
     return _expected(shapes, projected, weights, pools, batch, None)
@@ -219,7 +219,7 @@ def expected_decode(
 def _expected(
     shapes: Shapes,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
     layouts: tuple[conv.ConvLayout, ChunkRows] | None,
@@ -253,7 +253,7 @@ def send_layout(chunks: ChunkLayout, device: torch.device | str) -> ChunkLayout:
 
 def fused_prefill(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
     **capacities: int,
@@ -264,7 +264,7 @@ def fused_prefill(
 
 
 def captured_prefill(
-    shapes: Shapes, weights: MixerWeights, pools: Pools, capacities: dict[str, int]
+    shapes: Shapes, weights: GatedDeltaWeights, pools: Pools, capacities: dict[str, int]
 ) -> Callable[[Tensor, Batch], Tensor]:
     """`fused_prefill` of any batch within `capacities` as replays of one CUDA graph."""
     device = weights.conv.device
@@ -300,6 +300,8 @@ def _laid_out(
     return send_layout(chunks, device), (read, written)
 
 
-def fused_decode(projected: Tensor, weights: MixerWeights, pools: Pools, batch: Batch) -> Tensor:
+def fused_decode(
+    projected: Tensor, weights: GatedDeltaWeights, pools: Pools, batch: Batch
+) -> Tensor:
     slots = batch.slots(projected.device)
     return gated_delta.mix(projected, weights, pools.conv, pools.recurrent, *slots)

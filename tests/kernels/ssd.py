@@ -17,7 +17,7 @@ from torch import Tensor
 from milepost.kernels.batch import Batch as Step
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import Chip
-from milepost.kernels.mamba2 import Mamba2Operation, MixerWeights, choose_chunk, mix
+from milepost.kernels.mamba2 import Mamba2Operation, Mamba2Weights, choose_chunk, mix
 from milepost.runner.staging import on_device
 from tests.kernels.mixers import Batch, Pools
 
@@ -61,14 +61,14 @@ BAMBA = Shapes(heads=128, head_dim=64, groups=1, state_size=128, chunk=choose_ch
 
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu", **others: object
-) -> MixerWeights:
+) -> Mamba2Weights:
     random = torch.Generator().manual_seed(1)
     precise = torch.float64 if dtype == torch.float64 else torch.float32
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=random, dtype=torch.float64)
 
-    weights = MixerWeights(
+    weights = Mamba2Weights(
         conv=(normal(shapes.channels, shapes.taps) * shapes.taps**-0.5).to(device, dtype),
         conv_bias=(0.3 * normal(shapes.channels)).to(device, dtype),
         rate=-(0.3 * normal(shapes.heads)).exp().to(device, precise) * 0.3,
@@ -83,7 +83,7 @@ def make_weights(
 def run(
     shapes: Shapes,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     pools: Pools,
     batch: Batch,
     *,
@@ -99,7 +99,7 @@ def run(
 def launch(
     _: Shapes,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     pools: Pools,
     layout: Any,
     slots: tuple[Tensor, Tensor],
@@ -145,7 +145,7 @@ def lay_out(
     return layout, (read, written)
 
 
-def widen(weights: MixerWeights) -> MixerWeights:
+def widen(weights: Mamba2Weights) -> Mamba2Weights:
     """All in float64."""
     tensors = {
         each.name: getattr(weights, each.name).double()
@@ -158,7 +158,7 @@ def widen(weights: MixerWeights) -> MixerWeights:
 def recur(
     shapes: Shapes,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     conv_state: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +187,7 @@ def recur(
     return torch.stack(outputs), conv_state, state
 
 
-def _norm(y: Tensor, gate: Tensor, weights: MixerWeights, groups: int) -> Tensor:
+def _norm(y: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
     if weights.norm is None:
         return y * gate
     y = y if weights.norm_before_gate else y * gate

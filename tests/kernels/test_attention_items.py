@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from milepost.kernels.attention import items as work
@@ -60,6 +60,7 @@ def lay_out(step: Step, heads_per_kv: int, **options: object) -> work.AttentionI
     )
 
 
+@settings(deadline=None)
 @given(
     steps(), st.sampled_from((1, 3, 8, 32)), st.booleans(), st.booleans(), st.sampled_from((1, 132))
 )
@@ -100,6 +101,7 @@ def test_every_token_attends_to_what_it_sees_once(
     assert not counts[items.num_combined :].any()
 
 
+@settings(deadline=None)
 @given(steps(), st.integers(0, 500), st.integers(0, 8))
 def test_sizes_depend_on_capacity_alone(step: Step, more: int, others: int) -> None:
     capacity = Capacity(
@@ -107,10 +109,32 @@ def test_sizes_depend_on_capacity_alone(step: Step, more: int, others: int) -> N
     )
     items = lay_out(step, 8, tables=step.tables(), capacity=capacity)
     least = lay_out(Step((0,), (1,), 0), 8, capacity=capacity)
-    for name in ("narrow", "wide", "bases"):
+    for name in ("narrow", "wide", "bases", "dequantised"):
         assert getattr(items, name).shape == getattr(least, name).shape
         assert getattr(items, name).dtype == np.int32
     assert (items.num_partials, items.num_combined) == (least.num_partials, least.num_combined)
+
+
+@settings(deadline=None, max_examples=50)
+@given(steps(), st.booleans())
+def test_dequantised_pages_are_those_that_wide_items_read(step: Step, share: bool) -> None:
+    options = {"tables": step.tables() if share else None}
+    plain, gathered = (
+        lay_out(step, 8, max_dequantised=most, **options) for most in (0, 12 * NUM_PAGES)
+    )
+    pages: list[tuple[int, int]] = []
+    for row, count, before, _ in gathered.dequantised:
+        assert before == len(pages)
+        pages += [(row, index) for index in range(count)]
+    assert gathered.num_dequantised == len(pages)
+    assert np.array_equal(plain.narrow, gathered.narrow)
+    assert np.array_equal(np.delete(plain.wide, ROW, 1), np.delete(gathered.wide, ROW, 1))
+    for expected, item in zip(plain.wide, gathered.wide, strict=True):
+        for index in range(item[BEGIN] // PAGE_SIZE, -(-item[END] // PAGE_SIZE)):
+            assert pages[item[ROW] + index] == (expected[ROW], index)
+    if pages:
+        few = lay_out(step, 8, max_dequantised=len(pages) - 1, **options)
+        assert (few.num_dequantised, few.wide.tolist()) == (0, plain.wide.tolist())
 
 
 def test_shared_pages_are_read_once_for_neighbours() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from milepost.kernels.chunk_rows import lay_out_chunks
+from milepost.kernels.device import probe
 from milepost.kernels.kda import reference
-from tests.kernels.kimi import ODD, SMALL, Shapes, make_weights, recur, run
+from tests.kernels.kimi import HALF, ODD, REAL, SMALL, Shapes, make_weights, recur, run
 from tests.kernels.mixers import Batch, make_pools, make_projected
 from tests.numbers import relative_error
 
@@ -78,3 +79,10 @@ def test_exports_equal_prefills_that_end_there_and_go_on_alike() -> None:
         slot = next((slot for _, position, slot in exports if position == end), 3)
         assert torch.equal(parts[3], whole[slot])
     assert torch.equal(torch.cat(outputs), expected)
+
+
+@pytest.mark.parametrize(("shapes", "reason"), [(REAL, ""), (HALF, ""), (ODD, "multiples of 64")])
+def test_heads_of_other_widths_are_left_to_the_reference(shapes: Shapes, reason: str) -> None:
+    found = shapes.operation.why_reference(probe(torch.device("cpu")))
+    assert reason in found
+    assert bool(reason) == bool(found)

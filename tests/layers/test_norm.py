@@ -9,10 +9,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
 )
 
-from milepost.kernels.gated_delta import MixerWeights
+from milepost.kernels.gated_delta import GatedDeltaWeights
 from milepost.kernels.gated_delta.mixer import gated_norm
 from milepost.layers.norm import HeadNorms, RMSNorm
 from milepost.layers.parameters import ParameterKind
+from milepost.parallel import Cut
 from tests.numbers import relative_error
 
 SIZE, EPS = 24, 1e-6
@@ -34,7 +35,7 @@ def test_norms_match_transformers(dtype: torch.dtype, tolerance: float) -> None:
     for expected in (norm_expected, gated_expected):
         expected.weight.data.copy_(weight)
     nothing = torch.empty(0)
-    weights = MixerWeights(
+    weights = GatedDeltaWeights(
         conv=nothing,
         decay_rate=nothing,
         decay_bias=nothing,
@@ -58,7 +59,7 @@ def test_a_bfloat16_scale_near_one_keeps_its_weight() -> None:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_groups_of_heads_have_their_own_scale(is_whole: bool) -> None:
-    groups = {"q_norm": 2, "k_norm": 1}
+    groups = {"q_norm": Cut.all_of(2), "k_norm": Cut.all_of(1)}
     norms = HeadNorms(groups, SIZE, kind(torch.float64), offset=1.0, is_whole=is_whole)
     for name, weight in (("q_norm.weight", 1.0), ("k_norm.weight", 4.0)):
         placement = norms.placements()[name]

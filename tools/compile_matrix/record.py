@@ -17,6 +17,8 @@ from triton.runtime.jit import JITFunction
 
 REPOSITORY = Path(__file__).parents[2]
 _NUM_DRAFTS = 3
+_NO_PROCESSES = mock.Mock(is_initialized=lambda: False)
+"""In place of torch's groups of processes."""
 _EAGER = (600, 2048, 8192)
 """Tokens of prefills that no graph holds; the last is the default max_num_batched_tokens."""
 
@@ -83,6 +85,8 @@ class Case:
     quantization: Mapping[str, Any] | None = None
     """As a checkpoint's configuration says it."""
     kv_dtype: torch.dtype | None = None
+    num_ranks: int = 1
+    """Of which the first one's part is run."""
 
 
 _35B, _9B = "bench/models/hybrid-35b-a3b", "bench/models/hybrid-9b"
@@ -125,6 +129,8 @@ CASES: Sequence[Case] = (
         Case(model=_35B, overrides=heads, only_attention=True, kv_dtype=torch.float8_e4m3fn)
         for heads in ({}, {"head_dim": 128})
     ),
+    Case(model=_35B, num_ranks=2),
+    Case(model=_9B, num_ranks=4, only_attention=True),
     Case(model=_TINY),
     Case(model=_TINY, page_size=16),
 )
@@ -135,6 +141,7 @@ CI_CASES: Sequence[Case] = (
     Case(model=_35B, quantization=_FP8),
     Case(model=_35B, quantization=_INT4),
     Case(model=_35B, only_attention=True, kv_dtype=torch.float8_e4m3fn),
+    Case(model=_35B, num_ranks=2, only_attention=True),
     Case(model=_TINY),
 )
 """The extremes: the widest heads and states, with pages as long as a block and far shorter; and the
@@ -220,7 +227,11 @@ def _run_steps(case: Case) -> None:
     if "num_hidden_layers" not in (case.overrides or {}):
         text.layer_types = ["full_attention"] if case.only_attention else text.layer_types[:4]
         text.num_hidden_layers = len(text.layer_types)
-    kind = ParameterKind(dtype=resolve_dtype(case.dtype, config), device=torch.device("meta"))
+    kind = ParameterKind(
+        dtype=resolve_dtype(case.dtype, config),
+        device=torch.device("meta"),
+        ranks=_first_of(case.num_ranks),
+    )
     if case.quantization is not None:
         forms = read_quantization(case.quantization, (), has_files=False)
         kind = replace(kind, precision_of=forms.precision_of)
@@ -246,14 +257,40 @@ def _run_steps(case: Case) -> None:
     ]
     with torch.inference_mode(), _without_copies(), _without_library():
         device.measure_activations(
-            model, shape, largest_step(**limits), [*steps, *ladder(**limits)]
+            model, shape, largest_step(**limits), [*steps, *ladder(**limits)], case.page_size
         )
+
+
+def _first_of(size: int) -> Any:
+    """The first of so many ranks, whose memory the others could reach if it had any."""
+    from milepost.parallel import Ranks, gpu
+
+    if size == 1:
+        return Ranks()
+
+    class Nowhere(gpu.GpuLink):
+        def _share(
+            self, value_bytes: int, signal_bytes: int, num_turns: int
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            del value_bytes, signal_bytes
+            addresses = torch.empty(self._hosts.size, dtype=torch.int64, device="meta")
+            turns = torch.empty(num_turns, dtype=torch.int32, device="meta")
+            return addresses, addresses, turns
+
+    hosts = mock.Mock(size=size, rank=0)
+    with mock.patch.object(gpu, "dist", _NO_PROCESSES):
+        link = Nowhere(hosts, torch.device("meta"))
+    return Ranks(size=size, link=link)
 
 
 @contextmanager
 def _without_library() -> Iterator[None]:
-    """Inside, torch's GEMM of float8 multiplies nothing: into a given output it needs memory."""
-    with mock.patch.object(torch, "_scaled_mm", lambda *_, out, **__: out):
+    """Inside, torch's GEMM of float8 multiplies nothing: into a given output it needs memory. Nor
+    do ranks reach each other."""
+    with (
+        mock.patch.object(torch, "_scaled_mm", lambda *_, out, **__: out),
+        mock.patch("milepost.parallel.gpu.dist", _NO_PROCESSES),
+    ):
         yield
 
 

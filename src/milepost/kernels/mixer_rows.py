@@ -22,7 +22,7 @@ from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefills:
+class PrefillRows:
     """The sequences that do not decode."""
 
     slot_in: Tensor
@@ -71,7 +71,7 @@ class MixerRows:
     """[D]"""
     verifies: Verifies | None
     """None where each decoding sequence has one token and folds none."""
-    prefills: Prefills | None
+    prefills: PrefillRows | None
 
 
 def lay_out_rows(
@@ -88,7 +88,7 @@ def lay_out_rows(
     if decodes < len(batch.starts):
         starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
         exports = [(sequence - decodes, *export) for sequence, *export in batch.exports]
-        prefills = Prefills(
+        prefills = PrefillRows(
             slot_in=slot_in[decodes:],
             slot_out=slot_out[decodes:],
             chunks=lay_out_chunks(starts, lengths, exports, chunk=chunk, device=device),

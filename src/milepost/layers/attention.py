@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from milepost.errors import ConfigError
 from milepost.kernels import attention
-from milepost.kernels.attention import AttentionLayout, AttentionOperation, HeadNorm
+from milepost.kernels.attention import AttentionLayout, AttentionOperation
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
-from milepost.layers.norm import HeadNorms
+from milepost.layers.norm import HeadNorms, NormedPart, norm_over_ranks
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.rotary import Rotary
+
+HeadNorm = Literal["each", "whole", "none"]
+"""Whether query and key heads are normed: each head by itself, all query heads as one and all key
+heads as one, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +73,6 @@ class Attention(nn.Module):
         names: AttentionNames = AttentionNames(),
     ) -> None:
         super().__init__()
-        if shapes.norm == "whole" and not kind.ranks.is_alone:
-            raise ConfigError(
-                f"tensor_parallel_size={kind.ranks.size}: {kind.path} norms all of its heads at "
-                "once, which cannot be split; use 1"
-            )
         heads = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
         kv_heads = kind.ranks.share_few(shapes.num_kv_heads, f"{kind.path} num_key_value_heads")
         shapes = replace(shapes, num_heads=heads.size, num_kv_heads=kv_heads.size)
@@ -103,7 +102,7 @@ class Attention(nn.Module):
         self.norms = None
         if shapes.norm != "none":
             self.norms = HeadNorms(
-                {names.query_norm: num_heads, names.key_norm: num_kv_heads},
+                {names.query_norm: heads, names.key_norm: kv_heads},
                 head_dim,
                 kind,
                 offset=shapes.norm_offset,
@@ -121,7 +120,7 @@ class Attention(nn.Module):
             num_heads=shapes.num_heads,
             num_kv_heads=shapes.num_kv_heads,
             head_dim=shapes.head_dim,
-            norm=shapes.norm,
+            norm="each" if shapes.norm == "each" else "none",
             first_row=shapes.first_row,
         )
 
@@ -144,11 +143,15 @@ class Attention(nn.Module):
         self, hidden: Tensor, ctx: Context, number: int, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor]:
         """Queries [T, H, E] and all that is projected; KV is written."""
+        norms = self.norms
         projected = self.qkv_gate(hidden, lets_next_start=ctx.decodes)
+        if norms is not None and norms.is_whole:
+            self._norm_whole(projected, norms)
+            norms = None
         query = attention.prepare(
             self.operation,
             projected,
-            None if self.norms is None else self.norms.scale,
+            None if norms is None else norms.scale,
             self.shapes.norm_eps,
             None if self.rotary is None else ctx.angles[self.rotary],
             ctx.kv[number],
@@ -157,3 +160,18 @@ class Attention(nn.Module):
             self.kv_scales.values,
         )
         return query, projected
+
+    def _norm_whole(self, projected: Tensor, norms: HeadNorms) -> None:
+        """All queries as one and all keys as one, in place."""
+        ranks, first = norms.kind.ranks, 0
+        parts = []
+        for column, heads in enumerate(norms.groups.values()):
+            size = heads.size * self.shapes.head_dim
+            values, scale = (
+                each.narrow(-1, first, size) for each in (projected, norms.scale.flatten())
+            )
+            parts.append(NormedPart(values, scale, column=column, num_features=ranks.size * size))
+            first += size
+        normed = norm_over_ranks(parts, self.shapes.norm_eps, len(parts), ranks)
+        for part, values in zip(parts, normed, strict=True):
+            part.values.copy_(values)

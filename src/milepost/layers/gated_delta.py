@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import gated_delta
-from milepost.kernels.gated_delta import GatedDeltaOperation, MixerWeights
+from milepost.kernels.gated_delta import GatedDeltaOperation, GatedDeltaWeights
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
@@ -146,7 +146,7 @@ class GatedDelta(nn.Module):
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         state, step = ctx.states[number], ctx.step
-        weights = MixerWeights(
+        weights = GatedDeltaWeights(
             conv=self.conv_weight,
             decay_rate=self.decay_rate,
             decay_bias=self.decay_bias,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import kda
-from milepost.kernels.kda import KDAOperation, MixerWeights
+from milepost.kernels.kda import KDAOperation, KDAWeights
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
@@ -84,7 +84,9 @@ class KDA(nn.Module):
         self.decay_bias = kind.empty_precise(size)
         self.norm_weight = kind.empty_precise(rank)
         self.out = Linear(size, (("o_proj", shapes.hidden_size),), kind, inputs=self.cut)
-        self.operation = KDAOperation(conv_width=shapes.conv_width, num_heads=shapes.num_heads)
+        self.operation = KDAOperation(
+            conv_width=shapes.conv_width, num_heads=shapes.num_heads, head_dim=shapes.head_dim
+        )
 
     @property
     def spec(self) -> RecurrentSpec:
@@ -98,7 +100,7 @@ class KDA(nn.Module):
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         state, step, shapes = ctx.states[number], ctx.step, self.shapes
-        weights = MixerWeights(
+        weights = KDAWeights(
             conv=self.conv_weight,
             decay_rate=self.decay_rate,
             decay_bias=self.decay_bias,

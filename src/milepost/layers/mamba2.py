@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from milepost.errors import ConfigError
 from milepost.kernels import mamba2
-from milepost.kernels.mamba2 import Mamba2Operation, MixerWeights
+from milepost.kernels.mamba2 import Mamba2Operation, Mamba2Weights
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
+from milepost.layers.norm import NormedPart, norm_over_ranks
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
     Placements,
@@ -100,12 +102,16 @@ class Mamba2(nn.Module):
 
     def _split(self, shapes: Mamba2Shapes) -> tuple[Cut, Mamba2Shapes]:
         """This rank's channels, and its sizes. Of fewer groups than ranks each has the one of its
-        heads, unless more than that are normed at once."""
+        heads."""
         ranks, path = self.kind.ranks, self.kind.path
-        if shapes.has_norm:
-            groups = ranks.share(shapes.num_groups, f"{path} n_groups (each normed at once)")
-        else:
-            groups = ranks.share_few(shapes.num_groups, f"{path} n_groups")
+        groups = ranks.share_few(shapes.num_groups, f"{path} n_groups")
+        self._shares_group = shapes.num_groups < ranks.size
+        if self._shares_group and shapes.has_norm and shapes.norm_before_gate:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks.size}: {path} has n_groups={shapes.num_groups}, each "
+                f"normed at once and before it is gated; use {shapes.num_groups}"
+            )
+        self._group, self._num_groups = groups.spans[0][0], shapes.num_groups
         states = groups.times(shapes.state_size)
         own = replace(shapes, num_heads=self.head_cut.size, num_groups=groups.size)
         return join(self.inner_cut, states, states), own
@@ -122,13 +128,13 @@ class Mamba2(nn.Module):
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, Q, C] of it."""
         state, step = ctx.states[number], ctx.step
-        weights = MixerWeights(
+        weights = Mamba2Weights(
             conv=self.conv_weight,
             conv_bias=self.conv_bias,
             rate=self.rate,
             dt_bias=self.dt_bias,
             skip=self.skip,
-            norm=self.norm_weight,
+            norm=None if self._shares_group else self.norm_weight,
             norm_eps=self.shapes.norm_eps,
             norm_before_gate=self.shapes.norm_before_gate,
             dt_limit=self.shapes.time_step_limit,
@@ -142,7 +148,16 @@ class Mamba2(nn.Module):
             step.slot_out,
             step.layouts[self.operation],
         )
+        if self._shares_group and self.norm_weight is not None:
+            mixed = self._norm(mixed, self.norm_weight)
         return self.out.partials(mixed)
+
+    def _norm(self, mixed: Tensor, scale: Tensor) -> Tensor:
+        """Of a group that several ranks have heads of."""
+        ranks = self.kind.ranks
+        num_features = mixed.shape[1] * ranks.size // self._num_groups
+        own = NormedPart(mixed, scale, column=self._group, num_features=num_features)
+        return norm_over_ranks([own], self.shapes.norm_eps, self._num_groups, ranks)[0]
 
     def placements(self) -> Placements:
         heads, channels = self.head_cut, self.channel_cut

@@ -6,7 +6,8 @@ Legend: N normed dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from milepost.kernels import norm
 from milepost.kernels.precision import cast
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import Placement, Placements
+from milepost.layers.placements import Placement, Placements, cut_all
+from milepost.parallel import Cut, Ranks
 
 
 class RMSNorm(nn.Module):
@@ -65,17 +67,31 @@ class RMSNorm(nn.Module):
         self.scale.fill_(1)
 
 
-class HeadNorms(nn.Module):
-    """Scales of query and key heads, which attention norms itself: `scale` [heads, head_dim].
+@dataclass(frozen=True, slots=True)
+class NormedPart:
+    """Features of which the other ranks have more."""
 
-    Each of the `groups` (name in the checkpoint -> number of heads) has a tensor of its own, one
+    values: Tensor
+    """[T, N]"""
+    scale: Tensor
+    """[N]"""
+    column: int
+    """Which of all parts that are normed."""
+    num_features: int
+    """Of all ranks, each as often as ranks have it."""
+
+
+class HeadNorms(nn.Module):
+    """Scales of query and key heads: `scale` [heads, head_dim].
+
+    Each of the `groups` (name in the checkpoint -> heads of this rank) has a tensor of its own, one
     head long for all its heads, or as long as they are together (`is_whole`: so much is normed at
-    once).
+    once, by `norm_over_ranks`).
     """
 
     def __init__(
         self,
-        groups: Mapping[str, int],
+        groups: Mapping[str, Cut],
         head_dim: int,
         kind: ParameterKind,
         *,
@@ -84,13 +100,17 @@ class HeadNorms(nn.Module):
     ) -> None:
         super().__init__()
         self.groups, self.offset, self.kind, self.is_whole = groups, offset, kind, is_whole
-        self.scale = kind.empty_precise(sum(groups.values()), head_dim)
+        self._sizes = [heads.size for heads in groups.values()]
+        self.scale = kind.empty_precise(sum(self._sizes), head_dim)
 
     def placements(self) -> Placements:
-        placements, parts = {}, self.scale.split(tuple(self.groups.values()))
-        for name, scale in zip(self.groups, parts, strict=True):
+        placements, parts = {}, self.scale.split(self._sizes)
+        for (name, heads), scale in zip(self.groups.items(), parts, strict=True):
             like = scale.view(-1) if self.is_whole else scale
-            placements[self.kind.full(f"{name}.weight")] = place_scale(like, self.offset)
+            place = place_scale(like, self.offset)
+            if self.is_whole:
+                place = cut_all(place, heads.times(scale.shape[1]))
+            placements[self.kind.full(f"{name}.weight")] = place
         return placements
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
@@ -106,3 +126,20 @@ def place_scale(scale: Tensor, offset: float) -> Placement:
         scale.copy_(weight.to(scale.dtype) + offset)
 
     return Placement(tuple(scale.shape[-1:]), store)
+
+
+def norm_over_ranks(
+    parts: Sequence[NormedPart], eps: float, num_columns: int, ranks: Ranks
+) -> list[Tensor]:
+    """Norms [T, N] of parts, each over features of which the ranks have some each; of different
+    parts there are `num_columns` on all ranks."""
+    wide = [cast(part.values, part.scale.dtype) for part in parts]
+    # Rows that ranks exchange are whole pieces of 16 bytes.
+    squares = wide[0].new_zeros(len(wide[0]), num_columns + -num_columns % 4)
+    for part, values in zip(parts, wide, strict=True):
+        squares[:, part.column] = values.square().sum(-1) / part.num_features
+    means = ranks.all_reduce(squares)
+    return [
+        cast(values * (means[:, part.column, None] + eps).rsqrt() * part.scale, part.values.dtype)
+        for part, values in zip(parts, wide, strict=True)
+    ]

@@ -306,3 +306,7 @@ class RawExperts(nn.Module):
     def fill(self, spread: float, generator: torch.Generator) -> None:
         for weight in (self.up, self.down):
             fill_matrix(weight, spread, generator)
+        if len(self.names.projections) == 2:
+            # Squares have a mean. What random rows made of it would be the same for all tokens, and
+            # with each layer their routers would choose more alike.
+            self.down.sub_(self.down.mean(-1, keepdim=True))

@@ -70,6 +70,13 @@ def test_attend_to_float8_matches_reference(name: str) -> None:
     assert error(replace(CASES[name], has_float8=True)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["suffixes", "small_pages"])
+def test_attend_to_float8_that_is_dequantised_first(name: str) -> None:
+    case = replace(CASES[name], has_float8=True, max_dequantised=40)
+    assert Step(case).items().num_dequantised
+    assert error(case) < 1e-5
+
+
 def test_attend_to_float8_in_half_precision_matches_reference() -> None:
     case = replace(CASES["mixed"], dtype=torch.bfloat16, has_float8=True)
     assert error(case) < 4e-3

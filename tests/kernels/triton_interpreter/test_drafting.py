@@ -70,7 +70,7 @@ def drafts_of(llm: LLM) -> list[Mapping[int, Sequence[int]]]:
 
     def collect_drafts(flight):
         output = collect(flight)
-        seen.append(output.drafts)
+        seen.append(output.read_drafts())
         return output
 
     runner.sample = lambda flight, sampling: sample(

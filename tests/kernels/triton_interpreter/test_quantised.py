@@ -73,10 +73,12 @@ def test_parts_along_the_inputs_add_up(make: Callable[..., Quantised]) -> None:
     check(parts.transpose(0, 1), hidden, weight, bias)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-def test_four_bits_become_sixteen(group: int) -> None:
-    """In float16: the interpreter has no arithmetic in bfloat16."""
-    weight = make_int4(72, 256, group=group)
+@pytest.mark.parametrize(
+    ("shape", "group"), [((72, 256), 32), ((72, 256), 64), ((72, 256), 256), ((3, 40, 256), 128)]
+)
+def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
+    """Of a matrix or a stack; in float16, for the interpreter has no arithmetic in bfloat16."""
+    weight = make_int4(*shape, group=group)
     unpacked = triton_unpack.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=0)

@@ -1,10 +1,12 @@
-"""Sums over ranks of few rows: `add_norm` and `add_up`, in one launch each.
+"""Sums over ranks, in one launch each: `add_norm` and `add_up` of few rows, `share_norm` of many.
 
-Each rank writes its rows where all others can read them, tells them, waits for theirs, and adds all
-up in the order of the ranks: so all hold the same bits. `reference` is the definition; only on GPUs
-that reach each other's memory `triton` computes it, and larger sums are somebody else's.
+Few: each rank writes its rows where all others read them, tells them, waits for theirs, and adds
+all up. Many: each sends every other rank the rows that are that one's, adds up its own, and sends
+all what they come to, so that each row goes over the link twice however many ranks there are. Sums
+are in the order of the ranks, and all hold the same bits. `reference` is the definition; only on
+GPUs that reach each other's memory `triton` computes it.
 
-Legend: T tokens, P partials of this rank, C hidden size, S slots, R ranks.
+Legend: T tokens, P partials of this rank, C hidden size, S slots, B rows of a rank, R ranks.
 """
 
 from __future__ import annotations
@@ -41,14 +43,37 @@ class Mail:
         return len(values) <= num_rows and values.shape[-1] == self.hidden_size
 
 
-def num_value_bytes(hidden_size: int, dtype: torch.dtype) -> int:
-    """Of a rank's values."""
-    return 2 * NUM_SLOTS * hidden_size * dtype.itemsize
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boxes:
+    """Memory that all ranks reach, for many rows: each is one rank's to add up."""
+
+    rank: int
+    size: int
+    boxes: Tensor
+    """[R] int64, the address of each rank's boxes: [2, R, B, C] of `dtype`, by who sends. The
+    first are for parts of what this rank adds up, the others for what the others' rows come to."""
+    signals: Tensor
+    """[R] int64, the address of each rank's signals: [2, B, R] int32, the last turn of a place in
+    the boxes that each other rank has written."""
+    turns: Tensor
+    """[B] int32, as those of a `Mail`."""
+    dtype: torch.dtype
+    hidden_size: int
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether such rows [T, ..., C] find room."""
+        num_rows = len(self.turns) * self.size
+        return len(values) <= num_rows and values.shape[-1] == self.hidden_size
 
 
-def num_signal_bytes(size: int) -> int:
-    """Of a rank's signals."""
-    return NUM_SLOTS * size * 4
+def mail_bytes(hidden_size: int, dtype: torch.dtype, size: int) -> tuple[int, int]:
+    """Of a rank's values and of its signals."""
+    return 2 * NUM_SLOTS * hidden_size * dtype.itemsize, NUM_SLOTS * size * 4
+
+
+def box_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype, size: int) -> tuple[int, int]:
+    """Of a rank's boxes for so many rows of it, and of its signals."""
+    return 2 * size * num_rows * hidden_size * dtype.itemsize, 2 * num_rows * size * 4
 
 
 def add_norm(
@@ -64,6 +89,20 @@ def add_norm(
     from milepost.kernels.all_reduce import triton
 
     return triton.add_norm(hidden, partials, scale, eps, mail, multiplier)
+
+
+def share_norm(
+    hidden: Tensor,
+    partials: Tensor,
+    scale: Tensor,
+    eps: float,
+    boxes: Boxes,
+    multiplier: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`add_norm` of many rows, each of which one rank adds up."""
+    from milepost.kernels.all_reduce import triton_shared
+
+    return triton_shared.share_norm(hidden, partials, scale, eps, boxes, multiplier)
 
 
 def add_up(values: Tensor, mail: Mail) -> Tensor:

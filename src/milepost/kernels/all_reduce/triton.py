@@ -134,10 +134,7 @@ def _exchange_kernel(
         # What the next layer reads is what is normed, so the sum is rounded first.
         x = (x.to(tl.float32) + added).to(element)
         tl.store(total + target, x, mask=is_column)
-        wide = x.to(tl.float32)
-        mean = tl.sum(wide * wide) / SIZE
-        result = wide * tl.rsqrt(mean + eps) * scales
-        tl.store(normed + target, result.to(element), mask=is_column)
+        tl.store(normed + target, norm_row(x, scales, eps, SIZE), mask=is_column)
     else:
         tl.store(total + target, added.to(element), mask=is_column)
 
@@ -172,13 +169,27 @@ def _exchange(
         if rank == RANK:
             added += own.to(tl.float32)
         else:
-            # The difference, since turns begin again some day.
-            behind = turn - tl.atomic_add(heard + rank, 0, sem="acquire", scope="sys")
-            while behind > 0:
-                behind = turn - tl.atomic_add(heard + rank, 0, sem="acquire", scope="sys")
+            wait_for_turn(heard + rank, turn)
             theirs = tl.load(values + rank).to(tl.pointer_type(own.dtype)) + place
             sent = tl.load(
                 tl.multiple_of(theirs, 16), mask=is_column, other=0.0, cache_modifier=".cg"
             )
             added += sent.to(tl.float32)
     return added
+
+
+@triton.jit
+def wait_for_turn(signal, turn):
+    """Until another rank has written what it wrote before it set this."""
+    # The difference, since turns begin again some day.
+    behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    while behind > 0:
+        behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def norm_row(x, scales, eps, SIZE: tl.constexpr):
+    """The norm of a row, in its type; what is behind its end is 0."""
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide) / SIZE
+    return (wide * tl.rsqrt(mean + eps) * scales).to(x.dtype)

@@ -40,11 +40,12 @@ __all__ = [
 _FLOAT8_BESIDE = 3
 """Narrow items that share an SM. Blocks of float8 take half the room, and half as long to come; so
 what a program does between two of them is hidden by another program."""
+_FEW_TOKENS = 512
+"""Steps up to so many are captured, and what a graph reads must not depend on a step's pages."""
 AttentionLayout = AttentionItems | AttentionRows
 
-HeadNorm = Literal["each", "whole", "none"]
-"""Whether query and key heads are normed: each head by itself, all query heads as one and all key
-heads as one, or not at all."""
+HeadNorm = Literal["each", "none"]
+"""Whether query and key heads are normed, each by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,22 @@ class AttentionOperation:
             num_programs=batch.chip.num_sms,
             num_beside=_FLOAT8_BESIDE if batch.has_float8_kv else 1,
             capacity=None if batch.capacity.is_exact else batch.capacity,
+            max_dequantised=_max_dequantised(batch),
         )
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
-        if self.norm == "whole":
-            return "the fused ones norm heads one by one, this model norms all as one"
         return ""
+
+
+def _max_dequantised(batch: Batch) -> int:
+    """Pages of float8 that a step may have in 16 bits too: those of the longest sequence that there
+    may be, or of any whose tokens are all new."""
+    capacity = batch.capacity
+    if not batch.has_float8_kv or capacity.decodes or capacity.num_tokens <= _FEW_TOKENS:
+        return 0
+    new_pages = capacity.num_tokens // batch.page_size + capacity.num_sequences
+    return int(batch.tables.shape[1]) + new_pages
 
 
 def prepare(
@@ -108,7 +118,6 @@ def prepare(
             pool,
             layout,
             num_heads=operation.num_heads,
-            is_whole=operation.norm == "whole",
             kv_scales=kv_scales,
         )
     from milepost.kernels.attention import triton_prepare

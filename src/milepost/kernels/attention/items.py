@@ -23,7 +23,7 @@ Legend: T tokens, S sequences, N narrow items, W wide items.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,12 @@ class AttentionItems:
     """Partial results of all tokens, at most."""
     num_combined: int
     """Tokens from here on have no partial results."""
+    dequantised: Any
+    """[S, 4], sequences whose float8 pages wide items read in a 16-bit type: the row of the page
+    tables, how many pages, and how many pages those before it have; wide items name that number
+    in place of the row."""
+    num_dequantised: int
+    """Pages of all of them, at most; 0: items read pages as they are."""
 
 
 def choose_narrow_rows(heads_per_kv: int, tokens_each: int) -> int:
@@ -105,13 +111,15 @@ def lay_out(
     tokens_each: int = 1,
     wide_rows: int = _WIDE_ROWS,
     num_beside: int = 1,
+    max_dequantised: int = 0,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
     `rows` of the page tables.
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
     decodes share are read once for all of them. `num_programs` run on the device at a time, of
-    narrow items `num_beside` times as many.
+    narrow items `num_beside` times as many. If wide items read no more than `max_dequantised`
+    pages, these are dequantised first.
     """
     if heads_per_kv > wide_rows:
         raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
@@ -119,6 +127,7 @@ def lay_out(
     programs = max(1, num_programs // num_kv_heads)
     narrow_programs = max(1, num_programs * num_beside // num_kv_heads)
     narrow, wide = _tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
+    dequantised = _gather(wide, page_size, max_dequantised)
     counts = np.zeros(sum(lengths), np.int64)
     wide_pieces = _count_pieces(wide, programs, _WIDE_CUT_COST)
     _add(counts, wide, wide_pieces)
@@ -137,9 +146,13 @@ def lay_out(
         wide_rows=wide_rows,
         num_partials=int(bases[-1]),
         num_combined=int(counts.nonzero()[0][-1]) + 1 if bases[-1] else 0,
+        dequantised=dequantised,
+        num_dequantised=int(dequantised[:, 1].sum()),
     )
     if capacity is None:
         return items
+    assert not max_dequantised or len(dequantised) or not len(wide), "there is room for all pages"
+    items = replace(items, num_dequantised=max_dequantised)
     return _pad(items, capacity, narrow_tokens, wide_tokens, (narrow_programs, programs))
 
 
@@ -222,6 +235,20 @@ def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints
     ]
     tiles[:, POSITION] = tiles[:, END]
     return tiles
+
+
+def _gather(wide: Ints, page_size: int, most: int) -> NDArray[np.int32]:
+    """`AttentionItems.dequantised` of these tiles, none if they read more pages than `most`; tiles
+    come to name what they are to name."""
+    rows, owners = np.unique(wide[:, ROW], return_inverse=True)
+    ends = np.zeros(len(rows), np.int64)
+    np.maximum.at(ends, owners, wide[:, END])
+    counts = -(-ends // page_size)
+    if counts.sum() > most:
+        return np.zeros((0, 4), np.int32)
+    before = counts.cumsum() - counts
+    wide[:, ROW] = before[owners]
+    return np.stack((rows, counts, before, np.zeros_like(rows)), 1).astype(np.int32)
 
 
 def _count_pieces(tiles: Ints, programs: int, cut_cost: float) -> Ints:
@@ -316,6 +343,8 @@ def _pad(
         wide_rows=items.wide_rows,
         num_partials=narrow * narrow_tokens + wide * wide_tokens,
         num_combined=num_tokens,
+        dequantised=_lengthen(items.dequantised, num_sequences, 0),
+        num_dequantised=items.num_dequantised,
     )
 
 

@@ -123,25 +123,22 @@ def prepare(
     rows: AttentionRows,
     *,
     num_heads: int,
-    is_whole: bool = False,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Queries [T, H, E] from `projected` [T, N], whose columns begin with queries, keys and values,
     heads side by side.
 
-    Query and key heads are normed with `norm_scale` [H + G, E], each by itself or (`is_whole`) all
-    query heads as one and all key heads as one, and turned by `angles`, cosines and sines [T, 1,
-    O / 2]. Keys and values of the tokens that `rows` names go to their rows of `pool`.
+    Query and key heads are each normed with `norm_scale` [H + G, E] and turned by `angles`, cosines
+    and sines [T, 1, O / 2]. Keys and values of the tokens that `rows` names go to their rows of
+    `pool`.
     """
     _, _, _, num_kv_heads, head_dim = pool.shape
     heads = projected[:, : (num_heads + 2 * num_kv_heads) * head_dim].unflatten(1, (-1, head_dim))
     query_key, value = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
     if norm_scale is not None:
         wide = cast(query_key, norm_scale.dtype)
-        groups = wide.split((num_heads, num_kv_heads), 1) if is_whole else (wide,)
-        normed = [F.rms_norm(x, x.shape[1:] if is_whole else x.shape[-1:], eps=eps) for x in groups]
-        scaled = (torch.cat(normed, 1) if is_whole else normed[0]).mul_(norm_scale)
-        query_key = cast(scaled, query_key.dtype)
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(norm_scale)
+        query_key = cast(normed, query_key.dtype)
     if angles is not None:
         query_key = turn(query_key, *angles)
     query, key = query_key.split((num_heads, num_kv_heads), 1)

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
 from milepost.kernels.attention.pages import MAX_ROWS, as_bytes, as_rows, rows_per_page
+from milepost.kernels.attention.triton_dequantise import dequantise
 from milepost.kernels.device import Chip, probe, runs_gluon
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
@@ -49,7 +50,7 @@ _CROWD = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class KVTiles:
     """How a kernel is compiled: KV positions of a block, warps, and stages of the two loops."""
 
     block: int
@@ -64,17 +65,17 @@ class Shape:
         return int((rows + blocks * self.block) * head_dim * 2)
 
 
-_TESTED = Shape(16, 4, 1, 1)
+_TESTED = KVTiles(16, 4, 1, 1)
 """For float32, whose products are unrolled multiplications, slow to compile."""
-_CROWDED = (Shape(64, 4, 2, 2), Shape(32, 4, 2, 2))
+_CROWDED = (KVTiles(64, 4, 2, 2), KVTiles(32, 4, 2, 2))
 """Several share an SM, and each other's waits."""
-_NARROW_LARGE = (Shape(64, 4, 5, 2), Shape(32, 4, 4, 2), Shape(32, 4, 2, 2))
+_NARROW_LARGE = (KVTiles(64, 4, 5, 2), KVTiles(32, 4, 4, 2), KVTiles(32, 4, 2, 2))
 """A page is looked up two blocks before its KV is loaded, and that two before it is used."""
-_NARROW_FLOAT8 = (Shape(64, 4, 5, 2), Shape(32, 4, 4, 2), Shape(32, 4, 2, 2))
-_NARROW = (Shape(128, 4, 5, 2), Shape(64, 4, 4, 2), Shape(64, 4, 2, 2))
-_HALF = (Shape(64, 4, 3, 2), Shape(32, 4, 3, 2), Shape(16, 4, 2, 2))
-_WIDE_LARGE = (Shape(64, 8, 3, 2), Shape(32, 8, 3, 2), Shape(16, 8, 2, 2))
-_WIDE = (Shape(128, 8, 3, 2), Shape(64, 8, 3, 2), Shape(32, 8, 2, 2))
+_NARROW_FLOAT8 = (KVTiles(64, 4, 5, 2), KVTiles(32, 4, 4, 2), KVTiles(32, 4, 2, 2))
+_NARROW = (KVTiles(128, 4, 5, 2), KVTiles(64, 4, 4, 2), KVTiles(64, 4, 2, 2))
+_HALF = (KVTiles(64, 4, 3, 2), KVTiles(32, 4, 3, 2), KVTiles(16, 4, 2, 2))
+_WIDE_LARGE = (KVTiles(64, 8, 3, 2), KVTiles(32, 8, 3, 2), KVTiles(16, 8, 2, 2))
+_WIDE = (KVTiles(128, 8, 3, 2), KVTiles(64, 8, 3, 2), KVTiles(32, 8, 2, 2))
 
 
 def choose_shape(
@@ -85,7 +86,7 @@ def choose_shape(
     *,
     are_many: bool = False,
     is_float8: bool = False,
-) -> Shape:
+) -> KVTiles:
     """Of the shapes that fit the chip the first: that measured best on an H200 (see
     bench/kernels/attention.py), then ever smaller ones."""
     if dtype == torch.float32:
@@ -116,8 +117,8 @@ def attend(
     scale: float,
     kv_scales: Tensor | None = None,
     *,
-    narrow_shape: Shape | None = None,
-    wide_shape: Shape | None = None,
+    narrow_shape: KVTiles | None = None,
+    wide_shape: KVTiles | None = None,
 ) -> Tensor:
     """Attend from `query` [T, H, E] to the pages of `pool` [pages, 2, page_size, G, E] that the
     `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E] if there is one.
@@ -129,10 +130,17 @@ def attend(
     output = query.new_empty(num_tokens, num_heads * head_dim)
     partials = query.new_empty(items.num_partials, num_heads, head_dim, dtype=torch.float32)
     lse = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
-    common = (query, gate, output, pool, kv_scales, tables, items.bases, partials, lse, scale)
+    if pool.dtype != FP8:
+        kv_scales = None
+    results = items.bases, partials, lse, scale
     kind, chip = (head_dim, query.dtype), probe(query.device)
     if len(items.wide):
-        hopper = None if wide_shape else _hopper_kernel(query, pool, items.wide_rows)
+        pages = pool, kv_scales, tables
+        if items.num_dequantised:
+            kept, kept_tables = dequantise(pool, tables, items, query.dtype)
+            pages = kept, kv_scales, kept_tables
+        common = (query, gate, output, *pages, *results)
+        hopper = None if wide_shape else _hopper_kernel(query, pages[0], items.wide_rows)
         if hopper:
             hopper(items.wide, *common)
         else:
@@ -144,6 +152,7 @@ def attend(
         are_many = num_narrow > _CROWD * chip.num_sms
         counts = {"are_many": are_many, "is_float8": pool.dtype == FP8}
         shape = narrow_shape or choose_shape(items.narrow_rows, *kind, chip, **counts)
+        common = (query, gate, output, pool, kv_scales, tables, *results)
         _launch(items.narrow, items.narrow_rows, shape, *common)
     if items.num_combined:
         combine(partials, lse, items, gate, output)
@@ -194,7 +203,7 @@ def _hopper_kernel(query: Tensor, pool: Tensor, wide_rows: int) -> Callable[...,
 def _launch(
     work: Tensor,
     rows: int,
-    shape: Shape,
+    shape: KVTiles,
     query: Tensor,
     gate: Tensor | None,
     output: Tensor,
@@ -222,7 +231,7 @@ def _launch(
         output,
         TensorDescriptor.from_tensor(kv, [shape.block, block_e]) if boxed else kv,
         _in_words(kv, shape.block, head_dim, boxed=boxed) if in_words else None,
-        kv_scales if is_float8 else None,
+        kv_scales,
         tables,
         work,
         bases,
@@ -235,6 +244,7 @@ def _launch(
         _stride(gate),
         tables.stride(0),
         BOXED=boxed,
+        FLOAT8=is_float8,
         NATIVE=is_native,
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -272,6 +282,7 @@ def _attend_kernel(
     gate_stride,
     table_stride,
     BOXED: tl.constexpr,
+    FLOAT8: tl.constexpr,
     NATIVE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -310,16 +321,15 @@ def _attend_kernel(
     value_scale = 1.0
     if kv_scales is not None:
         # Float16 holds what float8 holds; where a chip has no float8, it holds it over 256.
-        factor: tl.constexpr = 1.0 if NATIVE else 256.0
+        factor: tl.constexpr = 256.0 if FLOAT8 and not NATIVE else 1.0
         scale *= tl.load(kv_scales + i_h) * factor
         value_scale = tl.load(kv_scales + KV_HEADS + i_h) * factor
-        if query.dtype.element_ty == tl.bfloat16:
+        if FLOAT8 and query.dtype.element_ty == tl.bfloat16:
             b_q = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
-    FLOAT8: tl.constexpr = kv_scales is not None
     sizes: tl.constexpr = (BOXED, KV_HEADS, HEAD_DIM, BLOCK_E, PAGE_SIZE, BLOCK, FLOAT8, NATIVE)
     pages = kv, words, table, end, page_rows, i_h
     # All rows see all of the blocks before this place.
@@ -332,7 +342,7 @@ def _attend_kernel(
     # A row that has seen nothing has an m of -inf and an acc of 0: no share of the sum.
     l = tl.where(l == 0.0, 1.0, l)
     acc = acc / l[:, None]
-    if FLOAT8:
+    if kv_scales is not None:
         acc *= value_scale
     if words is not None:
         acc = tl.permute(acc.reshape(ROWS, 4, BLOCK_E // 4), (0, 2, 1)).reshape(ROWS, BLOCK_E)

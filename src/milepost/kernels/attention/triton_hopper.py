@@ -52,7 +52,7 @@ def attend(
     gate: Tensor | None,
     output: Tensor,
     pool: Tensor,
-    kv_scales: Tensor | None,  # noqa: ARG001
+    kv_scales: Tensor | None,
     tables: Tensor,
     bases: Tensor,
     partials: Tensor,
@@ -60,7 +60,7 @@ def attend(
     scale: float,
 ) -> None:
     """Write the results of `work`, which are wide items, to `output` [T, H * E], or to `partials`
-    [P, H, E] and `lse` [P, H]."""
+    [P, H, E] and `lse` [P, H]. `kv_scales` [2, G] are what keys and values are over."""
     _, num_heads, head_dim = query.shape
     _, _, page_size, num_kv_heads, _ = pool.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -70,6 +70,7 @@ def attend(
         query if gate is None else gate,
         output,
         TensorDescriptor.from_tensor(kv, [_BLOCK, head_dim], layout),
+        query if kv_scales is None else kv_scales,
         tables,
         work,
         bases,
@@ -88,6 +89,7 @@ def attend(
         BLOCK=_BLOCK,
         STAGES=_STAGES,
         GATED=gate is not None,
+        SCALED=kv_scales is not None,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
@@ -101,6 +103,7 @@ def _attend_kernel(
     gate,
     output,
     kv,
+    kv_scales,
     tables,
     items,
     bases,
@@ -119,6 +122,7 @@ def _attend_kernel(
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
+    SCALED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -144,13 +148,13 @@ def _attend_kernel(
         mbarrier.init(bars.index(STAGES + stage), count=2)
         mbarrier.init(bars.index(2 * STAGES + stage), count=1)
         mbarrier.init(bars.index(3 * STAGES + stage), count=2)
-    consumed = (query, gate, output, item, bases, partials, lse, scale, i_h)
+    consumed = (query, gate, output, kv_scales, item, bases, partials, lse, scale, i_h)
     consumed += (query_stride, head_stride, gate_stride, queries, keys, values, bars)
     produced = (kv, table, begin, end, page_rows, i_h, keys, values, bars)
     gl.warp_specialize(
         [
-            (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED)),
-            (_consume, (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED)),
+            (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED)),
+            (_consume, (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED)),
             (_produce, (produced, HEAD_DIM, PAGE_SIZE, BLOCK, STAGES)),
         ],
         [4, 1],
@@ -197,10 +201,11 @@ def _consume(
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
+    SCALED: gl.constexpr,
 ):
     """Half of the tile's rows: 64 of them in four warps."""
-    query, gate, output, item, bases, partials, lse, scale, i_h = consumed[:9]
-    query_stride, head_stride, gate_stride, queries, keys, values, bars = consumed[9:]
+    query, gate, output, kv_scales, item, bases, partials, lse, scale, i_h = consumed[:10]
+    query_stride, head_stride, gate_stride, queries, keys, values, bars = consumed[10:]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -222,6 +227,8 @@ def _consume(
 
     row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     last_seen = position + row // GROUP
+    if SCALED:
+        scale *= gl.load(kv_scales + i_h)
     m = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     l = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
     acc = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
@@ -257,6 +264,8 @@ def _consume(
 
     l = gl.where(l == 0.0, 1.0, l)
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, RESULT))[:, None]
+    if SCALED:
+        acc *= gl.load(kv_scales + KV_HEADS + i_h)
     targets = gate, gate_stride, output, bases, partials, lse
     _store(targets, m, l, acc, row, half, first, num_tokens, ordinal, i_h, KV_HEADS, GROUP, GATED)
 

@@ -23,15 +23,15 @@ from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import mixer
 from milepost.kernels.gated_delta.layout import VerifyLayout, lay_out_verifies
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 
 __all__ = [
     "CHUNK",
     "ChunkLayout",
     "GatedDeltaOperation",
+    "GatedDeltaWeights",
     "MixerRows",
-    "MixerWeights",
     "mix",
     "takes_drafts_fused",
 ]
@@ -84,7 +84,7 @@ class GatedDeltaOperation:
 
 def mix(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,

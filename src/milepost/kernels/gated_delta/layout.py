@@ -15,7 +15,7 @@ from milepost.kernels.chunks import Array, ChunkLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefills:
+class PrefillLayout:
     """The sequences that do not decode: int32 arrays."""
 
     chunks: ChunkLayout
@@ -41,7 +41,7 @@ class VerifyLayout:
     """[S]"""
     slot_out: Array
     """[S], -1 for padding."""
-    prefills: Prefills | None
+    prefills: PrefillLayout | None
     """None where every sequence decodes."""
 
 
@@ -60,9 +60,9 @@ def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:
     )
 
 
-def _lay_out_prefills(batch: Batch, chunk: int) -> Prefills:
+def _lay_out_prefills(batch: Batch, chunk: int) -> PrefillLayout:
     decodes, capacity = batch.num_decodes, batch.capacity
-    return Prefills(
+    return PrefillLayout(
         chunks=chunks.lay_out(
             batch.starts[decodes:],
             batch.lengths[decodes:],

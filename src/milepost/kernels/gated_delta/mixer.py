@@ -11,14 +11,14 @@ from torch import Tensor
 
 from milepost.kernels import conv
 from milepost.kernels.gated_delta import reference
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.mixer_rows import MixerRows
 from milepost.kernels.precision import cast
 
 
 def mix(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     rows: MixerRows,
@@ -49,7 +49,7 @@ def mix(
 
 
 def _gates(
-    beta_inputs: Tensor, decay_inputs: Tensor, weights: MixerWeights
+    beta_inputs: Tensor, decay_inputs: Tensor, weights: GatedDeltaWeights
 ) -> tuple[Tensor, Tensor]:
     """Log decays and betas [T, V]."""
     rate = weights.decay_rate
@@ -65,7 +65,7 @@ def _decode(
     mixed: Tensor,
     log_decay: Tensor,
     beta: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
@@ -83,7 +83,7 @@ def _verify(
     beta: Tensor,
     beta_inputs: Tensor,
     decay_inputs: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     rows: MixerRows,
@@ -116,7 +116,7 @@ def _heads(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
     return query_key.unflatten(-1, (2, -1, key_dim)), value.unflatten(-1, (-1, value_dim))
 
 
-def gated_norm(hidden: Tensor, gate: Tensor, weights: MixerWeights) -> Tensor:
+def gated_norm(hidden: Tensor, gate: Tensor, weights: GatedDeltaWeights) -> Tensor:
     """Norm of each head of `hidden` [T, V, W], times SiLU of `gate`, in `hidden`'s type."""
     weight = weights.norm
     normed = F.rms_norm(cast(hidden, weight.dtype), weight.shape, weight, weights.norm_eps)

@@ -12,13 +12,13 @@ from torch import Tensor
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_parts import gated_norm, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
 
 def chunk_fwd_o(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     layout: ChunkLayout,
     shapes: PrefillShapes,
     query_key: Tensor,

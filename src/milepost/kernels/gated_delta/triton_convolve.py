@@ -14,7 +14,7 @@ from milepost.kernels.chunks import TILE, UNSPECIALISED, ChunkLayout
 from milepost.kernels.conv.triton_parts import convolve_rows, keep_inputs
 from milepost.kernels.gated_delta.triton_parts import head_channels, unit_scale
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _ROWS = 32
@@ -23,7 +23,7 @@ _ROWS = 32
 
 def convolve(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     layout: ChunkLayout,
     shapes: PrefillShapes,
     pool: Tensor,

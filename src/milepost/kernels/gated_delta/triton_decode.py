@@ -24,7 +24,7 @@ from milepost.kernels.gated_delta.triton_parts import (
     log_decay,
     unit_scale,
 )
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CONVOLVE = {"num_warps": 1}
@@ -33,14 +33,14 @@ _UPDATE = {"num_warps": 4}
 
 def decode(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
 ) -> Tensor:
     """See `gated_delta.mix`."""
-    if _suits_hopper(recurrent_pool):
+    if suits_hopper(recurrent_pool):
         from milepost.kernels.gated_delta import triton_hopper
 
         pools = conv_pool, recurrent_pool
@@ -92,8 +92,9 @@ def decode(
     return output
 
 
-def _suits_hopper(recurrent_pool: Tensor) -> bool:
-    """Whether the kernel of `triton_hopper` does the work."""
+def suits_hopper(recurrent_pool: Tensor) -> bool:
+    """Whether the kernels of `triton_hopper` and `triton_hopper_verify` do the work: both or none,
+    since they do it in the same order."""
     if not runs_gluon(recurrent_pool):
         return False
     from milepost.kernels.gated_delta import triton_hopper

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
@@ -47,20 +47,24 @@ def suits(recurrent_pool: Tensor) -> bool:
         recurrent_pool.dtype == torch.float32
         and recurrent_pool.shape[2:] == (STATE_SIZE, STATE_SIZE)
         and recurrent_pool.stride(0) % STATE_SIZE == 0
-        and recurrent_pool.data_ptr() % _ALIGNMENT == 0
-        and _num_lines(recurrent_pool) < _MAX_LINES
+        and can_describe(recurrent_pool)
     )
+
+
+def can_describe(recurrent_pool: Tensor) -> bool:
+    """Whether TMA reaches all states."""
+    is_aligned = recurrent_pool.data_ptr() % _ALIGNMENT == 0
+    return is_aligned and _num_lines(recurrent_pool) < _MAX_LINES
 
 
 def _num_lines(recurrent_pool: Tensor) -> int:
     """Lines from the first state to the last, with what lies between."""
-    num_slots, value_heads = recurrent_pool.shape[:2]
-    states = (num_slots - 1) * recurrent_pool.stride(0) + value_heads * STATE_SIZE * STATE_SIZE
+    states = (len(recurrent_pool) - 1) * recurrent_pool.stride(0) + recurrent_pool[0].numel()
     return states // _LINE
 
 
 def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
-    """Line by line, for `fetch`."""
+    """Line by line."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     lines = recurrent_pool.as_strided((_num_lines(recurrent_pool), _LINE), (_LINE, 1))
     return TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
@@ -68,7 +72,7 @@ def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
 
 def decode(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
@@ -179,12 +183,12 @@ def _decode_kernel(
         token = projected + sequence * projected_stride
         # Everything is asked for before anything is used.
         inputs = token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
-        query_window = _load_window(inputs, key_head, SIZE, TAPS, WINDOW)
-        key_window = _load_window(inputs, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
+        query_window = load_window(inputs, key_head, SIZE, TAPS, WINDOW)
+        key_window = load_window(inputs, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
         members = ()
         for member in gl.static_range(GROUP):
             head = key_head * GROUP + member
-            window = _load_window(inputs, 2 * KEY_HEADS + head, SIZE, TAPS, WINDOW)
+            window = load_window(inputs, 2 * KEY_HEADS + head, SIZE, TAPS, WINDOW)
             gate = gl.load(token + CHANNELS + head * SIZE + column)
             gates = token + CHANNELS + VALUE_HEADS * SIZE + head
             strengths = gl.load(gates), gl.load(gates + VALUE_HEADS)
@@ -201,13 +205,13 @@ def _decode_kernel(
         key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
         query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
         key = gl.convert_layout(key, gl.SliceLayout(1, STATE))[:, None]
-        _keep_window(query_window, kept, key_head, is_real, SIZE, TAPS, WINDOW)
-        _keep_window(key_window, kept, KEY_HEADS + key_head, is_real, SIZE, TAPS, WINDOW)
+        keep_window(query_window, kept, key_head, is_real, SIZE, TAPS, WINDOW)
+        keep_window(key_window, kept, KEY_HEADS + key_head, is_real, SIZE, TAPS, WINDOW)
         for member in gl.static_range(GROUP):
             window, gate, strengths, decays = members[member]
             head = key_head * GROUP + member
             value = gl.convert_layout(convolve(window), gl.SliceLayout(0, STATE))
-            _keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
+            keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
             beta = 1 / (1 + gl.exp(-strengths[0].to(gl.float32)))
             wide = strengths[1].to(gl.float32) + decays[1]
             decay = gl.exp(decays[0] * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
@@ -260,7 +264,7 @@ def fetch(
 
 
 @gluon.jit
-def _load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr):
+def load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr):
     """A head's inputs of the convolution, oldest first, and its weights: [SIZE, BLOCK_TAPS]."""
     token, weight, source = inputs
     channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
@@ -279,7 +283,7 @@ def convolve(window):
 
 
 @gluon.jit
-def _keep_window(
+def keep_window(
     window, target, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr
 ):
     """Move a head's convolution state on by one input."""

@@ -23,12 +23,12 @@ from milepost.kernels.gated_delta.triton_chunk_o import chunk_fwd_o
 from milepost.kernels.gated_delta.triton_convolve import convolve
 from milepost.kernels.gated_delta.triton_shapes import shapes_of
 from milepost.kernels.gated_delta.triton_wy import wy_fwd
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 
 
 def prefill(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,

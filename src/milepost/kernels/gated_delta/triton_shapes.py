@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from milepost.kernels.chunks import ChunkLayout
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 
 _MIN_BLOCK = 64
 """Narrower tiles of half precision make triton 3.6 read beyond shared memory in `wy_fwd`."""
@@ -25,8 +25,6 @@ class PrefillShapes:
     channels: int
     conv_width: int
     chunk: int
-    narrowest: int = _MIN_BLOCK
-    """A tile is at least so wide."""
 
     @property
     def heads(self) -> dict[str, int]:
@@ -43,12 +41,14 @@ class PrefillShapes:
         return {
             "VALUE_HEADS": self.value_heads,
             "C": self.chunk,
-            "BLOCK_K": max(self.narrowest, triton.next_power_of_2(self.key_dim)),
-            "BLOCK_W": max(self.narrowest, triton.next_power_of_2(self.value_dim)),
+            "BLOCK_K": max(_MIN_BLOCK, triton.next_power_of_2(self.key_dim)),
+            "BLOCK_W": max(_MIN_BLOCK, triton.next_power_of_2(self.value_dim)),
         }
 
 
-def shapes_of(weights: MixerWeights, recurrent_pool: Tensor, layout: ChunkLayout) -> PrefillShapes:
+def shapes_of(
+    weights: GatedDeltaWeights, recurrent_pool: Tensor, layout: ChunkLayout
+) -> PrefillShapes:
     """Of a layer."""
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape

@@ -22,6 +22,7 @@ from torch import Tensor
 from milepost.kernels.activations import sigmoid, silu
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.gated_delta.layout import VerifyLayout
+from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import (
     advance,
     gated_norm,
@@ -29,7 +30,7 @@ from milepost.kernels.gated_delta.triton_parts import (
     log_decay,
     unit_scale,
 )
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CONVOLVE = {"num_warps": 1}
@@ -39,7 +40,7 @@ _UNSPECIALISED = [*UNSPECIALISED, "begin", "length", "fold", "row"]
 
 def verify(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     layout: VerifyLayout,
@@ -47,6 +48,12 @@ def verify(
     output: Tensor,
 ) -> None:
     """Write `output` [T, V * W] of the sequences that decode; see `gated_delta.mix`."""
+    if suits_hopper(recurrent_pool):
+        from milepost.kernels.gated_delta import triton_hopper_verify
+
+        pools = conv_pool, recurrent_pool
+        triton_hopper_verify.verify(projected, weights, *pools, layout, records, output)
+        return
     num_sequences = len(layout.slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape

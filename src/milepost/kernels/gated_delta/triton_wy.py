@@ -18,13 +18,13 @@ from milepost.kernels.activations import sigmoid
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_parts import log_decay, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
-from milepost.kernels.gated_delta.weights import MixerWeights
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
 def wy_fwd(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: GatedDeltaWeights,
     layout: ChunkLayout,
     shapes: PrefillShapes,
     query_key: Tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixerWeights:
+class GatedDeltaWeights:
     """Legend: C channels, J taps, V value heads, W value_dim."""
 
     conv: Tensor

@@ -21,13 +21,14 @@ from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 from milepost.kernels.device import Chip
 from milepost.kernels.kda import mixer
-from milepost.kernels.kda.weights import MixerWeights
+from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 
-__all__ = ["CHUNK", "KDAOperation", "MixerWeights", "mix"]
+__all__ = ["CHUNK", "KDAOperation", "KDAWeights", "mix"]
 
 CHUNK = 64
 """Tokens in a full chunk."""
+_LINE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class KDAOperation:
 
     conv_width: int
     num_heads: int
+    head_dim: int
 
     def lay_out(self, batch: Batch) -> ChunkLayout | DecodeLayout | MixerRows:
         """Chunks for the fused kernels, or what they need where every sequence decodes; or rows for
@@ -55,7 +57,10 @@ class KDAOperation:
         )
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """The fused kernels run on every chip that runs Triton's."""
+        """The fused kernels run on every chip that runs Triton's; rows of bfloat16 that are no
+        whole lines of memory leave wrong states there (an H200, triton 3.6)."""
+        if self.head_dim % _LINE:
+            return f"the fused ones have heads of multiples of {_LINE}, not {self.head_dim}"
         return ""
 
 
@@ -63,7 +68,7 @@ def mix(
     projected: Tensor,
     decay_inputs: Tensor,
     gate: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,

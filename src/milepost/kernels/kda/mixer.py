@@ -12,7 +12,7 @@ from torch import Tensor
 from milepost.kernels import conv
 from milepost.kernels.gated_delta.reference import decode
 from milepost.kernels.kda.reference import prefill
-from milepost.kernels.kda.weights import MixerWeights
+from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.mixer_rows import MixerRows
 from milepost.kernels.precision import cast
 
@@ -21,7 +21,7 @@ def mix(
     projected: Tensor,
     decay_inputs: Tensor,
     gate: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     rows: MixerRows,
@@ -55,7 +55,7 @@ def _heads(convolved: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
     return heads[:, :2], heads[:, 2]
 
 
-def gated_norm(hidden: Tensor, gate: Tensor, weights: MixerWeights) -> Tensor:
+def gated_norm(hidden: Tensor, gate: Tensor, weights: KDAWeights) -> Tensor:
     """Norm of each head of `hidden` [T, H, K], times the sigmoid of `gate`, in `hidden`'s type."""
     weight = weights.norm
     normed = F.rms_norm(cast(hidden, weight.dtype), weight.shape, weight, weights.norm_eps)

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
-from milepost.kernels.kda.triton_intra import Chunks
+from milepost.kernels.kda.triton_intra import ChunkBuffers
 from milepost.kernels.kda.triton_parts import gated_norm
-from milepost.kernels.kda.weights import MixerWeights
+from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
 
 def chunk_o(
     gate: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     layout: ChunkLayout,
     shapes: PrefillShapes,
-    chunks: Chunks,
+    chunks: ChunkBuffers,
     h: Tensor,
 ) -> Tensor:
     """Outputs [T, H * K] from states `h` and what tokens add, through the gated norm."""

@@ -18,9 +18,11 @@ from torch import Tensor
 from milepost.kernels.activations import sigmoid, softplus
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.decode_layout import DecodeLayout
+from milepost.kernels.device import num_sms
+from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.kda.triton_parts import gated_norm
-from milepost.kernels.kda.weights import MixerWeights
-from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.kda.weights import KDAWeights
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _COLUMNS = 32
 _DECODE = {"num_warps": 4}
@@ -30,7 +32,7 @@ def decode(
     projected: Tensor,
     decay_inputs: Tensor,
     gate: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
@@ -38,12 +40,19 @@ def decode(
     layout: DecodeLayout,
 ) -> Tensor:
     """See `kda.mix`."""
+    if suits_hopper(recurrent_pool):
+        from milepost.kernels.kda import triton_hopper
+
+        slots = slot_in, slot_out
+        inputs = projected, decay_inputs, gate, weights
+        return triton_hopper.decode(*inputs, conv_pool, recurrent_pool, *slots)
     num_sequences = len(slot_out)
     _, heads, head_dim, _ = recurrent_pool.shape
     conv_width = weights.conv.shape[1]
+    num_columns = triton.cdiv(head_dim, _COLUMNS)
     y = projected.new_empty(num_sequences, heads * head_dim, dtype=torch.float32)
     output = projected.new_empty(num_sequences, heads * head_dim)
-    _decode[(triton.cdiv(head_dim, _COLUMNS), heads, num_sequences)](
+    _decode[(num_columns, heads, num_sequences)](
         projected,
         projected.stride(0),
         decay_inputs,
@@ -67,6 +76,7 @@ def decode(
         TAPS=conv_width,
         BLOCK_TAPS=triton.next_power_of_2(conv_width),
         BLOCK=triton.next_power_of_2(head_dim),
+        EARLY=num_columns * heads * num_sequences <= num_sms(projected.device),
         COLUMNS=_COLUMNS,
         **_DECODE,
         **OVERLAPPED,
@@ -99,12 +109,15 @@ def _decode(
     TAPS: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """COLUMNS columns of a head: its state [K, K] moves on by one token and is read; the last of a
     head's programs also writes the head's part of `output` [D, H * K]."""
     i_column, i_head = tl.program_id(0), tl.program_id(1)
     i_sequence = tl.program_id(2).to(tl.int64)
+    if EARLY:
+        let_next_start()
     o_k, o_v = tl.arange(0, BLOCK), i_column * COLUMNS + tl.arange(0, COLUMNS)
     is_k, is_v = o_k < HEAD_DIM, o_v < HEAD_DIM
     size: tl.constexpr = HEADS * HEAD_DIM

@@ -1,9 +1,8 @@
-"""KDA's token mixer for many tokens a sequence, in five launches.
+"""KDA's token mixer for many tokens a sequence, in four launches.
 
 1. `convolve`, Gated DeltaNet's: queries, keys and values, ready for the rule.
-2. `intra`: all that doesn't depend on the state before a chunk, first of 16 tokens each, then of a
-   chunk. Decays are multiplied into queries and keys here, so nobody behind it needs them channel
-   by channel.
+2. `intra`: all that doesn't depend on the state before a chunk. Decays are multiplied into queries
+   and keys here, so nobody behind it needs them channel by channel.
 3. `chunk_fwd_h`, Gated DeltaNet's too: some columns of a head's state, from chunk to chunk of a
    sequence, in float32; leaves the state before every chunk, writes exports and final states.
 4. `chunk_o`: a head of a chunk; outputs, then the gated norm.
@@ -24,19 +23,15 @@ from milepost.kernels.gated_delta.triton_chunk_h import chunk_fwd_h
 from milepost.kernels.gated_delta.triton_convolve import convolve
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.kda.triton_chunk_o import chunk_o
-from milepost.kernels.kda.triton_intra import Chunks, intra
-from milepost.kernels.kda.weights import MixerWeights
-
-_NARROWEST = 128
-"""Narrower tiles of bfloat16 leave wrong states on an H200 (triton 3.6); published heads have as
-much."""
+from milepost.kernels.kda.triton_intra import ChunkBuffers, intra
+from milepost.kernels.kda.weights import KDAWeights
 
 
 def prefill(
     projected: Tensor,
     decay_inputs: Tensor,
     gate: Tensor,
-    weights: MixerWeights,
+    weights: KDAWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
@@ -54,10 +49,9 @@ def prefill(
         channels=channels,
         conv_width=conv_width,
         chunk=layout.chunk,
-        narrowest=_NARROWEST,
     )
     num_tokens, num_chunks = len(projected), len(layout.chunk_size)
-    chunks = Chunks(
+    chunks = ChunkBuffers(
         query_key=projected.new_empty(2 * heads, num_tokens, head_dim),
         values=projected.new_empty(heads, num_tokens, head_dim),
         w=projected.new_empty(heads, num_tokens, head_dim),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixerWeights:
+class KDAWeights:
     """Legend: C = 3 * H * K channels, J taps, H heads, K head_dim."""
 
     conv: Tensor

@@ -71,8 +71,11 @@ def multiply_row_into(output: Tensor, hidden: Tensor, weight: Tensor, bias: Tens
 def _multiply_row(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor | None = None
 ) -> Tensor:
-    block_n, block_k = (4, 2048) if len(weight) <= 1 << 15 else (8, 1024)
-    how = {"block_n": block_n, "block_k": block_k, "num_warps": 8}
+    how = {"block_n": 4, "block_k": 2048, "num_warps": 8}
+    if weight.shape[1] > 2048:
+        how = {"block_n": 2, "block_k": 2048, "num_warps": 4}
+    elif len(weight) > 1 << 15:
+        how = {"block_n": 8, "block_k": 1024, "num_warps": 8}
     return gemv(hidden, weight, bias, **how, output=output)
 
 

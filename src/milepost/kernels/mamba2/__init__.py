@@ -22,10 +22,10 @@ from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 from milepost.kernels.device import Chip
 from milepost.kernels.mamba2 import mixer
-from milepost.kernels.mamba2.weights import MixerWeights
+from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 
-__all__ = ["Mamba2Operation", "MixerWeights", "choose_chunk", "mix"]
+__all__ = ["Mamba2Operation", "Mamba2Weights", "choose_chunk", "mix"]
 
 _CHUNKS = 64, 128
 """Tokens: shorter ones leave more states to write than tokens to read; of longer ones the products
@@ -73,7 +73,7 @@ class Mamba2Operation:
 
 def mix(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from milepost.kernels import conv
 from milepost.kernels.mamba2 import reference
-from milepost.kernels.mamba2.weights import MixerWeights
+from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.mixer_rows import MixerRows
 from milepost.kernels.precision import cast
 
 
 def mix(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     rows: MixerRows,
@@ -58,7 +58,7 @@ def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor, Tens
     return x.unflatten(-1, (heads, head_dim)), b, c
 
 
-def gated_norm(hidden: Tensor, gate: Tensor, weights: MixerWeights, groups: int) -> Tensor:
+def gated_norm(hidden: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
     """`hidden` [T, H * P] times SiLU of `gate`, normed group by group behind that or before it."""
     gate = F.silu(cast(gate, hidden.dtype))
     if weights.norm is None:

@@ -18,21 +18,21 @@ from torch import Tensor
 
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.decode_layout import DecodeLayout
-from milepost.kernels.device import num_sms
+from milepost.kernels.device import num_sms, runs_gluon
 from milepost.kernels.mamba2.triton_norm import gated_norm
 from milepost.kernels.mamba2.triton_parts import time_step
-from milepost.kernels.mamba2.weights import MixerWeights
-from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.mamba2.weights import Mamba2Weights
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
-_WARPS = 4
-"""For each head."""
+_WARPS, _ENTRIES = 4, 2048
+"""Warps for each head, or as many as have so many entries of its state each, if these are more."""
 _HEADS, _FEW_PROGRAMS = 2, 4
 """Heads of a program, where there are so many programs for each SM; else one."""
 
 
 def decode(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
@@ -41,6 +41,12 @@ def decode(
 ) -> Tensor:
     """See `mamba2.mix`."""
     num_sequences = len(slot_out)
+    if runs_gluon(projected):
+        from milepost.kernels.mamba2 import triton_hopper
+
+        if triton_hopper.suits(weights, recurrent_pool, num_sequences):
+            pools = conv_pool, recurrent_pool
+            return triton_hopper.decode(projected, weights, *pools, slot_in, slot_out)
     _, heads, head_dim, state_size = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
     inner = heads * head_dim
@@ -83,7 +89,8 @@ def decode(
         BLOCK_P=pad(each * head_dim),
         BLOCK_K=pad(state_size),
         BLOCK_W=pad(inner // groups),
-        num_warps=_WARPS * each,
+        EARLY=heads // each * num_sequences <= num_sms(projected.device),
+        num_warps=min(16, max(_WARPS, pad(head_dim) * pad(state_size) // _ENTRIES) * each),
         **OVERLAPPED,
     )
     return output
@@ -122,11 +129,14 @@ def _decode(
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """EACH heads: their states [EACH * P, K] move on by one token and are read; the last heads of a
     group also write the group's part of `output` [D, I]."""
     i_head, i_sequence = tl.program_id(0) * EACH, tl.program_id(1).to(tl.int64)
     i_group = i_head // (HEADS // GROUPS)
+    if EARLY:
+        let_next_start()
     o_p, o_k = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
     is_p, is_k = o_p < EACH * HEAD_DIM, o_k < STATE_SIZE
     heads = i_head + o_p // HEAD_DIM

@@ -23,11 +23,11 @@ import triton
 from torch import Tensor
 
 from milepost.kernels.chunks import TILE, ChunkLayout
-from milepost.kernels.device import num_sms
+from milepost.kernels.device import num_sms, probe
 from milepost.kernels.mamba2.triton_inputs import convolve, discretise
 from milepost.kernels.mamba2.triton_norm import norm
 from milepost.kernels.mamba2.triton_states import carry, scan
-from milepost.kernels.mamba2.weights import MixerWeights
+from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED
 
 _CONVOLVED_ROWS = 32
@@ -47,14 +47,14 @@ _NORMED = 4096
 _CONVOLVE = {"num_warps": 4}
 _DISCRETISE = {"num_warps": 4}
 _CARRY = {"num_warps": 8, "num_stages": 3}
-_SCAN_WARPS, _SCAN_STAGES = 4, 2
-"""The former for each _ROWS rows."""
+_SCAN_WARPS, _SCAN_STAGES = 4, 3
+"""The former for each _ROWS rows; the latter where there is room."""
 _NORM = {"num_warps": 4}
 
 
 def prefill(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
@@ -73,7 +73,7 @@ def prefill(
 
 def _convolve(
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     pool: Tensor,
     slots: tuple[Tensor, Tensor],
     layout: ChunkLayout,
@@ -111,7 +111,7 @@ def _convolve(
 
 
 def _discretise(
-    inputs: Tensor, weights: MixerWeights, layout: ChunkLayout
+    inputs: Tensor, weights: Mamba2Weights, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor]:
     """Time steps and decays added up within chunks, both [H, T] float32."""
     num_tokens, heads = inputs.shape
@@ -179,6 +179,7 @@ def _scan(
     )
     rows = _ROWS if mixed.dtype == torch.float32 else layout.chunk
     parts = triton.cdiv(layout.chunk, rows)
+    block_k = max(_ROWS, triton.next_power_of_2(state_size))
     each = _choose_heads(heads, groups, num_chunks * parts, num_sms(mixed.device))
     scan[heads // each, num_chunks * parts](
         num_tokens,
@@ -194,12 +195,20 @@ def _scan(
         PARTS=parts,
         ROWS=rows,
         EACH=each,
-        BLOCK_K=max(_ROWS, triton.next_power_of_2(state_size)),
+        BLOCK_K=block_k,
         num_warps=_SCAN_WARPS * rows // _ROWS,
-        num_stages=_SCAN_STAGES,
+        num_stages=_choose_stages(sizes["BLOCK_P"], block_k, rows, mixed),
         **OVERLAPPED,
     )
     return y
+
+
+def _choose_stages(block_p: int, block_k: int, rows: int, mixed: Tensor) -> int:
+    """Of `scan`, which holds C and B, and of each head on the way its state and x."""
+    held = 2 * rows * block_k * mixed.element_size()
+    each = block_p * (rows + block_k) * mixed.element_size()
+    room = probe(mixed.device).shared_bytes - held
+    return _SCAN_STAGES if room >= _SCAN_STAGES * each else _SCAN_STAGES - 1
 
 
 def _choose_heads(heads: int, groups: int, num_tiles: int, num_sms: int) -> int:
@@ -213,7 +222,7 @@ def _choose_heads(heads: int, groups: int, num_tiles: int, num_sms: int) -> int:
 def _norm(
     y: Tensor,
     projected: Tensor,
-    weights: MixerWeights,
+    weights: Mamba2Weights,
     pool: Tensor,
     layout: ChunkLayout,
 ) -> Tensor:

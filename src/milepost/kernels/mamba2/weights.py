@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixerWeights:
+class Mamba2Weights:
     """Legend: C channels, J taps, H heads, P head_dim."""
 
     conv: Tensor

@@ -28,7 +28,7 @@ _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LatentTiles:
     """How the kernel is compiled: positions of a block, warps, and stages of the loop."""
 
     block: int
@@ -36,16 +36,21 @@ class Shape:
     num_stages: int
 
 
-_SHAPES = (Shape(64, 8, 2), Shape(32, 8, 2), Shape(16, 8, 2), Shape(16, 4, 1))
+_SHAPES = (
+    LatentTiles(64, 8, 2),
+    LatentTiles(32, 8, 2),
+    LatentTiles(16, 8, 2),
+    LatentTiles(16, 4, 1),
+)
 
 
-def choose_shape(rows: int, width: int, dtype: torch.dtype, chip: Chip) -> Shape:
+def choose_shape(rows: int, width: int, dtype: torch.dtype, chip: Chip) -> LatentTiles:
     """The first that fits the chip, for latents of `width` entries."""
     if dtype == torch.float32:
         return _SHAPES[-1]
     row_bytes = 2 * width
 
-    def fits(shape: Shape) -> bool:
+    def fits(shape: LatentTiles) -> bool:
         held = rows * (row_bytes + 2 * shape.block) + shape.num_stages * shape.block * row_bytes
         return held <= chip.shared_bytes and not (chip.is_amd and shape.num_stages > 1)
 

@@ -27,7 +27,7 @@ __all__ = ["partials", "route"]
 
 _FEWEST_ROUTED = 40
 """Up to this many routed tokens (four tokens, nine experts each) nothing is grouped."""
-_SMALL = 512
+_SMALL = 1024
 """Up to so many units an expert's outputs are found eight at a time."""
 _TALL_ROUTED = 32
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic."""
@@ -82,8 +82,9 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
     output = hidden.new_empty(num_tokens, top_k, down.shape[1])
     active = hidden.new_empty(num_routed, down.shape[2])
     if num_routed <= _FEWEST_ROUTED:
-        gemv.project_up(hidden, experts, up, active, block_n=4, block_k=2048, num_warps=4)
-        block_n, block_k = (8, 512) if down.shape[2] <= _SMALL else (4, 2048)
+        block_k = 2048 if hidden.shape[1] <= 2048 else 1024
+        gemv.project_up(hidden, experts, up, active, block_n=4, block_k=block_k, num_warps=4)
+        block_n, block_k = (8, 512) if down.shape[2] <= _SMALL else (2, 2048)
         how = {"block_n": block_n, "block_k": block_k, "num_warps": 4}
         gemv.project_down(active, weights, experts, down, output, **how)
         return output

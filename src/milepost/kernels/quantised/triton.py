@@ -7,13 +7,15 @@ routed tokens.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from milepost.kernels.device import Chip, probe
+from milepost.kernels import moe
+from milepost.kernels.device import Chip, probe, runs_gluon
 from milepost.kernels.moe.grouping import MANY_ROUTED, Groups, group_few, group_many
 from milepost.kernels.quantised import (
     triton_experts,
@@ -26,21 +28,27 @@ from milepost.kernels.quantised import (
 from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
 from milepost.kernels.tiles import Tiles, choose_split_k
 
+if TYPE_CHECKING:
+    from milepost.kernels.quantised.triton_hopper import QuantisedTiles
+
 _FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 _SOME = Tiles(block_m=32, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 _MORE = Tiles(block_m=64, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 _MANY = Tiles(block_m=128, block_n=128, block_k=BLOCK, num_warps=8, num_stages=4)
 _REGIMES = (_FEW, _SOME, _MORE)
-_INT4_WARPS, _INT4_STAGES = 8, 6
+_INT4_WARPS = 8
 """Numbers of four bits take work in registers, which is spread over more threads."""
+_HOPPER_ROWS, _HOPPER_WEIGHTS = range(1, 2), 1 << 25
+"""Rows, and weights at least, of products that Hopper's own kernel is the fastest for."""
 _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
 """From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
 _LINE = 4
 """Rows that torch's GEMM takes at a time."""
-_TALL_ROUTED = 32
-"""Beyond so many routed tokens an expert the GEMMs are bound by arithmetic."""
+_TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
+"""Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
+16-bit weights of four bits first."""
 
 
 def multiply(
@@ -61,7 +69,9 @@ def multiply(
         if _library_multiplies(weight, chip):
             return _multiply_by_library(hidden, weight, bias, chip)
     split_k = 1
-    if num_tokens <= _MORE.block_m and not _is_row(hidden, weight):
+    if cut := _cut_for_hopper(hidden, weight, bias, chip):
+        split_k = cut.split_k
+    elif num_tokens <= _MORE.block_m and not _is_row(hidden, weight):
         tiles = _choose(num_tokens, weight).fitted(chip)
         split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
     if split_k == 1:
@@ -98,15 +108,38 @@ def _multiply(
     overlaps: bool,
 ) -> None:
     """`output` [T, O], or partials [S, T, O], by our kernels."""
+    split_k = len(output) if output.dim() == 3 else 1
+    if cut := _cut_for_hopper(hidden, weight, bias, chip):
+        from milepost.kernels.quantised import triton_hopper
+
+        assert isinstance(weight, Fp8), "the form that it multiplies"
+        rows, scales = triton_rounding.quantise(hidden, weight.depth, chip)
+        cut = replace(cut, split_k=split_k)
+        triton_hopper.multiply(rows, scales, weight, output, cut, chip)
+        return
     if _is_row(hidden, weight):
         triton_gemv.multiply(hidden, weight, bias, output, chip)
         return
     tiles = _choose(len(hidden), weight).fitted(chip)
-    rows, scales = _round(hidden, weight, tiles, chip)
-    split_k = len(output) if output.dim() == 3 else 1
+    are_few = tiles.block_m <= _FEW.block_m
+    rows, scales = _round(hidden, weight, chip, are_few=are_few)
     triton_gemm.gemm(
         rows, scales, weight, bias, output, tiles, chip, split_k=split_k, overlaps=overlaps
     )
+
+
+def _cut_for_hopper(
+    hidden: Tensor, weight: Quantised, bias: Tensor | None, chip: Chip
+) -> QuantisedTiles | None:
+    """How Hopper's own kernel cuts the product up; None where it does not do it."""
+    is_large = weight.num_outputs * weight.num_inputs >= _HOPPER_WEIGHTS
+    if len(hidden) not in _HOPPER_ROWS or not is_large or isinstance(weight, Int4):
+        return None
+    if bias is not None or not runs_gluon(hidden):
+        return None
+    from milepost.kernels.quantised import triton_hopper
+
+    return triton_hopper.find_tiles(len(hidden), weight, chip)
 
 
 def _is_row(hidden: Tensor, weight: Quantised) -> bool:
@@ -152,19 +185,17 @@ def _choose(num_rows: float, weight: Quantised) -> Tiles:
     tiles = next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), _MANY)
     if isinstance(weight, Fp8) or tiles == _MANY:
         return tiles
-    return replace(tiles, num_warps=_INT4_WARPS, num_stages=_INT4_STAGES)
+    return replace(tiles, num_warps=_INT4_WARPS)
 
 
 def _round(
-    hidden: Tensor, weight: Quantised, tiles: Tiles, chip: Chip
+    hidden: Tensor, weight: Quantised, chip: Chip, *, are_few: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows as a GEMM takes them: many programs would round the same ones again and again, few round
-    them on the way."""
+    """Rows as a GEMM takes them: few are rounded on the way, of more each program would round the
+    same ones again."""
     if isinstance(weight, Int4):
         return hidden, None
-    if weight.input_scale is not None:
-        return hidden, None
-    if tiles.block_m <= _FEW.block_m and weight.depth == BLOCK:
+    if weight.input_scale is not None or (are_few and weight.depth == BLOCK):
         return hidden, None
     return triton_rounding.quantise(hidden, weight.depth, chip)
 
@@ -197,16 +228,22 @@ def mix(
         )  # fmt: skip
         triton_tall.project_down(active, active_scales, shares, down, output, groups, chip)
         return output
+    if num_routed > _UNPACKED_ROUTED * num_experts and isinstance(up, Int4):
+        assert isinstance(down, Int4), "experts have one form"
+        wide = [triton_unpack.unpack(each, hidden.dtype) for each in (up, down)]
+        return moe.partials(hidden, shares, experts, *wide)
     tiles = _choose(num_routed / num_experts, up).fitted(chip)
     groups: Groups | Tensor = experts
-    if num_routed > _FEWEST_ROUTED:
+    are_few = num_routed <= _FEWEST_ROUTED
+    if not are_few:
         group = group_many if num_routed > MANY_ROUTED else group_few
         groups = group(experts, num_experts, tiles.block_m)
     active = hidden.new_empty(num_routed, size)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == _MANY.block_m else 4)
-    rows, scales = _round(hidden, up, tiles, chip)
+    rows, scales = _round(hidden, up, chip, are_few=are_few)
     triton_experts.project_up(rows, scales, up, active, groups, narrow, chip, is_gated=is_gated)
-    rows, scales = _round(active, down, tiles, chip)
-    triton_experts.project_down(rows, scales, shares, down, output, groups, tiles, chip)
+    rows, scales = _round(active, down, chip, are_few=are_few)
+    last = narrow if isinstance(down, Int4) and tiles.block_m < _MANY.block_m else tiles
+    triton_experts.project_down(rows, scales, shares, down, output, groups, last, chip)
     return output

@@ -21,6 +21,7 @@ from milepost.kernels.quantised.triton_step import (
     columns,
     constants,
     input_scales,
+    load_scales,
     operands,
     pitch,
     whole_scale,
@@ -156,22 +157,37 @@ def _up_kernel(
     p_up_zero = None if zeros is None else zeros + first_scale + up_row * DEPTHS
     b_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     b_up = b_gate
+    gate_scale, gate_zero, _ = load_scales(
+        p_gate_scale, p_gate_zero, None, num_tokens, 0, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
+    )
+    up_scale, up_zero, row_scale = load_scales(
+        p_up_scale, p_up_zero, p_row_scale, num_tokens, 0, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
+    )
     for i_k in range(0, INPUTS, BLOCK_K):
+        next_up_scale, next_up_zero, next_row_scale = load_scales(
+            p_up_scale, p_up_zero, p_row_scale, num_tokens, i_k + BLOCK_K,
+            INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
+        )  # fmt: skip
         if GATED:
+            next_gate_scale, next_gate_zero, _ = load_scales(
+                p_gate_scale, p_gate_zero, None, num_tokens, i_k + BLOCK_K,
+                INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
+            )  # fmt: skip
             b_gate = add_step(
-                b_gate, p_x, p_row_scale, num_tokens, input_scale,
-                p_gate, p_gate_scale, p_gate_zero, i_k,
+                b_gate, p_x, input_scale, p_gate, p_gate_scale, p_gate_zero,
+                gate_scale, gate_zero, row_scale, i_k,
                 BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
             )  # fmt: skip
+            gate_scale, gate_zero = next_gate_scale, next_gate_zero
         b_up = add_step(
-            b_up, p_x, p_row_scale, num_tokens, input_scale,
-            p_up, p_up_scale, p_up_zero, i_k,
+            b_up, p_x, input_scale, p_up, p_up_scale, p_up_zero, up_scale, up_zero, row_scale, i_k,
             BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
         )  # fmt: skip
+        up_scale, up_zero, row_scale = next_up_scale, next_up_zero, next_row_scale
     if GROUP == 0 and not BLOCK_SCALES:
-        row_scale = whole_scale(p_row_scale, input_scale)
-        b_gate *= tl.load(p_gate_scale)[:, None] * row_scale
-        b_up *= tl.load(p_up_scale)[:, None] * row_scale
+        whole = whole_scale(p_row_scale, input_scale)
+        b_gate *= tl.load(p_gate_scale)[:, None] * whole
+        b_up *= tl.load(p_up_scale)[:, None] * whole
     if not NATIVE:
         b_gate *= 65536.0
         b_up *= 65536.0
@@ -267,11 +283,19 @@ def _down_kernel(
     p_scale = scales + first_scale + column // SCALE_ROWS * DEPTHS
     p_zero = None if zeros is None else zeros + first_scale + column * DEPTHS
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    scale, zero, row_scale = load_scales(
+        p_scale, p_zero, p_row_scale, num_rows, 0, SIZE, BLOCK_K, GROUP, BLOCK_SCALES
+    )
     for i_k in range(0, SIZE, BLOCK_K):
+        next_scale, next_zero, next_row_scale = load_scales(
+            p_scale, p_zero, p_row_scale, num_rows, i_k + BLOCK_K,
+            SIZE, BLOCK_K, GROUP, BLOCK_SCALES,
+        )  # fmt: skip
         acc = add_step(
-            acc, p_x, p_row_scale, num_rows, input_scale, p_w, p_scale, p_zero, i_k,
+            acc, p_x, input_scale, p_w, p_scale, p_zero, scale, zero, row_scale, i_k,
             BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
         )  # fmt: skip
+        scale, zero, row_scale = next_scale, next_zero, next_row_scale
     if GROUP == 0 and not BLOCK_SCALES:
         acc *= tl.load(p_scale)[:, None] * whole_scale(p_row_scale, input_scale)
     if not NATIVE:

@@ -18,6 +18,7 @@ from milepost.kernels.quantised.triton_step import (
     columns,
     constants,
     input_scales,
+    load_scales,
     operands,
     pitch,
     whole_scale,
@@ -116,11 +117,19 @@ def _gemm_kernel(
     static_scale = None if input_scale is None else tl.load(input_scale)
     wait_for_inputs()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    scale, zero, row_scale = load_scales(
+        p_scale, p_zero, p_row_scale, num_rows, first, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
+    )
     for i_k in range(first, tl.minimum(first + SHARE, INPUTS), BLOCK_K):
+        next_scale, next_zero, next_row_scale = load_scales(
+            p_scale, p_zero, p_row_scale, num_rows, i_k + BLOCK_K,
+            INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
+        )  # fmt: skip
         acc = add_step(
-            acc, p_x, p_row_scale, num_rows, static_scale, p_w, p_scale, p_zero, i_k,
+            acc, p_x, static_scale, p_w, p_scale, p_zero, scale, zero, row_scale, i_k,
             BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
         )  # fmt: skip
+        scale, zero, row_scale = next_scale, next_zero, next_row_scale
     if GROUP == 0 and not BLOCK_SCALES:
         acc *= tl.load(p_scale)[:, None] * whole_scale(p_row_scale, static_scale)
     if not NATIVE:

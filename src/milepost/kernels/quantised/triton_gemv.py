@@ -23,10 +23,13 @@ from milepost.kernels.quantised.triton_rounding import scale_of, widen
 from milepost.kernels.quantised.triton_step import constants, operands
 from milepost.kernels.triton_float8 import encode
 
-_WEIGHTS = 1 << 15
-"""That a program reads at a time: the more, the less it matters that each rounds its row."""
-_DOWN_WEIGHTS = 1 << 14
-"""Of experts' last projections, so that there are programs enough."""
+_WEIGHTS, _FEW_WEIGHTS = 1 << 15, 1 << 14
+"""That a program reads at a time: the more, the less it matters that each rounds its row. Fewer of
+experts' last projections and of small matrices, so that there are programs enough."""
+_SMALL = 1 << 24
+"""Weights of a small matrix."""
+_INT4_WEIGHTS = 1 << 13
+"""Of four bits: a row is not rounded, and numbers take work that more programs share."""
 _DEPTH = 2048
 """Inputs of a step."""
 
@@ -45,12 +48,13 @@ def suits(*weights: Quantised) -> bool:
 def _cut(weight: Quantised, chip: Chip, num_weights: int, num_matrices: int = 1) -> dict[str, int]:
     """Outputs and blocks of inputs of a step, and the weight's constants."""
     depth = min(triton.next_power_of_2(weight.num_inputs), _DEPTH)
-    known = constants(weight, chip)
+    known, is_int4 = constants(weight, chip), isinstance(weight, Int4)
+    num_weights = _INT4_WEIGHTS if is_int4 else num_weights
     return {
         "BLOCK_N": num_weights // (num_matrices * depth),
         "BLOCK_D": depth // BLOCK,
         "BLOCK": BLOCK,
-        "num_warps": 8,
+        "num_warps": 4 if is_int4 else 8,
         **{name: known[name] for name in ("GROUP", "DEPTHS", "SCALE_ROWS", "NATIVE")},
     }
 
@@ -145,7 +149,8 @@ def multiply(
     """`output` [T, O]: `hidden` [T, I] times `weight` [O, I], plus `bias` [O]."""
     num_tokens, num_inputs = hidden.shape
     num_outputs = output.shape[1]
-    cut = _cut(weight, chip, _WEIGHTS)
+    is_small = num_outputs * num_inputs < _SMALL
+    cut = _cut(weight, chip, _FEW_WEIGHTS if is_small else _WEIGHTS)
     _dense_kernel[(triton.cdiv(num_outputs, cut["BLOCK_N"]), num_tokens)](
         hidden,
         *operands(weight, chip),
@@ -291,7 +296,7 @@ def project_down(
 ) -> None:
     """`partials` [P, H]: `shares` [P] times `active` [P, I] through `down` [X, H, I]."""
     size, num_outputs = active.shape[1], partials.shape[-1]
-    cut = _cut(down, chip, _DOWN_WEIGHTS)
+    cut = _cut(down, chip, _FEW_WEIGHTS)
     _down_kernel[(triton.cdiv(num_outputs, cut["BLOCK_N"]), experts.numel())](
         active,
         shares,

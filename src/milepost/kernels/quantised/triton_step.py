@@ -70,15 +70,46 @@ def pitch(INPUTS: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def load_scales(
+    p_scale,
+    p_zero,
+    p_row_scale,
+    num_rows,
+    i_k,
+    INPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+):
+    """Scales [N] and zero points [N] of weights and scales [M] of rows, of the step that begins
+    with input i_k; what a form does not have, or not for a whole step, is anything.
+
+    They are loaded a step ahead: no loop has them brought ahead by itself, and each step would wait
+    for them."""
+    i_k = tl.minimum(i_k, INPUTS - BLOCK_K)
+    scale = tl.zeros([1], tl.float32)
+    zero, row_scale = scale, scale
+    if GROUP >= BLOCK_K:
+        scale = tl.load(p_scale + i_k // GROUP).to(tl.float32)
+        zero = tl.load(p_zero + i_k // GROUP).to(tl.float32)
+    elif BLOCK_SCALES:
+        scale = tl.load(p_scale + i_k // BLOCK_K)
+        if p_row_scale is not None:
+            row_scale = tl.load(p_row_scale + i_k // BLOCK_K * num_rows)
+    return scale, zero, row_scale
+
+
+@triton.jit
 def add_step(
     acc,
     p_x,
-    p_row_scale,
-    num_rows,
     input_scale,
     p_w,
     p_scale,
     p_zero,
+    scale,
+    zero,
+    row_scale,
     i_k,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -87,29 +118,28 @@ def add_step(
     IS_ROUNDED: tl.constexpr,
 ):
     """acc [N, M] and the product of the inputs i_k to i_k + BLOCK_K, of weights at `p_w` [N, K] and
-    rows at `p_x` [M, K], both at `columns`; scales and zero points are at `p_scale` and `p_zero`
-    [N], the rows' at `p_row_scale` [M], `num_rows` apart. FP8 rows that are not rounded are rounded
-    on the way, by their `input_scale` where it is set."""
-    if GROUP:
-        return _add_int4(acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K, GROUP)
+    rows at `p_x` [M, K], both at `columns`; `scale`, `zero` and `row_scale` are the step's own (see
+    `load_scales`), those of smaller groups are at `p_scale` and `p_zero` [N]. FP8 rows that are not
+    rounded are rounded on the way, by their `input_scale` where it is set."""
+    if GROUP >= BLOCK_K:
+        return _add_int4(acc, p_x, p_w, scale, zero, i_k)
+    elif GROUP:
+        return _add_small_groups(acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K, GROUP)
     else:
         return _add_fp8(
-            acc, p_x, p_row_scale, num_rows, input_scale, p_w, p_scale, i_k,
-            BLOCK_K, BLOCK_SCALES, NATIVE, IS_ROUNDED,
-        )  # fmt: skip
+            acc, p_x, input_scale, p_w, scale, row_scale, i_k, BLOCK_SCALES, NATIVE, IS_ROUNDED
+        )
 
 
 @triton.jit
 def _add_fp8(
     acc,
     p_x,
-    p_row_scale,
-    num_rows,
     input_scale,
     p_w,
-    p_scale,
+    scale,
+    row_scale,
     i_k,
-    BLOCK_K: tl.constexpr,
     BLOCK_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
@@ -119,21 +149,42 @@ def _add_fp8(
     if not IS_ROUNDED:
         b_x = b_x.to(tl.float32)
         if input_scale is None:
-            row_scale = scale_of(b_x, 1)[None, :]
+            row_scale = scale_of(b_x, 1)
         else:
-            row_scale = tl.zeros([1, b_x.shape[0]], tl.float32) + input_scale
-        b_x = encode(b_x / tl.trans(row_scale), NATIVE)
+            row_scale = tl.zeros([b_x.shape[0]], tl.float32) + input_scale
+        b_x = encode(b_x / row_scale[:, None], NATIVE)
     b_dot = tl.dot(b_w, tl.trans(decode(b_x, NATIVE)))
     if BLOCK_SCALES:
-        if IS_ROUNDED:
-            row_scale = tl.load(p_row_scale + i_k // BLOCK_K * num_rows)[None, :]
-        scale = tl.load(p_scale + i_k // BLOCK_K)
-        b_dot *= scale[:, None] * row_scale
+        b_dot *= scale[:, None] * row_scale[None, :]
     return acc + b_dot
 
 
 @triton.jit
-def _add_int4(acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+def _add_int4(acc, p_x, p_w, scale, zero, i_k):
+    """A step of one group: its numbers are multiplied as whole ones, and the sum is scaled."""
+    TYPE: tl.constexpr = p_x.dtype.element_ty
+    b_w = tl.load(p_w + i_k // 2).to(tl.int16)
+    offset: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
+    b_zero = (zero + offset).to(TYPE)[:, None]
+    b_dot = tl.dot(_beside(b_w & 15, TYPE) - b_zero, tl.trans(tl.load(p_x + i_k)))
+    b_dot = tl.dot(_beside(b_w >> 4, TYPE) - b_zero, tl.trans(tl.load(p_x + 64 + i_k)), b_dot)
+    return acc + b_dot * scale[:, None]
+
+
+@triton.jit
+def _beside(q, TYPE: tl.constexpr):
+    """Four-bit numbers in the bits beside a power of two, 128 in bfloat16 and 1024 in float16: this
+    costs less than a conversion."""
+    if tl.bfloat16 == TYPE:
+        return (q | 0x4300).to(TYPE, bitcast=True)
+    else:
+        return (q | 0x6400).to(TYPE, bitcast=True)
+
+
+@triton.jit
+def _add_small_groups(
+    acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
+):
     LANE: tl.constexpr = min(GROUP, 64)
     TYPE: tl.constexpr = p_x.dtype.element_ty
     b_w = tl.load(p_w + i_k // 2).to(tl.int16)
@@ -148,7 +199,7 @@ def dequantise(
     q, p_scale, p_zero, i_k, TYPE: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
 ):
     """The weights in a 16-bit type of numbers q [N, K / 2] int16, of which the first is input
-    i_k's. Numbers stand in bits beside a power of two, which costs less than a conversion."""
+    i_k's."""
     PIECES: tl.constexpr = BLOCK_K // (2 * min(GROUP, 64))
     if PIECES == 1:
         scale = tl.load(p_scale + i_k // GROUP)[:, None]
@@ -159,12 +210,8 @@ def dequantise(
         group = (i_k + tl.arange(0, BLOCK_K // 2) // LANE * (2 * LANE)) // GROUP
         scale = tl.load(p_scale[:, None] + group[None, :])
         zero = tl.load(p_zero[:, None] + group[None, :])
-    if tl.bfloat16 == TYPE:
-        numbers = (q | 0x4300).to(TYPE, bitcast=True)
-        return (numbers - (zero.to(tl.float32) + 128.0).to(TYPE)) * scale.to(TYPE)
-    else:
-        numbers = (q | 0x6400).to(TYPE, bitcast=True)
-        return (numbers - (zero.to(tl.float32) + 1024.0).to(TYPE)) * scale.to(TYPE)
+    offset: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
+    return (_beside(q, TYPE) - (zero.to(tl.float32) + offset).to(TYPE)) * scale.to(TYPE)
 
 
 @triton.jit

@@ -25,8 +25,7 @@ from milepost.kernels.triton_float8 import decode, encode, has_fp8
 BLOCK_M = 128
 _SHARED_BYTES = 200 << 10
 """That the up projection takes, and then some."""
-_UP_STAGES = 4
-_DOWN_STAGES = 4
+_NUM_STAGES = 3
 
 
 def suits(chip: Chip, *weights: Quantised) -> bool:
@@ -82,7 +81,7 @@ def project_up(
         NATIVE=has_fp8(chip),
         IS_BFLOAT=is_bfloat,
         num_warps=8,
-        num_stages=_UP_STAGES,
+        num_stages=_NUM_STAGES,
     )
 
 
@@ -224,7 +223,7 @@ def project_down(
         PROGRAMS=chip.num_sms,
         NATIVE=has_fp8(chip),
         num_warps=8,
-        num_stages=_DOWN_STAGES,
+        num_stages=_NUM_STAGES,
     )
 
 

@@ -6,7 +6,8 @@ Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P sp
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from milepost.kernels import norm, quantised
 from milepost.kernels.quantised import Quantised
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placements, cut_inputs, cut_outputs
+from milepost.layers.quantised.rows import Rows
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes, Cut
 from milepost.parallel.cut import join
@@ -71,9 +73,8 @@ class Stack(Protocol):
         """See `Weight`."""
         ...
 
-    def place_projection(self, rows: Tensor, at: tuple[int, ...], path: str) -> Placements:
-        """The tensors of a projection whose output i is row rows[i] of the matrix `at`; `path` is
-        its own."""
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
+        """The tensors of a projection with these `rows` of the matrix `at`; `path` is its own."""
         ...
 
 
@@ -89,9 +90,9 @@ def place_experts(
 ) -> Placements:
     """Of experts that the checkpoint has one by one."""
     placements = place_shared(sizes, names, kind, up, down)
+    projections = _projections(sizes, names.projections, sizes.units, up, down)
     for expert, number in sizes.numbers:
-        path = kind.full(f"experts.{number}")
-        placements |= _place_expert(sizes, names.projections, path, expert, sizes.units, up, down)
+        placements |= _place_expert(projections, kind.full(f"experts.{number}"), expert)
     return placements
 
 
@@ -101,35 +102,54 @@ def place_shared(
     """Of the shared expert, if it is one of them."""
     if not sizes.num_shared:
         return {}
-    path, last = kind.full(names.shared), sizes.num_experts
     units = sizes.shared_units
-    return _place_expert(sizes, names.shared_projections, path, last, units, up, down)
+    projections = _projections(sizes, names.shared_projections, units, up, down)
+    return _place_expert(projections, kind.full(names.shared), sizes.num_experts)
 
 
-def _place_expert(
-    sizes: ExpertSizes,
-    names: tuple[str, ...],
-    path: str,
-    expert: int,
-    units: Cut,
-    up: Stack,
-    down: Stack,
-) -> Placements:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Projection:
+    """One that each expert has."""
+
+    name: str
+    stack: Stack
+    rows: Rows
+    outputs: Cut
+    """That are kept."""
+    inputs: Cut
+
+
+def _projections(
+    sizes: ExpertSizes, names: tuple[str, ...], units: Cut, up: Stack, down: Stack
+) -> list[_Projection]:
     *firsts, last = names
     rows: dict[str, Tensor] = {}
     for name, part in zip(
         firsts, torch.arange(len(firsts) * sizes.size).chunk(len(firsts)), strict=True
     ):
         rows[name] = torch.cat((rows[name], part)) if name in rows else part
-    projections = [(up, name, part) for name, part in rows.items()]
-    projections.append((down, last, torch.arange(sizes.hidden_size)))
+    whole = Cut.all_of(sizes.hidden_size)
+    projections = []
+    for name, part in rows.items():
+        outputs = join(*[units] * (len(part) // sizes.size))
+        projections.append(
+            _Projection(name=name, stack=up, rows=Rows(part), outputs=outputs, inputs=whole)
+        )
+    out = Rows(torch.arange(sizes.hidden_size))
+    return [
+        *projections,
+        _Projection(name=last, stack=down, rows=out, outputs=whole, inputs=units),
+    ]
+
+
+def _place_expert(projections: Sequence[_Projection], prefix: str, expert: int) -> Placements:
     placements: Placements = {}
-    for stack, name, part in projections:
-        tensors = stack.place_projection(part, (expert,), f"{path}.{name}")
-        if stack is down:
-            cut_inputs(tensors, stack.axes, units, f"{path}.{name}")
-        else:
-            num_parts = len(part) // sizes.size
-            cut_outputs(tensors, stack.axes, join(*[units] * num_parts), f"{path}.{name}")
-        placements |= {f"{path}.{name}.{tensor}": place for tensor, place in tensors.items()}
+    for each in projections:
+        path = f"{prefix}.{each.name}"
+        tensors = each.stack.place_projection(each.rows, (expert,), path)
+        if not each.outputs.is_whole:
+            cut_outputs(tensors, each.stack.axes, each.outputs, path)
+        if not each.inputs.is_whole:
+            cut_inputs(tensors, each.stack.axes, each.inputs, path)
+        placements |= {f"{path}.{tensor}": place for tensor, place in tensors.items()}
     return placements

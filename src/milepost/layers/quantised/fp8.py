@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -23,7 +24,6 @@ from milepost.layers.placements import (
     Placements,
     cut_all,
     cut_one,
-    place_scattered,
 )
 from milepost.layers.quantised.base import (
     QuantisedMatrix,
@@ -33,6 +33,7 @@ from milepost.layers.quantised.base import (
     place_shared,
     shapes_of,
 )
+from milepost.layers.quantised.rows import Rows
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 from milepost.parallel.cut import join
@@ -121,30 +122,25 @@ class Fp8Stack(nn.Module):
 
     def place_projection(
         self,
-        rows: Tensor,
+        rows: Rows,
         at: tuple[int, ...],
         path: str,  # noqa: ARG002
     ) -> Placements:
-        """The tensors of a projection whose output i is row rows[i] of the matrix `at`."""
+        """The tensors of a projection with these `rows` of the matrix `at`."""
         precision, num_inputs = self.precision, self.values.shape[-1]
-        count = len(rows)
-        if self.rows == BLOCK and not _keeps_blocks(rows, self.values.shape[-2]):
+        if self.rows == BLOCK and not rows.are_blocks_of(self.values.shape[-2]):
             self._part_blocks()
+        shape = (rows.count, num_inputs)
         if precision.strategy == "none":
-            return {"weight": Placement((count, num_inputs), self._rounding(rows, at))}
-        bytes_ = self.values.data.view(torch.uint8)[at]
-        values = place_scattered(bytes_, rows)
-        places = {
-            "weight": replace(
-                values,
-                store=lambda tensor: values.store(tensor.view(torch.uint8)),
-                types=_VALUES,
-            )
-        }
+            return {"weight": Placement(shape, partial(self._round, rows, at))}
+        store = partial(self._store_values, rows, at)
+        places = {"weight": Placement(shape, store, types=_VALUES)}
         across = -(-num_inputs // BLOCK) if precision.has_blocks else 1
-        down = precision.count_scales(count)
+        down = precision.count_scales(rows.count)
         shape = (1,) if precision.strategy == "tensor" else (down, across)
-        places[precision.scale] = Placement(shape, self._scaling(rows, at, down, across))
+        places[precision.scale] = Placement(
+            shape, partial(self._store_scales, rows, at, (down, across))
+        )
         if precision.is_static:
             places["input_scale"] = Placement((1,), self._input_scaling(at))
         return places
@@ -154,35 +150,27 @@ class Fp8Stack(nn.Module):
         self.rows = 1
         self.scales = ones(self.kind, self._scales_shape(), torch.float32)
 
-    def _scaling(
-        self, rows: Tensor, at: tuple[int, ...], down: int, across: int
-    ) -> Callable[[Tensor], None]:
-        def store(tensor: Tensor) -> None:
-            scales = tensor.to(self.scales.device, torch.float32).view(down, across)
-            self._store_scales(scales, -(-len(rows) // down), rows, at)
-
-        return store
+    def _store_values(self, rows: Rows, at: tuple[int, ...], values: Tensor) -> None:
+        rows.put(self.values.data.view(torch.uint8)[at], values.view(torch.uint8))
 
     def _store_scales(
-        self, scales: Tensor, rows_each: int, rows: Tensor, at: tuple[int, ...]
+        self, rows: Rows, at: tuple[int, ...], shape: tuple[int, int], scales: Tensor
     ) -> None:
-        """`scales`, of which each is for so many of the projection's outputs."""
-        target = self.scales.data[at]
+        """`scales` of this `shape`, each for as many of the projection's outputs."""
+        target, scales = self.scales.data[at], scales.view(shape)
         if self.rows == BLOCK:
-            target[(rows[::BLOCK] // BLOCK).to(target.device)] = scales
-        else:
-            rows_each = BLOCK if self.precision.has_blocks and rows_each > 1 else rows_each
-            each = scales.repeat_interleave(rows_each, 0)[: len(rows)]
-            target[rows.to(target.device)] = each
+            rows.blocks.put(target, scales)
+            return
+        rows_each = -(-rows.count // shape[0])
+        rows_each = BLOCK if self.precision.has_blocks and rows_each > 1 else rows_each
+        wide = scales.to(target.device, torch.float32)
+        rows.put(target, wide.repeat_interleave(rows_each, 0)[: rows.count])
 
-    def _rounding(self, rows: Tensor, at: tuple[int, ...]) -> Callable[[Tensor], None]:
-        def store(tensor: Tensor) -> None:
-            raw = tensor.to(self.values.device)
-            values, scales = quantise_fp8(raw, self.rows)
-            self.values.data.view(torch.uint8)[at][rows.to(raw.device)] = values.view(torch.uint8)
-            self._store_scales(scales, self.rows, rows, at)
-
-        return store
+    def _round(self, rows: Rows, at: tuple[int, ...], raw: Tensor) -> None:
+        values, scales = quantise_fp8(raw.to(self.values.device), self.rows)
+        self._store_values(rows, at, values)
+        target = self.scales.data[at]
+        (rows.blocks if self.rows == BLOCK else rows).put(target, scales)
 
     def _input_scaling(self, at: tuple[int, ...]) -> Callable[[Tensor], None]:
         """Projections in one matrix share what they read, so the largest scale is right for all."""
@@ -208,15 +196,6 @@ class Fp8Stack(nn.Module):
             self.input_scale.data.fill_(0.05)
 
 
-def _keeps_blocks(rows: Tensor, num_outputs: int) -> bool:
-    """Whether blocks of a projection's outputs are blocks of the matrix's rows."""
-    if len(rows) % BLOCK and int(rows[-1]) != num_outputs - 1:
-        return False
-    firsts = rows[::BLOCK]
-    expected = firsts.repeat_interleave(BLOCK)[: len(rows)] + torch.arange(len(rows)) % BLOCK
-    return bool((firsts % BLOCK == 0).all()) and torch.equal(rows, expected)
-
-
 class Fp8Matrix(QuantisedMatrix):
     """Projections of one matrix [O, I]; a `Weight`."""
 
@@ -236,7 +215,7 @@ class Fp8Matrix(QuantisedMatrix):
         return self.stack.form
 
     def place(self, rows: Tensor, path: str) -> Placements:
-        return self.stack.place_projection(rows, (), path)
+        return self.stack.place_projection(Rows(rows), (), path)
 
     def clear(self, first: int, count: int) -> None:
         self.stack.clear(first, count)
@@ -280,7 +259,7 @@ class Fp8Experts(nn.Module):
         """One tensor of all experts that the checkpoint stacks, and one of their scales."""
         count = self.sizes.num_experts
         shape = stack.values.shape[1:]
-        rows = torch.arange(shape[0])
+        rows = Rows(torch.arange(shape[0]))
         own = [stack.place_projection(rows, (expert,), name) for expert in range(count)]
         names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
         if not own[0].keys() <= names.keys():

@@ -25,6 +25,7 @@ from milepost.layers.quantised.base import (
     place_experts,
     shapes_of,
 )
+from milepost.layers.quantised.rows import Rows
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 
@@ -115,9 +116,9 @@ class _Int4Stack(nn.Module):
     def form(self) -> Int4:
         return Int4(packed=self.packed, scales=self.scales, zeros=self.zeros, group=self.group)
 
-    def place_projection(self, rows: Tensor, at: tuple[int, ...], path: str) -> Placements:
-        """The tensors of a projection whose output i is row rows[i] of the matrix `at`."""
-        count, inputs, groups = len(rows), self.num_inputs, self.scales.shape[-1]
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
+        """The tensors of a projection with these `rows` of the matrix `at`."""
+        count, inputs, groups = rows.count, self.num_inputs, self.scales.shape[-1]
         if count % 8:
             raise UnsupportedModelError(f"{path}: {count} outputs are not whole words of eight")
         scatter = self._scatterer(rows, at)
@@ -175,7 +176,7 @@ class _Int4Stack(nn.Module):
                 "the inputs' own order"
             )
 
-    def _scatterer(self, rows: Tensor, at: tuple[int, ...]) -> _Scatter:
+    def _scatterer(self, rows: Rows, at: tuple[int, ...]) -> _Scatter:
         lane = lane_of(self.group)
         return _Scatter(self.packed.data[at], self.scales.data[at], self.zeros.data[at], rows, lane)
 
@@ -196,20 +197,17 @@ class _Scatter:
     packed: Tensor
     target_scales: Tensor
     target_zeros: Tensor
-    rows: Tensor
+    rows: Rows
     lane: int
 
     def numbers(self, q: Tensor) -> None:
-        packed = pack(q.to(self.packed.device), self.lane)
-        self.packed[self.rows.to(packed.device)] = packed
+        self.rows.put(self.packed, pack(q.to(self.packed.device), self.lane))
 
     def scales(self, scales: Tensor) -> None:
-        target = self.target_scales
-        target[self.rows.to(target.device)] = scales.to(target.device, target.dtype)
+        self.rows.put(self.target_scales, scales)
 
     def zeros(self, zeros: Tensor) -> None:
-        target = self.target_zeros
-        target[self.rows.to(target.device)] = zeros.to(target.device)
+        self.rows.put(self.target_zeros, zeros)
 
 
 def split(words: Tensor, dim: int, order: Tensor = _EIGHT) -> Tensor:
@@ -241,7 +239,7 @@ class Int4Matrix(QuantisedMatrix):
         return self.stack.form
 
     def place(self, rows: Tensor, path: str) -> Placements:
-        return self.stack.place_projection(rows, (), path)
+        return self.stack.place_projection(Rows(rows), (), path)
 
     def clear(self, first: int, count: int) -> None:
         self.stack.clear(first, count)

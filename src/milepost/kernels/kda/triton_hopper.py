@@ -1,0 +1,178 @@
+"""`triton_decode` on Hopper, as Gated DeltaNet's in Gluon: a head's whole state in each program,
+which TMA brings to shared memory while the program works on the one before.
+
+Legend: D sequences, C channels, J taps, H heads, K head_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from milepost.kernels.device import num_sms
+from milepost.kernels.gated_delta.triton_hopper import (
+    STATE_SIZE,
+    convolve,
+    describe_states,
+    fetch,
+    keep_window,
+    load_window,
+)
+from milepost.kernels.gluon import thread_barrier
+from milepost.kernels.kda.weights import KDAWeights
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+
+
+def decode(
+    projected: Tensor,
+    decay_inputs: Tensor,
+    gate: Tensor,
+    weights: KDAWeights,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """See `kda.mix`."""
+    num_sequences, heads = len(slot_out), recurrent_pool.shape[1]
+    conv_width = weights.conv.shape[1]
+    output = projected.new_empty(num_sequences, heads * STATE_SIZE)
+    num_units = num_sequences * heads
+    units_at_once = num_sms(projected.device)
+    _decode_kernel[(min(num_units, 2 * units_at_once),)](
+        projected,
+        projected.stride(0),
+        decay_inputs,
+        gate,
+        weights.conv,
+        conv_pool,
+        conv_pool.stride(0),
+        weights.decay_rate,
+        weights.decay_bias,
+        weights.norm,
+        weights.norm_eps,
+        describe_states(recurrent_pool),
+        recurrent_pool,
+        recurrent_pool.stride(0),
+        slot_in,
+        slot_out,
+        output,
+        num_units,
+        HEADS=heads,
+        SIZE=STATE_SIZE,
+        TAPS=conv_width,
+        BLOCK_TAPS=triton.next_power_of_2(conv_width),
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["slot_in", "slot_out"])
+def _decode_kernel(
+    projected,
+    projected_stride,
+    decay_inputs,
+    gate,
+    conv_weight,
+    conv_pool,
+    conv_stride,
+    decay_rate,
+    decay_bias,
+    norm_weight,
+    norm_eps,
+    states,
+    pool,
+    slot_stride,
+    slot_in,
+    slot_out,
+    output,
+    num_units,
+    HEADS: gl.constexpr,
+    SIZE: gl.constexpr,
+    TAPS: gl.constexpr,
+    BLOCK_TAPS: gl.constexpr,
+):
+    """Every so many units, each a head of a sequence."""
+    # As in Gated DeltaNet's kernel: a warp holds 32 columns of a state; the same by lines; a thread
+    # holds a channel's inputs.
+    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0])
+    LINE: gl.constexpr = states.block_type.shape[1]
+    LINES: gl.constexpr = SIZE * SIZE // LINE
+    BY_LINE: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0], [64, 0], [128, 0], [256, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
+        warp_bases=[[1, 0], [2, 0]],
+        block_bases=[],
+        shape=[LINES, LINE],
+    )
+    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
+    places = gl.allocate_shared_memory(gl.float32, [1, LINES, LINE], states.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(loaded.index(0), count=1)
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    num_states = (num_units - first + stride - 1) // stride
+    slot_lines = slot_stride // LINE
+    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
+    fetch(work, 0, HEADS, 1, SIZE, 1)
+
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    channel = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))
+    scale = gl.load(norm_weight + column)
+    following = first // HEADS
+    source, target = gl.load(slot_in + following), gl.load(slot_out + following)
+    wait_for_inputs()
+    let_next_start()  # the output projection, which begins with its weights
+    for unit in range(first, num_units, stride):
+        number = (unit - first) // stride
+        sequence, head = (unit // HEADS).to(gl.int64), unit % HEADS
+        token = projected + sequence * projected_stride
+        own = sequence * (HEADS * SIZE) + head * SIZE
+        # Everything is asked for before anything is used.
+        inputs = token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
+        query_window = load_window(inputs, head, SIZE, TAPS, WINDOW)
+        key_window = load_window(inputs, HEADS + head, SIZE, TAPS, WINDOW)
+        value_window = load_window(inputs, 2 * HEADS + head, SIZE, TAPS, WINDOW)
+        wide = gl.load(decay_inputs + own + channel).to(gl.float32)
+        wide += gl.load(decay_bias + head * SIZE + channel)
+        rate = gl.load(decay_rate + head)
+        own_gate = gl.load(gate + own + column)
+        strength = gl.load(token + 3 * HEADS * SIZE + head)
+        is_real = target >= 0
+        kept = conv_pool + target.to(gl.int64) * conv_stride
+        written = pool + target.to(gl.int64) * slot_stride
+        following = gl.minimum(unit + stride, num_units - 1) // HEADS
+        source, target = gl.load(slot_in + following), gl.load(slot_out + following)
+
+        query, key = convolve(query_window), convolve(key_window)
+        query *= gl.rsqrt(gl.sum(query * query, 0) + 1e-6) * SIZE**-0.5
+        key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
+        decay = gl.exp(rate * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
+        query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
+        key = gl.convert_layout(key, gl.SliceLayout(1, STATE))[:, None]
+        decay = gl.convert_layout(decay, gl.SliceLayout(1, STATE))[:, None]
+        value = gl.convert_layout(convolve(value_window), gl.SliceLayout(0, STATE))
+        keep_window(query_window, kept, head, is_real, SIZE, TAPS, WINDOW)
+        keep_window(key_window, kept, HEADS + head, is_real, SIZE, TAPS, WINDOW)
+        keep_window(value_window, kept, 2 * HEADS + head, is_real, SIZE, TAPS, WINDOW)
+        beta = 1 / (1 + gl.exp(-strength.to(gl.float32)))
+
+        mbarrier.wait(loaded.index(0), number & 1)
+        state = places.index(0).load(BY_LINE).reshape([SIZE, SIZE])
+        state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
+        # All threads have the state: its place is free.
+        thread_barrier()
+        fetch(work, number + 1, HEADS, 1, SIZE, 1)
+        change = (value - gl.sum(state * key, 0)) * beta
+        state += key * change[None, :]
+        written_at = written + head * (SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
+        gl.store(written_at, state, mask=is_real)
+        x = gl.sum(state * query, 0)
+        x *= gl.rsqrt(gl.sum(x * x, 0) / SIZE + norm_eps) * scale
+        x = gl.where(is_real, x / (1 + gl.exp(-own_gate.to(gl.float32))), 0.0)
+        gl.store(output + own + column, x.to(output.dtype.element_ty))

@@ -1,0 +1,262 @@
+"""`triton_decode` on Hopper, in Gluon: the heads of a group one after the other in each program,
+which TMA brings to shared memory ahead. B and C are worked out once, and the group's norm needs
+nobody else.
+
+Legend: D sequences, H heads, P head_dim, G groups, K state_size, J taps; I = H * P entries.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from milepost.kernels.device import num_sms
+from milepost.kernels.gated_delta.triton_hopper import (
+    can_describe,
+    describe_states,
+    keep_window,
+    load_window,
+)
+from milepost.kernels.gluon import load_box, thread_barrier
+from milepost.kernels.mamba2.weights import Mamba2Weights
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+
+_HEAD_DIM, _STATE_SIZE = 64, 128
+_MOST_HEADS = 16
+"""Of a group: its outputs stay in registers until its norm is known."""
+_STAGES = 2
+"""Places for states in a program."""
+
+
+def suits(weights: Mamba2Weights, recurrent_pool: Tensor, num_sequences: int) -> bool:
+    """Whether the kernel can do this work, where `runs_gluon`, and has some for each SM."""
+    _, heads, head_dim, state_size = recurrent_pool.shape
+    if (head_dim, state_size) != (_HEAD_DIM, _STATE_SIZE) or weights.norm is None:
+        return False
+    groups = (len(weights.conv) - heads * head_dim) // (2 * state_size)
+    return (
+        recurrent_pool.dtype == torch.float32
+        and heads // groups <= _MOST_HEADS
+        and 2 * groups * num_sequences > num_sms(recurrent_pool.device)
+        and recurrent_pool.stride(0) % state_size == 0
+        and can_describe(recurrent_pool)
+    )
+
+
+def decode(
+    projected: Tensor,
+    weights: Mamba2Weights,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """See `mamba2.mix`."""
+    num_sequences, heads = len(slot_out), recurrent_pool.shape[1]
+    channels, conv_width = weights.conv.shape
+    inner = heads * _HEAD_DIM
+    groups = (channels - inner) // (2 * _STATE_SIZE)
+    output = projected.new_empty(num_sequences, inner)
+    num_units = num_sequences * groups
+    _decode_kernel[(min(num_units, 2 * num_sms(projected.device)),)](
+        projected,
+        projected.stride(0),
+        weights.conv,
+        weights.conv_bias,
+        weights.rate,
+        weights.dt_bias,
+        *weights.dt_limit,
+        weights.skip,
+        weights.norm,
+        weights.norm_eps,
+        conv_pool,
+        conv_pool.stride(0),
+        describe_states(recurrent_pool),
+        recurrent_pool,
+        recurrent_pool.stride(0),
+        slot_in,
+        slot_out,
+        output,
+        num_units,
+        GROUPS=groups,
+        EACH=heads // groups,
+        HEAD_DIM=_HEAD_DIM,
+        STATE_SIZE=_STATE_SIZE,
+        TAPS=conv_width,
+        BEFORE_GATE=weights.norm_before_gate,
+        BLOCK_TAPS=triton.next_power_of_2(conv_width),
+        STAGES=_STAGES,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["slot_in", "slot_out"])
+def _decode_kernel(
+    projected,
+    projected_stride,
+    conv_weight,
+    conv_bias,
+    rate,
+    dt_bias,
+    dt_low,
+    dt_high,
+    skip,
+    norm_weight,
+    norm_eps,
+    conv_pool,
+    conv_stride,
+    states,
+    pool,
+    slot_stride,
+    slot_in,
+    slot_out,
+    output,
+    num_units,
+    GROUPS: gl.constexpr,
+    EACH: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STATE_SIZE: gl.constexpr,
+    TAPS: gl.constexpr,
+    BEFORE_GATE: gl.constexpr,
+    BLOCK_TAPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Every so many units, each a group of a sequence, EACH heads."""
+    # A warp holds whole rows of a state, so sums over columns stay inside it; the same by lines,
+    # four to a row; a thread holds a channel's inputs.
+    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    LINE: gl.constexpr = states.block_type.shape[1]
+    LINES: gl.constexpr = HEAD_DIM * STATE_SIZE // LINE
+    BY_LINE: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [64, 0], [128, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[LINES, LINE],
+    )
+    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
+    HEADS: gl.constexpr = GROUPS * EACH
+    INNER: gl.constexpr = HEADS * HEAD_DIM
+    CHANNELS: gl.constexpr = INNER + 2 * GROUPS * STATE_SIZE
+    FIRST_B: gl.constexpr = INNER // STATE_SIZE
+    places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(stage), count=1)
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    num_states = EACH * ((num_units - first + stride - 1) // stride)
+    slot_lines = slot_stride // LINE
+    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
+    for ahead in gl.static_range(STAGES):
+        _fetch(work, ahead, GROUPS, EACH, LINES, STAGES)
+
+    row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, STATE))
+    column = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, STATE))
+    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, WINDOW))
+    wide_channel = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(1, WINDOW))
+    wait_for_inputs()
+    let_next_start()  # the output projection, which begins with its weights
+    for unit in range(first, num_units, stride):
+        number = (unit - first) // stride * EACH
+        sequence, group = (unit // GROUPS).to(gl.int64), unit % GROUPS
+        source = gl.load(slot_in + sequence).to(gl.int64)
+        target = gl.load(slot_out + sequence).to(gl.int64)
+        is_real = target >= 0
+        token = projected + sequence * projected_stride
+        inputs = token + INNER, conv_weight, conv_pool + source * conv_stride
+        kept = conv_pool + target * conv_stride
+        written = pool + target * slot_stride
+        b_window = load_window(inputs, FIRST_B + group, STATE_SIZE, TAPS, WINDOW)
+        c_window = load_window(inputs, FIRST_B + GROUPS + group, STATE_SIZE, TAPS, WINDOW)
+        p_bias = conv_bias
+        if conv_bias is not None:
+            p_bias = conv_bias + INNER + group * STATE_SIZE + wide_channel
+        b = _convolve(b_window, p_bias)
+        if conv_bias is not None:
+            p_bias = conv_bias + INNER + (GROUPS + group) * STATE_SIZE + wide_channel
+        c = _convolve(c_window, p_bias)
+        b = gl.convert_layout(b, gl.SliceLayout(0, STATE))[None, :]
+        c = gl.convert_layout(c, gl.SliceLayout(0, STATE))[None, :]
+        keep_window(b_window, kept, FIRST_B + group, is_real, STATE_SIZE, TAPS, WINDOW)
+        keep_window(c_window, kept, FIRST_B + GROUPS + group, is_real, STATE_SIZE, TAPS, WINDOW)
+        outputs = ()
+        squares = 0.0
+        for member in gl.static_range(EACH):
+            head = group * EACH + member
+            window = load_window(inputs, head, HEAD_DIM, TAPS, WINDOW)
+            if conv_bias is not None:
+                p_bias = conv_bias + head * HEAD_DIM + channel
+            gate = gl.load(token + head * HEAD_DIM + row).to(gl.float32)
+            wide = gl.load(token + INNER + CHANNELS + head).to(gl.float32)
+            wide += gl.load(dt_bias + head)
+            step = gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide)))
+            step = gl.where(step < dt_low, dt_low, step)
+            step = gl.where(step > dt_high, dt_high, step)
+            decay, own_skip = gl.exp(step * gl.load(rate + head)), gl.load(skip + head)
+            x = gl.convert_layout(_convolve(window, p_bias), gl.SliceLayout(1, STATE))
+            keep_window(window, kept, head, is_real, HEAD_DIM, TAPS, WINDOW)
+
+            place = number + member
+            mbarrier.wait(loaded.index(place % STAGES), place // STAGES & 1)
+            state = places.index(place % STAGES).load(BY_LINE).reshape([HEAD_DIM, STATE_SIZE])
+            state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
+            # All threads have the state: its place is free.
+            thread_barrier()
+            _fetch(work, place + STAGES, GROUPS, EACH, LINES, STAGES)
+            state += (x * step)[:, None] * b
+            at = (head * HEAD_DIM + row)[:, None] * STATE_SIZE + column[None, :]
+            gl.store(written + at, state, mask=is_real)
+            y = gl.sum(state * c, 1) + own_skip * x
+            gate = gate / (1 + gl.exp(-gate))
+            if not BEFORE_GATE:
+                y *= gate
+            squares += gl.sum(y * y, 0)
+            outputs += ((y, gate),)
+        scale = gl.rsqrt(squares / (EACH * HEAD_DIM) + norm_eps)
+        for member in gl.static_range(EACH):
+            y, gate = outputs[member]
+            o_head = (group * EACH + member) * HEAD_DIM + row
+            y *= scale * gl.load(norm_weight + o_head)
+            if BEFORE_GATE:
+                y *= gate
+            y = gl.where(is_real, y, 0.0)
+            gl.store(output + sequence * INNER + o_head, y.to(output.dtype.element_ty))
+
+
+@gluon.jit
+def _fetch(
+    work,
+    number,
+    GROUPS: gl.constexpr,
+    EACH: gl.constexpr,
+    LINES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """As Gated DeltaNet's, of states of so many lines."""
+    states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded = work
+    LINE: gl.constexpr = states.block_type.shape[1]
+    if number < num_states:
+        unit = first + number // EACH * stride
+        sequence, head = unit // GROUPS, unit % GROUPS * EACH + number % EACH
+        is_real = gl.load(slot_out + sequence) >= 0
+        line = gl.load(slot_in + sequence).to(gl.int32) * slot_lines + head * LINES
+        bar = loaded.index(number % STAGES)
+        mbarrier.expect(bar, LINES * LINE * 4, pred=is_real)
+        mbarrier.arrive(bar, count=1, pred=is_real == 0)
+        load_box(states, [line, 0], bar, places.index(number % STAGES), pred=is_real)
+
+
+@gluon.jit
+def _convolve(window, p_bias):
+    """Convolution and SiLU, a channel a thread."""
+    x = gl.sum(window[0].to(gl.float32) * window[1].to(gl.float32), 1)
+    if p_bias is not None:
+        x += gl.load(p_bias).to(gl.float32)
+    return x / (1 + gl.exp(-x))
