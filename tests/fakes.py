@@ -97,6 +97,7 @@ class FakeRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
+        assert len(plan.sequences) <= self.scheduler.max_num_seqs, "no room is kept for more"
         self._check_outputs(plan)
         self.follow_tables(plan)
         self.copy(plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from milepost.cache.cache import Cache
-from milepost.cache.memory import Pool, Status, UnifiedPool
+from milepost.cache.memory import Pool, UnifiedPool
 from milepost.cache.plans import HOLE
 from milepost.cache.tree import Checkpoint, Node
 
@@ -97,7 +97,7 @@ def _check_allocations(cache: Cache) -> None:
         table = [page for page in allocation.page_table if page != HOLE]
         assert len(set(table)) == len(table), "L3: a table names a page once"
         for page in table:
-            assert cache.pages.state(page) is Status.USED, "L4: a live table's pages are used"
+            assert cache.pages.live_refs(page), "L4: a live table's pages are used"
         positions = [export.position for export in allocation.exports]
         assert positions == sorted(
             p for p in positions if allocation.committed < p <= allocation.planned
@@ -162,16 +162,18 @@ def _check_storage(cache: Cache) -> None:
             assert pool.total == pool.end - pool.first, "P1: free + used + cached == total"
         return
     num_loose, free = 0, []
-    for unit in range(1, storage.units.num_units + 1):
+    for unit in range(1, storage.num_units + 1):
         ids = range(unit * storage.pages_a_slot, (unit + 1) * storage.pages_a_slot)
         num_held = sum(1 for page in ids if pages.live_refs(page) or pages.cached_refs(page))
-        is_slot = slots.state(unit) is not Status.FREE
+        is_slot = bool(slots.live_refs(unit) or slots.cached_refs(unit))
         assert not (is_slot and num_held), "U1: a unit is a slot or pages"
         if not is_slot and not num_held:
             free.append(unit)
         elif num_held:
             num_loose += len(ids) - num_held
-    assert sorted(storage.units.free) == free, "U2: a unit that holds nothing is free"
+    held = storage.free_units.take(len(storage.free_units))
+    storage.free_units.give(held[::-1])
+    assert sorted(held) == free, "U2: a unit that holds nothing is free"
     assert storage.num_loose_pages == num_loose, "U3: free pages of other units are loose"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.allocation import Event, State
+from milepost.cache.allocation import State, Transition
 from milepost.cache.allocation.states import TRANSITIONS
 from milepost.cache.events import Cleared, Departure
 from milepost.cache.tree import checkpoint_key
@@ -42,7 +42,7 @@ def serve(cache, tokens, kind=Kind.ANSWER_END):
     check(cache)
 
 
-@pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Event])
+@pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Transition])
 def test_nothing_happens_but_what_the_table_says(cache, state, event):
     allocation = admit(cache, range(20))
     allocation.state = state

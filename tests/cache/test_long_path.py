@@ -1,4 +1,4 @@
-"""A path of 100,000 pages: every verb is a loop, none a recursion."""
+"""A path of 20,000 pages: every verb is a loop, none a recursion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from milepost.cache.placement import Kind
 from tests.invariants import check
 
 PAGE_SIZE = 16
-NUM_PAGES = 100_000
+NUM_PAGES = 20_000
 LENGTH = NUM_PAGES * PAGE_SIZE
 
 

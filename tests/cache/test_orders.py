@@ -39,3 +39,16 @@ def test_a_full_page_beside_a_tail_that_is_taken_over_can_be_evicted():
     check(cache)
     assert cache.extend(allocation, len(chain) + 4 * PAGE_SIZE)
     check(cache)
+
+
+def test_no_tail_is_copied_where_a_full_page_matches():
+    """The page that follows the state holds what the tail does, and more."""
+    cache = Cache(num_pages=16, num_slots=4, page_size=PAGE_SIZE, grid=PAGE_SIZE)
+    prefix = [*A[:16], *B[:8]]
+    run(cache, [*prefix, *C[:16]], marks=(24,), kind=None)
+    run(cache, [*prefix, *D[:8]], kind=None)
+    chain = cache.chain([*prefix, *D[:8], 6])
+    match = cache.match(chain)
+    assert (match.state_length, match.kv_length) == (24, 32)
+    allocation = cache.admit(chain, match)
+    assert (allocation.page_copy, allocation.write_from) == (None, 32)

@@ -1,12 +1,13 @@
 """What is learned, and the order in which checkpoints go because of it."""
 
+import copy
 import random
 from collections import Counter
 from itertools import pairwise
 
 from milepost.cache.eviction import Expected
 from milepost.cache.eviction.buckets import Buckets
-from milepost.cache.eviction.return_rates import AGE_OFFSET, Cuts, ReturnRates
+from milepost.cache.eviction.return_rates import AGE_OFFSET, MAGNITUDES, Cuts, ReturnRates
 from milepost.cache.tree import Checkpoint, End, Node
 from milepost.cache.tree.nodes import NO_PAGE
 
@@ -51,21 +52,31 @@ def test_a_wait_counted_in_two_parts_counts_the_same():
         assert abs(whole.chance(1, age) / parts.chance(1, age) - 1) < 0.2
 
 
-def test_what_follows_from_the_counts_is_worked_out_rarely_and_never_far_behind(monkeypatch):
-    """Each eviction is an observation, and may be one of hundreds in a step."""
+def test_what_follows_from_the_counts_is_worked_out_when_asked_for(monkeypatch):
+    """For the ages that occur alone; those beyond change nothing."""
     num_derived = Counter()
     derive = ReturnRates._derive
     monkeypatch.setattr(
         ReturnRates, "_derive", lambda rates: num_derived.update("d") or derive(rates)
     )
     rates, rng = ReturnRates(), random.Random(0)
-    for _ in range(1000):
-        rates.observe(rng.randrange(3), 0, rng.randrange(2000), returned=rng.random() < 0.3)
-    assert num_derived["d"] <= 120
-    before = [rates.chance(1, age) for age in (0, 10, 300, 1500)]
+    for num in range(1, 100):
+        for _ in range(10):
+            rates.observe(rng.randrange(3), 0, rng.randrange(2000), returned=rng.random() < 0.3)
+        chances = [rates.chance(1, age) for age in (1500, 300, 10, 0)]
+        assert num_derived["d"] == num
+        assert len(rates._derived) < MAGNITUDES / 2
+    rates._num_magnitudes = MAGNITUDES
     rates._derived = derive(rates)
-    now = [rates.chance(1, age) for age in (0, 10, 300, 1500)]
-    assert all(abs(old / new - 1) < 0.1 for old, new in zip(before, now, strict=True))
+    assert chances == [rates.chance(1, age) for age in (1500, 300, 10, 0)]
+    assert rates.chance(1, 1 << 20) == derived_alone(rates).chance(1, 1 << 20)
+
+
+def derived_alone(rates: ReturnRates) -> ReturnRates:
+    """The same counts, of which nothing was asked before."""
+    other = copy.deepcopy(rates)
+    other._num_magnitudes, other._derived = 13, []
+    return other
 
 
 def test_shares_of_cuts_add_up():

@@ -107,7 +107,7 @@ def test_a_long_chat_that_loses_checkpoints_falls_back_to_the_next_one():
     bench = Bench()
     history = tokens(500, 0)
     for turn in range(20):
-        history = [*bench.ask(history, max_tokens=500).chain.tokens, *tokens(500, 1 + turn)]
+        history = [*bench.ask(history, max_tokens=50).chain.tokens, *tokens(950, 1 + turn)]
     assert len(history) > 20_000
     path = bench.cache.match(bench.cache.chain(history)).path.checkpoints()
     assert len(path) >= 2

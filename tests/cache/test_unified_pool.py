@@ -113,7 +113,7 @@ def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
 def test_units_leave_little_unused(page_bytes, slot_bytes, pages_each):
     unified = fit(5000, page_bytes=page_bytes, slot_bytes=slot_bytes)
     assert unified.pages_a_slot == pages_each
-    assert unified.units.num_units == 5000 // max(slot_bytes, pages_each * page_bytes)
+    assert unified.num_units == 5000 // max(slot_bytes, pages_each * page_bytes)
 
 
 def test_the_emptiest_unit_that_no_request_holds_is_cleared():

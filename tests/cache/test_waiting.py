@@ -5,7 +5,6 @@ import pytest
 from milepost.cache import Cache, Kind
 from milepost.cache.eviction import Expected
 from milepost.cache.tree.nodes import NO_PAGE, Checkpoint, End, Node, Reservation
-from milepost.cache.tree.reservations import hang
 from tests.invariants import check
 
 PAGE_SIZE = 16
@@ -117,5 +116,5 @@ def test_the_first_to_have_its_turn_counts(dues):
         end=End(position=640, time=0),
     )
     for due in dues:
-        hang(Reservation(due=due), checkpoint)
+        Reservation(due=due).move(checkpoint)
     assert score.of(checkpoint) == 640 / 5

@@ -63,7 +63,7 @@ class WatchfulRunner(FakeRunner):
             page_size=cache.page_size,
             vocab_size=VOCAB_SIZE,
             pages_each=pages_each,
-            kinds=cache.kinds,
+            kinds=cache.config.kinds,
         )
         self.cache = cache
 
@@ -345,7 +345,7 @@ class Fuzz:
         before = self.cache.version
         found = self.cache.match(chain)
         assert self.cache.version == before
-        if self.cache.enabled:
+        if self.cache.config.enabled:
             assert found.kv_length == self._longest_kv(chain)
             assert found.state_length == self._longest_state(chain)
             if self.follower is not None and self.runner.uses_slots and not self.runner.uses_pages:
@@ -399,8 +399,7 @@ class Fuzz:
         stats = self.cache.stats
         assert stats.hits + sum(stats.lost.values()) == stats.queries
         assert sum(stats.loaded.values()) <= stats.hits
-        mover = self.cache.reclaimer.mover
-        moved = {move.target: move.source for move in reversed(mover.pending)} if mover else {}
+        moved = {move.target: move.source for move in reversed(self.cache.reclaimer.moves)}
         for node in self.cache.tree.nodes.values():
             assert self._holds(node.page, moved) == self._states(node), f"page {node.page} is wrong"
             if self.runner.uses_pages:
@@ -491,6 +490,7 @@ class Fuzz:
             assert request.finish_reason is not None
             is_whole = len(answer) == len(expected)
             assert is_whole or request.finish_reason is FinishReason.ABORT
+        assert not self.scheduler._admission.in_flight._owners, "nobody computes what is claimed"
         pages, slots = self.cache.pages, self.cache.slots.pool
         assert (pages.num_used, slots.num_used) == (0, 0)
         assert self.cache.reset()

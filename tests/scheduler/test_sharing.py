@@ -58,3 +58,17 @@ def test_a_claim_ends_with_its_request(ending):
     in_flight = bench.scheduler._admission.in_flight
     assert not in_flight._owners
     assert not in_flight._claims
+
+
+def test_who_computes_an_answer_again_claims_no_page_of_it_for_good():
+    """It was preempted, and its answer is as long as some pages."""
+    bench = Bench(budget=128)
+    request = bench.submit(tokens(100), max_tokens=300)
+    while request.num_output_tokens < 200:
+        bench.step()
+    bench.scheduler._preempt(request)
+    assert bench.cache.reset()
+    bench.run()
+    assert bench.is_right(request)
+    in_flight = bench.scheduler._admission.in_flight
+    assert not in_flight._owners

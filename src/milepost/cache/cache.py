@@ -18,6 +18,7 @@ from milepost.cache.plans import Arrival, Export, PageMove
 from milepost.cache.report import Lost, Stats
 from milepost.cache.tree import (
     HYBRID,
+    CacheConfig,
     Chain,
     End,
     Finder,
@@ -26,8 +27,6 @@ from milepost.cache.tree import (
     Outbox,
     Reservation,
     Tree,
-    grid_of,
-    window_of,
 )
 
 
@@ -56,10 +55,13 @@ class Cache:
         placement: Placement | None = None,
         score: Score | None = None,
     ) -> None:
+        self.config = CacheConfig(
+            page_size=page_size, kinds=kinds, mode=mode, block_size=block_size, grid=grid
+        )
         self.page_size = page_size
         self.mode = mode
-        self.block_size = block_size
-        self.kinds = kinds
+        self.grid = self.config.grid
+        self.slots_each = self.config.slots_each
         self.identity = identity
         if storage is None:
             assert num_pages is not None, "pages and slots are counted, or storage is given"
@@ -73,43 +75,21 @@ class Cache:
         self.allocations: dict[Allocation, None] = {}
         self.loans: dict[Loan, None] = {}
         self.version = 0
-        self.grid = grid if grid is not None else grid_of(kinds)
-        self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
-        if score is None:
-            score = Expected(storage.usual_slots, self.grid)
-        self.score: Score = score
-        self._outbox = Outbox(page_size, needs_states=self.slots_each > 0)
+        self.score: Score = score or Expected(storage.usual_slots, self.grid)
+        self._outbox = Outbox(self.config)
         self.reclaimer = Reclaimer(
             self.tree, storage, self.stats, self.score, self._outbox, page_size
         )
-        self._admitter = Admitter(
-            self.tree,
-            storage,
-            self.reclaimer,
-            page_size=page_size,
-            slots_each=self.slots_each,
-            grid=self.grid,
-            block_size=block_size,
-        )
-        self._finder = Finder(
-            self.tree, kinds=kinds, page_size=page_size, grid=self.grid, enabled=self.enabled
-        )
+        self._finder = Finder(self.tree, self.config)
+        self._admitter = Admitter(self.config, self.tree, storage, self.reclaimer)
         self._running = Running(
+            self.config,
             self.tree,
             storage,
             self.reclaimer,
-            placement if placement is not None else POLICIES[mode],
+            placement or POLICIES[mode],
             self._change,
-            page_size=page_size,
-            slots_each=self.slots_each,
-            window=window_of(kinds),
-            enabled=self.enabled,
-            exports_answers=mode == "all",
         )
-
-    @property
-    def enabled(self) -> bool:
-        return self.mode != "none"
 
     @property
     def capacity(self) -> int:
@@ -247,8 +227,7 @@ class Cache:
 
     def take_moves(self) -> tuple[PageMove, ...]:
         """Copies of pages that all plans from now on suppose: to be made before anything else."""
-        mover = self.reclaimer.mover
-        return mover.take() if mover is not None else ()
+        return self.reclaimer.take_moves()
 
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:
         """Note that a step has run: `position` tokens of the request are final, with their KV.

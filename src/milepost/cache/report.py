@@ -55,6 +55,9 @@ PHRASES: Mapping[Lost, str] = {
 }
 """After a number of tokens: why they were computed."""
 
+PLACES: Mapping[str, str] = {"host": "host memory", "disk": "disk"}
+"""Where tokens were loaded from, in words."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:
@@ -100,12 +103,15 @@ class CacheReport:
             return self
         return replace(self, lost={reason: num_tokens, **_without_first(self.lost, num_tokens)})
 
-    def summary(self) -> str:
-        """One line, such as "1472 of 2200 prompt tokens from the cache; computed 728: ..."."""
+    def head(self) -> str:
+        """What was reused, and what of it was loaded from where."""
         head = f"{self.reused} of {self.prompt_tokens} prompt tokens from the cache"
-        if not self.computed:
-            return head
-        return f"{head}; computed {self.computed}: {', '.join(self.reasons())}"
+        return f"{head} ({self.origins(self.loaded)})" if self.loaded else head
+
+    @staticmethod
+    def origins(loaded: Mapping[str, int]) -> str:
+        """In words what came from where, such as "1472 from host memory, 64 from disk"."""
+        return ", ".join(f"{num} from {PLACES.get(place, place)}" for place, num in loaded.items())
 
     def reasons(self) -> list[str]:
         """The losses in words, the largest first."""
@@ -113,7 +119,11 @@ class CacheReport:
         return [f"{count} {PHRASES[reason]}" for reason, count in losses if count]
 
     def __str__(self) -> str:
-        return self.summary()
+        """One line, such as "1472 of 2200 prompt tokens from the cache; computed 728: ..."."""
+        head = self.head()
+        if not self.computed:
+            return head
+        return f"{head}; computed {self.computed}: {', '.join(self.reasons())}"
 
 
 def _without_first(lost: Mapping[Lost, int], num_tokens: int) -> dict[Lost, int]:

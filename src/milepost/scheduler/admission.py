@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from milepost.cache.allocation import Allocation
 from milepost.cache.tree import Match
 from milepost.scheduler.budget import Budget
-from milepost.scheduler.memory import Memory
+from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Offer, Outside, explained
 from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import Request
@@ -117,7 +117,7 @@ class Admission:
 
     def __init__(
         self,
-        cache: Memory,
+        cache: PrefixMemory,
         waiting: Queue,
         running: list[Request],
         stats: SchedulerStats,

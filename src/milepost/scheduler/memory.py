@@ -15,7 +15,7 @@ from milepost.cache.report import Stats
 from milepost.cache.tree import Chain, Match, Reservation
 
 
-class Memory(Protocol):
+class PrefixMemory(Protocol):
     """The verbs are described at `Cache`. One contract test runs for each policy's."""
 
     mode: Mode

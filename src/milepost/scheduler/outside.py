@@ -157,8 +157,21 @@ class Outside:
         self.loading[request.number] = request, offer
         self._loads.append(load)
 
-    def end(self, number: int) -> tuple[Request, Offer]:
-        """Note that a load is over."""
+    def arrived(self, number: int) -> Request:
+        """All that this request loads is there."""
+        request, offer = self._end(number)
+        assert request.allocation is not None
+        self.cache.loaded(request.allocation, offer.tokens)
+        return request
+
+    def failed(self, number: int) -> Request:
+        """It does not come."""
+        request, _ = self._end(number)
+        assert request.allocation is not None
+        self.cache.load_failed(request.allocation)
+        return request
+
+    def _end(self, number: int) -> tuple[Request, Offer]:
         request, offer = self.loading.pop(number)
         self._offers.clear()
         self._sources[offer.source].end(number)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from milepost.cache.tree import Match
-from milepost.scheduler.memory import Memory
+from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.request import Request
 
 
@@ -17,7 +17,7 @@ class Queue:
     admitted that it could share with: until then it need not look again.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: PrefixMemory) -> None:
         self._memory = memory
         self._requests: list[Request] = []
         self._num_admitted = 0

@@ -141,6 +141,16 @@ class Request:
         return self.num_output_tokens + int(self.is_sampling) < self.max_tokens
 
     @property
+    def holds_seat(self) -> bool:
+        """Whether the next steps may have a part for a running request, if only to fold in the last
+        of its answer's tokens.
+        """
+        allocation = self.allocation
+        assert allocation is not None
+        ends = allocation.is_loading or allocation.is_judging or allocation.num_unfolded > 0
+        return ends or self.may_go_on
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Lower is served first and preempted last."""
         return (self.priority, self.number)

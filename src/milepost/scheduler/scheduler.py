@@ -13,8 +13,6 @@ its return is a hit.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -25,17 +23,12 @@ from milepost.config import check_budget
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.admission import Admission
 from milepost.scheduler.budget import Budget, max_num_exports
-from milepost.scheduler.memory import Memory
+from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
-from milepost.scheduler.plans import (
-    Progress,
-    PromptScoring,
-    SequencePlan,
-    StepPlan,
-    StepResult,
-)
+from milepost.scheduler.plans import Progress, SequencePlan, StepPlan, StepResult
 from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import FinishReason, Request
+from milepost.scheduler.sequences import place_in_batch, plan_sequence
 from milepost.scheduler.stats import SchedulerStats
 
 
@@ -48,7 +41,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: Memory,
+        cache: PrefixMemory,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -121,19 +114,13 @@ class Scheduler:
 
     def arrived(self, number: int) -> None:
         """All that a plan's load of this request names is there."""
-        request, offer = self.outside.end(number)
-        assert request.allocation is not None
-        self.outside.cache.loaded(request.allocation, offer.tokens)
-        self._go_on(request)
+        self._go_on(self.outside.arrived(number))
 
     def failed(self, number: int) -> None:
         """It does not come, and nobody writes any of it any more: the request computes what it
         lacks.
         """
-        request, _ = self.outside.end(number)
-        assert request.allocation is not None
-        self.outside.cache.load_failed(request.allocation)
-        self._go_on(request)
+        self._go_on(self.outside.failed(number))
 
     def _go_on(self, request: Request) -> None:
         """A request whose load is over has a place in the next step, unless it is over itself."""
@@ -242,7 +229,8 @@ class Scheduler:
         going_on = [r for r in self.running if r.goes_on]
         decodes = [r for r in going_on if r.num_left == 1]
         prefills = [r for r in going_on if r.num_left > 1]
-        turn = self._admission.open(max(max_num_seqs - len(going_on) - self.num_loading, 0))
+        num_seated = sum(request.holds_seat for request in self.running)
+        turn = self._admission.open(max(max_num_seqs - num_seated, 0))
         step.give_decodes(decodes)
         step.give_starved(prefills)
         candidates = self._admission.candidates(turn.num_seats)
@@ -271,19 +259,24 @@ class Scheduler:
             step.give_drafts(request, most)
 
     def _plan(self, step: Budget) -> StepPlan:
-        sequences: list[SequencePlan] = []
-        num_exports = self._max_num_exports
-        for request in self._folding:
-            sequences.append(self._sequence_plan(request, 0, 0, 0))
+        sequences = [plan_sequence(self.cache, request, 0) for request in self._folding]
         self._folding.clear()
+        num_exports = self._max_num_exports
         for request, num_tokens in step.num_tokens.items():
-            num_drafts = step.num_drafts.get(request, 0)
-            sequences.append(self._sequence_plan(request, num_tokens, num_drafts, num_exports))
-            num_exports -= len(sequences[-1].exports)
+            sequence = plan_sequence(
+                self.cache,
+                request,
+                num_tokens,
+                num_drafts=step.num_drafts.get(request, 0),
+                max_num_exports=num_exports,
+                num_lookahead_tokens=self.num_lookahead_tokens,
+            )
+            sequences.append(sequence)
+            num_exports -= len(sequence.exports)
         loads = self._outside.take_loads() if self._outside is not None else ()
         if not sequences and not loads:
             return StepPlan(sequences=())
-        sequences.sort(key=_place_in_batch)
+        sequences.sort(key=place_in_batch)
         ended: tuple[int, ...] = ()
         if sequences:
             ended, self._ended = tuple(self._ended), []
@@ -295,48 +288,6 @@ class Scheduler:
         if sequences:
             self._steps.append(plan)
         return plan
-
-    def _sequence_plan(
-        self, request: Request, num_tokens: int, num_drafts: int, num_exports: int
-    ) -> SequencePlan:
-        allocation, chain = request.allocation, request.chain
-        assert allocation is not None
-        start = allocation.planned
-        end = start + num_tokens
-        is_new = not request.num_planned_pages
-        is_scored = request.num_prompt_logprobs is not None
-        is_ahead = num_tokens > 0 and start == request.num_tokens
-        tokens = b"" if is_ahead else chain.token_bytes(start, end)
-        if num_drafts:
-            tokens += array("I", request.drafts[:num_drafts]).tobytes()
-        samples = num_tokens > 0 and end >= request.num_tokens
-        if samples and self.num_lookahead_tokens:
-            longest = request.num_prompt_tokens + request.max_tokens
-            reach = end + num_drafts + self.num_lookahead_tokens
-            self.cache.extend(allocation, min(reach, longest))
-        fold, slot_in, page_copy = (
-            allocation.num_unfolded,
-            allocation.next_slot_in,
-            allocation.next_page_copy,
-        )
-        return SequencePlan(
-            number=request.number,
-            start=start,
-            num_tokens=num_tokens + num_drafts,
-            tokens=tokens,
-            new_pages=_new_pages(request, allocation.page_table),
-            write_from=allocation.write_from,
-            slot_in=slot_in,
-            slot_out=allocation.slot_out,
-            exports=tuple(self.cache.take_exports(allocation, end, num_exports, num_drafts)),
-            page_copy=page_copy,
-            samples=samples,
-            fold=fold,
-            num_drafts=num_drafts,
-            is_ahead=is_ahead,
-            scoring=_scoring(request, start, end) if is_scored else None,
-            history=chain.token_bytes(0, start) if is_new and request.keeps_history else None,
-        )
 
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
@@ -372,7 +323,11 @@ class Scheduler:
             tokens: list[int] = []
             reason: FinishReason | None = None
             if sequence.samples and not was_over:
-                tokens, reason = self._append(request, result.tokens[sequence.number])
+                run = result.tokens[sequence.number]
+                assert run, "R1: a sequence that samples has a token"
+                num_tokens, reason = request.cut(run)
+                tokens = run[:num_tokens]
+                request.extend(tokens)
             self._commit(request, sequence, result)
             if reason is not None:
                 self._end(request, reason)
@@ -424,14 +379,6 @@ class Scheduler:
             is_reset = self.cache.reset()
             assert is_reset, "no request runs"
 
-    def _append(self, request: Request, run: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Append what belongs to the answer of a run of sampled tokens; how it ends, if it does."""
-        assert run, "R1: a sequence that samples has a token"
-        num_tokens, reason = request.cut(run)
-        tokens = run if num_tokens == len(run) else run[:num_tokens]
-        request.extend(tokens)
-        return tokens, reason
-
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         self._num_live -= 1
@@ -457,30 +404,6 @@ class Scheduler:
         del self._requests[request.number]
 
 
-def _new_pages(request: Request, table: list[int]) -> tuple[int, ...]:
-    """What the table has grown by since a plan named it last."""
-    first, request.num_planned_pages = request.num_planned_pages, len(table)
-    return tuple(table[first:]) if first < len(table) else ()
-
-
-def _scoring(request: Request, start: int, end: int) -> PromptScoring | None:
-    """The scores that a request wants of the chunk [start, end)."""
-    end = min(end + 1, request.num_prompt_tokens)
-    num_top = request.num_prompt_logprobs
-    if num_top is None or start + 1 >= end:
-        return None
-    return PromptScoring(targets=request.chain.token_bytes(start + 1, end), num_top=num_top)
-
-
 def _turn(request: Request) -> tuple[int, bool, int]:
     """When a prefill has its turn: by priority, and what runs before what waits."""
     return request.priority, request.allocation is None, request.number
-
-
-def _place_in_batch(plan: SequencePlan) -> tuple[int, int]:
-    """Decodes first, by slot: states that lie side by side need not be gathered. Those whose token
-    is not known yet stand before the others.
-    """
-    if not plan.is_decode:
-        return 2, sys.maxsize
-    return 1 - plan.is_ahead, plan.slot_out

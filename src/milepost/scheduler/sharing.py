@@ -51,16 +51,17 @@ class InFlight:
     def __init__(self, grid: int) -> None:
         self._grid = grid
         self._owners: dict[bytes, Request] = {}
-        self._claims: dict[Request, int] = {}
+        self._claims: dict[Request, tuple[int, int]] = {}
+        """The first and the end of the pages that each has yet to commit."""
         self._leaving: dict[Request, None] = {}
 
     def claim(self, request: Request) -> None:
         """Note that an admitted request computes the pages behind its cached path."""
         assert request.allocation is not None
-        first = len(request.allocation.path)
-        for digest in request.chain.full_digests()[first:]:
+        first, digests = len(request.allocation.path), request.chain.full_digests()
+        for digest in digests[first:]:
             self._owners.setdefault(digest, request)
-        self._claims[request] = first
+        self._claims[request] = first, len(digests)
 
     def leave(self, request: Request) -> None:
         """Note that a request is over, and leaves when the step in flight is done."""
@@ -68,22 +69,22 @@ class InFlight:
 
     def settle(self, request: Request) -> None:
         """Note that pages were committed; the last one ends the claim."""
-        first = self._claims.get(request)
-        if first is None or request.allocation is None:
+        claim = self._claims.get(request)
+        if claim is None or request.allocation is None:
             return
-        num_pages = request.num_prompt_tokens // request.chain.page_size
-        done = min(len(request.allocation.path), num_pages)
+        first, end = claim
+        done = min(len(request.allocation.path), end)
         self._disown(request, first, done)
-        self._claims[request] = done
-        if done >= num_pages:
+        self._claims[request] = done, end
+        if done >= end:
             del self._claims[request]
 
     def drop(self, request: Request) -> None:
         """Forget what a request claimed: it is done, preempted or gone."""
         self._leaving.pop(request, None)
-        first = self._claims.pop(request, None)
-        if first is not None:
-            self._disown(request, first, request.num_tokens // request.chain.page_size)
+        claim = self._claims.pop(request, None)
+        if claim is not None:
+            self._disown(request, *claim)
 
     def find(self, request: Request, match: Match) -> Shared | None:
         """The prefix that is worth waiting for, if there is one."""

@@ -3,15 +3,15 @@
 from milepost.cache.allocation.admitting import Admitter
 from milepost.cache.allocation.lending import Loan, lend, take_back
 from milepost.cache.allocation.running import Running
-from milepost.cache.allocation.states import Allocation, Event, State
+from milepost.cache.allocation.states import Allocation, State, Transition
 
 __all__ = [
     "Admitter",
     "Allocation",
-    "Event",
     "Loan",
     "Running",
     "State",
+    "Transition",
     "lend",
     "take_back",
 ]

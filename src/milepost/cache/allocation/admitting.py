@@ -9,35 +9,24 @@ from milepost.cache.eviction import HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT, Storage
 from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import PageCopy
-from milepost.cache.tree import Checkpoint, End, Match, Tree
+from milepost.cache.tree import CacheConfig, Checkpoint, End, Match, Tree
 
 
 class Admitter:
-    """Takes pages and slots of `storage`, which the reclaimer frees. `slots_each` is 0 for models
-    without states in slots.
-    """
+    """Takes pages and slots of `storage`, which the reclaimer frees."""
 
     def __init__(
-        self,
-        tree: Tree,
-        storage: Storage,
-        reclaimer: Reclaimer,
-        *,
-        page_size: int,
-        slots_each: int,
-        grid: int,
-        block_size: int,
+        self, config: CacheConfig, tree: Tree, storage: Storage, reclaimer: Reclaimer
     ) -> None:
+        self._config = config
         self._tree = tree
         self._storage = storage
         self._pages = storage.pages
         self._slots = storage.slots.pool
         self._reclaimer = reclaimer
-        self._hold_back = HoldBack(tree, storage, reclaimer.score, page_size)
-        self._page_size = page_size
-        self._slots_each = slots_each
-        self._grid = grid
-        self._block_size = block_size
+        self._hold_back = HoldBack(tree, storage, reclaimer.score, config.page_size)
+        self._page_size = config.page_size
+        self._slots_each = config.slots_each
 
     def find_room(self, match: Match, look_ahead: int) -> bool | None:
         """Pin a match and say whether its checkpoint has to be taken over; None, and nothing is
@@ -127,15 +116,13 @@ class Admitter:
 
     def resumed(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
         """Of a pinned match: the first step reads the checkpoint's slot and a copy of its tail."""
-        tail = _tail(match)
         return self._make(
             match,
             end,
             slot_in=checkpoint.slot,
             slot_out=self._slot(),
             source=checkpoint,
-            pinned_tail=tail,
-            copied_tail=tail if match.state_length > match.kv_length else (),
+            pinned_tail=_tail(match),
         )
 
     def taking_over(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
@@ -143,22 +130,13 @@ class Admitter:
         and so does its tail page if nobody else needs it.
         """
         self._reclaimer.evict_checkpoint(checkpoint, "taken")
-        tail = _tail(match)
+        slot, tail = checkpoint.slot, _tail(match)
         if match.state_length <= match.kv_length:  # a full page that matches has its KV
             self._pages.unpin(tail)
-            return self._make(match, end, slot_in=checkpoint.slot, slot_out=checkpoint.slot)
-        if self._is_ours_alone(tail[0]):
-            return self._make(
-                match, end, slot_in=checkpoint.slot, slot_out=checkpoint.slot, own_tail=tail
-            )
-        return self._make(
-            match,
-            end,
-            slot_in=checkpoint.slot,
-            slot_out=checkpoint.slot,
-            pinned_tail=tail,
-            copied_tail=tail,
-        )
+            tail = ()
+        if tail and self._is_ours_alone(tail[0]):
+            return self._make(match, end, slot_in=slot, slot_out=slot, own_tail=tail)
+        return self._make(match, end, slot_in=slot, slot_out=slot, pinned_tail=tail)
 
     def _slot(self) -> int:
         return self._reclaimer.allocate_slot() if self._slots_each else ZERO_SLOT
@@ -178,7 +156,6 @@ class Admitter:
         slot_out: int,
         source: Checkpoint | None = None,
         pinned_tail: tuple[int, ...] = (),
-        copied_tail: tuple[int, ...] = (),
         own_tail: tuple[int, ...] = (),
     ) -> Allocation:
         chain, position = match.path.chain, match.state_length
@@ -188,9 +165,9 @@ class Admitter:
         missing = -(-len(chain) // self._page_size) - len(table)
         table.extend(self._reclaimer.allocate_pages(missing))
         copy = None
-        for tail in copied_tail:
+        if pinned_tail and position > match.kv_length:
             num_tokens = position % self._page_size
-            copy = PageCopy(source=tail, target=table[first_fresh], num_tokens=num_tokens)
+            copy = PageCopy(source=pinned_tail[0], target=table[first_fresh], num_tokens=num_tokens)
         owns_state = slot_in == slot_out != ZERO_SLOT and copy is None
         return Allocation(
             chain=chain,
@@ -213,9 +190,9 @@ class Admitter:
             facts=PromptFacts(
                 prompt_length=len(chain),
                 branch_points=match.branch_points,
-                block_size=self._block_size,
+                block_size=self._config.block_size,
                 new_from=match.kv_length,
-                grid=self._grid,
+                grid=self._config.grid,
             ),
         )
 

@@ -8,30 +8,21 @@ from __future__ import annotations
 
 from milepost.cache.allocation.states import Allocation
 from milepost.cache.eviction import Reclaimer
-from milepost.cache.memory import Pool, Slots
+from milepost.cache.memory import Storage
 from milepost.cache.placement import Kind
-from milepost.cache.report import Stats
 from milepost.cache.tree import Checkpoint, Node, Tree
 
 
 class Publisher:
     """Publishes into `tree`, and has the reclaimer link what has come."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        pages: Pool,
-        slots: Slots,
-        stats: Stats,
-        reclaimer: Reclaimer,
-        page_size: int,
-    ) -> None:
-        self._tree = tree
-        self._pages = pages
-        self._slots = slots
-        self._stats = stats
-        self._reclaimer = reclaimer
+    def __init__(self, page_size: int, tree: Tree, storage: Storage, reclaimer: Reclaimer) -> None:
         self._page_size = page_size
+        self._tree = tree
+        self._pages = storage.pages
+        self._slots = storage.slots
+        self._stats = reclaimer.stats
+        self._reclaimer = reclaimer
 
     def publish_pages(self, allocation: Allocation) -> None:
         """Give each page that has become full its node; a page that another request published first

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from milepost.cache.allocation.publishing import Publisher
-from milepost.cache.allocation.states import Allocation, Event, State
+from milepost.cache.allocation.states import Allocation, State, Transition
 from milepost.cache.eviction import Reclaimer
 from milepost.cache.memory import Storage
 from milepost.cache.placement import Kind, Placement
 from milepost.cache.plans import HOLE, Arrival, Export
-from milepost.cache.tree import Tree, checkpoint_key
+from milepost.cache.tree import CacheConfig, Tree, checkpoint_key
 
 
 class Running:
@@ -20,33 +20,24 @@ class Running:
 
     def __init__(
         self,
+        config: CacheConfig,
         tree: Tree,
         storage: Storage,
         reclaimer: Reclaimer,
         place: Placement,
         change: Callable[[], None],
-        *,
-        page_size: int,
-        slots_each: int,
-        window: int | None,
-        enabled: bool,
-        exports_answers: bool,
     ) -> None:
+        self._config = config
+        self._page_size = config.page_size
+        self._slots_each = config.slots_each
         self._storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
         self._reclaimer = reclaimer
         self._stats = reclaimer.stats
-        self._publisher = Publisher(
-            tree, self._pages, self._slots, self._stats, reclaimer, page_size
-        )
+        self._publisher = Publisher(config.page_size, tree, storage, reclaimer)
         self._place = place
         self._change = change
-        self._page_size = page_size
-        self._slots_each = slots_each
-        self._window = window
-        self._enabled = enabled
-        self._exports_answers = exports_answers
 
     def extend(self, allocation: Allocation, num_tokens: int) -> bool:
         """Make the page table cover `num_tokens`; False if there is no room, and then nothing has
@@ -83,7 +74,7 @@ class Running:
         assert not allocation.is_judging, "A6: nothing is planned behind drafts"
         owns_state = allocation.state is State.READY
         assert owns_state or not num_drafts, "A6: drafts stand behind a state of its own"
-        allocation.happens(Event.PLANNED)
+        allocation.happens(Transition.PLANNED)
         allocation.num_steps += 1
         allocation.planned = end
         allocation.kv_length = end + num_drafts
@@ -112,7 +103,7 @@ class Running:
     def _may_export(self, allocation: Allocation, start: int) -> bool:
         if not self._slots_each:
             return False
-        return start < allocation.facts.prompt_length or self._exports_answers
+        return start < allocation.facts.prompt_length or self._config.mode == "all"
 
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:
         """Note that a step has run: `position` tokens of the request are final, with their KV.
@@ -125,19 +116,19 @@ class Running:
         assert position >= allocation.committed, "A4: what is committed stays so"
         self._change()
         allocation.num_steps -= 1
-        allocation.happens(Event.COMMITTED if allocation.num_steps else Event.SETTLED)
+        allocation.happens(Transition.COMMITTED if allocation.num_steps else Transition.SETTLED)
         self._end_reading(allocation)
         allocation.committed = position
         allocation.planned = max(allocation.planned, position)
         if not allocation.num_steps:
             allocation.kv_length = allocation.planned = position  # what drafts left is no KV
         self._fold(allocation, written)
-        if self._enabled:
+        if self._config.enabled:
             self._publisher.publish_pages(allocation)
         if allocation.exports:
             self._publish_exports(allocation, written)
-        if self._window is not None:
-            self._give_up_behind(allocation, self._window)
+        if self._config.window is not None:
+            self._give_up_behind(allocation, self._config.window)
 
     def _publish_exports(self, allocation: Allocation, written: Mapping[int, int]) -> None:
         """Publish the states that the request has passed."""
@@ -167,7 +158,7 @@ class Running:
         size, chain = self._page_size, allocation.chain
         assert allocation.committed < position < len(chain), "A8: what is loaded lies ahead"
         assert not allocation.has_taken_over, "A8: what it would go back to stays"
-        allocation.happens(Event.LOAD)
+        allocation.happens(Transition.LOAD)
         first, end = allocation.write_from // size, position // size
         digests = chain.digests(end)
         arrivals = [
@@ -187,13 +178,13 @@ class Running:
     def loaded(self, allocation: Allocation) -> None:
         """Note that all of it is there: it is cached like what the request computed itself."""
         self._change()
-        allocation.happens(Event.LOADED)
+        allocation.happens(Transition.LOADED)
         self._end_reading(allocation)
         allocation.committed = allocation.planned
         allocation.write_from = max(allocation.write_from, allocation.committed)
         self._fold(allocation, {allocation.slot_out: allocation.committed})
         allocation.arrivals = ()
-        if self._enabled:
+        if self._config.enabled:
             self._publisher.publish_pages(allocation)
             if self._slots_each and self._storage.is_free(0, 1):
                 self._keep_loaded(allocation)
@@ -207,7 +198,7 @@ class Running:
         checkpoint = self._publisher.publish_state(allocation, position, slot, Kind.LOADED)
         if checkpoint is None:
             return
-        allocation.happens(Event.KEPT)
+        allocation.happens(Transition.KEPT)
         allocation.source = checkpoint
         allocation.slot_in, allocation.slot_out = slot, self._reclaimer.allocate_slot()
 
@@ -215,7 +206,7 @@ class Running:
         """Note that it does not come, and that nobody writes it any more: the request goes on from
         what it was admitted with.
         """
-        allocation.happens(Event.LOAD_FAILED)
+        allocation.happens(Transition.LOAD_FAILED)
         allocation.arrivals = ()
         allocation.planned = allocation.kv_length = allocation.committed
 
@@ -252,13 +243,13 @@ class Running:
         """
         is_ready = allocation.state is State.READY
         assert kind is None or not allocation.is_in_flight, "A9: a state that is being written"
-        allocation.happens(Event.RELEASED)
+        allocation.happens(Transition.RELEASED)
         self._change()
         self._slots.pool.unpin([export.slot for export in allocation.exports])
         self._end_reading(allocation)
         if is_ready and allocation.path and kind is not Kind.PREEMPTED:
             self._reclaimer.score.ended(allocation.end, allocation.path[-1], allocation.committed)
-        if kind is not None and self._enabled and is_ready and self._slots_each:
+        if kind is not None and self._config.enabled and is_ready and self._slots_each:
             self._publisher.publish_state(
                 allocation, allocation.state_length, allocation.slot_out, kind
             )

@@ -35,7 +35,7 @@ class State(StrEnum):
     """Holds nothing."""
 
 
-class Event(StrEnum):
+class Transition(StrEnum):
     PLANNED = "planned"
     COMMITTED = "committed"
     """With another step in flight behind it."""
@@ -50,18 +50,18 @@ class Event(StrEnum):
 
 
 TRANSITIONS = {
-    (State.ADMITTED, Event.PLANNED): State.RUNNING,
-    (State.READY, Event.PLANNED): State.RUNNING,
-    (State.RUNNING, Event.PLANNED): State.RUNNING,
-    (State.RUNNING, Event.COMMITTED): State.RUNNING,
-    (State.RUNNING, Event.SETTLED): State.READY,
-    (State.ADMITTED, Event.LOAD): State.LOADING,
-    (State.LOADING, Event.LOADED): State.READY,
-    (State.LOADING, Event.LOAD_FAILED): State.ADMITTED,
-    (State.READY, Event.KEPT): State.ADMITTED,
-    (State.ADMITTED, Event.RELEASED): State.ENDED,
-    (State.READY, Event.RELEASED): State.ENDED,
-    (State.RUNNING, Event.RELEASED): State.ENDED,
+    (State.ADMITTED, Transition.PLANNED): State.RUNNING,
+    (State.READY, Transition.PLANNED): State.RUNNING,
+    (State.RUNNING, Transition.PLANNED): State.RUNNING,
+    (State.RUNNING, Transition.COMMITTED): State.RUNNING,
+    (State.RUNNING, Transition.SETTLED): State.READY,
+    (State.ADMITTED, Transition.LOAD): State.LOADING,
+    (State.LOADING, Transition.LOADED): State.READY,
+    (State.LOADING, Transition.LOAD_FAILED): State.ADMITTED,
+    (State.READY, Transition.KEPT): State.ADMITTED,
+    (State.ADMITTED, Transition.RELEASED): State.ENDED,
+    (State.READY, Transition.RELEASED): State.ENDED,
+    (State.RUNNING, Transition.RELEASED): State.ENDED,
 }
 """All that may happen. What is being loaded is not released: somebody writes into it."""
 
@@ -116,10 +116,10 @@ class Allocation:
     exports: list[Export] = field(default_factory=list)
     """Taken for the steps in flight, not yet committed; by position."""
 
-    def happens(self, event: Event) -> None:
+    def happens(self, transition: Transition) -> None:
         """Go over to the next state."""
-        following = TRANSITIONS.get((self.state, event))
-        assert following is not None, f"A5: {event} of an allocation that is {self.state}"
+        following = TRANSITIONS.get((self.state, transition))
+        assert following is not None, f"A5: {transition} of an allocation that is {self.state}"
         self.state = following
 
     @property

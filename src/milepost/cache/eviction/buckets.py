@@ -8,56 +8,29 @@ looked at again only when the bucket has changed or their worth may have: most b
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 
 from milepost.cache.eviction.score import Score
+from milepost.cache.order import Order
 from milepost.cache.tree import Checkpoint
 
 
+@dataclass(slots=True, eq=False)
 class Bucket:
     """Checkpoints in order of last use. `least` is the oldest or the newest, whichever was worth
     less when last looked at, and what it was worth then: about the same until `until`, unless the
     bucket changes.
     """
 
-    __slots__ = ("_checkpoints", "_places", "_serial", "least", "until")
-
-    def __init__(self) -> None:
-        self._checkpoints: list[tuple[float, int, Checkpoint]] = []
-        self._places: dict[Checkpoint, tuple[float, int]] = {}
-        self._serial = 0
-        self.least: tuple[Checkpoint, float] | None = None
-        self.until = 0
-
-    def __len__(self) -> int:
-        return len(self._checkpoints)
-
-    def push(self, checkpoint: Checkpoint, time: float) -> None:
-        """Put a checkpoint in its place, wherever it was; of those of one time it comes last."""
-        place = self._places.get(checkpoint)
-        if place is not None and place[0] != time:
-            self._take_out(checkpoint)
-            place = None
-        if place is None:
-            self._serial += 1
-            place = self._places[checkpoint] = time, self._serial
-            insort(self._checkpoints, (*place, checkpoint))
-        self.least = None
-
-    def discard(self, checkpoint: Checkpoint) -> None:
-        self._take_out(checkpoint)
-        self.least = None
-
-    def _take_out(self, checkpoint: Checkpoint) -> None:
-        del self._checkpoints[bisect_left(self._checkpoints, self._places.pop(checkpoint))]
+    checkpoints: Order[Checkpoint] = field(default_factory=Order)
+    least: tuple[Checkpoint, float] | None = None
+    until: int = 0
 
     def look(self, value: Callable[[Checkpoint], float], score: Score) -> tuple[Checkpoint, float]:
         """The oldest or the newest, whichever is worth less, and what it is worth now."""
-        assert self._checkpoints, "E2: an empty bucket is dropped"
-        last_use = self._checkpoints[-1][0]
-        oldest = self._checkpoints[0][2]
-        newest = self._checkpoints[bisect_left(self._checkpoints, (last_use,))][2]
+        assert self.checkpoints, "E2: an empty bucket is dropped"
+        oldest, newest = self.checkpoints.first(), self.checkpoints.last()
         least, steady = (oldest, value(oldest)), score.steady(oldest)
         if newest is not oldest:
             steady = min(steady, score.steady(newest))
@@ -93,15 +66,17 @@ class Buckets:
         bucket = self._buckets.get(name)
         if bucket is None:
             bucket = self._buckets[name] = Bucket()
-        bucket.push(checkpoint, time)
+        bucket.checkpoints.push(checkpoint, time)
+        bucket.least = None
 
     def discard(self, checkpoint: Checkpoint) -> None:
         if checkpoint not in self._bucket_of:
             return
         name = self._bucket_of.pop(checkpoint)
         bucket = self._buckets[name]
-        bucket.discard(checkpoint)
-        if not len(bucket):
+        bucket.checkpoints.discard(checkpoint)
+        bucket.least = None
+        if not bucket.checkpoints:
             del self._buckets[name]
 
     def victim(self) -> tuple[Checkpoint, float] | None:

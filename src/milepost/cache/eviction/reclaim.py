@@ -9,20 +9,23 @@ each pin of a leaf and of a checkpoint's slot, all in one list, and no order is 
 list is worked off. A change costs one entry, however long the path.
 
 In a unified pool every checkpoint carries pages, since its slot can become some; so there carriers
-are states, and what is worth least for its bytes goes first, whichever kind is wanted.
+are states, and what is worth least for its bytes goes first, whichever kind is wanted. There memory
+that is free in pieces is of no use to a slot, and states would have to go though there is room for
+them; so cached pages that no running request holds are moved together.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import islice
 
 from milepost.cache.eviction.buckets import Buckets
-from milepost.cache.eviction.moving import Mover
 from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage, UnifiedPool
-from milepost.cache.order import Order
+from milepost.cache.plans import PageMove
 from milepost.cache.report import Stats
 from milepost.cache.tree import (
+    NO_RESERVATIONS,
     Checkpoint,
     End,
     Node,
@@ -30,10 +33,7 @@ from milepost.cache.tree import (
     Reservation,
     Tree,
     follow,
-    hang,
     link,
-    pass_on,
-    take,
     unlink,
 )
 
@@ -54,23 +54,22 @@ class Reclaimer:
         self._storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
-        self.mover = Mover(tree, storage) if isinstance(storage, UnifiedPool) else None
+        self.moves: list[PageMove] = []
+        """Copies that are yet to be made, in this order, before anything else is written."""
         self.outbox = outbox
         self.stats = stats
         self.score = score
         self._page_size = page_size
-        self._strays: Order[Node] = Order()
-        self._states = Buckets(score, self._score_of_slot)
-        self._carriers = (
-            self._states if storage.pages_a_slot else Buckets(score, self._score_per_page)
-        )
+        self._strays: OrderedDict[Node, None] = OrderedDict()
+        """Those that became strays first go first."""
+        self._carriers = Buckets(score, self._score_per_page)
+        self._states = self._carriers if storage.pages_a_slot else Buckets(score, score.of)
         self._unranked: dict[Checkpoint, None] = {}
         """Whose place in the orders has changed."""
-        self._stray_clock = 0
         self._pages.watch(tree.leaves, tree.changed)
         self._slots.pool.watch(tree.at_slot, tree.changed)
 
-    def candidates(self) -> tuple[Order[Node], Buckets, Buckets]:
+    def candidates(self) -> tuple[OrderedDict[Node, None], Buckets, Buckets]:
         """The orders of strays, carriers and states; to look at alone."""
         self.settle()
         return self._strays, self._carriers, self._states
@@ -116,7 +115,7 @@ class Reclaimer:
             stray = self._pop_stray()
             if stray is None:
                 break
-            self._evict_strays(*stray, missing)
+            self._evict_strays(stray, missing)
         while self._pages.num_free < num:
             self._free_pages(num - self._pages.num_free)
         return self._pages.allocate(num)
@@ -125,8 +124,8 @@ class Reclaimer:
         """A slot with one live reference; evicts if none is free. The caller has checked that there
         is room.
         """
-        if self.mover is not None:
-            self._free_unit(self.mover)
+        if isinstance(self._storage, UnifiedPool):
+            self._free_unit(self._storage)
         elif not self._slots.pool.num_free:
             self._evict_victim(self._states, "slots")
         return self._slots.allocate()
@@ -156,18 +155,15 @@ class Reclaimer:
 
     def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
         """Hang a waiting request's reservation on what it would resume from; None: on nothing."""
-        before = take(reservation)
-        hang(reservation, checkpoint)
-        self._tree.changed += [c for c in (before, checkpoint) if c is not None]
+        self._tree.changed += [c for c in (reservation.checkpoint, checkpoint) if c is not None]
+        reservation.move(checkpoint)
 
     def _rank(self, node: Node) -> None:
         """Bring the orders in step with a node whose children, checkpoints or pins have changed."""
         if not node.num_reaching and self._is_leaf(node):
-            if node not in self._strays:
-                self._stray_clock += 1
-                self._strays.push(node, self._stray_clock)
+            self._strays.setdefault(node)
         else:
-            self._strays.discard(node)
+            self._strays.pop(node, None)
 
     def _rank_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Bring the orders in step with one checkpoint."""
@@ -188,12 +184,15 @@ class Reclaimer:
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
         if self.outbox.is_open:
-            self.outbox.state_goes(checkpoint, self.score.of(checkpoint), self._num_moves)
+            self.outbox.state_goes(checkpoint, self.score.of(checkpoint), len(self.moves))
         self.score.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         node = checkpoint.node
         node.evicted_tail = checkpoint.tail
-        pass_on(checkpoint)
+        waiting, checkpoint.reservations = checkpoint.reservations, NO_RESERVATIONS
+        for reservation in waiting:
+            reservation.checkpoint = None
+            reservation.move(checkpoint.above)
         num_lost = self._tree.detach(checkpoint)
         if self.outbox.is_open:
             self.outbox.reach_lost(node, num_lost)
@@ -208,16 +207,15 @@ class Reclaimer:
         for checkpoint in list(self._states):
             self.evict_checkpoint(checkpoint, "reset")
         while (stray := self._pop_stray()) is not None:
-            self._evict_strays(*stray, len(self._tree.nodes))
-        if self.mover is not None:
-            self.mover.take()  # nothing is left that stands elsewhere
+            self._evict_strays(stray, len(self._tree.nodes))
+        self.moves.clear()  # nothing is left that stands elsewhere
         if self.outbox.is_open:
             self.outbox.cleared()
 
-    @property
-    def _num_moves(self) -> int:
-        """Copies that are yet to be made."""
-        return len(self.mover.pending) if self.mover is not None else 0
+    def take_moves(self) -> tuple[PageMove, ...]:
+        """The copies to be made, which are the caller's to see to from now on."""
+        moves, self.moves = tuple(self.moves), []
+        return moves
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
         node, tail_page = checkpoint.node, checkpoint.tail_page
@@ -229,27 +227,33 @@ class Reclaimer:
         """Evict up to `num` strays of one path, or the checkpoint whose pages are worth least."""
         stray = self._pop_stray()
         if stray is not None:
-            self._evict_strays(*stray, num)
+            self._evict_strays(stray, num)
         else:
             self._evict_victim(self._carriers, "pages")
 
-    def _free_unit(self, mover: Mover) -> None:
+    def _free_unit(self, unified: UnifiedPool) -> None:
         """Evict what is worth least for its bytes until those of a slot are free, and move what is
         left between them out of their way.
         """
         while not self._slots.pool.num_free:
-            missing = self._storage.pages_a_slot - self._storage.num_loose_pages
+            missing = unified.pages_a_slot - unified.num_loose_pages
             stray = self._pop_stray() if missing > 0 else None
             if stray is not None:
-                self._evict_strays(*stray, missing)
-            elif missing > 0 or not mover.clear_unit():
+                self._evict_strays(stray, missing)
+            elif missing > 0 or not self._clear_unit(unified):
                 self._evict_victim(self._states, "slots")
 
-    def _score_of_slot(self, checkpoint: Checkpoint) -> float:
-        """What is lost with a slot; in a unified pool for each page that its bytes make."""
-        if self._storage.pages_a_slot:
-            return self._score_per_page(checkpoint)
-        return self.score.of(checkpoint)
+    def _clear_unit(self, unified: UnifiedPool) -> bool:
+        """Move the pages of the unit that holds fewest of them, of those without any that a request
+        holds; False if there is none. As many pages as make a unit are free in others.
+        """
+        unit = unified.unit_to_clear()
+        if unit is None:
+            return False
+        for source, target in unified.make_way(unit):
+            self._tree.move(source, target)
+            self.moves.append(PageMove(source=source, target=target))
+        return True
 
     def _score_per_page(self, checkpoint: Checkpoint) -> float:
         """What is lost for each page that becomes free, now or as a stray, or that its slot can
@@ -268,22 +272,23 @@ class Reclaimer:
         assert found is not None, "E1: what is cached can be reached through the buckets"
         self.evict_checkpoint(found[0], cause)
 
-    def _pop_stray(self) -> tuple[Node, float] | None:
+    def _pop_stray(self) -> Node | None:
         self._settle_nodes()
-        return self._strays.pop()
+        return self._strays.popitem(last=False)[0] if self._strays else None
 
-    def _evict_strays(self, node: Node, key: float, num: int) -> None:
+    def _evict_strays(self, node: Node, num: int) -> None:
         """Evict a stray and the parents that become strays, so that a path goes in one piece."""
         run = [node]
         for parent in islice(node.ancestors(), 1, None):
             if parent.num_children > 1 or not self._is_bare(parent):
                 break
             if len(run) == num:
-                self._strays.push(parent, key)
+                self._strays[parent] = None
+                self._strays.move_to_end(parent, last=False)
                 break
             run.append(parent)
         if self.outbox.is_open:
-            self.outbox.pages_go(run, self._num_moves)
+            self.outbox.pages_go(run, len(self.moves))
         self._tree.remove(run)
         for gone in run:
             self._pages.drop(gone.page)

@@ -12,7 +12,7 @@ looks ahead to the best time to wait until, as a Gittins index does.
 from __future__ import annotations
 
 from itertools import accumulate
-from math import log
+from math import inf, log
 from operator import add, mul, truediv
 
 AGE_OFFSET = 16.0
@@ -26,8 +26,6 @@ PRIOR_CUTS = 0.25
 MAX_RETURNS = 2
 """Earlier returns are told apart up to this many."""
 MAGNITUDES = 32
-STEADY_SHARE = 16
-"""One observation more in so many changes little."""
 
 
 def _width(low: int, high: int) -> float:
@@ -45,7 +43,8 @@ class ReturnRates:
     """How much more often than 1 / (age + AGE_OFFSET) something returns: learned, by number of
     earlier returns and by magnitude of the age.
 
-    What follows from the counts by age is worked out again after one more in STEADY_SHARE of them.
+    What follows from the counts is worked out when it is asked for, as of then: from rates that lag
+    behind by a few observations already, other requests are let in and evicted.
     """
 
     def __init__(self) -> None:
@@ -57,14 +56,16 @@ class ReturnRates:
         """But for what `turns` adds."""
         self._turns = [0.0] * (MAGNITUDES + 1)
         """By how much more than the magnitude before one was lived through from end to end."""
-        self._num_observed = self._derive_at = 0
-        self._derived = self._derive()
+        self._num_magnitudes = 2
+        """Those that were observed or asked for, and one more: beyond them the law holds."""
+        self._derived: list[tuple[float, float, float, float]] = []
 
     def chance(self, num_returns: int, age: int) -> float:
         """Of a return, for each request that the wait for it takes at best: returns may be unlikely
         now and come all at a later age.
         """
-        ratio, _, until, events = self._derived[age.bit_length()]
+        magnitude = age.bit_length()
+        ratio, _, until, events = self._up_to(magnitude)[magnitude]
         rate = ratio / (age + AGE_OFFSET)
         if until > age:
             rate = max(rate, (events - ratio * log(age + AGE_OFFSET)) / (until - age))
@@ -72,11 +73,20 @@ class ReturnRates:
 
     def expected(self, num_returns: int, age: int, later: int) -> float:
         """Returns to expect between two ages."""
-        ratio, before, _, _ = self._derived[age.bit_length()]
-        ratio_later, before_later, _, _ = self._derived[later.bit_length()]
+        magnitude = later.bit_length()
+        derived = self._up_to(magnitude)
+        ratio, before, _, _ = derived[age.bit_length()]
+        ratio_later, before_later, _, _ = derived[magnitude]
         events = before_later + ratio_later * log(later + AGE_OFFSET)
         events -= before + ratio * log(age + AGE_OFFSET)
         return self._levels[min(num_returns, MAX_RETURNS)] * events
+
+    def _up_to(self, magnitude: int) -> list[tuple[float, float, float, float]]:
+        """What `_derive` has, at least up to this magnitude."""
+        if magnitude >= len(self._derived):
+            self._num_magnitudes = max(self._num_magnitudes, magnitude + 1)
+            self._derived = self._derive()
+        return self._derived
 
     def _derive(self) -> list[tuple[float, float, float, float]]:
         """For each magnitude of age: how much likelier returns are; how many are expected up to an
@@ -84,23 +94,25 @@ class ReturnRates:
         age until then. Of the second and fourth what ratio x log(age + AGE_OFFSET) adds to or takes
         away.
         """
-        whole = map(mul, accumulate(self._turns), WIDTHS)
+        num = self._num_magnitudes
+        whole = map(mul, accumulate(self._turns[:num]), WIDTHS)
         ratios = list(map(truediv, self._returned, map(add, self._expected, whole)))
         starts = list(map(mul, ratios, STARTS))
         widths = list(map(mul, ratios, WIDTHS))
         before = [0.0, *accumulate(widths)]
-        waits = [(0, 0.0)] * MAGNITUDES
-        for m in range(MAGNITUDES - 1, -1, -1):
-            until, found = 2 * AGES[m] or 1, widths[m]
-            if m + 1 < MAGNITUDES:
-                later, more = waits[m + 1]
-                if (found + more) * (until - AGES[m]) > found * (later - AGES[m]):
-                    until, found = later, found + more
-            waits[m] = (until, found)
-        return [
-            (ratios[m], before[m] - starts[m], until, found + starts[m])
-            for m, (until, found) in enumerate(waits)
-        ]
+        derived = []
+        later, more = inf, 0.0
+        for m in range(num - 1, -1, -1):
+            age, found = AGES[m], widths[m]
+            until = 2 * age or 1
+            if (found + more) * (until - age) > found * (later - age):
+                found += more
+            else:
+                later = until
+            more = found
+            derived.append((ratios[m], before[m] - starts[m], later, found + starts[m]))
+        derived.reverse()
+        return derived
 
     def observe(self, num_returns: int, since: int, age: int, *, returned: bool) -> None:
         """Something lived from age `since` to `age`, and then returned or was left waiting."""
@@ -119,10 +131,8 @@ class ReturnRates:
         own.observe(in_all * self._total.value, returned)
         self._total.observe(in_all, returned)
         self._levels = [self._total.value * ratio.value for ratio in self._own]
-        self._num_observed += 1
-        if self._num_observed >= self._derive_at:
-            self._derive_at = self._num_observed + 1 + self._num_observed // STEADY_SHARE
-            self._derived = self._derive()
+        self._num_magnitudes = max(self._num_magnitudes, last + 2)
+        self._derived = []
 
 
 class _Ratio:

@@ -201,7 +201,8 @@ class Expected:
         if checkpoint.reservations:
             is_sure = checkpoint.kind == Kind.PREEMPTED
             replay = _half_magnitude(checkpoint.replay_tokens)
-            return ("awaited", is_sure, fork is not None, replay), -_due(checkpoint)
+            due = checkpoint.reservations.first().due
+            return ("awaited", is_sure, fork is not None, replay), -due
         returns = min(checkpoint.end.num_returns, MAX_RETURNS)
         checkpoint.saved = self._saved(checkpoint)
         saved = _half_magnitude(checkpoint.saved)
@@ -216,7 +217,8 @@ class Expected:
             return self._of_unawaited(checkpoint)
         if checkpoint.kind == Kind.PREEMPTED:
             return checkpoint.position
-        sure = checkpoint.replay_tokens / max(_due(checkpoint) - self.clock, 1)
+        due = checkpoint.reservations.first().due
+        sure = checkpoint.replay_tokens / max(due - self.clock, 1)
         return max(sure, self._of_unawaited(checkpoint))
 
     def steady(self, checkpoint: Checkpoint) -> int:
@@ -280,13 +282,6 @@ def _has_parted(chain: Chain, node: Node, position: int) -> bool:
         return False
     known = [node.evicted_tail or b"", *islice(reversed(node.checkpoints), MAX_TAILS_COMPARED)]
     return any(len(tail) == num_bytes for tail in known)
-
-
-def _due(checkpoint: Checkpoint) -> int:
-    """When the first that waits for it has its turn."""
-    earliest = checkpoint.reservations.first()
-    assert earliest is not None, "W2: asked only where somebody waits"
-    return earliest.due
 
 
 def _half_magnitude(num: float) -> int:

@@ -1,6 +1,6 @@
 """Pages and slots: ids with reference counts, in two pools of fixed sizes or in one memory."""
 
-from milepost.cache.memory.pool import Pool, Status
+from milepost.cache.memory.pool import Pool
 from milepost.cache.memory.slots import ZERO_SLOT, Slots
 from milepost.cache.memory.storage import (
     Split,
@@ -15,7 +15,6 @@ __all__ = [
     "Pool",
     "Slots",
     "Split",
-    "Status",
     "Storage",
     "UnifiedPool",
     "fit",

@@ -1,5 +1,5 @@
-"""Where free ids are kept: in a list for a pool of fixed size; in a unified pool in its units, each
-of which holds one slot or some pages.
+"""Where free ids are kept: in a list, or, for pages of a unified pool, in units, each of which
+holds one slot or some pages.
 
 Knows nothing of references. Which ids are handed out depends on the calls alone.
 """
@@ -7,30 +7,10 @@ Knows nothing of references. Which ids are handed out depends on the calls alone
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
-
-
-class FreeIds(Protocol):
-    """What a pool takes ids from and gives them back to."""
-
-    first: int
-    """The lowest id that there may ever be."""
-    end: int
-    """Above the highest."""
-
-    def __len__(self) -> int:
-        """Ids that can be taken."""
-        ...
-
-    def take(self, num: int) -> list[int]:
-        """Take so many, which there are."""
-        ...
-
-    def give(self, ids: Sequence[int]) -> None: ...
 
 
 class FreeList:
-    """`total` ids from `first` on. The id given last is taken first."""
+    """`total` ids from `first` up to `end`. The id given last is taken first."""
 
     def __init__(self, total: int, first: int = 0) -> None:
         self.first = first
@@ -51,59 +31,25 @@ class FreeList:
         self._ids.extend(ids)
 
 
-class Units:
-    """Equal pieces of one memory, 1 to `num_units`; the first free are those given back last.
-
-    Unit 0 is the zero slot's.
-    """
-
-    def __init__(self, num_units: int, pages_each: int) -> None:
-        self.num_units = num_units
-        self.pages_each = pages_each
-        self.free = list(range(num_units, 0, -1))
-
-
-class FreeSlots:
-    """Slots of a unified pool: a unit is a slot, of the same number."""
-
-    def __init__(self, units: Units) -> None:
-        self._units = units
-        self.first = 1
-        self.end = units.num_units + 1
-
-    def __len__(self) -> int:
-        return len(self._units.free)
-
-    def take(self, num: int) -> list[int]:
-        free = self._units.free
-        return [free.pop() for _ in range(num)]
-
-    def give(self, ids: Sequence[int]) -> None:
-        self._units.free.extend(ids)
-
-
 class FreePages:
-    """Pages of a unified pool: unit u is the pages from u x pages_each on.
+    """Pages of a unified pool: unit u is the pages from u x `each` on. `units` are those that hold
+    nothing, from 1 on: unit 0 is the zero slot's.
 
     Long runs get whole units, and what is left over goes where pages are in use already, so that
     few units are held by few pages. A unit whose pages are all free is given up at once.
     """
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: FreeList, each: int) -> None:
         self._units = units
-        self._each = units.pages_each
+        self._each = each
         self._loose: dict[int, list[int]] = {}
-        self._num_loose = 0
-        self.first = self._each
-        self.end = (units.num_units + 1) * self._each
+        self.num_loose = 0
+        """Free pages in units that hold others."""
+        self.first = each
+        self.end = units.end * each
 
     def __len__(self) -> int:
-        return self._num_loose + self._each * len(self._units.free)
-
-    @property
-    def num_loose(self) -> int:
-        """Free pages in units that hold others."""
-        return self._num_loose
+        return self.num_loose + self._each * len(self._units)
 
     def loose(self) -> Iterator[tuple[int, int]]:
         """Units that hold pages and have free ones too, and how many of those."""
@@ -126,16 +72,16 @@ class FreePages:
 
     def take(self, num: int) -> list[int]:
         ids: list[int] = []
-        free, each = self._units.free, self._each
-        while num - len(ids) >= each and free:
-            unit = free.pop()
+        each = self._each
+        while num - len(ids) >= each and len(self._units):
+            (unit,) = self._units.take(1)
             ids.extend(range(unit * each, (unit + 1) * each))
         while len(ids) < num and self._loose:
             self._take_loose(ids, num)
         if len(ids) < num:
-            unit = free.pop()
+            (unit,) = self._units.take(1)
             self._loose[unit] = list(range((unit + 1) * each - 1, unit * each - 1, -1))
-            self._num_loose += each
+            self.num_loose += each
             self._take_loose(ids, num)
         return ids
 
@@ -146,7 +92,7 @@ class FreePages:
         del found[-len(some) :]
         if not found:
             del self._loose[unit]
-        self._num_loose -= len(some)
+        self.num_loose -= len(some)
         ids.extend(some)
 
     def give(self, ids: Sequence[int]) -> None:
@@ -159,6 +105,9 @@ class FreePages:
             found.append(id_)
             if len(found) == each:
                 del loose[unit]
-                self._num_loose -= each
-                self._units.free.append(unit)
-        self._num_loose += len(ids)
+                self.num_loose -= each
+                self._units.give((unit,))
+        self.num_loose += len(ids)
+
+
+FreeIds = FreeList | FreePages

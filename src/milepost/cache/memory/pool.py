@@ -13,15 +13,8 @@ told of pins by `watch`. Verbs take many ids at once: a request of 100,000 token
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from enum import IntEnum
 
 from milepost.cache.memory.free import FreeIds
-
-
-class Status(IntEnum):
-    FREE = 0
-    USED = 1
-    CACHED = 2
 
 
 class Pool:
@@ -80,11 +73,6 @@ class Pool:
 
     def cached_refs(self, id_: int) -> int:
         return self._cached_refs[id_]
-
-    def state(self, id_: int) -> Status:
-        if self._live_refs[id_]:
-            return Status.USED
-        return Status.CACHED if self._cached_refs[id_] else Status.FREE
 
     def allocate(self, num: int) -> list[int]:
         """Take free ids with one live reference each; the caller has made sure of them."""

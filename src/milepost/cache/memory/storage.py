@@ -8,46 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Protocol
 
-from milepost.cache.memory.free import FreeList, FreePages, FreeSlots, Units
+from milepost.cache.memory.free import FreeList, FreePages
 from milepost.cache.memory.pool import Pool
 from milepost.cache.memory.slots import Slots
 
 USUAL_SHARE = 1 / 8
 """Of a unified pool's units, those that mostly are slots; only how much is remembered depends on
 it."""
-
-
-class Storage(Protocol):
-    """What the cache asks."""
-
-    pages: Pool
-    slots: Slots
-    pages_a_slot: int
-    """Pages that a slot takes the place of; 0 if none."""
-    max_pages: int
-    """Pages that one request can have when it is alone."""
-    usual_slots: int
-    """About as many slots as there mostly are."""
-
-    @property
-    def num_loose_pages(self) -> int:
-        """Free pages that don't make up a free unit."""
-        ...
-
-    @property
-    def room(self) -> tuple[int, int]:
-        """Pages, or slots, that can be had if everything that is only cached gives way."""
-        ...
-
-    def is_free(self, num_pages: int, num_slots: int) -> bool:
-        """Whether so much is free at once."""
-        ...
-
-    def has_room(self, num_pages: int, num_slots: int) -> bool:
-        """Whether so much can be had if everything that is only cached gives way."""
-        ...
 
 
 class Split:
@@ -59,31 +27,40 @@ class Split:
         self.pages = Pool(FreeList(num_pages))
         self.slots = Slots(FreeList(num_slots, first=1))
         self.max_pages = num_pages
+        """That one request can have when it is alone."""
         self.usual_slots = num_slots
+        """About as many as there mostly are."""
 
     @property
     def num_loose_pages(self) -> int:
+        """Free pages that don't make up a free unit."""
         return self.pages.num_free
 
     @property
     def room(self) -> tuple[int, int]:
+        """Pages, or slots, that can be had if everything that is only cached gives way."""
         return self.pages.room, self.slots.pool.room
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
+        """Whether so much is free at once."""
         return num_pages <= self.pages.num_free and num_slots <= self.slots.pool.num_free
 
     def has_room(self, num_pages: int, num_slots: int) -> bool:
+        """Whether so much can be had if everything that is only cached gives way."""
         return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
 
 
 class UnifiedPool:
-    """`num_units` units besides the zero slot's, each for one slot or `pages_each` pages."""
+    """`num_units` units besides the zero slot's, each for one slot, of its number, or `pages_each`
+    pages. It answers what `Split` does.
+    """
 
     def __init__(self, num_units: int, pages_each: int) -> None:
-        self.units = Units(num_units, pages_each)
-        self._free_pages = FreePages(self.units)
+        self.num_units = num_units
+        self.free_units = FreeList(num_units, first=1)
+        self._free_pages = FreePages(self.free_units, pages_each)
         self.pages = Pool(self._free_pages)
-        self.slots = Slots(FreeSlots(self.units))
+        self.slots = Slots(self.free_units)
         self.pages_a_slot = pages_each
         self.max_pages = (num_units - 1) * pages_each
         self.usual_slots = max(int(num_units * USUAL_SHARE), 1)
@@ -96,7 +73,7 @@ class UnifiedPool:
         return pages, pages // self.pages_a_slot
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
-        left = len(self.units.free) - num_slots
+        left = len(self.free_units) - num_slots
         return left >= 0 and num_pages <= self._free_pages.num_loose + left * self.pages_a_slot
 
     def has_room(self, num_pages: int, num_slots: int) -> bool:
@@ -145,11 +122,14 @@ class UnifiedPool:
         return is_found
 
     def _idle_page_units(self) -> Iterator[int]:
-        return filter(self._is_idle, range(1, self.units.num_units + 1))
+        return filter(self._is_idle, range(1, self.num_units + 1))
 
     def _is_idle(self, unit: int) -> bool:
         """Whether it holds pages, and only the cache holds those."""
         return self.pages.is_idle(unit * self.pages_a_slot, (unit + 1) * self.pages_a_slot)
+
+
+Storage = Split | UnifiedPool
 
 
 def pages_in_place(page_bytes: int, slot_bytes: int) -> int:

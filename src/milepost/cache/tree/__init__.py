@@ -4,9 +4,9 @@ from milepost.cache.tree.chain import TOKEN_BYTES, Chain, checkpoint_key
 from milepost.cache.tree.index import Tree
 from milepost.cache.tree.kinds import (
     HYBRID,
+    CacheConfig,
     FullAttention,
     LayerKind,
-    Path,
     Recurrent,
     ShortConvolution,
     SlidingWindow,
@@ -18,21 +18,25 @@ from milepost.cache.tree.links import (
     follow,
     link,
     unlink,
+    upwards,
 )
 from milepost.cache.tree.matching import Finder, Match
 from milepost.cache.tree.nodes import (
+    NO_RESERVATIONS,
     Checkpoint,
     End,
     Node,
     Reservation,
 )
 from milepost.cache.tree.outbox import Outbox
-from milepost.cache.tree.reservations import hang, pass_on, take
+from milepost.cache.tree.path import Path
 
 __all__ = [
     "HYBRID",
     "MAX_TAILS_COMPARED",
+    "NO_RESERVATIONS",
     "TOKEN_BYTES",
+    "CacheConfig",
     "Chain",
     "Checkpoint",
     "End",
@@ -51,10 +55,8 @@ __all__ = [
     "checkpoint_key",
     "follow",
     "grid_of",
-    "hang",
     "link",
-    "pass_on",
-    "take",
     "unlink",
+    "upwards",
     "window_of",
 ]

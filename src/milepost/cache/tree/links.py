@@ -48,16 +48,20 @@ def unlink(checkpoint: Checkpoint) -> list[Checkpoint]:
     return [*below, above]
 
 
+def upwards(checkpoint: Checkpoint | None) -> Iterator[Checkpoint]:
+    """This checkpoint, if any, and all above it."""
+    while checkpoint is not None:
+        yield checkpoint
+        checkpoint = checkpoint.above
+
+
 def follow(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
     """This checkpoint and all above it, each made the newest below the next."""
-    here: Checkpoint | None = checkpoint
-    while here is not None:
-        above = here.above
-        if above is not None:
-            del above.below[here]
-            above.below[here] = None
+    for here in upwards(checkpoint):
+        if here.above is not None:
+            del here.above.below[here]
+            here.above.below[here] = None
         yield here
-        here = above
 
 
 def _nearest_above(checkpoint: Checkpoint) -> Checkpoint | None:

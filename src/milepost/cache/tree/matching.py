@@ -9,9 +9,10 @@ from milepost.cache.placement import floor, gives_up_too_much
 from milepost.cache.report import CacheReport, Lost, explain
 from milepost.cache.tree.chain import Chain, common_tokens
 from milepost.cache.tree.index import Tree
-from milepost.cache.tree.kinds import LayerKind, Path, longest_usable
+from milepost.cache.tree.kinds import CacheConfig, longest_usable
 from milepost.cache.tree.links import MAX_TAILS_COMPARED
 from milepost.cache.tree.nodes import Checkpoint, Node
+from milepost.cache.tree.path import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +36,11 @@ class Match:
 
 
 class Finder:
-    """Looks prompts up in `tree`. Where it is not `enabled`, nothing is ever found."""
+    """Looks prompts up in `tree`. Where nothing is cached, nothing is ever found."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        *,
-        kinds: tuple[LayerKind, ...],
-        page_size: int,
-        grid: int,
-        enabled: bool,
-    ) -> None:
+    def __init__(self, tree: Tree, config: CacheConfig) -> None:
         self._tree = tree
-        self._kinds = kinds
-        self._page_size = page_size
-        self._grid = grid
-        self._enabled = enabled
-        self._uses_slots = any(kind.where == "slot" for kind in kinds)
+        self._config = config
         self._last_walk: tuple[object, Node | None] = (None, None)
 
     def find(self, chain: Chain, limit: int | None, version: int) -> Match:
@@ -63,9 +52,9 @@ class Finder:
         last = len(chain) - 1
         limit = last if limit is None else min(limit, last)
         path = self._path(chain, version)
-        position = longest_usable(self._kinds, path, limit) if self._enabled else 0
-        resident = path.kv_length + self._tokens_past_nodes(path) if self._enabled else 0
-        num_seen = self._tree.num_seen(chain, path.num_pages) if self._enabled else 0
+        position = longest_usable(self._config.kinds, path, limit) if self._config.enabled else 0
+        resident = path.kv_length + self._tokens_past_nodes(path) if self._config.enabled else 0
+        num_seen = self._tree.num_seen(chain, path.num_pages) if self._config.enabled else 0
         return Match(
             path=path,
             checkpoint=self._checkpoint(path, position),
@@ -80,47 +69,48 @@ class Finder:
         """Where to keep the state of what is shared with others and lies behind the state that
         there is: on the grid, and at its very end where the grid would give up too much of it.
         """
-        if not self._uses_slots:
+        if not self._config.slots_each:
             return ()
-        on_grid = floor(shared, self._grid)
+        on_grid = floor(shared, self._config.grid)
         found = (on_grid,) if on_grid > position else ()
         is_short = gives_up_too_much(shared, max(on_grid, position))
         return (*found, shared) if is_short else found
 
     def source(self, chain: Chain, version: int) -> Checkpoint | None:
         """The checkpoint that a prompt would resume from."""
-        if not self._enabled:
+        if not self._config.enabled:
             return None
         path = self._path(chain, version)
-        return self._checkpoint(path, longest_usable(self._kinds, path, len(chain) - 1))
+        return self._checkpoint(path, longest_usable(self._config.kinds, path, len(chain) - 1))
 
     def _checkpoint(self, path: Path, position: int) -> Checkpoint | None:
         """The one that a resume at the position reads."""
-        return path.deepest_checkpoint(position) if position and self._uses_slots else None
+        return path.deepest_checkpoint(position) if position and self._config.slots_each else None
 
     def _path(self, chain: Chain, version: int) -> Path:
         """A prompt that arrives is looked up twice, most often in one state of the cache: its walk
         over hundreds of pages is kept."""
-        root = self._tree.roots.get(chain.root)
-        if not self._enabled:
-            return Path(chain, root, None)
+        if not self._config.enabled:
+            return Path(chain, None)
         moment = (chain, len(chain), version)
         if self._last_walk[0] != moment:
             self._last_walk = (moment, self._tree.deepest(chain))
-        return Path(chain, root, self._last_walk[1])
+        return Path(chain, self._last_walk[1])
 
     def _report(
         self, path: Path, reused: int, resident: int, num_seen: int, limit: int
     ) -> CacheReport:
         num_tokens = len(path.chain)
-        if not self._enabled:
+        if not self._config.enabled:
             lost = {Lost.DISABLED: num_tokens}
             return CacheReport(
                 prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
             )
         num_given_up = path.evicted_position(reused)
         if limit < num_tokens - 1:  # a state behind it has to give way to the request itself
-            num_given_up = max(num_given_up, longest_usable(self._kinds, path, num_tokens - 1))
+            num_given_up = max(
+                num_given_up, longest_usable(self._config.kinds, path, num_tokens - 1)
+            )
         salt_depth = self._tree.other_salt_depth(path.chain, num_seen)
         return explain(
             num_tokens,
@@ -128,10 +118,10 @@ class Finder:
             kv_length=path.kv_length,
             checkpoint_evicted=num_given_up,
             # A page that is there has the state beside it, if states lie there.
-            kv_grid=floor(resident, self._grid) if self._uses_slots else reused,
+            kv_grid=floor(resident, self._config.grid) if self._config.slots_each else reused,
             resident=max(resident, reused),
-            evicted=num_seen * self._page_size,
-            other_salt=salt_depth * self._page_size,
+            evicted=num_seen * self._config.page_size,
+            other_salt=salt_depth * self._config.page_size,
         )
 
     def _tokens_past_nodes(self, path: Path) -> int:
@@ -140,7 +130,7 @@ class Finder:
         if end is None:
             return 0
         start = path.kv_length
-        rest = path.chain.token_bytes(start, start + self._page_size)
+        rest = path.chain.token_bytes(start, start + self._config.page_size)
         known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
         known += self._tree.alike(end, rest)
         return max((common_tokens(rest, tokens) for tokens in known), default=0)

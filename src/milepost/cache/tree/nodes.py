@@ -8,7 +8,7 @@ no resume can ever use the node's page for a state: it is a stray.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from milepost.cache.order import Order
@@ -79,62 +79,55 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A waiting request's claim on what it will resume from."""
+    """A waiting request's claim on what it will resume from: a return that is known before it
+    happens, so what it needs is worth more than what may or may not be asked for.
+    """
 
     due: int
     """When its turn comes if all before it go first, in requests."""
     checkpoint: Checkpoint | None = None
 
+    def move(self, checkpoint: Checkpoint | None) -> None:
+        """Hang on this checkpoint from now on; None: on nothing."""
+        if self.checkpoint is not None:
+            self.checkpoint.reservations.discard(self)
+        self.checkpoint = checkpoint
+        if checkpoint is not None:
+            if checkpoint.reservations is NO_RESERVATIONS:
+                checkpoint.reservations = Order()
+            checkpoint.reservations.push(self, self.due)
 
+
+NO_RESERVATIONS: Final[Order[Reservation]] = Order()
+"""Shared by the checkpoints that nobody waits for; never written."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """A cached state after exactly `position` tokens, on the node of its last full page.
+    """A cached state after exactly `position` tokens, on the node of its last full page."""
 
-    Inside a page it also owns `tail_page`, which holds the KV of the `tail` tokens (packed uint32)
-    past the node. `above` is the next shallower checkpoint on its path, `below` those that have
-    this one above them, the path that was used last at the end. `reservations` are those of waiting
-    requests that would resume here, the earliest first. `saved` is for the worth to note.
-    """
+    position: int
+    slot: int
+    node: Node
+    kind: str
+    tail: bytes
+    """The tokens past the node, if it is inside a page, as packed uint32."""
+    tail_page: int | None
+    """Its own page, which holds their KV."""
+    end: End
+    num_uses: int = 0
+    used_at: int = field(init=False)
+    saved: float = 0.0
+    """For the score to note."""
+    above: Checkpoint | None = None
+    """The next shallower one on its path."""
+    below: dict[Checkpoint, None] = field(default_factory=dict)
+    """Those that have this one above them; the path that was used last at the end."""
+    reservations: Order[Reservation] = NO_RESERVATIONS
+    """Those of waiting requests that would resume here, the earliest first."""
 
-    __slots__ = (
-        "above",
-        "below",
-        "end",
-        "kind",
-        "node",
-        "num_uses",
-        "position",
-        "reservations",
-        "saved",
-        "slot",
-        "tail",
-        "tail_page",
-        "used_at",
-    )
-
-    def __init__(
-        self,
-        *,
-        position: int,
-        slot: int,
-        node: Node,
-        kind: str,
-        tail: bytes,
-        tail_page: int | None,
-        end: End,
-    ) -> None:
-        self.position = position
-        self.slot = slot
-        self.node = node
-        self.kind = kind
-        self.tail = tail
-        self.tail_page = tail_page
-        self.num_uses = 0
-        self.used_at = end.time
-        self.end = end
-        self.saved = 0.0
-        self.above: Checkpoint | None = None
-        self.below: dict[Checkpoint, None] = {}
-        self.reservations: Order[Reservation] = NO_RESERVATIONS
+    def __post_init__(self) -> None:
+        self.used_at = self.end.time
 
     @property
     def key(self) -> bytes:
@@ -153,7 +146,5 @@ class Checkpoint:
 
 
 NO_PAGE: Final = -1
-NO_RESERVATIONS: Final[Order[Reservation]] = Order()
-"""Shared by the checkpoints that nobody waits for; never written."""
 NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
 """Shared by the many nodes without checkpoints; never written."""

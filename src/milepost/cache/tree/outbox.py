@@ -16,6 +16,7 @@ from milepost.cache.events import (
 )
 from milepost.cache.plans import What
 from milepost.cache.tree.index import Tree
+from milepost.cache.tree.kinds import CacheConfig
 from milepost.cache.tree.nodes import Checkpoint, Node
 
 
@@ -24,9 +25,9 @@ class Outbox:
     what leaves, right before.
     """
 
-    def __init__(self, page_size: int, *, needs_states: bool) -> None:
-        self._page_size = page_size
-        self._needs_states = needs_states
+    def __init__(self, config: CacheConfig) -> None:
+        self._page_size = config.page_size
+        self._needs_states = config.slots_each > 0
         self._events: list[Event] = []
         self.is_open = False
 

@@ -1,0 +1,106 @@
+"""A prompt's path through the tree, and the checkpoints on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from milepost.cache.tree.chain import TOKEN_BYTES, Chain
+from milepost.cache.tree.nodes import Checkpoint, Node
+
+
+class Path:
+    """A prompt's known prefix: its chain and the deepest node that matches, the root itself if need
+    be. To look from there upwards costs what is looked at; `nodes`
+    costs the whole path.
+    """
+
+    __slots__ = ("_nodes", "_pages", "chain", "end")
+
+    def __init__(self, chain: Chain, end: Node | None) -> None:
+        self.chain = chain
+        self.end = end
+        self._nodes: list[Node] | None = None
+        self._pages: list[int] | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Resident full pages."""
+        return self.end.depth if self.end is not None else 0
+
+    @property
+    def kv_length(self) -> int:
+        """Tokens in the resident full pages."""
+        return self.num_pages * self.chain.page_size
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The nodes that match, without the root, shallowest first."""
+        if self._nodes is None:
+            self._nodes = [node for node in self._upwards() if not node.is_root]
+            self._nodes.reverse()
+        return self._nodes
+
+    @property
+    def pages(self) -> list[int]:
+        """Those of its nodes."""
+        if self._pages is None:
+            self._pages = [node.page for node in self.nodes]
+        return self._pages
+
+    def _upwards(self) -> Iterator[Node]:
+        """The nodes that match, the deepest first, the root last."""
+        return iter(()) if self.end is None else self.end.ancestors()
+
+    def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
+        """The deepest checkpoint at or before `limit` whose tail matches the prompt too."""
+        usable_pages = limit // self.chain.page_size
+        for node in self._upwards():
+            if node.checkpoints and node.depth <= usable_pages:
+                best = self.deepest_on(node, limit)
+                if best is not None:
+                    return best
+        return None
+
+    def deepest_on(self, node: Node, limit: int) -> Checkpoint | None:
+        """The deepest matching checkpoint that hangs on `node`, up to `limit`."""
+        if not node.checkpoints:
+            return None
+        start = node.depth * self.chain.page_size
+        longest = min(limit - start, self.chain.page_size - 1)
+        rest = self.chain.token_bytes(start, start + longest)
+        for length in range(longest * TOKEN_BYTES, -1, -TOKEN_BYTES):
+            checkpoint = node.checkpoints.get(rest[:length])
+            if checkpoint is not None:
+                return checkpoint
+        return None
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints that a longer prompt on this path could use, shallowest first."""
+        return [
+            checkpoint
+            for node in reversed(list(self._upwards()))
+            if node.checkpoints
+            for checkpoint in sorted(node.checkpoints.values(), key=lambda c: c.position)
+            if self._has_tail(checkpoint)
+        ]
+
+    def evicted_position(self, above: int) -> int:
+        """Where the deepest state behind `above` was that has been evicted from this path; 0 if
+        none is known.
+        """
+        for node in self._upwards():
+            if (node.depth + 1) * self.chain.page_size <= above:
+                break
+            if node.evicted_tail is not None and self._continues(node, node.evicted_tail):
+                return self._position(node, node.evicted_tail)
+        return 0
+
+    def _has_tail(self, checkpoint: Checkpoint) -> bool:
+        return self._continues(checkpoint.node, checkpoint.tail)
+
+    def _continues(self, node: Node, tail: bytes) -> bool:
+        start = node.depth * self.chain.page_size
+        return self.chain.token_bytes(start, self._position(node, tail)) == tail
+
+    def _position(self, node: Node, tail: bytes) -> int:
+        return node.depth * self.chain.page_size + len(tail) // TOKEN_BYTES

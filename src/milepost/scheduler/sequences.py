@@ -1,0 +1,83 @@
+"""One request's part of a step, as data: what it computes, reads and writes."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+from milepost.scheduler.memory import PrefixMemory
+from milepost.scheduler.plans import PromptScoring, SequencePlan
+from milepost.scheduler.request import Request
+
+
+def plan_sequence(
+    memory: PrefixMemory,
+    request: Request,
+    num_tokens: int,
+    *,
+    num_drafts: int = 0,
+    max_num_exports: int = 0,
+    num_lookahead_tokens: int = 0,
+) -> SequencePlan:
+    """Plan a running request's next tokens, with drafts behind them; with none of either it folds
+    the committed ones into its state. Where there is room, the page table of one that samples
+    reaches `num_lookahead_tokens` further than it has to.
+    """
+    allocation, chain = request.allocation, request.chain
+    assert allocation is not None
+    start = allocation.planned
+    end = start + num_tokens
+    is_ahead = num_tokens > 0 and start == request.num_tokens
+    samples = num_tokens > 0 and end >= request.num_tokens
+    tokens = b"" if is_ahead else chain.token_bytes(start, end)
+    if num_drafts:
+        tokens += array("I", request.drafts[:num_drafts]).tobytes()
+    if samples and num_lookahead_tokens:
+        longest = request.num_prompt_tokens + request.max_tokens
+        memory.extend(allocation, min(end + num_drafts + num_lookahead_tokens, longest))
+    # The next step reads what this allocation is before the chunk is planned.
+    fold, slot_in = allocation.num_unfolded, allocation.next_slot_in
+    page_copy = allocation.next_page_copy
+    is_new = not request.num_planned_pages
+    return SequencePlan(
+        number=request.number,
+        start=start,
+        num_tokens=num_tokens + num_drafts,
+        tokens=tokens,
+        new_pages=_new_pages(request, allocation.page_table),
+        write_from=allocation.write_from,
+        slot_in=slot_in,
+        slot_out=allocation.slot_out,
+        exports=tuple(memory.take_exports(allocation, end, max_num_exports, num_drafts)),
+        page_copy=page_copy,
+        samples=samples,
+        fold=fold,
+        num_drafts=num_drafts,
+        is_ahead=is_ahead,
+        scoring=_scoring(request, start, end),
+        history=chain.token_bytes(0, start) if is_new and request.keeps_history else None,
+    )
+
+
+def place_in_batch(plan: SequencePlan) -> tuple[int, int]:
+    """Decodes first, by slot: states that lie side by side need not be gathered. Those whose token
+    is not known yet stand before the others.
+    """
+    if not plan.is_decode:
+        return 2, sys.maxsize
+    return 1 - plan.is_ahead, plan.slot_out
+
+
+def _new_pages(request: Request, table: list[int]) -> tuple[int, ...]:
+    """What the table has grown by since a plan named it last."""
+    first, request.num_planned_pages = request.num_planned_pages, len(table)
+    return tuple(table[first:]) if first < len(table) else ()
+
+
+def _scoring(request: Request, start: int, end: int) -> PromptScoring | None:
+    """The scores that a request wants of the chunk [start, end)."""
+    num_top = request.num_prompt_logprobs
+    end = min(end + 1, request.num_prompt_tokens)
+    if num_top is None or start + 1 >= end:
+        return None
+    return PromptScoring(targets=request.chain.token_bytes(start + 1, end), num_top=num_top)
