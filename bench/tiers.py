@@ -1,20 +1,25 @@
-"""What host memory is worth on one GPU: one long prompt, traffic that shares nothing, many agents.
+"""What host memory and a disk are worth on one GPU: one long prompt, traffic that shares nothing,
+many agents.
 
     python bench/tiers.py [--model bench/models/hybrid-35b-a3b] [--host-gib 24] [--only NAME]
 
 Dummy weights and random token ids from a seed. One JSON row a measurement. The same engine runs
-with tiers and, its tiers paused, without.
+with tiers and, its tiers paused, without. `--disk-dir` has files written there, below a new folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,8 @@ import rows
 
 from milepost import LLM, SamplingParams
 from milepost.scheduler.outside import Offer
+from milepost.tiers.disk import NUM_READERS
+from milepost.tiers.rates import MeasuredRates
 
 LONG = 31_700
 
@@ -54,6 +61,14 @@ class Bench:
     def forget_device(self) -> None:
         self.llm.llm_engine.flush()
         assert self.llm.llm_engine.scheduler.cache.reset()
+
+    def forget_host(self) -> None:
+        """Have all that is worth it on disk, and only there."""
+        self.forget_device()
+        tiering = self.llm.llm_engine._tiering
+        while tiering.tend():
+            time.sleep(0.001)
+        self.tiers.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -120,18 +135,82 @@ def agents(bench: Bench, num: int = 64, length: int = 6000) -> Iterator[dict[str
         }
 
 
-WORKLOADS = {"long": long, "unique": unique, "agents": agents}
+def disk(bench: Bench) -> Iterator[dict[str, Any]]:
+    """One prompt of 31,700 tokens from disk, beside a plain read of the same files, as many at a
+    time: first with nothing of them in the system's cache, then with all."""
+    folder = Path(bench.llm.llm_engine.config.cache_dir)
+    prompt = bench.tokens(LONG)
+    bench.ask([prompt], 1)
+    start = time.perf_counter()
+    bench.forget_host()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    yield {"files": len(files), "gb": size / 1e9, "written_s": time.perf_counter() - start}
+    for turn in ("cold", "cold", "cached", "cached"):
+        taken = {}
+        for name in ("read", "load"):
+            bench.forget_host()
+            bench.tiers.rates = MeasuredRates(disk_bytes_per_s=1e12)
+            if turn == "cold":
+                _drop(files)
+            if name == "read":
+                taken[name] = _read(files)
+            else:
+                taken[name], (output,) = bench.ask([prompt], 1)
+        ratio = taken["load"] / taken["read"]
+        yield {"turn": turn, **taken, "ratio": ratio, "from": output.cache_report.loaded}
+
+
+def _drop(files: list[Path]) -> None:
+    """Have the system forget what files hold."""
+    os.sync()
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(files: list[Path]) -> float:
+    """Seconds that a plain read of files takes."""
+    buffers = [bytearray(path.stat().st_size) for path in files]
+    for buffer in buffers:
+        buffer[::4096] = bytes(len(buffer[::4096]))  # so that the memory is there
+
+    def fill(path: Path, buffer: bytearray) -> None:
+        with path.open("rb", buffering=0) as file:
+            rest = memoryview(buffer)
+            while num := file.readinto(rest):
+                rest = rest[num:]
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(fill, files, buffers))
+    return time.perf_counter() - start
+
+
+WORKLOADS = {"long": long, "unique": unique, "agents": agents, "disk": disk}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
     parser.add_argument("--host-gib", type=float, default=24.0)
-    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS)
+    parser.add_argument("--disk-dir")
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     options = {name: json.loads(value) for name, _, value in map(_pair, arguments.option)}
+    folder = None
+    if arguments.disk_dir is not None:
+        folder = options["cache_dir"] = tempfile.mkdtemp(dir=arguments.disk_dir)
+    try:
+        return _run(arguments, options)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder)
+
+
+def _run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     start = time.perf_counter()
     llm = LLM(
         arguments.model,
@@ -149,7 +228,8 @@ def main() -> int:
     limits = bench.tiers.limits
     row = {"startup_s": time.perf_counter() - start, "host_pages": limits.num_host_pages}
     print(json.dumps(row | {"host_states": limits.num_host_states}), flush=True)
-    for name in arguments.only:
+    all_names = [name for name in WORKLOADS if name != "disk" or arguments.disk_dir is not None]
+    for name in arguments.only or all_names:
         for row in WORKLOADS[name](bench):
             print(json.dumps({"workload": name, **row}), flush=True)
     return 0

@@ -83,6 +83,15 @@ def ask(
     return outputs
 
 
+def ask_all(
+    llm: LLM, prompts: Sequence[Sequence[int]], wishes: Sequence[SamplingParams]
+) -> list[CompletionOutput]:
+    """One answer to each prompt, each as it was wished for."""
+    outputs = llm.generate([prompt(each) for each in prompts], wishes, use_tqdm=False)
+    check(llm.llm_engine.scheduler.cache)
+    return [output.outputs[0] for output in outputs]
+
+
 def cached(outputs: Sequence[RequestOutput]) -> list[int]:
     return [output.num_cached_tokens for output in outputs]
 

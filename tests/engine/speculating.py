@@ -7,7 +7,8 @@ from typing import Any
 
 from milepost import LLM
 from milepost.scheduler.request import Request
-from milepost.speculative import Wish
+from milepost.speculative import DraftWish
+from tests.engines import VOCAB_SIZE
 
 
 class Oracle:
@@ -16,12 +17,16 @@ class Oracle:
     method = "oracle"
 
     def __init__(
-        self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], errs: Callable[[int], bool]
+        self,
+        answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+        errs: Callable[[int], bool],
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self._answers = {tuple(prompt): list(answer) for prompt, answer in answers}
         self._errs = errs
+        self._vocab_size = vocab_size
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [self._propose(wish.request, wish.most) for wish in wishes]
 
     def _propose(self, request: Request, most: int) -> list[int]:
@@ -30,7 +35,7 @@ class Oracle:
         first = request.num_output_tokens
         drafts = answer[first : first + most]
         return [
-            (token + 1) % 320 if self._errs(place) else token
+            (token + 1) % self._vocab_size if self._errs(place) else token
             for place, token in enumerate(drafts, start=first)
         ]
 

@@ -323,7 +323,7 @@ def test_every_default_is_valid():
 
 
 def test_no_such_model():
-    with pytest.raises(ConfigError, match="model='/no/such/folder' is neither a folder nor"):
+    with pytest.raises(ConfigError, match="model='/no/such/folder': there is no such folder"):
         open_llm("/no/such/folder")
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from milepost.config import EngineConfig
 from milepost.engine import client as client_module
-from milepost.engine.client import WATCHES, Bell, EngineClient
+from milepost.engine.client import WATCHES, EngineClient
 from milepost.engine.core import Engine
 from milepost.engine.prompts import Prompt
+from milepost.engine.stream import StreamBell
 from milepost.errors import (
     ConfigError,
     EngineDeadError,
@@ -132,7 +133,7 @@ def test_a_slow_reader_gets_the_same_joined(config):
 
 def test_streams_that_share_a_bell_lose_nothing(config):
     async def scenario(client):
-        bell = Bell()
+        bell = StreamBell()
         streams = [client.add(PROMPT, SHORT, bell=bell) for _ in range(3)]
         tokens, ended = [0, 0, 0], 0
         while ended < 3:
@@ -152,7 +153,7 @@ def test_streams_that_share_a_bell_lose_nothing(config):
 
 def test_an_error_that_comes_with_an_output_is_told_too(config):
     async def scenario(client):
-        bell = Bell()
+        bell = StreamBell()
         stream = client.add(PROMPT, LONG, bell=bell)
         await bell.wait()
         stream.fail(RequestTimeoutError("late"))

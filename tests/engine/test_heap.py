@@ -57,7 +57,9 @@ def test_an_engine_gives_back_when_nothing_comes(monkeypatch, waiting, num_times
     with ours, theirs:
         cache = Cache(num_pages=4, num_slots=2)
         scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=64)
-        loop = process.Loop(SimpleNamespace(scheduler=scheduler, facts=None, bell=None), theirs)
+        loop = process.Loop(
+            SimpleNamespace(scheduler=scheduler, facts=None, bell=None, alarm=None), theirs
+        )
         loop._has_rested = False
         ours.sendall(waiting)
         loop._rest()

@@ -10,7 +10,7 @@ import torch
 from milepost import LLM
 from milepost.cache.memory import Split, UnifiedPool
 from milepost.config import EngineConfig
-from milepost.engine import setup
+from milepost.engine import sizing
 from milepost.errors import ConfigError
 from milepost.parallel import ALONE
 from milepost.runner.memory import OneMemory, TwoPools
@@ -79,13 +79,13 @@ def test_numbers_that_are_given_split_the_memory(tiny):
     ],
 )
 def test_auto_shares_on_a_gpu_where_it_can(tiny, monkeypatch, device, options, kind):
-    monkeypatch.setattr(setup, "free_bytes", lambda *_, **__: 1 << 24)
+    monkeypatch.setattr(sizing, "free_bytes", lambda *_, **__: 1 << 24)
     config = EngineConfig(**options)
     specs = tiny.open().llm_engine.runner.executor.model.layer_specs
     shape = PoolShape(
         specs=specs, page_size=config.page_size, dtype=torch.float32, state_dtype=torch.float32
     )
-    assert isinstance(setup._sizes(config, shape, torch.device(device), 0, ALONE), kind)
+    assert isinstance(sizing.sizes_of(config, shape, torch.device(device), 0, ALONE), kind)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from milepost.cache import Cache
 from milepost.config import EngineConfig
-from milepost.engine.client import _joined
 from milepost.engine.core import Engine
-from milepost.engine.process import _Sent, _Task
 from milepost.engine.prompts import Prompt
 from milepost.engine.requests import Job
-from milepost.engine.setup import Parts
+from milepost.engine.setup import EngineParts
+from milepost.engine.stream import _joined
+from milepost.engine.tasks import Sent, Task
 from milepost.runner.choice import SampledToken
 from milepost.runner.flight import Flight
 from milepost.runner.runner import RunnerOutput
@@ -115,7 +115,7 @@ class ScriptedRunner:
 
 def engine_of(scripts: Mapping[int, tuple[int, list[int]]], most: int, seed: int) -> Engine:
     cache = Cache(num_pages=14, num_slots=5, page_size=16)
-    parts = Parts(
+    parts = EngineParts(
         scheduler=Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=64),
         runner=ScriptedRunner(scripts, most, seed),
         tokenizer=TOKENIZER,
@@ -133,7 +133,7 @@ def answers(wishes: Sequence[Wish], most: int, seed: int = 0) -> tuple[list[Any]
     scripts = {number: (wish.num_prompt, script_of(wish)) for number, wish in enumerate(wishes)}
     engine = engine_of(scripts, most, seed)
     jobs = [engine.add(_prompt(number, wish), wish.params) for number, wish in enumerate(wishes)]
-    tasks = [_Task(0, job, [_Sent(answer) for answer in job.answers]) for job in jobs]
+    tasks = [Task(0, job, [Sent(answer) for answer in job.answers]) for job in jobs]
     streams: dict[Job, Any] = {}
     while engine.has_work:
         for job in engine.step():

@@ -13,11 +13,11 @@ import torch
 from msgspec import structs
 
 from milepost import LLM
-from milepost.engine.client import _joined
 from milepost.engine.drafting import num_drafts_of
-from milepost.engine.process import _Sent, _Task
 from milepost.engine.prompts import Prompt
 from milepost.engine.setup import build
+from milepost.engine.stream import _joined
+from milepost.engine.tasks import Sent, Task
 from milepost.errors import UnsupportedModelError
 from milepost.layers.gated_delta import Arrangement, GatedDelta, GatedDeltaShapes
 from milepost.layers.parameters import ParameterKind
@@ -338,6 +338,22 @@ def test_who_is_preempted_or_given_up_leaves_what_is_final(exact, is_ahead):
     exact.check(ask(llm, prompts[1], params=params), params)
 
 
+def test_what_was_judged_is_handed_on_while_the_next_step_runs(exact):
+    """A step with drafts is launched only once the one before is taken, but then at once."""
+    llm = exact.open(**drafting(4), **POOLS, async_scheduling=True)
+    knowing(exact, llm, [tokens(90)], greedy(30), mistakes(0.3))
+    engine = llm.llm_engine
+    job = engine.add(Prompt(token_ids=tokens(90)), greedy(30))
+    num_judging = 0
+    for running in steps_until_done(llm):
+        if running:
+            assert engine._under_way is not None
+            num_judging += engine._under_way.plan.num_drafts > 0
+    assert num_judging > 3
+    exact.check([job.output()], greedy(30))
+    assert num_held(llm) == (0, 0)
+
+
 def test_a_step_that_is_interrupted_is_taken_back(exact, monkeypatch):
     llm = exact.open(**drafting(4), **POOLS)
     token_ids, params = tokens(150), greedy(30)
@@ -477,7 +493,7 @@ def test_outputs_say_what_became_of_drafts(exact):
     knowing(exact, llm, [tokens(50)], greedy(20), mistakes(0.3))
     engine = llm.llm_engine
     job = engine.add(Prompt(token_ids=tokens(50)), greedy(20))
-    task, joined = _Task(0, job, [_Sent(each) for each in job.answers]), None
+    task, joined = Task(0, job, [Sent(each) for each in job.answers]), None
     while engine.has_work:
         for _ in engine.step():
             new = task.output()

@@ -9,9 +9,22 @@ import torch
 from milepost import SamplingParams
 from milepost.cache import Lost
 from milepost.config import EngineConfig
+from milepost.engine.prompts import Prompt
 from milepost.errors import ConfigError
-from milepost.tiers.rates import Rates
-from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, cached, prompt, save_tiny, tokens
+from milepost.tiers.rates import MeasuredRates
+from tests.engines import (
+    NUM_TOKENS,
+    THREE_LAYERS,
+    answer,
+    ask,
+    cached,
+    greedy,
+    num_held,
+    prompt,
+    save_tiny,
+    tokens,
+)
+from tests.mtp import add_head
 
 END = 300 + NUM_TOKENS - 1
 DEVICES = {
@@ -35,7 +48,9 @@ def opened(tiny, **options):
     llm = tiny.open(max_num_seqs=3, **({"cache_host_gib": 0.05} | options))
     tiering = llm.llm_engine._tiering
     if tiering is not None:
-        tiering.tiers.rates = Rates(tokens_per_s=1.0, load_s=0.0)  # nothing is worth computing
+        tiering.tiers.rates = MeasuredRates(
+            tokens_per_s=1.0, load_s=0.0
+        )  # nothing is worth computing
     return llm
 
 
@@ -122,7 +137,7 @@ def test_what_is_kept_has_the_bytes_that_the_device_had(tiny):
     num = 0
     for node in cache.tree.nodes.values():
         item = tiering.tiers.host.get("page", node.digest)
-        rows = tiering.host.pages.tensors
+        rows = tiering.copier.mover.host.pages.tensors
         assert all(
             torch.equal(part[node.page], row[item.place])
             for part, row in zip(pools.page_parts, rows, strict=True)
@@ -132,7 +147,7 @@ def test_what_is_kept_has_the_bytes_that_the_device_had(tiny):
         item = tiering.tiers.host.get("state", checkpoint.key)
         if item is None:
             continue
-        rows = tiering.host.states.tensors
+        rows = tiering.copier.mover.host.states.tensors
         assert all(
             torch.equal(part[checkpoint.slot], row[item.place])
             for part, row in zip(pools.slot_parts, rows, strict=True)
@@ -175,6 +190,43 @@ def test_an_engine_whose_host_memory_is_refused_serves_without(tiny, monkeypatch
 def test_what_cannot_be_is_refused(options, named):
     with pytest.raises(ConfigError, match=named):
         EngineConfig(**options)
+
+
+def test_drafts_float8_salts_aborts_and_tight_memory_beside_each_other(tmp_path, monkeypatch):
+    sizes = {"linear_value_head_dim": 36}  # a state is no smaller than a page
+    tiny = save_tiny(tmp_path, "qwen3_5", torch.float64, **THREE_LAYERS, **sizes)
+    add_head(tiny.folder)
+    tiny.options = {"kv_cache_dtype": "fp8"}
+    llm = opened(
+        tiny, speculative_config={"method": "mtp", "adaptive": False}, num_pages=12, num_slots=4
+    )
+    engine, copier = llm.llm_engine, llm.llm_engine._tiering.copier
+    (first,) = ask(llm, tokens(300), cache_salt="a")
+    forget_device(llm)
+    stranger = ask(llm, follow_up(first), cache_salt="b")
+    assert loaded(stranger[0]) == {}
+
+    forget_device(llm)
+    with monkeypatch.context() as held:
+        held.setattr(copier, "poll", lambda: False)
+        held.setattr(copier, "_hasten", lambda: False)
+        job = engine.add(Prompt(token_ids=follow_up(first), cache_salt="a"), greedy())
+        engine.step()
+        assert engine.scheduler.num_loading == 1
+        engine.abort(job)
+        engine.step()
+    engine.flush()
+    assert num_held(llm) == (0, 0), "who is over holds nothing, once nobody writes there any more"
+
+    forget_device(llm)
+    long = greedy(60)
+    again = ask(llm, follow_up(first), tokens(280, seed=6), params=long, cache_salt="a")
+    assert loaded(again[0]) == {"host": END}
+    assert engine.speculation is not None
+    assert sum(output.outputs[0].num_draft_tokens for output in again) > 0
+    assert engine.scheduler.stats.num_preemptions > 0
+    tiny.check([first, *stranger])
+    tiny.check(again, long)
 
 
 # --- on disk --------------------------------------------------------------------------------------
@@ -226,6 +278,21 @@ def test_files_that_are_no_good_cost_time_alone(tiny, tmp_path, how):
     assert outputs[0].cache_report.lost[Lost.LATE_COPY] == END
     assert loaded(outputs[0]) == {}
     assert again.llm_engine._tiering.tiers.stats.failed_loads == 1
+    tiny.check(outputs)
+
+
+def test_what_another_engine_writes_meanwhile_is_found(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("milepost.tiers.disk.ROUND_S", 1e-6)
+    llm, other = kept(tiny, tmp_path), kept(tiny, tmp_path)
+    assert not len(llm.llm_engine._tiering.tiers.disk)
+    (first,) = ask(other, tokens(300))
+    end(other)
+    engine = llm.llm_engine
+    assert engine.rest_s is not None, "an engine that does nothing looks from time to time"
+    while len(engine._tiering.tiers.disk) < other.llm_engine._tiering.tiers.stats.written:
+        engine.tend()
+    outputs = ask(llm, follow_up(first))
+    assert loaded(outputs[0]) == {"disk": END}
     tiny.check(outputs)
 
 

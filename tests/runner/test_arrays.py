@@ -119,25 +119,25 @@ def test_ladder_holds_every_small_step():
     assert len(set(capacities)) == len(capacities)
     for num in range(1, 21):
         plan = steps(*(sequence(10, [1], 1 + i) for i in range(num)))
-        found = smallest(capacities, plan)
+        found = smallest(capacities, exact_capacity(plan))
         assert found is not None
         assert found.decodes
         assert num <= found.num_sequences <= max(2 * num, 1)
     for num_tokens in (2, 33, 512):
-        found = smallest(capacities, steps(sequence(0, [1] * num_tokens, 1)))
+        found = smallest(capacities, exact_capacity(steps(sequence(0, [1] * num_tokens, 1))))
         assert found is not None
         assert not found.decodes
         assert found.num_tokens >= num_tokens
-    assert smallest(capacities, steps(sequence(0, [1] * 513, 1))) is None
     exports = tuple(Export(position=1 + i, slot=2, kind=Kind.MARK) for i in range(40))
-    assert smallest(capacities, steps(sequence(0, [1] * 50, 1, exports=exports))) is None
+    for own in (sequence(0, [1] * 513, 1), sequence(0, [1] * 50, 1, exports=exports)):
+        assert smallest(capacities, exact_capacity(steps(own))) is None
 
 
 def test_few_sequences_have_graphs_of_their_own():
     capacities = ladder(max_num_seqs=20, max_num_batched_tokens=8192)
     for num, room in ((1, 4), (4, 4), (5, 20), (20, 20)):
         plan = steps(*(sequence(10, [1, 2], 1 + i) for i in range(num)))
-        found = smallest(capacities, plan)
+        found = smallest(capacities, exact_capacity(plan))
         assert found is not None
         assert (found.num_sequences, found.num_tokens) == (room, 64 if num == 20 else 32)
 
@@ -193,24 +193,26 @@ def test_ladder_holds_small_steps_that_verify():
     assert [c for c in capacities if not c.num_drafts] == plain
     for num in range(1, 21):
         sequences = [drafting(1 + i, i % 4) for i in range(num)]
-        found = smallest(capacities, steps(drafting(30, 1), *sequences[1:]))
+        found = smallest(capacities, exact_capacity(steps(drafting(30, 1), *sequences[1:])))
         assert found is not None
         assert found.decodes
         assert found.num_drafts == 3
         assert num <= found.num_sequences <= max(2 * num, 1)
-        found = smallest(capacities, steps(*(sequence(9, [1], 1 + i) for i in range(num))))
+        found = smallest(
+            capacities, exact_capacity(steps(*(sequence(9, [1], 1 + i) for i in range(num))))
+        )
         assert found is not None
         assert not found.num_drafts
     mixed = steps(drafting(1, 3), drafting(2, 0, fold=2), sequence(0, [1] * 50, 3))
-    found = smallest(capacities, mixed)
+    found = smallest(capacities, exact_capacity(mixed))
     assert found is not None
     assert (found.num_tokens, found.num_drafts, found.decodes) == (64, 3, False)
     assert found.num_sampled == 64
     only_folds = steps(sequence(100, [], 1, fold=1, samples=False))
-    found = smallest(capacities, only_folds)
+    found = smallest(capacities, exact_capacity(only_folds))
     assert found is not None
     assert found.num_sequences == 1
-    assert smallest(capacities, steps(drafting(1, 4))) is None
+    assert smallest(capacities, exact_capacity(steps(drafting(1, 4)))) is None
 
 
 def test_shapes_of_a_step_that_verifies_follow_from_the_capacity(tables):

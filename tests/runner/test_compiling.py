@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from milepost import LLM
-from milepost.engine import setup
+from milepost.engine import rank
 from milepost.errors import KernelError
 from milepost.kernels.device import Chip
 from milepost.runner.plain import PlainExecutor
@@ -38,8 +38,8 @@ def test_an_engine_whose_kernels_do_not_run_takes_the_reference(monkeypatch, cap
     def refuse(*_: object) -> int:
         raise KernelError("solve asks for too much")
 
-    monkeypatch.setattr(setup, "_announce_kernels", lambda *_: True)
-    monkeypatch.setattr(setup, "measure_activations", refuse)
+    monkeypatch.setattr(rank, "_announce_kernels", lambda *_: True)
+    monkeypatch.setattr(rank, "measure_activations", refuse)
     llm = LLM(device="cpu", cpu_cache_gib=0.05)
     assert isinstance(llm.llm_engine.runner.executor, PlainExecutor)
     assert "kernels: reference, many times slower; of the fused ones solve asks" in caplog.text

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from milepost.cache.plans import Store, What
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.scheduler import Scheduler
-from milepost.tiers.policy import Fetch, Tiers
+from milepost.tiers.loads import Fetch
+from milepost.tiers.policy import Tiers
 from milepost.tiers.tier import Item
 from tests.fakes import EMPTY, FakeRunner
 
@@ -43,7 +44,7 @@ class FakeCopier:
         scheduler.outside.add_keeper(tiers)
         scheduler.outside.add_source(tiers)
         for (what, key), (parent, position, _) in self.files.held.items():
-            tiers.found(what, key, parent, position)
+            tiers.writes.found(what, key, parent, position)
 
     # --- what a plan says -------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ class FakeCopier:
 
     def launch(self, plan: StepPlan) -> None:
         for load in plan.loads:
-            self.loading[load.number] = self.tiers.fetches(load.number) or []
+            self.loading[load.number] = self.tiers.loads.fetches(load.number) or []
             for arrival in load.arrivals:
                 self._put(arrival.what, arrival.id, (GARBAGE, EMPTY), -1)
 
@@ -63,10 +64,10 @@ class FakeCopier:
     def end_store(self, index: int, *, is_lost: bool = False) -> None:
         store, held = self.storing.pop(index)
         if is_lost:
-            self.tiers.not_stored(store.what, store.key)
+            self.tiers.stores.not_stored(store.what, store.key)
             return
         self.arena[_place(store.what, store.place)] = held
-        self.tiers.stored(store.what, store.key)
+        self.tiers.stores.stored(store.what, store.key)
 
     def end_load(self, number: int, *, is_lost: bool = False) -> None:
         fetches = self.loading.pop(number)
@@ -80,9 +81,9 @@ class FakeCopier:
                 missing.append((item.what, item.key))
                 continue
             self.arena[_place(item.what, item.place)] = file[2]
-            self.tiers.read(item)
+            self.tiers.host.fill(item)
         if missing or is_lost or not fetches:
-            self.tiers.failed(missing)
+            self.tiers.loads.failed(missing)
             self.scheduler.failed(number)
             return
         for fetch in fetches:
@@ -92,14 +93,13 @@ class FakeCopier:
 
     def write(self, *, is_full: bool = False) -> None:
         """To disk, all that the policy wants; the oldest of it if the disk is full."""
-        for item, copy in self.tiers.take_writes(8):
+        for item, copy in self.tiers.writes.take(8):
             if not is_full:
                 held = self.arena[_place(item.what, item.place)]
                 self.files.held[item.what, item.key] = (item.parent, item.position, held)
-            self.tiers.written(item, copy, is_there=not is_full)
-        for item in self.tiers.gone_from_disk:
+            self.tiers.writes.written(item, copy, is_there=not is_full)
+        for item in self.tiers.writes.take_gone():
             self.files.held.pop((item.what, item.key), None)
-        self.tiers.gone_from_disk.clear()
 
     def settle(self, rng: random.Random | None = None, share: float = 1.0) -> None:
         """Some copies end, in any order, one in ten of them badly; without `rng` all, and well."""

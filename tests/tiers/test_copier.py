@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from milepost.tiers.copier import DirectLink
-from milepost.tiers.rates import Rates
+from milepost.tiers.mover import DirectLink
+from milepost.tiers.rates import MeasuredRates
 from tests.engines import THREE_LAYERS, ask, save_tiny, tokens
 
 
@@ -23,6 +25,9 @@ class LateEvent:
         while not self.query():
             self._link.go_on()
 
+    def seconds(self) -> None:
+        return None
+
 
 class LateLink(DirectLink):
     """Copies beside the steps are made when somebody says so, and not before what they wait for;
@@ -35,9 +40,18 @@ class LateLink(DirectLink):
         self.num_done = 0
         self.pending: list[tuple[LateEvent, list]] = []
         self.num_named = 0
+        self.awaited: list[LateEvent] = []
 
     def now(self) -> LateEvent:
         return LateEvent(self, self.num_named)
+
+    def order(self, event: LateEvent) -> None:
+        self.awaited.append(event)
+
+    def begin_step(self) -> None:
+        """What a stream does with what waits for others."""
+        while self.awaited:
+            self.awaited.pop().synchronize()
 
     def copy_behind(self, event: LateEvent, copies: Sequence[tuple], *, up: bool) -> LateEvent:  # noqa: ARG002
         for target, _, what, first, _, num in copies:
@@ -68,12 +82,12 @@ def tiny(tmp_path_factory):
 def late(tiny, monkeypatch):
     """An engine whose copies are made one with each step at most."""
     link = LateLink()
-    monkeypatch.setattr("milepost.tiers.copier.DirectLink", lambda: link)
+    monkeypatch.setattr("milepost.tiers.mover.DirectLink", lambda: link)
     llm = tiny.open(
         num_pages=14, num_slots=4, max_num_seqs=3, max_num_batched_tokens=128, cache_host_gib=0.05
     )
     tiering = llm.llm_engine._tiering
-    tiering.tiers.rates = Rates(tokens_per_s=1.0, load_s=0.0)
+    tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     poll = tiering.copier.poll
 
     def go_on_sometimes(_=0.0):
@@ -115,17 +129,18 @@ def test_what_is_read_before_its_copy_is_there_is_found_out(late, tiny, monkeypa
 def test_a_staging_place_is_used_again_only_once_it_is_read(late, tiny, monkeypatch, is_reused):
     """States of two prompts go by it, the second while the first is still to be copied on."""
     llm, _ = late
-    copier = llm.llm_engine._tiering.copier
-    store = copier.store
+    mover = llm.llm_engine._tiering.copier.mover
+    store = mover.store
 
     def reuse(stores):
-        store(stores)
-        for what, place in copier._storing[-1].staged:
-            copier._free[what == "state"].append(place)
-        copier._storing[-1].staged.clear()
+        done = store(stores)
+        staged, _ = mover._leaving.pop()
+        for what, place in staged:
+            mover._free[what == "state"].append(place)
+        return done
 
     if is_reused:
-        monkeypatch.setattr(copier, "store", reuse)
+        monkeypatch.setattr(mover, "store", reuse)
     ask(llm, tokens(200), tokens(330, seed=3))
     assert llm.llm_engine.scheduler.cache.reset()
     (output,) = ask(llm, [*tokens(200)[:192], *tokens(20, seed=7)])
@@ -141,9 +156,10 @@ def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkey
     """A source that is read behind the step holds what that has written."""
     llm, link = late
     copy, waiting = link.copy, []
+    staging = llm.llm_engine._tiering.copier.mover.staging
 
     def too_late(copies):
-        is_staged = any(target is llm.llm_engine._tiering.copier._staging for target, *_ in copies)
+        is_staged = any(target is staging for target, *_ in copies)
         waiting.append(copies) if is_staged else copy(copies)
 
     def launch(plan, before=None, launch=llm.llm_engine.runner.launch):
@@ -154,6 +170,63 @@ def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkey
 
     monkeypatch.setattr(link, "copy", too_late)
     monkeypatch.setattr(llm.llm_engine.runner, "launch", launch)
+    with pytest.raises(AssertionError):
+        turns(llm, tiny)
+
+
+@pytest.fixture
+def alone(late, monkeypatch):
+    """The same, with nothing to do but wait: steps are launched behind what comes up."""
+    llm, link = late
+    engine, copier = llm.llm_engine, llm.llm_engine._tiering.copier
+    del copier.wait
+    copier._tiers.rates = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, load_s=0.0)
+    launch = engine.runner.launch
+
+    def begun(plan, before=None):
+        link.begin_step()
+        return launch(plan, before)
+
+    monkeypatch.setattr(engine.runner, "launch", begun)
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: link.go_on())
+    monkeypatch.setattr("milepost.tiers.copier.time", clock)
+    return llm, link
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_step_is_launched_behind_what_comes_soon_when_nothing_else_runs(
+    alone, tiny, monkeypatch, is_long
+):
+    if is_long:
+        monkeypatch.setattr("milepost.tiers.copier.HASTE_S", -1.0)
+    llm, link = alone
+    ordered = []
+    order, link.order = link.order, lambda event: (ordered.append(event), order(event))
+    assert turns(llm, tiny, num=2) > 100
+    assert bool(ordered) is not is_long
+
+
+@pytest.mark.parametrize("defect", ["order", "pin"])
+def test_a_step_that_does_not_wait_for_what_comes_is_found_out(alone, tiny, monkeypatch, defect):
+    """And so is a place in host memory that is filled anew before it was read."""
+    llm, link = alone
+    if defect == "order":
+        monkeypatch.setattr(link, "order", lambda _: None)
+    else:
+        copier = llm.llm_engine._tiering.copier
+        arrive = copier._arrive
+
+        def scribble(loading):
+            is_news, host = arrive(loading), copier._tiers.host
+            host.unpin(fetch.item for fetch in loading.fetches)
+            for fetch in loading.fetches:
+                if not fetch.item.pins:
+                    for part in copier.mover.host.of(fetch.item.what).tensors:
+                        part[fetch.item.place].fill_(float("nan"))
+            host.pin(fetch.item for fetch in loading.fetches)
+            return is_news
+
+        monkeypatch.setattr(copier, "_arrive", scribble)
     with pytest.raises(AssertionError):
         turns(llm, tiny)
 

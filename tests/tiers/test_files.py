@@ -12,7 +12,7 @@ from hashlib import blake2b
 import pytest
 
 from milepost.cache.tree import checkpoint_key
-from milepost.tiers.files import ALIGNMENT, Files, Name
+from milepost.tiers.files import ALIGNMENT, NUM_FOLDERS, Files, Name
 
 IDENTITY, PARENT = b"i" * 16, b"p" * 16
 TOKENS = array("I", range(16)).tobytes()
@@ -50,7 +50,7 @@ def test_what_was_written_is_read(files, name, tokens):
     held, found = written(files, name, tokens), empty()
     assert files.read(name, found)
     assert found == held
-    assert files.names() == [name]
+    assert Files(files.path(name).parents[2], IDENTITY).names() == [name]
     path = files.path(name)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -79,6 +79,20 @@ def test_a_file_that_is_cut_or_longer_is_no_good(files, size, caplog):
     assert "is deleted" in caplog.text
     written(files)
     assert files.read(PAGE, empty())
+
+
+def test_files_that_are_no_good_are_named_once_for_what_they_are(files, caplog):
+    """A prompt of 32,000 tokens has 500 of them."""
+    for _ in range(3):
+        for name, tokens in ((PAGE, TOKENS), (STATE, b"")):
+            written(files, name, tokens)
+            os.truncate(files.path(name), 100)
+            assert not files.read(name, empty())
+    written(files)
+    files.path(PAGE).write_bytes(b"something else" * 1000)
+    assert not files.read(PAGE, empty())
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert [text in caplog.text for text in ("cut short", "not what it should be")] == [True, True]
 
 
 def test_any_flipped_bit_is_seen(files):
@@ -150,3 +164,28 @@ def test_names_that_are_not_ours_are_passed_over(files, tmp_path):
     os.utime(left, (0, 0))
     assert files.names() == [PAGE]
     assert not left.exists()
+
+
+def test_only_folders_that_have_changed_are_looked_through_again(files, monkeypatch):
+    """Every engine looks for what others have written, all the while."""
+    looked = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (looked.append(path.name), scan(path))[1])
+    others = Files(files.path(PAGE).parents[2], IDENTITY)
+    written(others)
+    assert files.names() == [PAGE]
+    assert files.names() == [PAGE], "it has changed so lately that it may have changed since"
+    os.utime(files.path(PAGE).parent, ns=(0, 10**9))
+    assert files.names() == [PAGE]
+    looked.clear()
+    assert (files.names(), looked) == ([], [])
+    written(others, STATE, b"")
+    assert files.names() == [STATE]
+    assert looked == [STATE.key.hex()[:2]]
+
+
+def test_a_part_of_the_folders_is_looked_through_at_a_time(files):
+    written(files)
+    written(files, STATE, b"")
+    found = [files.names(NUM_FOLDERS // 4) for _ in range(4)]
+    assert sorted(map(len, found)) == [0, 0, 1, 1]

@@ -7,18 +7,21 @@ import random
 import pytest
 
 from milepost.cache import Cache
+from milepost.cache.events import Departure
 from milepost.cache.memory import Split, UnifiedPool
 from milepost.cache.tree import FullAttention, Recurrent, ShortConvolution
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
-from milepost.tiers.policy import Limits, Tiers
-from milepost.tiers.rates import Rates
+from milepost.tiers.holdings import Limits
+from milepost.tiers.policy import Tiers
+from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.stores import MIN_SCORE
 from tests.fakes import FakeRunner, cold_answer, make_request
 from tests.invariants import check
 from tests.tiers.faking import FakeCopier, Files
 
 PAGE_SIZE = 16
-FREE = Rates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1e12, load_s=0.0)
+FREE = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1e12, load_s=0.0)
 """Nothing is worth computing."""
 
 
@@ -128,7 +131,7 @@ def test_a_file_that_is_gone_is_a_miss():
 
 
 def test_what_is_sooner_computed_is_not_loaded():
-    slow = Rates(tokens_per_s=1e9, host_bytes_per_s=1.0, load_s=0.0)
+    slow = MeasuredRates(tokens_per_s=1e9, host_bytes_per_s=1.0, load_s=0.0)
     engine = Engine(host=(200, 20), rates=slow)
     first = engine.ask([1] * 100)
     engine.crowd_out()
@@ -155,6 +158,88 @@ def test_what_is_still_on_its_way_down_is_not_read():
     assert again.report.loaded == {}
     assert again.report.lost["late_copy"] > 0
     settle()
+
+
+def test_a_page_on_its_way_down_is_not_offered_nor_what_lies_behind_it():
+    """A load of it would fail: that is right, and a waste of time."""
+    engine = Engine(host=(200, 20))
+    first = engine.ask([1] * 100)
+    engine.crowd_out()
+    again = make_request(engine.cache, "w", [*prompt_of(first), 2])
+    match, host = engine.cache.match(again.chain), engine.tiers.host
+    host.get("page", again.chain.full_digests()[3]).is_ready = False
+    offer = engine.tiers.loads.offer(again, match)
+    assert offer.position < 64
+    assert max(end for reason, end in offer.lost if reason == "late_copy") == 103
+
+
+def test_a_state_behind_other_tokens_in_the_same_page_is_not_offered():
+    engine = Engine(host=(200, 20))
+    first = engine.ask([1] * 100)
+    engine.crowd_out()
+    other = make_request(engine.cache, "w", [*prompt_of(first)[:98], *[2] * 9])
+    offer = engine.tiers.loads.offer(other, engine.cache.match(other.chain))
+    assert offer.position <= 98
+
+
+def test_an_offer_is_looked_for_again_only_when_something_has_changed():
+    """Many wait and are looked at with each step: a walk over their pages each time is too much."""
+    engine = Engine(host=(200, 20))
+    first = engine.ask([1] * 100)
+    engine.crowd_out()
+    waiting = make_request(engine.cache, "w", [*prompt_of(first), 2])
+    match, loads = engine.cache.match(waiting.chain), engine.tiers.loads
+    walks, find = [], loads._find
+    loads._find = lambda *asked: (walks.append(asked), find(*asked))[1]
+    assert [loads.offer(waiting, match).position for _ in range(3)] == [103] * 3
+    assert len(walks) == 1
+    host = engine.tiers.host
+    host.remove(next(item for item in host if item.position == 103))
+    assert loads.offer(waiting, match).position < 103
+    assert len(walks) == 2
+
+
+def test_a_prompt_that_is_asked_again_comes_back():
+    """Its answer's end is behind all that can be gone on from."""
+    engine = Engine(host=(200, 20))
+    for max_tokens in (1, 4):
+        prompt = [max_tokens] * 100
+        engine.ask(prompt, max_tokens)
+        assert engine.cache.reset()
+        assert engine.ask(prompt, max_tokens).report.loaded == {"host": 64}
+
+
+@pytest.mark.parametrize(("score", "is_kept"), [(MIN_SCORE - 1, False), (MIN_SCORE, True)])
+def test_of_what_leaves_only_states_that_are_likely_to_save_much_are_kept(score, is_kept):
+    engine = Engine(host=(200, 20))
+    left = Departure(
+        key=b"k" * 16, parent=b"r" * 16, tokens=b"1234", position=1, what="state", id=1,
+        score=score, num_moves=0,
+    )  # fmt: skip
+    engine.tiers.note((left,))
+    assert bool(engine.tiers.take_stores(0)) is is_kept
+
+
+def test_an_answers_end_goes_before_its_prompts_end_that_still_waits():
+    """One of them may be on its way at a time: the next turn asks for the deeper."""
+    engine = Engine(num_pages=30, num_slots=12, host=(200, 20), under_way=(64, 1))
+    stores, order = engine.tiers.stores, []
+    stored = stores.stored
+
+    def note(what, key):
+        if what == "state":
+            order.append(engine.tiers.host.get(what, key).position)
+        stored(what, key)
+
+    stores.stored = note
+    settle, engine.copier.settle = engine.copier.settle, lambda: None
+    for first in range(3):
+        engine.add([first, *[3] * 90])
+    while engine.scheduler.has_work:
+        engine.step()
+    engine.copier.settle = settle
+    engine.idle()
+    assert order == [64, 94, 94, 94, 64, 64], "one was on its way already"
 
 
 def test_nobody_reads_what_another_salt_has():

@@ -1,8 +1,7 @@
 """The other end of the engine process: starts it, and turns its messages into async streams.
 
-Everything here runs in one event loop. A stream holds what has arrived and was not taken yet, as
-one growing piece per answer, so a slow reader costs no more memory than its answer is long. When
-the engine dies, each open stream, and each question, raises EngineDeadError.
+Everything here runs in one event loop. When the engine dies, each open stream, and each question,
+raises EngineDeadError.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import logging
 import multiprocessing
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -19,15 +18,14 @@ from milepost import errors
 from milepost.config import EngineConfig
 from milepost.engine.metrics import Metric
 from milepost.engine.prompts import Prompt
+from milepost.engine.stream import Stream, StreamBell
 from milepost.engine.wire import (
     Abort,
     Add,
     Ask,
-    Delta,
     Died,
     Failed,
     Frames,
-    Output,
     Outputs,
     Ready,
     Refused,
@@ -54,113 +52,6 @@ STOP_S = 5.0
 """How long the process may take to end before it is killed."""
 WATCHES = 4
 """So many times in `step_timeout_s` the engine is asked for a sign of life."""
-
-
-class Bell:
-    """Wakes the one task that waits for it; a ring that nobody waited for is kept."""
-
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
-        self._has_rung = False
-
-    def ring(self) -> None:
-        self._has_rung = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        if not self._has_rung:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._has_rung = False
-
-
-class Stream:
-    """The outputs of one request, from `EngineClient.add` to its end.
-
-    Iterate to take them, or `take` them when the bell has rung, which several streams can share.
-    `close` it, whatever happens. Outputs that come faster than they are taken are joined.
-    """
-
-    def __init__(self, id_: int, num_answers: int, client: EngineClient, bell: Bell) -> None:
-        self.id = id_
-        self.num_answers = num_answers
-        self._client = client
-        self._bell = bell
-        self._pending: Output | None = None
-        self._error: MilepostError | None = None
-        self._is_over = False
-
-    def __aiter__(self) -> AsyncIterator[Output]:
-        return self
-
-    async def __anext__(self) -> Output:
-        """The next output. Raises as `take`."""
-        while (output := self.take()) is None:
-            if self._is_over:
-                raise StopAsyncIteration
-            await self._bell.wait()
-        return output
-
-    def take(self) -> Output | None:
-        """What has arrived since the last call.
-
-        Raises what `fail` was given, once all is taken: InvalidRequestError, EngineDeadError.
-        """
-        output, self._pending = self._pending, None
-        if self._error is not None:
-            if output is None:
-                raise self._error
-            self._bell.ring()  # its ring may have been the output's too
-        return output
-
-    def put(self, output: Output) -> None:
-        """Take over what the engine sent."""
-        self._pending = output if self._pending is None else _joined(self._pending, output)
-        self._is_over = output.finished
-        self._bell.ring()
-
-    def fail(self, error: MilepostError) -> None:
-        """End the stream with an error, once what has arrived is taken."""
-        if not self._is_over and self._error is None:
-            self._error = error
-            self._bell.ring()
-
-    def close(self) -> None:
-        """Give the request up if it is not over; the engine frees it before its next step."""
-        self._client.forget(self, is_over=self._is_over)
-
-
-def _joined(first: Output, second: Output) -> Output:
-    """Two outputs of one request, as one."""
-    deltas = {delta.index: delta for delta in first.deltas}
-    for delta in second.deltas:
-        known = deltas.get(delta.index)
-        deltas[delta.index] = delta if known is None else _joined_delta(known, delta)
-    return Output(
-        id=first.id,
-        deltas=list(deltas.values()),
-        finished=second.finished,
-        report=first.report or second.report,
-        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
-        kv_transfer_params=first.kv_transfer_params or second.kv_transfer_params,
-    )
-
-
-def _joined_delta(first: Delta, second: Delta) -> Delta:
-    logprobs = first.logprobs
-    if second.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *second.logprobs]
-    return Delta(
-        index=first.index,
-        text=first.text + second.text,
-        token_ids=[*first.token_ids, *second.token_ids],
-        logprobs=logprobs,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        num_draft_tokens=first.num_draft_tokens + second.num_draft_tokens,
-        num_accepted_tokens=first.num_accepted_tokens + second.num_accepted_tokens,
-    )
 
 
 class EngineClient:
@@ -243,7 +134,12 @@ class EngineClient:
             )
 
     def add(
-        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, bell: Bell | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        bell: StreamBell | None = None,
     ) -> Stream:
         """Queue a prompt; `bell` rings when its stream has something.
 
@@ -251,7 +147,7 @@ class EngineClient:
         """
         self._check_alive()
         self.check_room(params.n)
-        stream = Stream(self._next_id(), params.n, self, bell or Bell())
+        stream = Stream(self._next_id(), params.n, self, bell or StreamBell())
         self._streams[stream.id] = stream
         self.num_in_flight += params.n
         self._send(Add(id=stream.id, prompt=prompt, params=params, priority=priority))

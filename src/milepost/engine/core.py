@@ -6,6 +6,7 @@ threaded; whoever drives it calls `step` while `has_work`.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -22,9 +23,10 @@ from milepost.engine.exchange import connecting, publishing, wish_of
 from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
 from milepost.engine.guidance import Guide, masks
 from milepost.engine.metrics import Metric, collect
+from milepost.engine.pace import Pace
 from milepost.engine.prompts import Prompt, check_prompt, check_scores
 from milepost.engine.requests import Answer, Job
-from milepost.engine.setup import Parts, build
+from milepost.engine.setup import EngineParts, build
 from milepost.engine.token_texts import TokenTexts
 from milepost.engine.trace_recording import TraceRecorder
 from milepost.errors import EngineDeadError, InvalidRequestError
@@ -40,7 +42,7 @@ AWAIT_S = 0.005
 class Engine:
     """One model with its cache. Raises what `setup.build` raises."""
 
-    def __init__(self, config: EngineConfig, parts: Parts | None = None) -> None:
+    def __init__(self, config: EngineConfig, parts: EngineParts | None = None) -> None:
         self.config = config
         parts = parts if parts is not None else build(config)
         self.scheduler = parts.scheduler
@@ -58,6 +60,7 @@ class Engine:
         """Requests of which a token is sampled only when the one before is known."""
         self._forms: Forms | None = None
         self._runs_ahead = parts.runs_ahead
+        self._pace = Pace()
         self.bell = Bell() if config.kv_transfer_config is not None else None
         self._publisher = publishing(config, self.scheduler.outside)
         self.connector = connecting(config, self.scheduler, self.runner, self.bell)
@@ -83,6 +86,20 @@ class Engine:
         """Whether nothing can be done before the bell has rung, or somebody adds or ends a
         request."""
         return self._is_stuck and self.has_work
+
+    @property
+    def spare_s(self) -> float:
+        """Seconds for which `step` need not be called: what is added by then is in the step that it
+        plans ahead, and the device has work until then."""
+        flight = self._under_way
+        if flight is None or not flight.is_timed or _is_mostly_judging(flight.plan):
+            return 0.0
+        running = self.scheduler.running
+        if len(running) + len(self.scheduler.waiting) >= self.config.max_num_seqs:
+            return 0.0  # what comes has to wait anyhow
+        will_prefill = bool(self.scheduler.waiting) or any(r.num_left > 1 for r in running)
+        elapsed_s = self.runner.elapsed_s(flight)
+        return self._pace.spare_s(flight.plan, elapsed_s, will_prefill=will_prefill)
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise what `add` would: InvalidRequestError, or EngineDeadError. Compiles the form."""
@@ -198,13 +215,17 @@ class Engine:
         with self._rolling_back(flight.plan):
             self._under_way = self._start_ahead(flight)
             output = self.runner.collect(flight)
+            if flight.is_timed:
+                self._pace.note_step(flight.plan, flight.device_s)
             if self._tiering is not None:
                 self._tiering.note_step(flight.plan, output.result.seconds)
         with self._fatal(BaseException):
             jobs = self._take(flight.plan, output)
             self._speculate(flight.plan, output)
         ahead = self._under_way
-        if ahead is not None and not ahead.is_sampled:
+        if ahead is None:
+            self._under_way = self._start_judging()
+        elif not ahead.is_sampled:
             with self._rolling_back(ahead.plan):
                 self._sample(ahead, num_ahead=0)
         for job in jobs:
@@ -231,6 +252,17 @@ class Engine:
                         self.connector.refuse(found.remote)
             self._is_stuck = False
 
+    @property
+    def alarm(self) -> socket.socket | None:
+        """Can be read once another rank is lost; None without any."""
+        return self._team.alarm if self._team is not None else None
+
+    def check_ranks(self) -> None:
+        """Raises EngineDeadError: one of them is lost."""
+        assert self._team is not None, "only ranks are lost"
+        with self._fatal(BaseException):
+            raise self._team.failure()
+
     def _await_copies(self) -> bool:
         """Nothing can be computed before something comes: if that is from a tier, wait a little."""
         if self._tiering is None or not self._tiering.is_busy:
@@ -242,6 +274,11 @@ class Engine:
     def tend(self) -> bool:
         """Do what is due while nothing runs; whether there will be more soon."""
         return self._tiering is not None and not self.has_work and self._tiering.tend()
+
+    @property
+    def rest_s(self) -> float | None:
+        """After so long `tend` has something to do again, though nothing comes; None: never."""
+        return None if self._tiering is None else self._tiering.copier.rest_s
 
     def flush(self) -> None:
         """Wait until what is kept outside the device is there, if nothing runs."""
@@ -283,6 +320,9 @@ class Engine:
     def get_metrics(self) -> list[Metric]:
         """All counters and gauges of this moment."""
         own = self._tiering.metrics() if self._tiering is not None else []
+        if self.connector is not None:
+            counters = self.connector.counters.items()
+            own += [Metric(name=f"milepost:{name}", value=value) for name, value in counters]
         return [*collect(self.scheduler), *own]
 
     def _request(self, id_: str, job: Job, priority: int, salt: str) -> Request:
@@ -328,11 +368,14 @@ class Engine:
             yield
         except kind as error:
             self._death = error
+            lost = None
             if self._team is not None:
+                lost = self._team.failure() if self._team.has_lost_one else None
                 self._team.close()
             if not isinstance(error, Exception) or isinstance(error, EngineDeadError):
                 raise
-            raise EngineDeadError(f"the step loop failed: {error!r}") from error
+            # What becomes of a step that misses a rank says less than what became of the rank.
+            raise lost or EngineDeadError(f"the step loop failed: {error!r}") from error
 
     def _start(self) -> Flight | None:
         """Plan a step and launch it; None if there is nothing to do."""
@@ -370,6 +413,7 @@ class Engine:
         """
         if not self._runs_ahead or _is_mostly_judging(flight.plan):
             return None
+        began_s = perf_counter()
         with self._fatal(BaseException):
             plan = self.scheduler.follow(flight.plan)
         if plan is None or not plan.sequences:
@@ -380,7 +424,17 @@ class Engine:
         held = self._held
         if not (held and any(s.is_ahead and s.number in held for s in plan.sequences)):
             self._sample(ahead, num_ahead=1)
+        self._pace.note_planning(plan, perf_counter() - began_s, is_late=ahead.is_late)
         return ahead
+
+    def _start_judging(self) -> Flight | None:
+        """Launch the step behind one that was taken, where drafts kept it from being launched
+        ahead: it runs while what was taken is handed on."""
+        if not self._runs_ahead or self.speculation is None:
+            return None
+        if not self.scheduler.has_work or self.scheduler.only_folds:
+            return None
+        return self._start()
 
     def _sample(self, flight: Flight, *, num_ahead: int) -> None:
         """Have a launched step sample. Of its sequences that are ahead, so many tokens are not
@@ -452,6 +506,8 @@ class Engine:
             return
         if self._tiering is not None:
             self._tiering.end_loads()
+        if self.connector is not None:
+            self.connector.end_loads()
         self.scheduler.roll_back(plan)
         self.runner.roll_back()
 
@@ -487,7 +543,7 @@ class Engine:
             if sequence.num_drafts and known is not None:
                 known[1].judged(sequence.num_drafts, num_tokens[sequence.number] - 1)
         self.speculation.note(plan, num_tokens, None if last_s is None else now_s - last_s)
-        self.speculation.learn(output.drafts)
+        self.speculation.learn(output.read_drafts())
         self.speculation.propose(self._possible)
 
     def _possible(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:

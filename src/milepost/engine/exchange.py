@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.params import Wish, read
+from milepost.disaggregation.params import TransferWish, read
 from milepost.engine.bell import Bell
 from milepost.engine.prompts import Prompt
 from milepost.errors import ConfigError, InvalidRequestError
@@ -16,22 +16,22 @@ from milepost.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from milepost.disaggregation.connector import Connector
-    from milepost.kv_events import Publisher
+    from milepost.kv_events import EventPublisher
 
 INSTALL = "install it with `pip install 'milepost[{}]'`"
 
 
-def publishing(config: EngineConfig, outside: Outside) -> Publisher | None:
+def publishing(config: EngineConfig, outside: Outside) -> EventPublisher | None:
     """What tells routers what is cached, if that is asked for. Raises ConfigError."""
     wanted = config.kv_events_config
     if wanted is None or not wanted.is_on:
         return None
     try:
-        from milepost.kv_events import Publisher
+        from milepost.kv_events import EventPublisher
     except ModuleNotFoundError as error:
         how = INSTALL.format("server")
         raise ConfigError(f"kv_events_config needs {error.name}: {how}") from error
-    publisher = Publisher(wanted, config.page_size)
+    publisher = EventPublisher(wanted, config.page_size)
     outside.add_listener(publisher.publish)
     return publisher
 
@@ -60,7 +60,7 @@ def connecting(
     )
 
 
-def wish_of(prompt: Prompt, config: EngineConfig) -> Wish | None:
+def wish_of(prompt: Prompt, config: EngineConfig) -> TransferWish | None:
     """What a request has to do with other engines. Raises InvalidRequestError."""
     wish = read(prompt.kv_transfer_params)
     if wish is not None and config.kv_transfer_config is None:

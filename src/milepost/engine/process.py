@@ -9,36 +9,32 @@ the client's to handle, who may want to finish answers first.
 from __future__ import annotations
 
 import logging
-import queue
 import select
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from milepost.config import EngineConfig
 from milepost.engine import heap
+from milepost.engine.compiling import Compiling
 from milepost.engine.core import Engine
 from milepost.engine.grammars import Form
 from milepost.engine.parent import end_with_parent
-from milepost.engine.requests import Answer, Job
+from milepost.engine.requests import Job
+from milepost.engine.tasks import Sent, Task
 from milepost.engine.watch import Watch
 from milepost.engine.wire import (
     Abort,
     Add,
     Ask,
-    Delta,
     Died,
     Failed,
     Frames,
-    Output,
     Outputs,
     Ready,
     Refused,
     Reply,
-    Report,
     Stop,
     ToEngine,
     frame,
@@ -57,146 +53,6 @@ TRIM_S = 60.0
 milliseconds."""
 
 
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """How much of one answer the client has."""
-
-    answer: Answer
-    num_tokens: int = 0
-    num_logprobs: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    is_over: bool = False
-
-    def delta(self) -> Delta | None:
-        """What the answer gained since the last call; None for nothing."""
-        request = self.answer.request
-        if self.is_over:
-            return None
-        tokens = request.chain.tokens[request.num_prompt_tokens + self.num_tokens :].tolist()
-        reason = request.finish_reason
-        if not tokens and reason is None:
-            return None
-        answer = self.answer
-        num_drafts = answer.num_draft_tokens - self.num_draft_tokens
-        num_accepted = answer.num_accepted_tokens - self.num_accepted_tokens
-        self.num_tokens += len(tokens)
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        self.is_over = reason is not None
-        return Delta(
-            index=self.answer.index,
-            text=self.answer.text.delta(),
-            token_ids=tokens,
-            logprobs=None if self.answer.logprobs is None else self._logprobs(),
-            finish_reason=reason.value if reason is not None else None,
-            stop_reason=self.answer.stop_reason,
-            num_draft_tokens=num_drafts,
-            num_accepted_tokens=num_accepted,
-        )
-
-    def _logprobs(self) -> list:
-        known = self.answer.logprobs or []
-        new = known[self.num_logprobs :]
-        self.num_logprobs = len(known)
-        return new
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A request of the client."""
-
-    id: int
-    job: Job
-    sent: list[_Sent] = field(default_factory=list)
-    admitted_at: float | None = None
-    has_report: bool = False
-    has_scores: bool = False
-
-    def output(self) -> Output:
-        deltas = [delta for sent in self.sent if (delta := sent.delta()) is not None]
-        report = None if self.has_report else self._report()
-        self.has_report = self.has_report or report is not None
-        first, scores = self.job.answers[0], None
-        if not self.has_scores and first.request.num_output_tokens:
-            scores, self.has_scores = first.prompt_logprobs, True
-        return Output(
-            id=self.id,
-            deltas=deltas,
-            finished=any(delta.finish_reason for delta in deltas) and self.job.is_finished,
-            report=report,
-            prompt_logprobs=scores,
-            kv_transfer_params=self.job.kv_transfer_params,
-        )
-
-    def _report(self) -> Report | None:
-        report = self.job.answers[0].request.report
-        if report is None:
-            return None
-        return Report(
-            prompt_tokens=report.prompt_tokens,
-            kv_length=report.kv_length,
-            state_length=report.state_length,
-            reused=report.reused,
-            lost={reason.value: count for reason, count in report.lost.items()},
-            admitted_at=self.admitted_at or time.monotonic(),
-            loaded=report.loaded,
-        )
-
-
-class _Compiling:
-    """Compiles forms in a thread, one after the other; `done` can be read when something is."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._wanted: queue.SimpleQueue[Add | None] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[tuple[Add, Form | None, str]] = queue.SimpleQueue()
-        self.done, self._bell = socket.socketpair()
-        self._pending: set[int] = set()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, message: Add) -> None:
-        """The first form starts the thread, which nobody waits for at the end."""
-        self._pending.add(message.id)
-        self._wanted.put(message)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="forms", daemon=True)
-            self._thread.start()
-
-    def forget(self, id_: int) -> None:
-        self._pending.discard(id_)
-
-    def close(self) -> None:
-        """Nobody reads on. A form that is being compiled is left to its thread, which ends with
-        the process.
-        """
-        self.done.close()
-        if self._thread is None:
-            self._bell.close()
-
-    def take(self) -> list[tuple[Add, Form | None, str]]:
-        """What has become of the requests: the form, or what is wrong with it."""
-        self.done.recv(READ_BYTES)
-        found = []
-        while not self._made.empty():
-            made = self._made.get()
-            if made[0].id in self._pending:
-                self._pending.discard(made[0].id)
-                found.append(made)
-        return found
-
-    def _run(self) -> None:
-        while (message := self._wanted.get()) is not None:
-            form, problem = None, ""
-            if message.id in self._pending:
-                try:
-                    form = self._engine.form_of(message.params)
-                except BaseException as error:  # noqa: BLE001 - a panic in llguidance is one too
-                    problem = str(error) or repr(error)
-            self._made.put((message, form, problem))
-            self._bell.send(b".")
-
-
 class Loop:
     """Joins one engine with one socket."""
 
@@ -204,10 +60,10 @@ class Loop:
         self._engine = engine
         self._socket = sock
         self._frames: Frames[ToEngine] = Frames(ToEngine)
-        self._tasks: dict[int, _Task] = {}
-        self._by_job: dict[Job, _Task] = {}
-        self._queued: dict[int, _Task] = {}
-        self._compiling = _Compiling(engine)
+        self._tasks: dict[int, Task] = {}
+        self._by_job: dict[Job, Task] = {}
+        self._queued: dict[int, Task] = {}
+        self._compiling = Compiling(engine)
         self._watch = Watch(engine.scheduler, engine.facts)
         self._lookers: list[int] = []
         """Ids of questions that the look under way answers."""
@@ -221,10 +77,12 @@ class Loop:
             is_idle = not self._engine.has_work or self._engine.awaits_others
             if is_idle and not self._has_rested and not self._watch.is_looking:
                 self._rest()
-            timeout = None if is_idle and not self._watch.is_looking else 0
+            timeout = self._engine.rest_s if is_idle and not self._watch.is_looking else 0
             if is_idle and self._engine.tend():
                 timeout = TEND_S
             self._receive(timeout)
+            while self._is_open and (spare_s := self._engine.spare_s):
+                self._receive(spare_s)
             if self._is_open and self._engine.has_work and not self._engine.awaits_others:
                 self._step()
             self._look()
@@ -235,8 +93,9 @@ class Loop:
 
     @property
     def _sources(self) -> list[socket.socket]:
-        bell = self._engine.bell
-        return [self._socket, self._compiling.done, *([bell.socket] if bell else [])]
+        bell, alarm = self._engine.bell, self._engine.alarm
+        others = [*([bell.socket] if bell else []), *([alarm] if alarm else [])]
+        return [self._socket, self._compiling.done, *others]
 
     def _rest(self) -> None:
         """Give memory back, unless something comes soon."""
@@ -251,6 +110,8 @@ class Loop:
             if self._compiling.done in ready:
                 for add, form, problem in self._compiling.take():
                     self._add(add, form, problem)
+            if self._engine.alarm is not None and self._engine.alarm in ready:
+                self._engine.check_ranks()
             if self._engine.bell is not None and self._engine.bell.socket in ready:
                 self._engine.hear()
             if self._socket in ready:
@@ -290,7 +151,7 @@ class Loop:
         except InvalidRequestError as error:
             self.send(Refused(id=message.id, message=str(error)))
             return
-        task = _Task(message.id, job, [_Sent(answer) for answer in job.answers])
+        task = Task(message.id, job, [Sent(answer) for answer in job.answers])
         self._tasks[message.id] = self._queued[message.id] = task
         self._by_job[job] = task
 
@@ -353,7 +214,7 @@ class Loop:
             self._watch.note_admission(task.job.answers[0].request, now)
             del self._queued[task.id]
 
-    def _forget(self, task: _Task) -> None:
+    def _forget(self, task: Task) -> None:
         del self._tasks[task.id], self._by_job[task.job]
         self._queued.pop(task.id, None)
 

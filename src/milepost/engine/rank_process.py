@@ -1,24 +1,37 @@
 """A rank but the first, in a process of its own: runs what rank 0 runs, plan by plan.
 
-It has a part of the model and of the pools, and no scheduler: all that it does is in the records
-that come over its socket. It ends when that closes.
+It has a part of the model, of the pools and of what is kept outside them, and no scheduler: all
+that it does is in the frames that come over its socket. It ends when that closes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from milepost.engine import heap
 from milepost.engine.parent import end_with_parent
-from milepost.engine.setup import build_rank
-from milepost.engine.team import SILENCE_S, START_S, Lost, Orders
+from milepost.engine.rank import RankParts, build_rank
+from milepost.engine.team import (
+    HERE,
+    SILENCE_S,
+    START_S,
+    Answered,
+    Orders,
+    RankFailure,
+    RankOrder,
+    Told,
+)
+from milepost.engine.tiering import porter_of
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
@@ -26,6 +39,9 @@ from milepost.parallel.records import received, send
 from milepost.runner.recording import Record
 from milepost.runner.replay import replay
 from milepost.runner.runner import Runner
+
+if TYPE_CHECKING:
+    from milepost.tiers.porter import Porter
 
 logger = logging.getLogger(__name__)
 
@@ -36,31 +52,56 @@ def main() -> int:
     sock = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(sock.fileno())
     heap.bound_plans()
+    say = _Voice(sock)
     try:
-        _run(sock)
-    except MilepostError as error:
-        _say(sock, type(error).__name__, str(error))
-        return 1
+        _run(sock, say)
     except Exception as error:
-        logger.exception("the rank failed")
-        _say(sock, EngineDeadError.__name__, repr(error))
-        return 1
+        kind = type(error) if isinstance(error, MilepostError) else EngineDeadError
+        if kind is not type(error):
+            logger.exception("the rank failed")
+        say(
+            RankFailure(
+                kind=kind.__name__, message=str(error) if kind is type(error) else repr(error)
+            )
+        )
+        # At once: what threads and the device are at may never be over.
+        logging.shutdown()
+        os._exit(1)
     return 0
 
 
-def _run(sock: socket.socket) -> None:
+class _Voice:
+    """What this rank says, from any of its threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._lock = sock, threading.Lock()
+
+    def __call__(self, said: RankFailure | Answered) -> None:
+        with suppress(OSError), self._lock:
+            send(self._socket, msgspec.msgpack.encode(said))
+
+
+def _run(sock: socket.socket, say: _Voice) -> None:
     frames = received(sock)
     orders = msgspec.msgpack.decode(next(frames), type=Orders)
     config, rank = orders.config, orders.rank
     size = config.tensor_parallel_size
     store = open_store(orders.port, size, START_S, is_first=False)
     lost = "another rank does not answer"
-    link = GlooLink(store, rank, size, timeout_s=START_S, why_lost=lambda: lost)
+    say(Answered(HERE, True))
+    link = GlooLink(store, rank, size, timeout_s=SILENCE_S, why_lost=lambda: lost)
+    link.wait_up_to(START_S)
     ranks = Ranks(rank=rank, size=size, link=link, splits_experts=config.enable_expert_parallel)
-    runner = build_rank(config, ranks).runner
+    parts = build_rank(config, ranks)
     heap.settle()
-    link.be_prompt(SILENCE_S)
-    follow(_records(frames), runner)
+    link.wait_up_to(SILENCE_S)
+    serve(_told(frames), parts, lambda ticket, is_well: say(Answered(ticket, is_well)))
+
+
+def serve(told: Iterable[Told], parts: RankParts, answer: Callable[[int, bool], None]) -> None:
+    """Do all that rank 0 tells this one."""
+    porter = porter_of(parts.runner, parts.hands, answer)
+    follow(_records(told, porter), parts.runner)
 
 
 def follow(records: Iterable[Record], runner: Runner) -> None:
@@ -73,14 +114,19 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
             )
 
 
-def _records(frames: Iterator[bytes]) -> Iterator[Record]:
-    decoder = msgspec.msgpack.Decoder(Record)
+def _records(told: Iterable[Told], porter: Porter | None) -> Iterator[Record]:
+    """What is the runner's; the rest is done."""
+    for each in told:
+        if isinstance(each, RankOrder):
+            assert porter is not None, "nothing is asked of who keeps nothing"
+            porter.do(each.ticket, each.order)
+        else:
+            yield each
+
+
+def _told(frames: Iterator[bytes]) -> Iterator[Told]:
+    decoder = msgspec.msgpack.Decoder(Told)
     return map(decoder.decode, frames)
-
-
-def _say(sock: socket.socket, kind: str, message: str) -> None:
-    with suppress(OSError):
-        send(sock, msgspec.msgpack.encode(Lost(kind=kind, message=message)))
 
 
 if __name__ == "__main__":

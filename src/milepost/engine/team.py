@@ -21,7 +21,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -32,13 +34,17 @@ from milepost.config import EngineConfig
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
-from milepost.parallel.records import received, send
+from milepost.parallel.records import receive, send
+from milepost.parallel.tickets import Tickets
 from milepost.runner.recording import Record
+from milepost.tiers.orders import Order
 
 logger = logging.getLogger(__name__)
 
 START_S = 1800.0
 """Reading the weights may take so much longer on one rank than on another."""
+HERE = 0
+"""What is asked first: that a rank has come so far that it can meet the others."""
 SILENCE_S = 60.0
 """A step may not wait for a rank longer than this."""
 _NOTICE_S = 5.0
@@ -54,12 +60,30 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     """Where ranks find each other."""
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """A rank's last words."""
 
     kind: str
     """Name of the error."""
     message: str
+
+
+class RankOrder(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What the other ranks are to do with what is kept outside their devices."""
+
+    ticket: int
+    order: Order
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A rank has done what it was asked, or could not."""
+
+    ticket: int
+    is_well: bool
+
+
+Told = Record | RankOrder
+"""Frames behind the first."""
 
 
 class Team:
@@ -74,24 +98,36 @@ class Team:
             for rank in range(1, size)
         ]
         self._lost = threading.Event()
-        self.closing: list[Callable[[], object]] = []
+        self._tickets = Tickets(size - 1)
+        self.alarm, self._bell = socket.socketpair()
+        """Can be read once a rank is lost."""
+        self.losing: list[Callable[[], object]] = []
+        """What is done then, in a thread: nobody else may come to it."""
+        self.closing: list[Callable[[], object]] = [self.alarm.close, self._bell.close]
         """What else ends with it."""
         self.close = weakref.finalize(self, _end, self._members, self.closing)
         # The thread that starts a process is the one that it ends with: this one stays.
         started = threading.Event()
-        arguments = self._members, started, self._lost
+        ticket, are_here = self._tickets.take()
+        assert ticket == HERE
+        news = _News(self._lost, self._tickets, self._bell, self.losing)
+        arguments = self._members, started, news
         threading.Thread(target=_watch, args=arguments, name="ranks", daemon=True).start()
         started.wait()
         try:
+            are_here.result()
             self._link = GlooLink(
                 self.store,
                 0,
                 size,
-                timeout_s=START_S,
+                timeout_s=SILENCE_S,
                 why_lost=partial(_why_lost, self._members, self._lost),
             )
-        except RuntimeError as error:
-            raise self.failure() from error
+        except (EngineDeadError, RuntimeError) as error:
+            failure = self.failure()
+            self.close()
+            raise failure from error
+        self._link.wait_up_to(START_S)
         self.ranks = Ranks(
             rank=0, size=size, link=self._link, splits_experts=config.enable_expert_parallel
         )
@@ -101,7 +137,13 @@ class Team:
         """Process ids of the other ranks."""
         return [member.process.pid for member in self._members]
 
-    def write(self, record: Record) -> None:
+    def ask(self, order: Order) -> Future[bool]:
+        """See `tiers.orders.Ask`."""
+        ticket, answers = self._tickets.take()
+        self.write(RankOrder(ticket, order))
+        return answers
+
+    def write(self, record: Told) -> None:
         """Tell all others. Raises EngineDeadError if one has gone, or takes nothing any more."""
         body = self._encoder.encode(record)
         for member in self._members:
@@ -112,22 +154,29 @@ class Team:
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Until the device has come so far. Raises EngineDeadError if a rank is lost meanwhile: the
-        device waits for it for ever."""
+        device would wait for it for ever, or has been let go on without what it had to say."""
         deadline = time.monotonic() + SILENCE_S
-        while not event.query():
-            if self._lost.is_set() or time.monotonic() > deadline:
+        while not event.query() and not self._lost.is_set():
+            if time.monotonic() > deadline:
                 raise self.failure()
             time.sleep(0)
+        if self._lost.is_set():
+            raise self.failure()
 
     def be_prompt(self) -> None:
         """All ranks are ready: from now on a silence means that one is lost."""
-        self._link.be_prompt(SILENCE_S)
+        self._link.wait_up_to(SILENCE_S)
 
     def reason(self, error: Exception) -> Exception:
         """Why starting failed here: if another rank was the first to fail, what it says."""
         found = _errors(self._members)
         self.close()
         return found[0] if isinstance(error, EngineDeadError) and found else error
+
+    @property
+    def has_lost_one(self) -> bool:
+        """Whether a rank has ended."""
+        return self._lost.is_set()
 
     def failure(self) -> MilepostError:
         """What became of a rank that does not answer."""
@@ -140,7 +189,7 @@ class _Member:
     def __init__(self, rank: int, orders: Orders) -> None:
         self.rank, self._orders = rank, orders
         self.socket, self._theirs = socket.socketpair()
-        self.last_words: Lost | None = None
+        self.last_words: RankFailure | None = None
 
     def start(self) -> None:
         descriptor = self._theirs.fileno()
@@ -152,15 +201,21 @@ class _Member:
         )
         self._theirs.close()
         self.socket.settimeout(SILENCE_S)
-        send(self.socket, msgspec.msgpack.encode(self._orders))
+        with suppress(OSError):  # one that has ended already is heard of like any other
+            send(self.socket, msgspec.msgpack.encode(self._orders))
 
-    def listen(self) -> None:
-        """To its last words, and until it is over."""
-        self.socket.setblocking(True)
-        with suppress(OSError):
-            for body in received(self.socket):
-                self.last_words = msgspec.msgpack.decode(body, type=Lost)
-        self.process.wait()
+    def hear(self, tickets: Tickets) -> bool:
+        """What it says next: False if that is the last."""
+        body = receive(self.socket)
+        if body is None:
+            self.process.wait()
+            return False
+        said = msgspec.msgpack.decode(body, type=RankFailure | Answered)
+        if isinstance(said, RankFailure):
+            self.last_words = said
+            return False
+        tickets.answer(said.ticket, said.is_well)
+        return True
 
     def error(self) -> MilepostError | None:
         """What it died of; None while it lives."""
@@ -174,8 +229,27 @@ class _Member:
         return EngineDeadError(f"rank {self.rank} has ended: {ending}")
 
 
-def _watch(members: Sequence[_Member], started: threading.Event, lost: threading.Event) -> None:
-    """Start them all, and note when the first of them ends."""
+@dataclass(frozen=True, slots=True)
+class _News:
+    """Who is told what becomes of ranks."""
+
+    lost: threading.Event
+    tickets: Tickets
+    bell: socket.socket
+    losing: list[Callable[[], object]]
+
+    def tell(self, members: Sequence[_Member]) -> None:
+        """That one of them is lost."""
+        self.lost.set()
+        self.tickets.fail(_failure(members, self.lost))
+        with suppress(OSError):
+            self.bell.send(b".")
+        for lose in self.losing:
+            lose()
+
+
+def _watch(members: Sequence[_Member], started: threading.Event, news: _News) -> None:
+    """Start them all, take their answers, and tell when the first of them ends."""
     for member in members:
         member.start()
     started.set()
@@ -183,12 +257,11 @@ def _watch(members: Sequence[_Member], started: threading.Event, lost: threading
     by_descriptor = {member.socket.fileno(): member for member in members}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
-    ((descriptor, _), *_) = poll.poll()
-    member = by_descriptor[descriptor]
-    member.listen()
-    lost.set()
-    for other in members:
-        other.process.wait()
+    while all(by_descriptor[descriptor].hear(news.tickets) for descriptor, _ in poll.poll()):
+        pass
+    news.tell(members)
+    for member in members:
+        member.process.wait()
 
 
 def _failure(members: Sequence[_Member], lost: threading.Event) -> MilepostError:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from milepost.config import EngineConfig
 from milepost.engine.metrics import Metric
 from milepost.errors import ConfigError
+from milepost.parallel import Ranks
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.rates import MIN_TOKENS
@@ -16,44 +23,64 @@ from milepost.tiers.rates import MIN_TOKENS
 if TYPE_CHECKING:
     from milepost.runner.pools import PoolShape
     from milepost.runner.runner import Runner
-    from milepost.tiers.arena import Memory
     from milepost.tiers.copier import Copier
-    from milepost.tiers.disk import Disk
+    from milepost.tiers.files import Files
+    from milepost.tiers.mover import Mover
+    from milepost.tiers.orders import Ask
     from milepost.tiers.policy import Tiers
+    from milepost.tiers.porter import Porter
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-STATES_SHARE = 1 / 3
-"""Of host memory and of the disk, for states, in models that have them."""
-PAGES_UNDER_WAY, STATES_UNDER_WAY = 64, 2
-"""Between the device and host memory at a time; so much of the device's memory is for that."""
+MIN_PAGES_UNDER_WAY = 64
+MIN_STATES_UNDER_WAY, MAX_STATES_UNDER_WAY = 2, 8
+SHARE_UNDER_WAY = 1 / 16
+"""Of the device's memory for pages and slots, each for pages and for states that are on their way
+to host memory, if those bounds let it be.
+"""
 
 
-def staging_bytes(config: EngineConfig, shape: PoolShape) -> int:
+def staging_bytes(config: EngineConfig, shape: PoolShape, pool_bytes: int) -> int:
     """Of the device's memory, for copies on their way to the host."""
     if not config.has_tiers:
         return 0
-    return PAGES_UNDER_WAY * shape.page_bytes + STATES_UNDER_WAY * shape.slot_bytes
+    num_pages, num_states = under_way(config, pool_bytes, shape.page_bytes, shape.slot_bytes)
+    return num_pages * shape.page_bytes + num_states * shape.slot_bytes
 
 
-def split(num_bytes: int, page_bytes: int, state_bytes: int) -> tuple[int, int]:
-    """Pages and states that fit."""
-    if not state_bytes:
-        return num_bytes // max(page_bytes, 1), 0
-    num_states = int(num_bytes * STATES_SHARE) // state_bytes
-    return (num_bytes - num_states * state_bytes) // max(page_bytes, 1), num_states
+def under_way(
+    config: EngineConfig, pool_bytes: int, page_bytes: int, state_bytes: int
+) -> tuple[int, int]:
+    """Pages and states that may be on their way from the device at a time: those that two steps
+    compute, in so small a share of the memory that caching hardly misses it.
+    """
+    share = int(pool_bytes * SHARE_UNDER_WAY)
+    most = 2 * config.max_num_batched_tokens // config.page_size
+    num_pages = max(MIN_PAGES_UNDER_WAY, min(share // max(page_bytes, 1), most))
+    num_states = min(share // max(state_bytes, 1), MAX_STATES_UNDER_WAY)
+    return num_pages, max(MIN_STATES_UNDER_WAY, num_states)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hands:
+    """What a rank has for its part of the tiers."""
+
+    mover: Mover
+    files: Files | None
+    num_pages: int
+    num_states: int
+    """In host memory."""
+    num_staged: tuple[int, int]
+    """Pages and states that may be on their way there at a time; 0 bounds nothing."""
 
 
 class Tiering:
     """What an engine's loop calls."""
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, tiers: Tiers, copier: Copier, host: Memory
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, tiers: Tiers, copier: Copier) -> None:
         self._scheduler, self._runner = scheduler, runner
         self.tiers = tiers
-        self.host = host
         self.copier = copier
 
     @property
@@ -136,59 +163,111 @@ class Tiering:
         self.copier.close()
 
 
-def tiering_of(config: EngineConfig, scheduler: Scheduler, runner: Runner) -> Tiering | None:
-    """None where none are asked for, or where the system refuses the memory."""
+def hands_of(config: EngineConfig, runner: Runner, identity: bytes, ranks: Ranks) -> Hands | None:
+    """This rank's part of the host memory and of the disk that are asked for; None where none are,
+    or where the system refuses the memory to any rank. Raises ConfigError if the directory cannot
+    be made."""
     if not config.has_tiers:
         return None
     # Imported where it is used: most engines have none.
     from milepost.tiers.arena import allocate_host, device_memory
-    from milepost.tiers.copier import Copier, CudaLink, DirectLink, Link
-    from milepost.tiers.policy import Limits, Tiers
+    from milepost.tiers.holdings import split
+    from milepost.tiers.mover import CudaLink, DirectLink, HostLink, Mover
 
-    device, outside = runner.pools.device, scheduler.outside
-    memory = device_memory(runner.pools)
-    page_bytes, state_bytes = memory.pages.item_bytes, memory.states.item_bytes
-    num_pages, num_states = split(int(config.host_bytes), page_bytes, state_bytes)
-    link: Link = CudaLink(device) if device.type == "cuda" else DirectLink()
+    files = _files(config.cache_dir, identity, ranks.rank)
+    device, memory = runner.pools.device, device_memory(runner.pools)
+    link: HostLink = CudaLink(device) if device.type == "cuda" else DirectLink()
+    num_bytes = config.host_bytes // ranks.size
+    num_pages, num_states = split(num_bytes, memory.pages.item_bytes, memory.states.item_bytes)
+    host = None
     try:
         host = allocate_host(memory, num_pages, num_states, is_pinned=isinstance(link, CudaLink))
     except MemoryError as error:
         logger.error("tiers: off, %s", error)
+    if not ranks.least(host is not None) or host is None:
         return None
+    num_staged = (0, 0)
+    if link.needs_staging:
+        pool_bytes = sum(storage.nbytes() for storage in runner.pools.storages())
+        own = under_way(config, pool_bytes, host.pages.item_bytes, host.states.item_bytes)
+        num_staged = ranks.least(own[0]), ranks.least(own[1])
+    return Hands(
+        mover=Mover(memory, host, link, num_staged),
+        files=files,
+        num_pages=num_pages,
+        num_states=num_states,
+        num_staged=num_staged,
+    )
+
+
+def porter_of(
+    runner: Runner, hands: Hands | None, answer: Callable[[int, bool], None]
+) -> Porter | None:
+    """Of a rank but the first."""
+    if hands is None:
+        return None
+    from milepost.tiers.policy import Tiers
+    from milepost.tiers.porter import Porter
+
+    device = runner.pools.device
+    begin_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else int
+    porter = Porter(runner, hands.mover, hands.files, answer, begin_thread)
+    runner.carriers[Tiers.name] = porter
+    return porter
+
+
+def tiering_of(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: Runner,
+    hands: Hands | None,
+    ask: Ask | None = None,
+) -> Tiering | None:
+    """None where none are asked for or could be made; `ask` as for a `Copier`."""
+    if hands is None:
+        return None
+    from milepost.tiers.copier import Copier
+    from milepost.tiers.disk import Disk
+    from milepost.tiers.holdings import Limits, split
+    from milepost.tiers.policy import Tiers
+
+    host, outside = hands.mover.host, scheduler.outside
+    page_bytes, state_bytes = host.pages.item_bytes, host.states.item_bytes
     disk_pages, disk_states = 0, 0
-    if config.cache_dir is not None:
-        size = int(config.cache_disk_gib * GIB)
+    if hands.files is not None:
+        size = int(config.cache_disk_gib * GIB) // config.tensor_parallel_size
         disk_pages, disk_states = split(size, page_bytes, state_bytes)
     limits = Limits(
         page_bytes=page_bytes,
         state_bytes=state_bytes,
-        num_host_pages=num_pages,
-        num_host_states=num_states,
+        num_host_pages=hands.num_pages,
+        num_host_states=hands.num_states,
         num_disk_pages=disk_pages,
         num_disk_states=disk_states,
-        max_pages_under_way=PAGES_UNDER_WAY if link.needs_staging else 0,
-        max_states_under_way=STATES_UNDER_WAY if link.needs_staging else 0,
+        max_pages_under_way=hands.num_staged[0],
+        max_states_under_way=hands.num_staged[1],
     )
     tiers = Tiers(outside.cache, limits)
-    disk = _disk(config.cache_dir, outside.cache.identity, tiers, host)
+    disk = None if hands.files is None else Disk(hands.files, tiers, host, ask)
     outside.add_keeper(tiers)
     outside.add_source(tiers)
-    copier = Copier(scheduler, runner, tiers, (memory, host), link, disk)
+    copier = Copier(scheduler, runner, tiers, hands.mover, disk, ask)
     logger.info(
         "tiers: %d pages and %d states in host memory, %d items on disk",
-        num_pages, num_states, len(tiers.disk),
+        hands.num_pages, hands.num_states, len(tiers.disk),
     )  # fmt: skip
-    return Tiering(scheduler, runner, tiers, copier, host)
+    return Tiering(scheduler, runner, tiers, copier)
 
 
-def _disk(directory: str | None, identity: bytes, tiers: Tiers, host: Memory) -> Disk | None:
-    """The files of this model. Raises ConfigError if the directory cannot be made."""
+def _files(directory: str | None, identity: bytes, rank: int) -> Files | None:
+    """This rank's files of the model."""
     if directory is None:
         return None
-    from milepost.tiers.disk import Disk
     from milepost.tiers.files import Files
 
+    if rank:
+        identity = blake2b(identity + rank.to_bytes(4, "little"), digest_size=16).digest()
     try:
-        return Disk(Files(Path(directory).expanduser(), identity), tiers, host)
+        return Files(Path(directory).expanduser(), identity)
     except OSError as error:
         raise ConfigError(f"cache_dir={directory!r}: {error.strerror or error}") from error

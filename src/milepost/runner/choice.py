@@ -86,7 +86,7 @@ def choice_of(token_ids: Tensor, logits: Tensor, params: Sequence[SamplingParams
     copied = _to_host(token_ids)
     if likelihoods is not None:
         likelihoods = likelihoods.to_host()
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return Choice(token_ids, likelihoods, copied, event)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -94,8 +95,9 @@ class DeviceExecutor:
         numbers, last_tokens = sampling_places(plan)
         self._tables.bring(plan)
         self._records.follow(plan)
-        captured = None if wants_scores(plan) else self._graphs.find(plan)
-        capacity = captured or exact_capacity(plan)
+        exact = exact_capacity(plan)
+        captured = None if wants_scores(plan) else self._graphs.find(exact)
+        capacity = captured or exact
         if not capacity.num_tokens:
             capacity = replace(capacity, num_tokens=1)  # nothing is launched for none
         sources = before.places(plan) if before is not None else ()
@@ -108,6 +110,8 @@ class DeviceExecutor:
             sources,
             self._records,
         )
+        begun, queued_s = _mark(self._pools.device), perf_counter()
+        is_late = before is not None and before.is_done
         self._staging.send(step)
         views = None if captured and not sources else self._staging.views(step)
         if before is not None and sources:
@@ -128,6 +132,9 @@ class DeviceExecutor:
         return Flight(
             plan=plan,
             numbers=numbers,
+            begun=begun,
+            queued_s=queued_s,
+            is_late=is_late,
             logits=outcome.logits[:num],
             hidden=outcome.hidden[:num],
             best=outcome.best[:num],
@@ -235,6 +242,15 @@ class DeviceExecutor:
         return Outcome(logits=logits, hidden=own, best=argmax(logits))
 
 
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """Passes when the device comes so far; None where there is nothing to wait for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def _forced(flight: Flight) -> list[int]:
     """How many drafts of each request that samples are accepted, whatever is sampled; -1 where that
     decides."""
@@ -249,14 +265,19 @@ def _forced(flight: Flight) -> list[int]:
 
 
 def measure_activations(
-    model: Decoder, shape: PoolShape, largest: Capacity, captured: Sequence[Capacity]
+    model: Decoder,
+    shape: PoolShape,
+    largest: Capacity,
+    captured: Sequence[Capacity],
+    max_model_len: int,
 ) -> int:
-    """Bytes that the `largest` step takes besides weights and pools. Compiles its kernels, and
-    those of the steps that are `captured` later; raises KernelError if one does not run."""
+    """Bytes that the `largest` step takes besides weights and pools, with a sequence of
+    `max_model_len`. Compiles its kernels, and those of the steps that are `captured` later; raises
+    KernelError if one does not run."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, device=device)
     executor = DeviceExecutor(
-        model, pools, num_requests=1, max_model_len=shape.page_size, largest=largest
+        model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
     )
     executor.compile([largest, *captured])
     torch.cuda.reset_peak_memory_stats(device)

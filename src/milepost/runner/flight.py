@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from milepost.runner.acceptance import Accept, accept_equal, runs_of
@@ -24,6 +25,12 @@ class Flight:
     for each of them."""
     launched_s: float = field(default_factory=perf_counter)
     """By the host's clock."""
+    begun: torch.cuda.Event | None = None
+    """Passes when the device begins it, if one does."""
+    queued_s: float = field(default_factory=perf_counter)
+    """When the device had the first work of it, by the host's clock."""
+    is_late: bool = False
+    """Whether the step before it was over by then, so that the device had nothing to do."""
     logits: Tensor | None = None
     """[R, vocabulary], what their tokens are sampled from; None where nobody samples. Overwritten
     by a later step."""
@@ -40,6 +47,25 @@ class Flight:
     prompt_scores: Sequence[PromptScores] = ()
     accept: Accept = accept_equal
     """Which drafts are accepted."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a device runs it, and somebody waits for its end."""
+        return self.begun is not None and self.choice is not None
+
+    @property
+    def device_s(self) -> float:
+        """What it took there, once it was read."""
+        assert self.begun is not None
+        assert self.choice is not None
+        assert self.choice.is_copied is not None
+        return self.begun.elapsed_time(self.choice.is_copied) / 1e3
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its tokens are there."""
+        event = self.choice.is_copied if self.choice is not None else None
+        return event is not None and event.query()
 
     @property
     def is_sampled(self) -> bool:

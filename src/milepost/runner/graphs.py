@@ -29,6 +29,8 @@ _VERIFY_LENGTHS = (2, 4, 8, 16)
 """Tokens of a sequence, on average, besides as many as it may have. What is past a step's own is
 padding at its end, so sequences with and without drafts fit together."""
 _VERIFY_MIXED_TOKENS = (64, 128, 256, 512)
+_MAX_FOUND = 4096
+"""Sizes of steps whose graph is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class Graphs:
 
     def __init__(self) -> None:
         self._graphs: dict[Capacity, tuple[torch.cuda.CUDAGraph, Outcome]] = {}
+        self._found: dict[Capacity, Capacity | None] = {}
+        """By what a plan needs."""
         self._pool: tuple[int, int] | None = None
 
     def capture(self, capacity: Capacity, run: Callable[[], Outcome]) -> None:
@@ -135,10 +139,15 @@ class Graphs:
         graph.replay()  # brings it to the device, which the first step need not wait for
         self._pool = graph.pool()
         self._graphs[capacity] = graph, outcome
+        self._found.clear()
 
-    def find(self, plan: StepPlan) -> Capacity | None:
-        """The smallest captured capacity that holds the plan."""
-        return smallest(tuple(self._graphs), plan)
+    def find(self, exact: Capacity) -> Capacity | None:
+        """The smallest captured capacity that holds such a step."""
+        if exact not in self._found:
+            if len(self._found) == _MAX_FOUND:
+                self._found.clear()
+            self._found[exact] = smallest(tuple(self._graphs), exact)
+        return self._found[exact]
 
     def replay(self, capacity: Capacity) -> Outcome:
         """Launch the graph."""
@@ -147,9 +156,8 @@ class Graphs:
         return outcome
 
 
-def smallest(capacities: Sequence[Capacity], plan: StepPlan) -> Capacity | None:
-    """The smallest of the capacities that holds the plan, if one does."""
-    exact = exact_capacity(plan)
+def smallest(capacities: Sequence[Capacity], exact: Capacity) -> Capacity | None:
+    """The smallest of the capacities that holds a step of just this, if one does."""
     fitting = [
         c
         for c in capacities
@@ -165,11 +173,12 @@ def smallest(capacities: Sequence[Capacity], plan: StepPlan) -> Capacity | None:
 
 def exact_capacity(plan: StepPlan) -> Capacity:
     """Just what the plan needs."""
+    num_drafts = plan.num_drafts
     return Capacity(
         num_tokens=plan.num_tokens,
         num_sequences=len(plan.sequences),
         num_exports=sum(len(sequence.exports) for sequence in plan.sequences),
         decodes=plan.num_decodes == len(plan.sequences),
-        num_drafts=max(plan.num_drafts, int(plan.verifies)),
+        num_drafts=num_drafts or int(plan.verifies),
         is_exact=True,
     )

@@ -34,11 +34,11 @@ class Rollback(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The steps in flight were taken back: they have no results."""
 
 
-class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class PoolRelease(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What the pools hold was forgotten: see `Pools.release`."""
 
 
-Record = Heading | StepPlan | StepSampling | StepResult | Rollback | Release
+Record = Heading | StepPlan | StepSampling | StepResult | Rollback | PoolRelease
 
 
 class Log(Protocol):

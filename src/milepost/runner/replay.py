@@ -10,7 +10,7 @@ import torch
 
 from milepost.runner.flight import Flight
 from milepost.runner.pools import Pools
-from milepost.runner.recording import Record, Release, Rollback
+from milepost.runner.recording import PoolRelease, Record, Rollback
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
@@ -24,6 +24,8 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
     under_way: deque[Flight] = deque()
     for record in records:
         match record:
+            case StepPlan(sequences=()) if record.only_copies:
+                runner.copy(record)
             case StepPlan():
                 before = under_way[-1] if under_way else None
                 under_way.append(runner.launch(record, before))
@@ -33,7 +35,7 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
                 yield record, runner.collect(under_way.popleft()).result
             case Rollback():
                 under_way.clear()
-            case Release():
+            case PoolRelease():
                 runner.release()
 
 

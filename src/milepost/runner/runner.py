@@ -8,7 +8,7 @@ come from another process, and can be written to a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from time import perf_counter
@@ -25,7 +25,7 @@ from milepost.runner.flight import Flight
 from milepost.runner.histories import Histories
 from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
-from milepost.runner.recording import Log, Record, Release, Rollback
+from milepost.runner.recording import Log, PoolRelease, Record, Rollback
 from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, StepSampling
 
@@ -37,8 +37,8 @@ class RunnerOutput:
     result: StepResult
     sampled: Mapping[int, Sequence[SampledToken]]
     """By request number."""
-    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """By request number: what may follow these tokens."""
+    read_drafts: Callable[[], Mapping[int, Sequence[int]]] = dict
+    """Waits for what may follow these tokens, by request number: the device is still at it."""
     prompt_scores: Sequence[PromptScores] = ()
 
 
@@ -188,7 +188,7 @@ class Runner:
         return RunnerOutput(
             result=result,
             sampled=sampled,
-            drafts=flight.read_drafts(),
+            read_drafts=flight.read_drafts,
             prompt_scores=flight.prompt_scores,
         )
 
@@ -197,13 +197,17 @@ class Runner:
         began_s, self._collected_s = max(launched_s, self._collected_s), perf_counter()
         return self._collected_s - began_s
 
+    def elapsed_s(self, flight: Flight) -> float:
+        """How long the device has been at a step, if it is the one behind the last collected."""
+        return perf_counter() - max(flight.queued_s, self._collected_s)
+
     def roll_back(self) -> None:
         """Note that the steps in flight were taken back: nobody collects them."""
         self._write_down(Rollback())
 
     def release(self) -> None:
         """Return the pools' memory, as far as they can; nothing in them is used any more."""
-        self._write_down(Release())
+        self._write_down(PoolRelease())
         self.pools.release()
 
     def _write_down(self, record: Record) -> None:

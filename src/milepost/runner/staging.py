@@ -7,8 +7,8 @@ arrays of the same shapes lie at the same addresses every time, which a CUDA gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -91,24 +91,35 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _arrays(batch: Any) -> Iterator[np.ndarray]:
+def _arrays(batch: Any) -> list[np.ndarray]:
+    """In the order of the fields. Looked for in every step, while the device may wait."""
+    found: list[np.ndarray] = []
+    _gather(batch, found)
+    return found
+
+
+def _gather(batch: Any, found: list[np.ndarray]) -> None:
     if isinstance(batch, np.ndarray):
-        yield batch
-    for value in _inside(batch).values():
-        yield from _arrays(value)
+        found.append(batch)
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            _gather(value, found)
+    else:
+        for name in _field_names(type(batch)):
+            _gather(getattr(batch, name), found)
 
 
 def _replaced(batch: Any, view: Any) -> Any:
     if isinstance(batch, np.ndarray):
         return view(batch)
-    inside = {name: _replaced(value, view) for name, value in _inside(batch).items()}
-    return replace(batch, **inside) if is_dataclass(batch) else inside or batch
+    if isinstance(batch, dict):
+        return {name: _replaced(value, view) for name, value in batch.items()}
+    names = _field_names(type(batch))
+    inside = {name: _replaced(getattr(batch, name), view) for name in names}
+    return replace(batch, **inside) if inside else batch
 
 
-def _inside(batch: Any) -> Mapping[Any, Any]:
-    """Fields or entries that may hold arrays."""
-    if isinstance(batch, Mapping):
-        return batch
-    if not is_dataclass(batch):
-        return {}
-    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Of a dataclass; none of anything else."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()

@@ -6,7 +6,9 @@ the device.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +25,7 @@ _ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ItemTensors:
     """What items of one kind are made of: tensors [places, ...], whose rows are one item's."""
 
     tensors: tuple[Tensor, ...]
@@ -32,7 +34,7 @@ class Parts:
     def item_bytes(self) -> int:
         return sum(prod(part.shape[1:]) * part.itemsize for part in self.tensors)
 
-    def copy(self, first: int, source: Parts, source_first: int, num: int) -> None:
+    def copy(self, first: int, source: ItemTensors, source_first: int, num: int) -> None:
         """Fill `num` places from others', wherever those are; does not wait for a device."""
         for own, other in zip(self.tensors, source.tensors, strict=True):
             own[first : first + num].copy_(
@@ -47,24 +49,25 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Arena:
     """Places for pages and for states."""
 
-    pages: Parts
-    states: Parts
+    pages: ItemTensors
+    states: ItemTensors
 
-    def of(self, what: What) -> Parts:
+    def of(self, what: What) -> ItemTensors:
         return self.states if what == "state" else self.pages
 
 
-def device_memory(pools: Pools) -> Memory:
+def device_memory(pools: Pools) -> Arena:
     """The pools themselves: places are the ids of pages and slots."""
-    return Memory(
-        pages=Parts(tensors=tuple(pools.page_parts)), states=Parts(tensors=tuple(pools.slot_parts))
+    return Arena(
+        pages=ItemTensors(tensors=tuple(pools.page_parts)),
+        states=ItemTensors(tensors=tuple(pools.slot_parts)),
     )
 
 
-def like(memory: Memory, num_pages: int, num_states: int, buffer: Tensor) -> Memory:
+def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Arena:
     """Places of the same parts in `buffer` [bytes], which has `num_bytes` of them at least."""
     begin, found = 0, []
     for parts, num in ((memory.pages, num_pages), (memory.states, num_states)):
@@ -74,11 +77,11 @@ def like(memory: Memory, num_pages: int, num_states: int, buffer: Tensor) -> Mem
             num_bytes = prod(shape) * part.itemsize
             own.append(buffer[begin : begin + num_bytes].view(part.dtype).view(shape))
             begin += _round_up(num_bytes)
-        found.append(Parts(tensors=tuple(own)))
-    return Memory(pages=found[0], states=found[1])
+        found.append(ItemTensors(tensors=tuple(own)))
+    return Arena(pages=found[0], states=found[1])
 
 
-def num_bytes(memory: Memory, num_pages: int, num_states: int) -> int:
+def num_bytes(memory: Arena, num_pages: int, num_states: int) -> int:
     """Of so many places."""
     total = 0
     for parts, num in ((memory.pages, num_pages), (memory.states, num_states)):
@@ -86,22 +89,20 @@ def num_bytes(memory: Memory, num_pages: int, num_states: int) -> int:
     return total
 
 
-def allocate_host(memory: Memory, num_pages: int, num_states: int, *, is_pinned: bool) -> Memory:
+def allocate_host(memory: Arena, num_pages: int, num_states: int, *, is_pinned: bool) -> Arena:
     """Places in host memory. Raises MemoryError if the system refuses."""
     size = max(num_bytes(memory, num_pages, num_states), 1)
     try:
         mapped = mmap.mmap(-1, size)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"{size} bytes of host memory: {error}") from error
-    buffer = torch.from_numpy(np.frombuffer(mapped, np.uint8))
+    own = np.frombuffer(mapped, np.uint8)
     if is_pinned:
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
-        if int(status):
-            raise MemoryError(f"{size} bytes of host memory cannot be pinned: {status}")
-    return like(memory, num_pages, num_states, buffer)
+        _pin(own)
+    return like(memory, num_pages, num_states, torch.from_numpy(own))
 
 
-def allocate_staging(memory: Memory, num_pages: int, num_states: int) -> Memory:
+def allocate_staging(memory: Arena, num_pages: int, num_states: int) -> Arena:
     """Places on the device, from which copies go on at their own pace."""
     device = (*memory.pages.tensors, *memory.states.tensors)[0].device
     size = max(num_bytes(memory, num_pages, num_states), 1)
@@ -120,6 +121,25 @@ def runs(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, in
                 continue
         found.append((one, other, 1))
     return found
+
+
+def _pin(memory: np.ndarray) -> None:
+    """Pin it for as long as it lives: else what is mapped at its address next cannot be. Raises
+    MemoryError if the driver refuses."""
+    runtime = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    if int(status):
+        _clear_error()
+        why = runtime.cudaGetErrorString(status)
+        raise MemoryError(f"{memory.nbytes} bytes of host memory cannot be pinned: {why}")
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+
+
+def _clear_error() -> None:
+    """The runtime keeps an error that was returned for whoever asks next: let that not be a step,
+    which would be said to have failed."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _round_up(number: int) -> int:

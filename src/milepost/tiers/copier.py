@@ -1,10 +1,9 @@
-"""Copies between the pools and host memory: out of the way of the steps, and never too early.
+"""Carries what the tiers decide between the pools, host memory and files, and says what is there.
 
-What leaves goes by a staging place on the device: there in the order of the steps, so nothing that
-is launched behind it can overwrite it first; from there on a stream of its own. It can be read once
-that copy's event has passed, and the staging place is used again only then. What comes waits for
-all that was launched before the plan that names it, and is said to be there once its event has
-passed; until then no step reads it. On a CPU a copy is made where it is named.
+What leaves can be read once its copy's event has passed; what comes is said to be there once its
+own has, and until then no step reads it. Where nothing else can run, it is said to be there as soon
+as its copies are queued, and what is launched from then on waits for them. Of several ranks each
+copies its own part; something is there once all of them have it.
 """
 
 from __future__ import annotations
@@ -12,163 +11,90 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
 
 from milepost.cache.plans import Store, What
+from milepost.errors import EngineDeadError
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load
 from milepost.scheduler.scheduler import Scheduler
-from milepost.tiers.arena import Memory, allocate_staging, runs
+from milepost.tiers.arena import runs
 from milepost.tiers.disk import Disk, Reads
-from milepost.tiers.policy import Fetch, Tiers
+from milepost.tiers.loads import Fetch
+from milepost.tiers.mover import DeviceEvent, Mover
+from milepost.tiers.orders import Ask, Bring, Run, Stored
+from milepost.tiers.policy import Tiers
 
 MAX_RUN = 16
 """Pages that are copied at once: padding between pages costs a copy of them."""
 WAIT_S = 1e-4
-
-
-class Event(Protocol):
-    """Has passed once all is done that was launched before it."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Link(Protocol):
-    """The way between the device and host memory."""
-
-    needs_staging: bool
-
-    def now(self) -> Event:
-        """Passes once all steps that are launched are done."""
-        ...
-
-    def copy(self, copies: Sequence[tuple[Memory, Memory, What, int, int, int]]) -> None:
-        """Copy now, in the order of the steps: to, from, kind, first places, number."""
-        ...
-
-    def copy_behind(
-        self,
-        event: Event,
-        copies: Sequence[tuple[Memory, Memory, What, int, int, int]],
-        *,
-        up: bool,
-    ) -> Event:
-        """Copy beside the steps, once an event has passed."""
-        ...
-
-
-class Passed:
-    """An event of the past."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-class DirectLink:
-    """Memory that one processor copies, at once."""
-
-    needs_staging = False
-
-    def now(self) -> Event:
-        return Passed()
-
-    def copy(self, copies: Sequence[tuple[Memory, Memory, What, int, int, int]]) -> None:
-        for target, source, what, first, other, num in copies:
-            target.of(what).copy(first, source.of(what), other, num)
-
-    def copy_behind(
-        self,
-        event: Event,
-        copies: Sequence[tuple[Memory, Memory, What, int, int, int]],
-        *,
-        up: bool,  # noqa: ARG002
-    ) -> Event:
-        event.synchronize()
-        self.copy(copies)
-        return Passed()
-
-
-class CudaLink(DirectLink):
-    """A stream in each direction, beside the steps' own."""
-
-    needs_staging = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._up = torch.cuda.Stream(device)
-        self._down = torch.cuda.Stream(device)
-
-    def now(self) -> Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def copy_behind(
-        self,
-        event: Event,
-        copies: Sequence[tuple[Memory, Memory, What, int, int, int]],
-        *,
-        up: bool,
-    ) -> Event:
-        stream = self._up if up else self._down
-        done = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            stream.wait_event(event)
-            self.copy(copies)
-            done.record()
-        return done
+REST_S = 2.0
+HASTE_S = 0.05
+"""Steps are launched behind copies that take so long at most: who comes meanwhile waits, too."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Storing:
     stores: list[Store]
-    staged: list[tuple[What, int]]
-    done: Event
+    done: DeviceEvent
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Loading:
     load: Load
     fetches: list[Fetch]
-    after: Event
+    after: DeviceEvent
     reads: Reads | None = None
     """What is to be read from disk first."""
-    done: Event | None = None
+    done: DeviceEvent | None = None
+    is_over: bool = False
+    """Whether the scheduler knows that all of it is there, or will be for the next step."""
     begun_s: float = field(default_factory=time.perf_counter)
 
 
+@dataclass(frozen=True, slots=True)
+class OnAll:
+    """An event of this rank and of the others, which answer `others`."""
+
+    own: DeviceEvent
+    others: Future[bool]
+
+    def query(self) -> bool:
+        if not self.others.done() or not self.own.query():
+            return False
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        """Raises EngineDeadError if a rank could not do its part, or is lost."""
+        self.own.synchronize()
+        if not self.others.result():
+            raise EngineDeadError("a rank could not copy its part of what is kept outside")
+
+    def seconds(self) -> float | None:
+        return None
+
+
 class Copier:
-    """Carries what `tiers` decides between a runner's pools and host memory."""
+    """Does what `tiers` decides with this rank's mover and files; `ask` has the other ranks do the
+    same, if there are any."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         tiers: Tiers,
-        memory: tuple[Memory, Memory],
-        link: Link,
+        mover: Mover,
         disk: Disk | None = None,
+        ask: Ask | None = None,
     ) -> None:
         self._scheduler, self._runner, self._tiers = scheduler, runner, tiers
-        self._device, self._host = memory
-        self._link = link
+        self.mover = mover
         self._disk = disk
-        limits = tiers.limits
-        self._staging: Memory | None = None
-        self._free: dict[bool, list[int]] = {False: [], True: []}
-        if link.needs_staging:
-            num_pages, num_states = limits.max_pages_under_way, limits.max_states_under_way
-            self._staging = allocate_staging(self._device, num_pages, num_states)
-            self._free = {False: list(range(num_pages)), True: list(range(num_states))}
+        self._ask = ask
         self._storing: deque[_Storing] = deque()
-        self._loading: dict[int, _Loading] = {}
+        self._loading: list[_Loading] = []
         self.num_pages_brought = 0
         self.num_states_brought = 0
         runner.carriers[tiers.name] = self
@@ -179,31 +105,26 @@ class Copier:
 
     @property
     def is_writing(self) -> bool:
-        """Whether anything is on its way to disk."""
+        """Whether anything is on its way to disk, or is looked for there."""
         return self._disk is not None and self._disk.is_busy
+
+    @property
+    def rest_s(self) -> float | None:
+        """How long nobody has to look, where nothing is to be done: others may write files."""
+        return None if self._disk is None else REST_S
 
     # --- what a plan names ------------------------------------------------------------------------
 
     def store(self, stores: Sequence[Store]) -> None:
-        staged: list[tuple[What, int]] = []
-        if self._staging is None:
-            copies = [(self._host, self._device, s.what, s.place, s.id, 1) for s in stores]
-            self._link.copy(copies)
-            done: Event = Passed()
-        else:
-            staged = [(s.what, self._free[s.what == "state"].pop()) for s in stores]
-            pairs = list(zip(stores, staged, strict=True))
-            self._link.copy(
-                [(self._staging, self._device, s.what, at, s.id, 1) for s, (_, at) in pairs]
-            )
-            copies = [(self._host, self._staging, s.what, s.place, at, 1) for s, (_, at) in pairs]
-            done = self._link.copy_behind(self._link.now(), copies, up=False)
-        self._storing.append(_Storing(stores=list(stores), staged=staged, done=done))
+        done = self.mover.store(stores)
+        if self._ask is not None:
+            done = OnAll(done, self._ask(Stored()))
+        self._storing.append(_Storing(stores=list(stores), done=done))
 
     def load(self, load: Load) -> None:
-        fetches = self._tiers.fetches(load.number)
-        loading = _Loading(load=load, fetches=fetches or [], after=self._link.now())
-        self._loading[load.number] = loading
+        fetches = self._tiers.loads.fetches(load.number)
+        loading = _Loading(load=load, fetches=fetches or [], after=self.mover.now())
+        self._loading.append(loading)
         if any(fetch.is_on_disk for fetch in loading.fetches):
             assert self._disk is not None, "what is on disk has a disk"
             loading.reads = self._disk.read(loading.fetches)
@@ -214,15 +135,15 @@ class Copier:
         """Queue the copies of a load whose parts are all in host memory."""
         pages = [f for f in loading.fetches if f.item.what != "state"]
         states = [f for f in loading.fetches if f.item.what == "state"]
-        copies: list[tuple[Memory, Memory, What, int, int, int]] = []
+        copies: list[Run] = []
         for what, fetches in (("page", pages), ("state", states)):
             pairs = [(fetch.arrival.id, fetch.item.place) for fetch in fetches]
             kind: What = "page" if what == "page" else "state"
-            copies += [
-                (self._device, self._host, kind, *run)
-                for run in runs(pairs, MAX_RUN if what == "page" else 1)
-            ]
-        loading.done = self._link.copy_behind(loading.after, copies, up=True)
+            copies += [(kind, *run) for run in runs(pairs, MAX_RUN if what == "page" else 1)]
+        loading.done = self.mover.bring(loading.after, copies)
+        if self._ask is not None:
+            order = Bring(number=loading.load.number, runs=tuple(copies))
+            loading.done = OnAll(loading.done, self._ask(order))
 
     # --- what becomes of it -----------------------------------------------------------------------
 
@@ -234,30 +155,42 @@ class Copier:
             is_any = True
         if self._disk is not None:
             self._disk.poll()
-        for number, loading in list(self._loading.items()):
+        for loading in self._loading[:]:
             if loading.reads is not None:
-                is_any = self._end_reads(number, loading, loading.reads) or is_any
+                is_any = self._end_reads(loading, loading.reads) or is_any
             elif loading.done is None:
-                self._tiers.failed(())
-                is_any = self._fail(number)
+                self._tiers.loads.failed(())
+                is_any = self._fail(loading)
             elif loading.done.query():
-                del self._loading[number]
-                self._arrive(loading)
-                is_any = True
+                is_any = self._arrive(loading) or is_any
+                self._release(loading)
         return is_any
 
     def wait(self, seconds: float) -> None:
         """Until something is over, or for so long."""
         end_s = time.perf_counter() + seconds
-        while not self.poll() and self.is_busy and time.perf_counter() < end_s:
+        while not (self.poll() or self._hasten()) and self.is_busy and time.perf_counter() < end_s:
             time.sleep(WAIT_S)
+
+    def _hasten(self) -> bool:
+        """Let the next step be launched behind copies that are queued and soon over, rather than
+        when they are over; whether there are any. Their sources stay as they are until then.
+        """
+        is_any = False
+        for loading in self._loading:
+            if loading.done is None or loading.is_over or self._ask is not None:
+                continue
+            if self._tiers.rates.load_seconds(self._num_bytes(loading), 0) <= HASTE_S:
+                self.mover.order(loading.done)
+                is_any = self._arrive(loading) or is_any
+        return is_any
 
     def end_loads(self) -> None:
         """Wait until nothing is copied any more: loads have arrived or failed, and what was on its
         way out is forgotten, since nobody knows what it was copied from.
         """
         while self._loading:
-            for loading in self._loading.values():
+            for loading in self._loading:
                 if loading.done is not None:
                     loading.done.synchronize()
             if not self.poll():
@@ -266,9 +199,9 @@ class Copier:
             storing = self._storing.popleft()
             storing.done.synchronize()
             self._end_stores(storing, is_there=False)
-        self._tiers.forget_stores()
+        self._tiers.stores.forget_all()
 
-    def _end_reads(self, number: int, loading: _Loading, reads: Reads) -> bool:
+    def _end_reads(self, loading: _Loading, reads: Reads) -> bool:
         """What was on disk goes on to the device; whether anything has changed."""
         assert self._disk is not None, "what is on disk has a disk"
         if not reads.is_over:
@@ -277,7 +210,7 @@ class Copier:
         if self._disk.take(reads):
             self._bring(loading)
             return True
-        return self._fail(number)
+        return self._fail(loading)
 
     def close(self) -> None:
         """Write what is to outlive the engine."""
@@ -285,25 +218,42 @@ class Copier:
             self._disk.close()
 
     def _end_stores(self, storing: _Storing, *, is_there: bool) -> None:
-        for what, place in storing.staged:
-            self._free[what == "state"].append(place)
-        report = self._tiers.stored if is_there else self._tiers.not_stored
+        report = self._tiers.stores.stored if is_there else self._tiers.stores.not_stored
         for store in storing.stores:
             report(store.what, store.key)
 
-    def _arrive(self, loading: _Loading) -> None:
-        load, seconds = loading.load, time.perf_counter() - loading.begun_s
-        num_states = sum(arrival.what == "state" for arrival in load.arrivals)
-        self.num_states_brought += num_states
-        self.num_pages_brought += len(load.arrivals) - num_states
-        num_bytes = sum(self._host.of(f.item.what).item_bytes for f in loading.fetches)
-        self._tiers.rates.copied(num_bytes, seconds)
+    def _arrive(self, loading: _Loading) -> bool:
+        """Whether this is news."""
+        load = loading.load
+        if loading.is_over:
+            return False
+        loading.is_over = True
+        self._tiers.host.pin(fetch.item for fetch in loading.fetches)
         for arrival in load.arrivals:
             if arrival.what == "state":
                 self._runner.filled(arrival.id, load.position)
         self._scheduler.arrived(load.number)
+        return True
 
-    def _fail(self, number: int) -> bool:
-        del self._loading[number]
-        self._scheduler.failed(number)
+    def _release(self, loading: _Loading) -> None:
+        """The copies of a load that has arrived are over."""
+        self._loading.remove(loading)
+        assert loading.done is not None, "copies that are over were queued"
+        self._tiers.host.unpin(fetch.item for fetch in loading.fetches)
+        num_states = sum(arrival.what == "state" for arrival in loading.load.arrivals)
+        self.num_states_brought += num_states
+        self.num_pages_brought += len(loading.load.arrivals) - num_states
+        seconds = loading.done.seconds()
+        if seconds is None:
+            seconds = time.perf_counter() - loading.begun_s
+        self._tiers.rates.copied(self._num_bytes(loading), seconds)
+
+    def _num_bytes(self, loading: _Loading) -> int:
+        return sum(self.mover.host.of(fetch.item.what).item_bytes for fetch in loading.fetches)
+
+    def _fail(self, loading: _Loading) -> bool:
+        self._loading.remove(loading)
+        if self._ask is not None:
+            self._ask(Bring(number=loading.load.number))
+        self._scheduler.failed(loading.load.number)
         return True

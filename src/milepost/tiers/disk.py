@@ -1,24 +1,37 @@
-"""Reads and writes files beside the steps: one thread that writes and deletes, some that read."""
+"""Reads and writes files beside the steps: one thread that writes and deletes, some that read.
+
+Of several ranks each has files of its own, and something is there once all of them have it.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from math import ceil
+from typing import Literal
 
-from milepost.tiers.arena import Memory
-from milepost.tiers.files import Files, Name
-from milepost.tiers.policy import Fetch, Tiers
+from milepost.tiers.arena import Arena
+from milepost.tiers.files import NUM_FOLDERS, Files, Name
+from milepost.tiers.loads import Fetch
+from milepost.tiers.orders import Ask, OnDisk
+from milepost.tiers.policy import Tiers
 from milepost.tiers.tier import Item
 
-NUM_READERS = 4
+NUM_READERS = max(4, min(16, os.cpu_count() or 4))
+"""A checksum takes longer than a read from the system's cache, and more reads at a time are faster
+on most disks.
+"""
 MAX_WRITES = 16
 """Under way at a time: what has not been begun can still be given up."""
 SCAN_S, ITEMS_AT_START, ITEMS_EACH = 0.5, 10_000, 500
 """An engine with many files starts before all of them are known: it waits so long for their names,
 and files so many at the start, and with each look at what is over.
 """
+ROUND_S, NUM_LOOKS = 10.0, 32
+"""What other engines have written is looked for in so many parts, all of them in so long."""
 CLOSE_S = 20.0
 """So long an engine that is ended may write."""
 
@@ -27,80 +40,101 @@ CLOSE_S = 20.0
 class Reads:
     """Files that a load waits for."""
 
-    futures: list[tuple[Fetch, Future[bool]]]
+    futures: list[tuple[Fetch, list[Future[bool]]]]
+    """Of each rank, or of all others at once."""
     begun_s: float = field(default_factory=time.perf_counter)
 
     @property
     def is_over(self) -> bool:
-        return all(future.done() for _, future in self.futures)
+        return all(future.done() for _, futures in self.futures for future in futures)
 
 
 class Disk:
-    """The files of `tiers`, from and to places in host memory."""
+    """The files of `tiers`, from and to places in host memory; `ask` as for a `Copier`."""
 
-    def __init__(self, files: Files, tiers: Tiers, host: Memory) -> None:
-        self._files, self._tiers, self._host = files, tiers, host
+    def __init__(self, files: Files, tiers: Tiers, host: Arena, ask: Ask | None = None) -> None:
+        self._files, self._tiers, self._host, self._ask = files, tiers, host, ask
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tiers-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
-        self._writing: deque[tuple[Item, Item, Future[bool]]] = deque()
+        self._writing: deque[tuple[Item, Item, list[Future[bool]]]] = deque()
         self._scan: Future[list[Name]] | None = self._readers.submit(files.names)
         self._known: deque[Name] = deque()
+        self._looked_s = time.perf_counter()
         wait([self._scan], timeout=SCAN_S)
         self._take_names(ITEMS_AT_START)
 
+    def _look(self) -> None:
+        """See what others have written, a part of it at a time, and what was there at the start."""
+        if self._known or self._scan is not None:
+            self._take_names(ITEMS_EACH)
+            return
+        now_s = time.perf_counter()
+        share = (now_s - self._looked_s) / ROUND_S
+        if share * NUM_LOOKS >= 1:
+            self._looked_s = now_s
+            self._scan = self._readers.submit(self._news, ceil(min(share, 1) * NUM_FOLDERS))
+
+    def _news(self, num_folders: int) -> list[Name]:
+        names, known = self._files.names(num_folders), self._tiers.disk
+        return [name for name in names if known.get(name.what, name.key) is None]
+
     def _take_names(self, most: int) -> None:
-        """File up to so many of what was there at the start."""
+        """File up to so many of those that are known by now."""
         if self._scan is not None and self._scan.done():
             self._known.extend(self._scan.result())
             self._scan = None
         for _ in range(min(most, len(self._known))):
             name = self._known.popleft()
-            self._tiers.found(name.what, name.key, name.parent, name.position)
+            self._tiers.writes.found(name.what, name.key, name.parent, name.position)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._writing or self._tiers.has_writes)
+        is_writing = bool(self._writing or self._tiers.writes.are_any)
+        return is_writing or bool(self._known) or self._scan is not None
 
     def read(self, fetches: list[Fetch]) -> Reads:
         """Begin to read what fetches need."""
-        return Reads(
-            [
-                (fetch, self._readers.submit(self._files.read, *self._of(fetch.item)))
-                for fetch in fetches
-                if fetch.is_on_disk
-            ]
-        )
+        return Reads([(fetch, self._read(fetch.item)) for fetch in fetches if fetch.is_on_disk])
+
+    def _read(self, item: Item) -> list[Future[bool]]:
+        own = self._readers.submit(self._files.read, *self._of(item))
+        return [own, *self._others("read", item)]
+
+    def _others(self, do: Literal["read", "write", "remove"], item: Item) -> list[Future[bool]]:
+        if self._ask is None:
+            return []
+        return [self._ask(OnDisk(do=do, name=_name(item), tokens=item.tokens, place=item.place))]
 
     def take(self, reads: Reads) -> bool:
         """Take note of reads that are over; whether all of it is there."""
         missing, num_bytes = [], 0
-        for fetch, future in reads.futures:
-            if future.result():
-                self._tiers.read(fetch.item)
+        for fetch, futures in reads.futures:
+            if all(future.result() for future in futures):
+                self._tiers.host.fill(fetch.item)
                 num_bytes += self._host.of(fetch.item.what).item_bytes
             else:
                 missing.append((fetch.item.what, fetch.item.key))
         if missing:
-            self._tiers.failed(missing)
+            self._tiers.loads.failed(missing)
         self._tiers.rates.read(num_bytes, time.perf_counter() - reads.begun_s)
         return not missing
 
     def poll(self) -> None:
         """Take note of writes that are over, and begin others."""
-        if self._known or self._scan is not None:
-            self._take_names(ITEMS_EACH)
-        while self._writing and self._writing[0][2].done():
-            item, copy, future = self._writing.popleft()
-            self._tiers.written(item, copy, is_there=future.result())
+        self._look()
+        while self._writing and all(future.done() for future in self._writing[0][2]):
+            item, copy, futures = self._writing.popleft()
+            is_there = all(future.result() for future in futures)
+            self._tiers.writes.written(item, copy, is_there=is_there)
         room = MAX_WRITES - len(self._writing)
-        if room > 0 and self._tiers.has_writes:
-            for item, copy in self._tiers.take_writes(room):
+        if room > 0 and self._tiers.writes.are_any:
+            for item, copy in self._tiers.writes.take(room):
                 name, contents = self._of(item)
-                future = self._writer.submit(self._files.write, name, item.tokens, contents)
-                self._writing.append((item, copy, future))
-        gone, self._tiers.gone_from_disk = self._tiers.gone_from_disk, []
-        for item in gone:
+                own = self._writer.submit(self._files.write, name, item.tokens, contents)
+                self._writing.append((item, copy, [own, *self._others("write", item)]))
+        for item in self._tiers.writes.take_gone():
             self._writer.submit(self._files.remove, _name(item))
+            self._others("remove", item)
 
     def _of(self, item: Item) -> tuple[Name, list[memoryview]]:
         return _name(item), self._host.of(item.what).buffers(item.place)
@@ -110,7 +144,7 @@ class Disk:
         end_s = time.perf_counter() + CLOSE_S
         self.poll()
         while self._writing and time.perf_counter() < end_s:
-            self._writing[0][2].result()
+            wait(self._writing[0][2], timeout=CLOSE_S)
             self.poll()
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)

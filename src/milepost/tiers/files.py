@@ -15,11 +15,11 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import FileIO
-from itertools import count
+from itertools import count, cycle, islice
 from pathlib import Path
 from zlib import crc32
 
@@ -37,6 +37,9 @@ _HEAD = struct.Struct("<8sIB16s16s16sQIQII")
 their checksum, the head's own with this as 0."""
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([1-9][0-9]{0,15})\.(page|tail|state)")
 _KIND_OF: dict[str, What] = {kind: kind for kind in KINDS}
+NUM_FOLDERS = 256
+TICK_NS = 2 * 10**9
+"""A folder that has changed so lately may change again at what its clock has for the same time."""
 STALE_S = 3600.0
 """Files that were being written longer ago than this were left by an engine that has died."""
 
@@ -64,6 +67,9 @@ class Files:
         self._space = directory / identity.hex()
         self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._numbers = count()
+        self._seen: dict[str, int] = {}
+        """By folder, when it had last changed before it was looked through."""
+        self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
         self._complained: set[str] = set()
 
     def path(self, name: Name) -> Path:
@@ -71,30 +77,39 @@ class Files:
         file = f"{key}-{name.parent.hex()}-{name.position}.{name.what}"
         return self._space / key[:2] / file
 
-    def names(self) -> list[Name]:
-        """Those that are there, what hangs on nothing first. Reads names alone."""
+    def names(self, num_folders: int = NUM_FOLDERS) -> list[Name]:
+        """Those in so many folders, the next ones with each call, if anything has changed there
+        since the last look; what hangs on nothing first. Only names are read. One thread at a
+        time.
+        """
         found: list[Name] = []
         try:
-            for folder in self._folders():
-                self._names_in(folder, found)
+            for folder in islice(self._folders, num_folders):
+                if self._has_changed(folder):
+                    self._names_in(folder, found)
         except OSError as error:
             self._complain("looked through", error)
         return sorted(found, key=lambda name: (name.position, name.key, name.what))
 
+    def _has_changed(self, folder: str) -> bool:
+        try:
+            changed_ns = (self._space / folder).stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        if self._seen.get(folder) == changed_ns:
+            return False
+        if time.time_ns() - changed_ns > TICK_NS:
+            self._seen[folder] = changed_ns
+        return True
+
     def _names_in(self, folder: str, found: list[Name]) -> None:
-        with os.scandir(folder) as entries:
+        with os.scandir(self._space / folder) as entries:
             for entry in entries:
                 name = _parse(entry.name)
                 if name is not None:
                     found.append(name)
                 elif entry.name.startswith("."):
                     _remove_stale(entry)
-
-    def _folders(self) -> Iterator[str]:
-        with os.scandir(self._space) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    yield entry.path
 
     def write(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bool:
         """Whether the file is there; what stands in the way is said once."""
@@ -146,7 +161,11 @@ class Files:
             self._complain("read from", error)
             return False
         except BadFileError as error:
-            logger.warning("tiers: %s is %s, and is deleted", path, error)
+            if str(error) not in self._complained:
+                self._complained.add(str(error))
+                logger.warning(
+                    "tiers: %s is %s, and is deleted, as are others like it", path, error
+                )
             self.remove(name)
             return False
         return True

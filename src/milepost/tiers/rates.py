@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 WEIGHT = 0.2
-"""Of the newest measurement."""
+"""Of the newest measurement; the first ones count alike."""
+FORGOTTEN = 0.01
+"""What was measured of copies goes back to the guess by this share with each prefill: what is found
+too slow is not tried, and so not measured, any more.
+"""
 MIN_TOKENS = 256
 """Prefills of fewer tokens are too short to tell a rate."""
 MIN_BYTES = 2**20
@@ -13,36 +17,76 @@ MIN_BYTES = 2**20
 
 
 @dataclass(slots=True, kw_only=True)
-class Rates:
-    """In tokens and bytes a second. What stands here at first is a guess, on the low side for what
-    is copied: a load that is not tried is never measured.
+class Rate:
+    """Of one way. What it is at first is a guess, on the high side for copies: one that is not
+    tried is never measured.
     """
 
-    tokens_per_s: float = 20_000.0
-    """Computed by a prefill."""
-    host_bytes_per_s: float = 20e9
-    disk_bytes_per_s: float = 1e9
-    load_s: float = 0.001
-    """What a load costs beside its bytes."""
+    guess: float
+    value: float = field(init=False)
+    num_measured: int = 0
+
+    def __post_init__(self) -> None:
+        self.value = self.guess
+
+    def measure(self, amount: float, seconds: float) -> None:
+        self.num_measured += 1
+        weight = max(WEIGHT, 1 / self.num_measured)
+        self.value += weight * (amount / seconds - self.value)
+
+    def forget(self) -> None:
+        self.value += FORGOTTEN * (self.guess - self.value)
+
+
+class MeasuredRates:
+    """In tokens and bytes a second."""
+
+    def __init__(
+        self,
+        *,
+        tokens_per_s: float = 20_000.0,
+        host_bytes_per_s: float = 40e9,
+        disk_bytes_per_s: float = 4e9,
+        load_s: float = 0.001,
+    ) -> None:
+        self._tokens = Rate(guess=tokens_per_s)
+        self._host = Rate(guess=host_bytes_per_s)
+        self._disk = Rate(guess=disk_bytes_per_s)
+        self._load_s = load_s
+        """What a load costs beside its bytes."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Computed by a prefill."""
+        return self._tokens.value
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Between host memory and the device."""
+        return self._host.value
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        return self._disk.value
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         if num_tokens >= MIN_TOKENS and seconds > 0:
-            self.tokens_per_s += WEIGHT * (num_tokens / seconds - self.tokens_per_s)
+            self._tokens.measure(num_tokens, seconds)
+            self._host.forget()
+            self._disk.forget()
 
     def copied(self, num_bytes: int, seconds: float) -> None:
-        """Between host memory and the device."""
         if num_bytes >= MIN_BYTES and seconds > 0:
-            self.host_bytes_per_s += WEIGHT * (num_bytes / seconds - self.host_bytes_per_s)
+            self._host.measure(num_bytes, seconds)
 
     def read(self, num_bytes: int, seconds: float) -> None:
-        """From disk."""
         if num_bytes >= MIN_BYTES and seconds > 0:
-            self.disk_bytes_per_s += WEIGHT * (num_bytes / seconds - self.disk_bytes_per_s)
+            self._disk.measure(num_bytes, seconds)
 
     def load_seconds(self, host_bytes: int, disk_bytes: int) -> float:
         """Of a load; what is on disk crosses host memory too."""
         copying = (host_bytes + disk_bytes) / self.host_bytes_per_s
-        return self.load_s + copying + disk_bytes / self.disk_bytes_per_s
+        return self._load_s + copying + disk_bytes / self.disk_bytes_per_s
 
     def compute_seconds(self, num_tokens: int) -> float:
         return num_tokens / self.tokens_per_s

@@ -9,7 +9,7 @@ is pinned stays: somebody reads or writes it. Pages and states have a budget eac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,7 +30,7 @@ class Item:
     """Tokens up to its end."""
     place: int
     is_ready: bool = False
-    """Whether its contents are there."""
+    """Whether its contents are there; `Tier.fill` says so."""
     pins: int = 0
 
 
@@ -43,7 +43,7 @@ def where(what: What) -> Where:
 
 
 @dataclass(slots=True, kw_only=True)
-class Budget:
+class FreePlaces:
     """Places of one kind."""
 
     capacity: int
@@ -62,13 +62,14 @@ class Tier:
 
     def __init__(self, *, num_pages: int, num_states: int) -> None:
         self.budgets = {
-            "pages": Budget(capacity=num_pages),
-            "states": Budget(capacity=num_states),
+            "pages": FreePlaces(capacity=num_pages),
+            "states": FreePlaces(capacity=num_states),
         }
         self.num_evicted = 0
+        self.num_changes = 0
+        """Of what is there and can be read."""
         self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
         self._heads: dict[bytes, dict[bytes, Item]] = {}
-        """States by the key of the page that they hang on."""
         self._dependents: dict[bytes, int] = {}
         """Pages and states that hang on a page, which may have gone or not be there yet."""
         self._loose: OrderedDict[bytes, Item] = OrderedDict()
@@ -87,9 +88,15 @@ class Tier:
     def get(self, what: What, key: bytes) -> Item | None:
         return self._items[what].get(key)
 
-    def states_behind(self, page: bytes) -> Iterable[Item]:
-        """The states that hang on a page, or on a root."""
-        return self._heads.get(page, {}).values()
+    @property
+    def pages(self) -> Mapping[bytes, Item]:
+        """By key."""
+        return self._items["page"]
+
+    @property
+    def heads(self) -> Mapping[bytes, Mapping[bytes, Item]]:
+        """States by the key of the page, or the root, that they hang on, and by their own."""
+        return self._heads
 
     # --- what comes -------------------------------------------------------------------------------
 
@@ -124,31 +131,52 @@ class Tier:
         )
         assert key not in self._items[what], "an item is there once"
         self._items[what][key] = item
+        self.num_changes += 1
         if what != "tail":
             self._hang(parent, +1)
         if what == "page":
+            self._revive(parent)
             if key not in self._dependents:
                 self._loose[key] = item
         elif what == "state":
             self._heads.setdefault(parent, {})[key] = item
             self._newest[key] = item
-            self._supersede(parent, item)
+            self._supersede(item)
         return item
 
-    def _supersede(self, page: bytes, newer: Item) -> None:
-        """The next shallower state on the way up, as long as nothing else parts there, will hardly
-        be asked for any more.
+    def fill(self, item: Item) -> None:
+        """An item's contents are there."""
+        item.is_ready = True
+        self.num_changes += 1
+
+    def _supersede(self, newer: Item) -> None:
+        """The next shallower state on the way up will hardly be asked for any more, as long as
+        nothing else parts there or before.
         """
+        page = newer.parent
         while True:
-            for state in self._heads.get(page, {}).values():
-                if state is not newer and state.position < newer.position:
-                    if self._newest.pop(state.key, None) is not None:
-                        self._superseded[state.key] = state
-                    return
+            states = self._heads.get(page, {}).values()
+            shallower = [state for state in states if state.position < newer.position]
+            if shallower or self._dependents[page] > 1:
+                if len(shallower) == 1 and self._dependents[page] == 2:
+                    self._reorder(shallower[0], self._newest, self._superseded)
+                return
             above = self._items["page"].get(page)
-            if above is None or self._dependents[page] > 1:
+            if above is None:
                 return
             page = above.parent
+
+    def _revive(self, page: bytes) -> None:
+        """Something parts here: its state may be asked for again."""
+        for state in self._heads.get(page, {}).values():
+            self._reorder(state, self._superseded, self._newest)
+
+    @staticmethod
+    def _reorder(
+        state: Item, left: OrderedDict[bytes, Item], joined: OrderedDict[bytes, Item]
+    ) -> None:
+        if left.pop(state.key, None) is not None:
+            joined[state.key] = state
 
     def touch(self, item: Item) -> None:
         """Note that a state was used: its path is likely to be used again."""
@@ -209,6 +237,7 @@ class Tier:
 
     def _take_out(self, item: Item) -> None:
         del self._items[item.what][item.key]
+        self.num_changes += 1
         self.budgets[where(item.what)].free.append(item.place)
         if item.what == "page":
             self._loose.pop(item.key, None)

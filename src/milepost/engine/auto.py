@@ -1,0 +1,81 @@
+"""What `auto` and other settings stand for: the model's folder, the device, types of numbers.
+
+Read by the process that starts the ranks and by each of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from milepost.config import DType, EngineConfig
+from milepost.errors import ConfigError
+from milepost.kernels.float8 import FP8
+from milepost.models.folder import EMBEDDED_MODEL, find_folder
+from milepost.models.loading import Head, load_config, resolve_dtype
+from milepost.models.quantization import has_fp8_kv
+
+
+def folder_of(config: EngineConfig) -> Path:
+    """Where the model lies; without one the one that comes with the package."""
+    source = config.model or str(EMBEDDED_MODEL)
+    has_weights = config.load_format != "dummy"
+    return find_folder(source, revision=config.revision, with_weights=has_weights)
+
+
+def device_of(name: str, rank: int = 0) -> torch.device:
+    """Of a rank: one GPU behind the other, from the named one on."""
+    device = _named_device(name)
+    if rank and device.type == "cuda":
+        return torch.device("cuda", (device.index or 0) + rank)
+    return device
+
+
+def _named_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r}: use auto, cpu, cuda or cuda:0 ...") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch sees no CUDA device here; use device='cpu'")
+    return device
+
+
+def head_of(config: EngineConfig) -> Head:
+    """Whether the checkpoint's head is loaded: `auto` does so if it can."""
+    methods = config.speculative_config.methods if config.speculative_config else ()
+    return "mtp" if "mtp" in methods else "auto" if "auto" in methods else "none"
+
+
+def dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType:
+    """On a CPU half precision is slower and less exact than float32: `auto` avoids it there."""
+    if config.dtype != "auto" or device.type != "cpu":
+        return config.dtype
+    own = resolve_dtype("auto", load_config(folder))
+    return "float32" if own.itemsize < torch.float32.itemsize else "auto"
+
+
+def kv_dtype_of(
+    config: EngineConfig, dtype: torch.dtype, whole: PreTrainedConfig
+) -> torch.dtype | None:
+    """Of keys and values; None: the model's."""
+    asked = config.kv_cache_dtype
+    if asked == "auto":
+        return FP8 if has_fp8_kv(whole) else None
+    if asked == "bfloat16":
+        if dtype != torch.bfloat16:
+            raise ConfigError(
+                f"kv_cache_dtype='bfloat16' with a model in {str(dtype).removeprefix('torch.')}: "
+                "use 'auto' for the model's own type, or 'fp8'"
+            )
+        return None
+    return FP8
+
+
+def runs_ahead(config: EngineConfig, device: torch.device) -> bool:
+    """Steps overlap by default where the host would otherwise wait for the device."""
+    return device.type == "cuda" if config.async_scheduling is None else config.async_scheduling

@@ -1,0 +1,60 @@
+"""How long the step behind the one in flight may wait to be planned.
+
+A step that is planned the moment the one before it begins misses all that arrives while that one
+runs: a request then waits for a whole step more, and prompts that came together are computed apart.
+So the plan is made as late as it can be without leaving the device idle, or delaying the tokens of
+the step in flight: this estimates when that one ends, by what steps of its size have taken at
+least, and how long it takes to plan and launch the next one.
+"""
+
+from __future__ import annotations
+
+from milepost.scheduler.plans import StepPlan
+
+MARGIN_S = 0.0003
+"""Planned so much earlier than it seems to have to be; more where that was too late."""
+MAX_MARGIN_S = 0.02
+
+
+class Pace:
+    """Learns from steps; knows no clock."""
+
+    def __init__(self) -> None:
+        self._taken_s: dict[tuple[int, int], float] = {}
+        """By size: near the least that such steps took of late."""
+        self._planning_s = {True: 0.0, False: 0.0}
+        """Near the most that it took of late to plan and launch a step that prefills, and another.
+        """
+        self._margin_s = MARGIN_S
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Note what a step took on the device."""
+        size = _size(plan)
+        self._taken_s[size] = min(seconds, 1.05 * self._taken_s.get(size, seconds))
+
+    def note_planning(self, plan: StepPlan, seconds: float, *, is_late: bool) -> None:
+        """Note what it took to plan and launch, and whether the device had run out of work when it
+        had the first of it."""
+        prefills = _prefills(plan)
+        self._planning_s[prefills] = max(seconds, 0.85 * self._planning_s[prefills])
+        grown = min(2 * self._margin_s, MAX_MARGIN_S)
+        self._margin_s = grown if is_late else max(0.98 * self._margin_s, MARGIN_S)
+
+    def spare_s(self, plan: StepPlan, elapsed_s: float, *, will_prefill: bool) -> float:
+        """Seconds for which nothing need be planned behind a step that has run for so long; 0 for
+        one of a size that has not been seen. Its tokens are read once the next step is launched:
+        one that prefills takes longer to launch."""
+        taken_s = self._taken_s.get(_size(plan), 0.0)
+        planning_s = self._planning_s[will_prefill]
+        return max(taken_s - elapsed_s - planning_s - self._margin_s, 0.0)
+
+
+def _prefills(plan: StepPlan) -> bool:
+    return not all(each.is_decode for each in plan.sequences)
+
+
+def _size(plan: StepPlan) -> tuple[int, int]:
+    """Steps of one size take about as long: tokens of prefills and other sequences, to within a
+    factor of two."""
+    num_prefilled = sum(each.num_tokens for each in plan.sequences if not each.is_decode)
+    return num_prefilled.bit_length(), sum(each.is_decode for each in plan.sequences).bit_length()

@@ -1,0 +1,94 @@
+"""How large the pools are: what was asked for, and else what every rank has memory for."""
+
+from __future__ import annotations
+
+import torch
+
+from milepost.config import EngineConfig
+from milepost.engine.drafting import num_drafts_of
+from milepost.engine.tiering import staging_bytes
+from milepost.errors import ConfigError
+from milepost.kernels.device import why_plain
+from milepost.kernels.float8 import FP8
+from milepost.models.decoder import Decoder
+from milepost.models.loading import resolve_dtype
+from milepost.parallel import Ranks
+from milepost.runner.memory import GIB, MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
+from milepost.runner.pools import PoolShape
+
+
+def sizes_of(
+    config: EngineConfig, shape: PoolShape, device: torch.device, activations: int, ranks: Ranks
+) -> Sizes:
+    """What was asked for, and else what the memory of every rank has room for."""
+    num_pages, num_slots = config.num_pages, config.num_slots if shape.uses_slots else 0
+    if num_pages is not None and num_slots is not None:
+        return TwoPools(num_pages=num_pages, num_slots=num_slots)
+    budget = free_bytes(
+        device,
+        utilization=config.gpu_memory_utilization,
+        activations=activations,
+        cpu_cache_gib=config.cpu_cache_gib,
+    )
+    if device.type == "cuda":
+        budget -= staging_bytes(config, shape, budget)
+    budget = ranks.least(budget - shape.record_bytes)
+    may_share = num_pages is None and num_slots is None and config.cache_memory != "split"
+    if may_share and (config.cache_memory == "shared" or device.type == "cuda"):
+        one = share(budget, shape)
+        if one is not None:
+            return one
+    if config.cache_memory == "shared":
+        raise ConfigError(
+            "cache_memory='shared': the model needs both kinds of layers, a state no smaller than "
+            f"a page of {shape.page_size} tokens ({shape.slot_bytes} and {shape.page_bytes} bytes) "
+            f"and room for {MIN_UNITS} of the larger; use 'auto' or 'split'"
+        )
+    sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
+    num_slots = sizes.num_slots if num_slots is None else num_slots
+    return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots)
+
+
+def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:
+    """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
+    `capacity` tokens.
+    """
+    limit = model.num_positions
+    asked = config.max_model_len
+    if asked is None:
+        return min(limit, capacity)
+    if asked > limit:
+        raise ConfigError(f"max_model_len={asked}: the model's own limit is {limit} positions")
+    if asked > capacity:
+        missing = (asked - capacity) / shape.page_size * shape.page_bytes / GIB
+        halves = "" if shape.dtype_of_kv == FP8 else "use kv_cache_dtype='fp8' or more GPUs, "
+        raise ConfigError(
+            f"max_model_len={asked}: the cache holds {capacity} tokens, {missing:.3f} GiB are "
+            f"missing for the rest; lower it, {halves}or raise num_pages, gpu_memory_utilization "
+            "or cpu_cache_gib"
+        )
+    return asked
+
+
+def pool_shape(
+    config: EngineConfig, model: Decoder, device: torch.device, kv_dtype: torch.dtype | None
+) -> PoolShape:
+    state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+    if config.mamba_ssm_cache_dtype != "auto":
+        state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)
+    num_drafts = num_drafts_of(
+        config.speculative_config,
+        model.layer_specs,
+        has_head=model.mtp is not None,
+        is_fused=not why_plain(device, model.dtype, model.operations),
+    )
+    return PoolShape(
+        specs=model.layer_specs,
+        page_size=config.page_size,
+        dtype=model.dtype,
+        kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
+        carried_size=model.carried_size,
+        num_record_rows=config.max_num_seqs if num_drafts else 0,
+        num_drafts=num_drafts,
+    )

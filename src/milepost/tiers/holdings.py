@@ -1,0 +1,101 @@
+"""What host memory and the disk hold, and what it takes to bring it: what those parts share that
+decide what goes up and down. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from milepost.cache.plans import What
+from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.tier import Item, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes, in bytes where they say so."""
+
+    page_bytes: int
+    state_bytes: int
+    num_host_pages: int
+    num_host_states: int
+    num_disk_pages: int = 0
+    num_disk_states: int = 0
+    max_pages_under_way: int = 64
+    """On their way from the device; 0 bounds nothing."""
+    max_states_under_way: int = 2
+
+
+STATES_SHARE = 1 / 3
+"""Of a tier's bytes, for states, in models that have them."""
+
+
+def split(num_bytes: int, page_bytes: int, state_bytes: int) -> tuple[int, int]:
+    """Pages and states that fit."""
+    if not state_bytes:
+        return num_bytes // max(page_bytes, 1), 0
+    num_states = int(num_bytes * STATES_SHARE) // state_bytes
+    return (num_bytes - num_states * state_bytes) // max(page_bytes, 1), num_states
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStats:
+    """Counters since the start."""
+
+    stored: int = 0
+    """Items that reached host memory."""
+    written: int = 0
+    """Items that reached the disk."""
+    loads: int = 0
+    failed_loads: int = 0
+    too_late: int = 0
+    """States that left the device before there was room to copy them."""
+
+
+class Holdings:
+    """Both tiers of one model, whose pages have `page_size` tokens."""
+
+    def __init__(
+        self, limits: Limits, rates: MeasuredRates, *, page_size: int, has_states: bool
+    ) -> None:
+        self.limits = limits
+        self.rates = rates
+        self.stats = TierStats()
+        self.page_size = page_size
+        self.has_states = has_states
+        """Whether recurrent states are in slots; else there are pages alone."""
+        self.host = Tier(num_pages=limits.num_host_pages, num_states=limits.num_host_states)
+        self.disk = Tier(num_pages=limits.num_disk_pages, num_states=limits.num_disk_states)
+
+    @property
+    def head(self) -> What:
+        """What is asked for: all else is there because it needs it."""
+        return "state" if self.has_states else "page"
+
+    def is_on_host(self, what: What, key: bytes) -> bool:
+        """Whether something can be read from host memory."""
+        return ready(self.host.get(what, key)) is not None
+
+    def find(self, what: What, key: bytes) -> Item | None:
+        """Where something can be read; nowhere while it is on its way to host memory."""
+        on_host = self.host.get(what, key)
+        return ready(on_host if on_host is not None else self.disk.get(what, key))
+
+    def load_seconds(self, num_pages: int, num_pages_from_disk: int, rest: Iterable[Item]) -> float:
+        """Of a load of so many pages, some of which are on disk, and of the rest."""
+        num_bytes = num_pages * self.limits.page_bytes
+        disk_bytes = num_pages_from_disk * self.limits.page_bytes
+        for item in rest:
+            size = self._bytes(item.what)
+            num_bytes += size
+            disk_bytes += 0 if self.is_on_host(item.what, item.key) else size
+        return self.rates.load_seconds(num_bytes - disk_bytes, disk_bytes)
+
+    def _bytes(self, what: What) -> int:
+        return self.limits.state_bytes if what == "state" else self.limits.page_bytes
+
+
+def ready(item: Item | None) -> Item | None:
+    """An item whose contents are there."""
+    return item if item is not None and item.is_ready else None

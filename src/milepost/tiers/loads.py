@@ -1,0 +1,254 @@
+"""What comes up: the state for which loading saves most against computing, if anything. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from milepost.cache import Lost, Match
+from milepost.cache.plans import Arrival, What
+from milepost.cache.tree import checkpoint_key
+from milepost.scheduler.outside import Offer
+from milepost.scheduler.plans import Load
+from milepost.scheduler.request import Request
+from milepost.tiers.holdings import Holdings, ready
+from milepost.tiers.tier import Item, Tier
+
+MAX_CANDIDATES = 4
+"""States of a prompt whose costs are compared, the deepest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Where an arrival comes from: a place in host memory, which has to be read from disk first if
+    `is_on_disk`.
+    """
+
+    arrival: Arrival
+    item: Item
+    is_on_disk: bool
+
+
+_Asked = tuple[int, int, int, int]
+"""Lengths of a request, and of what the device has of it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Load:
+    fetches: list[Fetch] = field(default_factory=list)
+    pinned: list[tuple[Tier, Item]] = field(default_factory=list)
+    is_possible: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reach:
+    """How far the pages of a prompt go."""
+
+    first: int
+    """Pages that the device has."""
+    readable: int
+    """Pages that are on the device, or behind those in any tier and can be read."""
+    known: int
+    """The same with those whose copies are on their way."""
+    num_far: Sequence[int]
+    """Of the first pages behind the device's, by their number, how many are on disk alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LoadCandidate:
+    """A position behind the match that can be gone on from."""
+
+    position: int
+    rest: Sequence[Item] | None
+    """What it needs beside pages; None where a copy is not there yet."""
+
+
+class Loads:
+    """Offers what `holdings` have of a prompt, and says where it comes from."""
+
+    def __init__(self, holdings: Holdings, source: str) -> None:
+        self._holdings = holdings
+        self._source = source
+        self._size = holdings.page_size
+        self._loads: dict[int, _Load] = {}
+        self._offered: dict[int, tuple[_Asked, Offer]] = {}
+        """By request number, what stands as long as nothing changes in the tiers: many wait, and
+        are looked at with each step.
+        """
+        self._num_changes = 0
+
+    # --- what is offered --------------------------------------------------------------------------
+
+    def offer(self, request: Request, match: Match) -> Offer:
+        """The state for which loading saves most, if it is worth it."""
+        num_changes = self._holdings.host.num_changes + self._holdings.disk.num_changes
+        if num_changes != self._num_changes:
+            self._num_changes = num_changes
+            self._offered.clear()
+        asked = (len(request.chain), match.path.num_pages, match.state_length, match.kv_length)
+        known = self._offered.get(request.number)
+        if known is not None and known[0] == asked:
+            return known[1]
+        offer = self._find(request, match)
+        self._offered[request.number] = asked, offer
+        return offer
+
+    def _find(self, request: Request, match: Match) -> Offer:
+        here, rates = match.state_length, self._holdings.rates
+        digests = request.chain.full_digests()
+        reach = self._reach(digests, match.path.num_pages)
+        best: Offer | None = None
+        best_saved, deepest, late = 0.0, here, here
+        for each in islice(self._candidates(request, digests, reach, match), MAX_CANDIDATES):
+            if each.rest is None:
+                late = max(late, each.position)
+                continue
+            deepest = max(deepest, each.position)
+            num_pages = max(each.position // self._size - reach.first, 0)
+            num_far = reach.num_far[num_pages]
+            seconds = self._holdings.load_seconds(num_pages, num_far, each.rest)
+            saved = rates.compute_seconds(each.position - here) - seconds
+            if saved > best_saved:
+                best_saved = saved
+                tokens = self._by_tier(each, here, num_far)
+                best = Offer(source=self._source, position=each.position, tokens=tokens)
+        if best is not None:
+            return best
+        lost = [(Lost.NOT_WORTH_LOADING, deepest)] if deepest > here else []
+        if late > deepest:
+            lost.insert(0, (Lost.LATE_COPY, late))
+        return Offer(source=self._source, lost=tuple(lost))
+
+    def _by_tier(self, candidate: _LoadCandidate, here: int, num_far: int) -> dict[str, int]:
+        """From where the tokens of a load would come."""
+        num_tokens = candidate.position - here
+        from_disk = min(num_far * self._size, num_tokens)
+        if not all(self._holdings.is_on_host(item.what, item.key) for item in candidate.rest or ()):
+            from_disk = num_tokens
+        tokens = {"host": num_tokens - from_disk, "disk": from_disk}
+        return {place: num for place, num in tokens.items() if num}
+
+    def _reach(self, digests: Sequence[bytes], first: int) -> _Reach:
+        on_host, on_disk = self._holdings.host.pages, self._holdings.disk.pages
+        readable, num_far = first, [0]
+        for digest in islice(digests, first, None):
+            item = on_host.get(digest)
+            is_far = item is None
+            if item is None:
+                item = on_disk.get(digest)
+            if item is None or not item.is_ready:
+                break
+            num_far.append(num_far[-1] + is_far)
+            readable += 1
+        known = readable
+        while known < len(digests) and (digests[known] in on_host or digests[known] in on_disk):
+            known += 1
+        return _Reach(first=first, readable=readable, known=known, num_far=num_far)
+
+    def _candidates(
+        self, request: Request, digests: Sequence[bytes], reach: _Reach, match: Match
+    ) -> Iterator[_LoadCandidate]:
+        """Those within reach, the deepest first."""
+        chain, limit, above = request.chain, len(request.chain) - 1, match.state_length
+        if not self._holdings.has_states:
+            for depth in (reach.known, reach.readable):
+                position = min(depth * self._size, limit - limit % self._size)
+                if position > above:
+                    is_there = position <= reach.readable * self._size
+                    yield _LoadCandidate(position=position, rest=() if is_there else None)
+            return
+        on_host, on_disk = self._holdings.host.heads, self._holdings.disk.heads
+        for num_pages in range(reach.known, above // self._size - 1, -1):
+            page = digests[num_pages - 1] if num_pages else chain.root
+            if page not in on_host and page not in on_disk:
+                continue
+            found: dict[int, bytes] = {}
+            for heads in (on_host, on_disk):
+                for state in heads.get(page, {}).values():
+                    if above < state.position <= limit and self._agrees(request, state, page):
+                        found[state.position] = state.key
+            for position in sorted(found, reverse=True):
+                needs: tuple[What, ...] = ("state",)
+                if position > max(num_pages * self._size, match.kv_length, above):
+                    needs = ("tail", "state")
+                rest = [self._holdings.find(what, found[position]) for what in needs]
+                is_there = num_pages <= reach.readable and all(rest)
+                there = [item for item in rest if item is not None]
+                yield _LoadCandidate(position=position, rest=there if is_there else None)
+
+    def _agrees(self, request: Request, state: Item, page: bytes) -> bool:
+        """Whether a state is of the prompt's own tokens."""
+        begin = state.position - state.position % self._size
+        tail = request.chain.token_bytes(begin, state.position)
+        return checkpoint_key(page, tail) == state.key
+
+    # --- what is brought --------------------------------------------------------------------------
+
+    def begin(self, load: Load) -> None:
+        """Pin what a load reads; what is on disk gets places in host memory first."""
+        self._holdings.stats.loads += 1
+        state = self._loads[load.number] = _Load()
+        missing = []
+        for arrival in load.arrivals:
+            item = ready(self._holdings.host.get(arrival.what, arrival.key))
+            if item is not None:
+                self._fetch(state, arrival, item, is_on_disk=False)
+            else:
+                missing.append(arrival)
+        if missing:
+            self._promote(state, missing)
+
+    def _fetch(self, load: _Load, arrival: Arrival, item: Item, *, is_on_disk: bool) -> None:
+        host = self._holdings.host
+        host.pin((item,))
+        if item.what == "state":
+            host.touch(item)
+        load.pinned.append((host, item))
+        load.fetches.append(Fetch(arrival=arrival, item=item, is_on_disk=is_on_disk))
+
+    def _promote(self, load: _Load, missing: Sequence[Arrival]) -> None:
+        """Make places for what is to be read from disk."""
+        host, disk = self._holdings.host, self._holdings.disk
+        sources = [ready(disk.get(each.what, each.key)) for each in missing]
+        found = [item for item in sources if item is not None]
+        num_states = sum(item.what == "state" for item in found)
+        parent = found[0].parent if found else b""
+        is_known = len(found) == len(missing) and not any(
+            host.get(item.what, item.key) for item in found
+        )
+        room = None
+        if is_known:
+            room = host.make_room(len(found) - num_states, num_states, parent)
+        if room is None:
+            load.is_possible = False
+            return
+        for arrival, item in zip(missing, found, strict=True):
+            disk.pin((item,))
+            load.pinned.append((disk, item))
+            if item.what == "state":
+                disk.touch(item)
+            copy = host.add(item.what, item.key, item.parent, item.tokens, item.position)
+            self._fetch(load, arrival, copy, is_on_disk=True)
+
+    def fetches(self, number: int) -> list[Fetch] | None:
+        """Where what a load fills comes from; None if it cannot be brought."""
+        load = self._loads[number]
+        return load.fetches if load.is_possible else None
+
+    def end(self, number: int) -> None:
+        """A load is over."""
+        load = self._loads.pop(number)
+        for tier, item in load.pinned:
+            tier.unpin((item,))
+        for fetch in load.fetches:
+            if fetch.is_on_disk and not fetch.item.is_ready and not fetch.item.pins:
+                self._holdings.host.remove(fetch.item)
+
+    def failed(self, missing: Sequence[tuple[What, bytes]]) -> None:
+        """A load fails for want of these files: they are no good, or gone."""
+        self._holdings.stats.failed_loads += 1
+        for what, key in missing:
+            item = self._holdings.disk.get(what, key)
+            if item is not None:
+                self._holdings.disk.remove(item)

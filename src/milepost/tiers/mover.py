@@ -1,0 +1,191 @@
+"""Copies between a rank's pools and its host memory: out of the way of the steps, never too early.
+
+What leaves goes by a staging place on the device: there in the order of the steps, so nothing that
+is launched behind it can overwrite it first; from there on a stream of its own. The staging place
+is used again once that copy's event has passed. What comes waits for all that was launched before
+the plan that names it. On a CPU a copy is made where it is named.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from milepost.cache.plans import Store, What
+from milepost.tiers.arena import Arena, allocate_staging
+from milepost.tiers.orders import Run
+
+
+class DeviceEvent(Protocol):
+    """Has passed once all is done that was launched before it."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def seconds(self) -> float | None:
+        """What the copies before it took, if that is known; it has passed."""
+        ...
+
+
+Copies = Sequence[tuple[Arena, Arena, What, int, int, int]]
+"""Each: to, from, kind, first places, number."""
+
+
+class HostLink(Protocol):
+    """The way between the device and host memory."""
+
+    needs_staging: bool
+
+    def now(self) -> DeviceEvent:
+        """Passes once all steps that are launched are done."""
+        ...
+
+    def order(self, event: DeviceEvent) -> None:
+        """Have the steps that are launched from now on wait for an event."""
+        ...
+
+    def copy(self, copies: Copies) -> None:
+        """Copy now, in the order of the steps."""
+        ...
+
+    def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:
+        """Copy beside the steps, once an event has passed."""
+        ...
+
+
+class Passed:
+    """An event of the past."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds(self) -> float | None:
+        return None
+
+
+class DirectLink:
+    """Arena that one processor copies, at once."""
+
+    needs_staging = False
+
+    def now(self) -> DeviceEvent:
+        return Passed()
+
+    def order(self, event: DeviceEvent) -> None:
+        event.synchronize()
+
+    def copy(self, copies: Copies) -> None:
+        for target, source, what, first, other, num in copies:
+            target.of(what).copy(first, source.of(what), other, num)
+
+    def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:  # noqa: ARG002
+        event.synchronize()
+        self.copy(copies)
+        return Passed()
+
+
+class CudaEvent:
+    """A point on a stream, behind copies that began at another perhaps."""
+
+    def __init__(self) -> None:
+        self._begin: torch.cuda.Event | None = None
+        self.end = torch.cuda.Event(enable_timing=True)
+
+    def begin(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def query(self) -> bool:
+        return self.end.query()
+
+    def synchronize(self) -> None:
+        self.end.synchronize()
+
+    def seconds(self) -> float | None:
+        return None if self._begin is None else self._begin.elapsed_time(self.end) / 1e3
+
+
+class CudaLink(DirectLink):
+    """A stream in each direction, beside the steps' own."""
+
+    needs_staging = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._up = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)
+
+    def now(self) -> DeviceEvent:
+        event = CudaEvent()
+        event.end.record()
+        return event
+
+    def order(self, event: DeviceEvent) -> None:
+        assert isinstance(event, CudaEvent)
+        torch.cuda.current_stream().wait_event(event.end)
+
+    def copy_behind(self, event: DeviceEvent, copies: Copies, *, up: bool) -> DeviceEvent:
+        stream = self._up if up else self._down
+        assert isinstance(event, CudaEvent)
+        done = CudaEvent()
+        with torch.cuda.stream(stream):
+            stream.wait_event(event.end)
+            done.begin()
+            self.copy(copies)
+            done.end.record()
+        return done
+
+
+class Mover:
+    """Makes one rank's copies; of what leaves, no more than `num_staged` pages and states may be
+    under way where the link needs staging."""
+
+    def __init__(
+        self, device: Arena, host: Arena, link: HostLink, num_staged: tuple[int, int]
+    ) -> None:
+        self.host, self._device, self._link = host, device, link
+        self.staging: Arena | None = None
+        num_pages, num_states = num_staged
+        if link.needs_staging:
+            self.staging = allocate_staging(device, num_pages, num_states)
+        self._free = {False: list(range(num_pages)), True: list(range(num_states))}
+        self._leaving: deque[tuple[list[tuple[What, int]], DeviceEvent]] = deque()
+
+    def store(self, stores: Sequence[Store]) -> DeviceEvent:
+        """Copy out what the pools hold now; passes once it is in host memory."""
+        if self.staging is None:
+            self._link.copy([(self.host, self._device, s.what, s.place, s.id, 1) for s in stores])
+            return Passed()
+        self._reuse()
+        staged = [(s.what, self._free[s.what == "state"].pop()) for s in stores]
+        pairs = list(zip(stores, staged, strict=True))
+        self._link.copy([(self.staging, self._device, s.what, at, s.id, 1) for s, (_, at) in pairs])
+        copies = [(self.host, self.staging, s.what, s.place, at, 1) for s, (_, at) in pairs]
+        done = self._link.copy_behind(self._link.now(), copies, up=False)
+        self._leaving.append((staged, done))
+        return done
+
+    def now(self) -> DeviceEvent:
+        """Passes once all steps that are launched are done."""
+        return self._link.now()
+
+    def order(self, event: DeviceEvent) -> None:
+        """Have the steps that are launched from now on wait for an event."""
+        self._link.order(event)
+
+    def bring(self, after: DeviceEvent, runs: Sequence[Run]) -> DeviceEvent:
+        """Copy to the device, once `after` has passed."""
+        copies = [(self._device, self.host, *run) for run in runs]
+        return self._link.copy_behind(after, copies, up=True)
+
+    def _reuse(self) -> None:
+        """Take back the staging places that are read."""
+        while self._leaving and self._leaving[0][1].query():
+            for what, place in self._leaving.popleft()[0]:
+                self._free[what == "state"].append(place)

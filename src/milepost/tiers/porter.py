@@ -1,0 +1,86 @@
+"""The part of a rank but the first in what is kept outside the device: its own copies and files.
+
+Which, the first rank decides, for all. What a plan names is copied out as the plan is launched;
+whatever else is to be done comes as orders, and is answered once it is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from milepost.cache.plans import Store
+from milepost.runner.runner import Runner
+from milepost.scheduler.plans import Load
+from milepost.tiers.disk import NUM_READERS
+from milepost.tiers.files import Files
+from milepost.tiers.mover import DeviceEvent, Mover
+from milepost.tiers.orders import Bring, OnDisk, Order, Stored
+
+
+class Porter:
+    """A `Carrier` of `runner`. `answer` is called with an order's ticket and whether it went well,
+    from any thread; `begin_thread` is called first in each."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        mover: Mover,
+        files: Files | None,
+        answer: Callable[[int, bool], None],
+        begin_thread: Callable[[], object],
+    ) -> None:
+        self._runner, self._mover, self._files, self._answer = runner, mover, files, answer
+        self._stores: deque[DeviceEvent] = deque()
+        self._loads: dict[int, tuple[Load, DeviceEvent]] = {}
+        self._down, self._up, self._writer, self._readers = (
+            ThreadPoolExecutor(num, thread_name_prefix="tiers", initializer=begin_thread)
+            for num in (1, 1, 1, NUM_READERS)
+        )
+
+    def store(self, stores: Sequence[Store]) -> None:
+        self._stores.append(self._mover.store(stores))
+
+    def load(self, load: Load) -> None:
+        self._loads[load.number] = load, self._mover.now()
+
+    def do(self, ticket: int, order: Order) -> None:
+        """Begin what the first rank wants."""
+        match order:
+            case Stored():
+                self._await(self._down, ticket, self._stores.popleft())
+            case Bring():
+                load, after = self._loads.pop(order.number)
+                if order.runs:
+                    for arrival in load.arrivals:
+                        if arrival.what == "state":
+                            self._runner.filled(arrival.id, load.position)
+                self._await(self._up, ticket, self._mover.bring(after, order.runs))
+            case OnDisk():
+                pool = self._readers if order.do == "read" else self._writer
+                pool.submit(self._run, ticket, lambda: self._on_disk(order))
+
+    def _await(self, pool: ThreadPoolExecutor, ticket: int, event: DeviceEvent) -> None:
+        def wait() -> bool:
+            event.synchronize()
+            return True
+
+        pool.submit(self._run, ticket, wait)
+
+    def _on_disk(self, order: OnDisk) -> bool:
+        assert self._files is not None, "what is on disk has files"
+        contents = self._mover.host.of(order.name.what).buffers(order.place)
+        if order.do == "read":
+            return self._files.read(order.name, contents)
+        if order.do == "write":
+            return self._files.write(order.name, order.tokens, contents)
+        self._files.remove(order.name)
+        return True
+
+    def _run(self, ticket: int, work: Callable[[], bool]) -> None:
+        is_well = False
+        try:
+            is_well = work()
+        finally:
+            self._answer(ticket, is_well)

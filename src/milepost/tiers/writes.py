@@ -1,0 +1,115 @@
+"""What goes down to disk: what is in host memory and worth a load from there, and what is known of
+other engines' files. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from milepost.cache.plans import What
+from milepost.tiers.holdings import Holdings, ready
+from milepost.tiers.tier import Item
+
+
+class Writes:
+    """Names what is written to files, and which files are deleted."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._host, self._disk = holdings.host, holdings.disk
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
+        """States, or pages where there are none, that may go down to disk."""
+        self._gone: list[Item] = []
+
+    def want(self, key: bytes) -> None:
+        """Something goes down to host memory: it may go on from there."""
+        if (
+            self._holdings.limits.num_disk_pages
+            and self._disk.get(self._holdings.head, key) is None
+        ):
+            self._unwritten[key] = None
+
+    @property
+    def are_any(self) -> bool:
+        """Whether something may be there to be written."""
+        return bool(self._unwritten)
+
+    def take(self, most: int) -> list[tuple[Item, Item]]:
+        """Up to about so many items of host memory that are to be written to disk, with what stands
+        for each there; both pinned until `written`. Pages go before the state that needs them.
+        """
+        writes: list[tuple[Item, Item]] = []
+        for key in list(self._unwritten):
+            if len(writes) >= most:
+                break
+            head = self._host.get(self._holdings.head, key)
+            if head is not None and not self._are_ready(head):
+                continue  # it is still on its way down
+            del self._unwritten[key]
+            if head is not None and self._is_worth_writing(head):
+                writes += self._write(head)
+        return writes
+
+    def _are_ready(self, head: Item) -> bool:
+        tail = self._host.get("tail", head.key)
+        return head.is_ready and (tail is None or tail.is_ready)
+
+    def _is_worth_writing(self, head: Item) -> bool:
+        if not self._holdings.has_states:
+            return True
+        loading = self._holdings.rates.load_seconds(0, self._holdings.limits.state_bytes)
+        return self._holdings.rates.compute_seconds(head.position) > loading
+
+    def _write(self, head: Item) -> list[tuple[Item, Item]]:
+        path: list[Item] = []
+        above, depth = head.parent, head.position // self._holdings.page_size
+        if head.what == "page":
+            depth -= 1
+        while depth and self._disk.get("page", above) is None:
+            page = ready(self._host.get("page", above))
+            if page is None:
+                return []
+            path.append(page)
+            above, depth = page.parent, depth - 1
+        path.reverse()
+        tail = self._host.get("tail", head.key) if head.what == "state" else None
+        path += [tail, head] if tail is not None else [head]
+        path = [item for item in path if self._disk.get(item.what, item.key) is None]
+        num_states = sum(item.what == "state" for item in path)
+        gone = self._disk.make_room(len(path) - num_states, num_states, above)
+        if gone is None:
+            return []
+        self._gone += gone
+        writes = []
+        for item in path:
+            copy = self._disk.add(item.what, item.key, item.parent, item.tokens, item.position)
+            self._host.pin((item,))
+            self._disk.pin((copy,))
+            writes.append((item, copy))
+        return writes
+
+    def written(self, item: Item, copy: Item, *, is_there: bool) -> None:
+        """A file is there, or could not be written."""
+        self._host.unpin((item,))
+        self._disk.unpin((copy,))
+        if is_there:
+            self._disk.fill(copy)
+            self._holdings.stats.written += 1
+        elif self._disk.get(copy.what, copy.key) is copy:
+            self._disk.remove(copy)
+
+    def found(self, what: What, key: bytes, parent: bytes, position: int) -> None:
+        """A file that is there at the start, or that another engine has written."""
+        if self._disk.get(what, key) is not None:
+            return
+        num_states = int(what == "state")
+        gone = self._disk.make_room(1 - num_states, num_states, parent)
+        if gone is None:
+            return
+        self._gone += gone
+        self._disk.fill(self._disk.add(what, key, parent, b"", position))
+
+    def take_gone(self) -> list[Item]:
+        """Those whose files are to be deleted, since they were last taken."""
+        gone, self._gone = self._gone, []
+        return gone
