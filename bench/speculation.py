@@ -26,7 +26,7 @@ from typing import Any
 import rows
 
 from milepost import LLM, SamplingParams
-from milepost.speculative import Wish
+from milepost.speculative import DraftWish
 
 Row = dict[str, Any]
 RATES = [0.8, 0.65, 0.5]
@@ -38,7 +38,7 @@ class Anything:
 
     method = "anything"
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [range(11, 11 + wish.most) for wish in wishes]
 
     def is_ready(self, _request: object) -> bool:
@@ -57,10 +57,10 @@ class Erring:
         self._answers = answers
         self._share = share
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [self._propose(wish) for wish in wishes]
 
-    def _propose(self, wish: Wish) -> list[int]:
+    def _propose(self, wish: DraftWish) -> list[int]:
         request = wish.request
         prompt = tuple(request.chain.tokens[: request.num_prompt_tokens])
         first = request.num_output_tokens
@@ -106,20 +106,22 @@ def speculating(num_drafts: int, method: Any = "ngram", **fields: Any) -> dict[s
 
 
 def compare(llm: LLM, run: Callable[[int], list[list[int]]], turns: int, equal: bool) -> Row:
-    """Tokens a second of one engine with drafts and without, in turn, and their ratio; refuses
-    answers that differ. `run` is told which turn it is."""
+    """Tokens a second of one engine with drafts and without, in turn, and their ratio, also that of
+    this process's own time; refuses answers that differ. `run` is told which turn it is."""
     engine = llm.llm_engine
     sides = {"plain": None, "drafts": engine.speculation}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
+    own_seconds: dict[str, list[float]] = {side: [] for side in sides}
     answers: dict[str, list[list[int]]] = {}
     for turn in range(1 + turns):
         for side, speculation in sides.items():
             engine.speculation = speculation
             llm.reset_prefix_cache()
-            start = time.perf_counter()
+            start, own_start = time.perf_counter(), time.process_time()
             answers[side] = run(turn)
             if turn:
                 seconds[side].append(time.perf_counter() - start)
+                own_seconds[side].append(time.process_time() - own_start)
         if equal and answers["plain"] != answers["drafts"]:
             raise SystemExit("refused: answers with drafts are others")
     num_tokens = sum(map(len, answers["plain"]))
@@ -128,6 +130,7 @@ def compare(llm: LLM, run: Callable[[int], list[list[int]]], turns: int, equal: 
     return {
         **row,
         "ratio": rows.paired_ratio(seconds["plain"], seconds["drafts"]),
+        "own_ratio": rows.paired_ratio(own_seconds["plain"], own_seconds["drafts"]),
         "judged": stats.num_draft_tokens,
         "accepted": stats.num_accepted_tokens,
         "by_position": stats.num_accepted_by_position,

@@ -155,7 +155,7 @@ def read_speculative_config(value: object) -> SpeculativeConfig | None:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"speculative_config={value!r}: no JSON ({error})") from error
+            raise ConfigError(f"speculative_config={value!r}: not JSON ({error})") from error
         if value is None:
             return None
     _require(isinstance(value, Mapping), f"speculative_config={value!r}: use a JSON object")

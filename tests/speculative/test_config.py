@@ -53,7 +53,7 @@ def test_what_vllms_command_lines_say_is_understood():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1]", "use a JSON object"),
         (7, "use a JSON object"),
         ({"methods": "mtp"}, "unknown field 'methods'"),

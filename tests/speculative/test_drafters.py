@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from milepost.speculative import FirstOf, NgramDrafter, SuffixDrafter, Wish
+from milepost.speculative import DraftWish, FirstOf, NgramDrafter, SuffixDrafter
 from milepost.speculative.occurrences import MOST_PLACES, Occurrences
 from tests.speculative.requests import request
 
@@ -14,7 +14,7 @@ WORDS = list(range(100, 140))
 
 
 def drafts(drafter, made, most=8):
-    (tokens,) = drafter.propose([Wish(made, most)])
+    (tokens,) = drafter.propose([DraftWish(made, most)])
     return list(tokens)
 
 
@@ -178,10 +178,10 @@ def test_the_first_that_has_drafts_is_taken():
     quoting, other = request(WORDS, WORDS[3:7]), request(WORDS, [1, 2, 3])
     last = Fixed(11, 12)
     drafter = FirstOf([SuffixDrafter(), last])
-    found = drafter.propose([Wish(other, 3), Wish(quoting, 2)])
+    found = drafter.propose([DraftWish(other, 3), DraftWish(quoting, 2)])
     assert [list(each) for each in found] == [[11, 12], WORDS[7:9]]
     assert last.asked == [[other]]
-    drafter.propose([Wish(quoting, 2)])
+    drafter.propose([DraftWish(quoting, 2)])
     assert len(last.asked) == 1, "nobody is asked for nothing"
     drafter.forget(quoting)
     assert last.forgotten == [quoting]

@@ -9,7 +9,7 @@ have been sampled (`runner.flight`).
 
 from __future__ import annotations
 
-from milepost.speculative.drafter import Drafter, Wish
+from milepost.speculative.drafter import Drafter, DraftWish
 from milepost.speculative.head import HeadDrafter
 from milepost.speculative.methods import FirstOf
 from milepost.speculative.ngram import NgramDrafter
@@ -21,6 +21,7 @@ from milepost.speculative_config import SpeculativeConfig
 __all__ = [
     "Adaptive",
     "Always",
+    "DraftWish",
     "Drafter",
     "FirstOf",
     "HeadDrafter",
@@ -28,7 +29,6 @@ __all__ = [
     "Policy",
     "Speculation",
     "SuffixDrafter",
-    "Wish",
     "drafter_of",
     "policy_of",
 ]

@@ -19,7 +19,7 @@ _LENGTHS = (4096, 16384, 65536)
 """Texts are about as long where they lie between the same two: drafts get worse with length."""
 
 
-class Rates:
+class AcceptanceRates:
     """Decayed counts by position."""
 
     __slots__ = ("_accepted", "_decay", "_judged")
@@ -47,15 +47,15 @@ class Acceptance:
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
-        self._own: dict[int, Rates] = {}
+        self._own: dict[int, AcceptanceRates] = {}
         """By request number."""
-        self._all = [Rates(num_drafts, _ALL_DECAY) for _ in range(len(_LENGTHS) + 1)]
+        self._all = [AcceptanceRates(num_drafts, _ALL_DECAY) for _ in range(len(_LENGTHS) + 1)]
 
     def note(self, number: int, length: int, num_drafts: int, num_accepted: int) -> None:
         """What became of a request's drafts."""
         own = self._own.get(number)
         if own is None:
-            own = self._own[number] = Rates(self._num_drafts, _OWN_DECAY)
+            own = self._own[number] = AcceptanceRates(self._num_drafts, _OWN_DECAY)
         own.note(num_drafts, num_accepted)
         self._all[_class(length)].note(num_drafts, num_accepted)
 

@@ -10,7 +10,7 @@ from milepost.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DraftWish:
     """For one running request, all of whose tokens are known: how many drafts at most."""
 
     request: Request
@@ -25,7 +25,7 @@ class Drafter(Protocol):
     method: str
     """Its name in `--speculative-config`."""
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         """For each wish the likeliest tokens behind the request's last, up to `most`; none where it
         has no idea. Called between two steps, with requests that no step in flight computes for.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from milepost.scheduler.request import Request
-from milepost.speculative.drafter import Wish
+from milepost.speculative.drafter import DraftWish
 
 
 class HeadDrafter:
@@ -21,7 +21,7 @@ class HeadDrafter:
         """What a step has drafted; what was drafted before stands no more."""
         self._drafts = drafts
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [self._drafts.get(wish.request.number, ())[: wish.most] for wish in wishes]
 
     def is_ready(self, _request: Request) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from milepost.scheduler.request import Request
-from milepost.speculative.drafter import Drafter, Wish
+from milepost.speculative.drafter import Drafter, DraftWish
 
 
 class FirstOf:
@@ -16,7 +16,7 @@ class FirstOf:
         self._drafters = drafters
         self.method = ", ".join(drafter.method for drafter in drafters)
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         found: list[Sequence[int]] = [()] * len(wishes)
         open_ = list(range(len(wishes)))
         for drafter in self._drafters:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from milepost.scheduler.request import Request
-from milepost.speculative.drafter import Wish
+from milepost.speculative.drafter import DraftWish
 from milepost.speculative.occurrences import Occurrences, continuation
 
 MAX_TEXT = 1 << 16
@@ -24,7 +24,7 @@ class NgramDrafter:
         self._texts: dict[int, Occurrences] = {}
         """By request number."""
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [self._propose(wish.request, wish.most) for wish in wishes]
 
     def _propose(self, request: Request, most: int) -> Sequence[int]:

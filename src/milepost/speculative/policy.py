@@ -5,7 +5,8 @@ is expected to yield grow faster than the time it takes, by what was accepted an
 So a request whose drafts fail has none, many requests have fewer than one, and none has any where a
 step with drafts takes longer than they are worth.
 
-What is not known costs something to find out: a probe. What has been lost by drafts is booked
+What is not known costs something to find out: a probe, one draft of one request, and rarer each
+time that it was in vain. Drafts get more as they pay. What has been lost by drafts is booked
 against what they have won, and while more is lost than a two hundredth of the time, nobody drafts.
 So decoding is never slower than plain decoding by more than that and an allowance at the start.
 """
@@ -21,11 +22,12 @@ from milepost.speculative.times import StepTimes
 
 LOSS = 0.005
 """Share of the time that may be lost in finding out."""
-_FIRST_CREDIT = 1.5
+_FIRST_CREDIT = 1.0
 _MOST_CREDIT = 8.0
 """In plain steps."""
 _PROBE_EVERY = 32
-"""Steps without drafts, at least."""
+_MOST_PROBE_EVERY = 512
+"""Steps without drafts before a probe: at first, and after several in vain."""
 _LEAST_CHANCE = 0.02
 _STANDS = 16
 """Steps for which a decision stands, while no draft is judged and the same requests decode."""
@@ -93,8 +95,13 @@ class Adaptive:
         self._times = StepTimes()
         self._credit: float | None = None
         """Seconds that may be lost."""
+        self._reach = 1
+        """Most drafts that a request has now: twice as many each time that as many have paid."""
         self._num_plain = 0
         """Steps without drafts since the last one with."""
+        self._probe_every = _PROBE_EVERY
+        self._num_judged = 0
+        """Requests whose drafts the last step has judged."""
         self._probed: dict[int, int] = {}
         """Request number -> probes so far."""
         self._decided: tuple[list[int], list[int]] | None = None
@@ -114,7 +121,7 @@ class Adaptive:
         least = self._threshold(chances, plain)
         if least is None:
             return self._probe(standings, plain)
-        allotted = [sum(chance >= least for chance in each) for each in chances]
+        allotted = [sum(c >= least for c in each[: self._reach]) for each in chances]
         self._decided, self._num_left = (numbers, allotted), _STANDS
         return allotted
 
@@ -122,7 +129,7 @@ class Adaptive:
         """The least chance of a draft that pays; None if none does."""
         by_chance: dict[float, list[float]] = {}
         for each in chances:
-            for chance in each:
+            for chance in each[: self._reach]:
                 if chance < _LEAST_CHANCE:
                     break
                 by_chance.setdefault(round(chance, 2), []).append(chance)
@@ -136,34 +143,52 @@ class Adaptive:
         return least
 
     def _probe(self, standings: Sequence[Standing], plain: float) -> list[int]:
-        """Drafts for one request alone, the one that was probed least, if it is time and there is
+        """A draft for one request alone, the one that was probed least, if it is time and there is
         credit for it."""
         assert self._credit is not None
-        num = self._num_drafts
-        cost = self._times.estimate(len(standings), num) - plain
-        if self._num_plain < _PROBE_EVERY or cost > self._credit:
+        cost = self._times.estimate(len(standings), 1) - plain
+        if self._num_plain < self._probe_every or cost > self._credit:
             return [0] * len(standings)
         chosen = min(standings, key=lambda each: self._probed.get(each.number, 0))
-        return [num if each is chosen else 0 for each in standings]
+        return [int(each is chosen) for each in standings]
 
     def note(self, num_sequences: int, judged: Sequence[Judged], seconds: float | None) -> None:
         for each in judged:
             self._acceptance.note(each.number, each.length, each.num_drafts, each.num_accepted)
             self._probed[each.number] = self._probed.get(each.number, 0) + 1
+        is_behind = bool(self._num_judged) and not judged
+        self._num_judged = len(judged)
         self._num_plain = 0 if judged else self._num_plain + 1
         if judged:
             self._decided = None
         if seconds is None or not num_sequences:
             return
-        self._times.note(num_sequences, sum(each.num_drafts for each in judged), seconds)
+        if not is_behind:
+            self._times.note(num_sequences, sum(each.num_drafts for each in judged), seconds)
         plain = self._times.plain(num_sequences)
         if plain is None:
             return
         if self._credit is None:
             self._credit = _FIRST_CREDIT * plain
-        num_won = sum(each.num_accepted for each in judged)
-        won = plain * (1 + num_won / num_sequences) - seconds if judged else LOSS * seconds
+        if judged:
+            won = plain * (1 + sum(each.num_accepted for each in judged) / num_sequences) - seconds
+            self._note_won(won, judged)
+        elif is_behind:  # nothing could be launched ahead of it
+            won = max(min(plain - seconds, LOSS * seconds), -plain)
+        else:
+            won = LOSS * seconds
         self._credit = min(self._credit + won, _MOST_CREDIT * plain)
+        if self._credit < 0:
+            self._reach = 1
+
+    def _note_won(self, won: float, judged: Sequence[Judged]) -> None:
+        """Have more drafts or fewer probes from now on, by what a step's drafts have won."""
+        if won <= 0:
+            self._probe_every = min(2 * self._probe_every, _MOST_PROBE_EVERY)
+            return
+        self._probe_every = _PROBE_EVERY
+        if max(each.num_drafts for each in judged) >= self._reach:
+            self._reach = min(2 * self._reach, self._num_drafts)
 
     def forget(self, number: int) -> None:
         self._acceptance.forget(number)

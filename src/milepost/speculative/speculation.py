@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
-from milepost.speculative.drafter import Drafter, Wish
+from milepost.speculative.drafter import Drafter, DraftWish
 from milepost.speculative.head import HeadDrafter
 from milepost.speculative.policy import Judged, Policy, Standing
 
@@ -82,7 +82,7 @@ class Speculation:
             if request.is_in_flight:
                 request.awaits_drafts = most > 0 and self.drafter.is_ready(request)
             elif most:
-                wishes.append(Wish(request, most))
+                wishes.append(DraftWish(request, most))
             else:
                 request.awaits_drafts = False
         if not wishes:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from milepost.scheduler.request import Request
-from milepost.speculative.drafter import Wish
+from milepost.speculative.drafter import DraftWish
 from milepost.speculative.ngram import follow
 from milepost.speculative.occurrences import BREAK, Continuation, Occurrences, continuation
 
@@ -52,7 +52,7 @@ class SuffixDrafter:
         """By prefix, the one used last at the end."""
         self._num_answers: dict[bytes, int] = {}
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
         return [self._propose(wish.request, wish.most) for wish in wishes]
 
     def _propose(self, request: Request, most: int) -> Sequence[int]:
