@@ -138,6 +138,11 @@ class EngineConfig:
         object.__setattr__(self, "kv_transfer_config", transfer)
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name))
+        self._check_values()
+        self._check_combinations()
+
+    def _check_values(self) -> None:
+        """Each by itself."""
         _require(
             self.page_size in _POWERS_OF_TWO,
             f"page_size={self.page_size}: use a power of two from 16 to 1024",
@@ -154,26 +159,27 @@ class EngineConfig:
             self.cache_host_gib is None or self.cache_host_gib > 0,
             f"cache_host_gib={self.cache_host_gib}: use more than 0, or leave it out",
         )
+        _require(self.cache_disk_gib > 0, f"cache_disk_gib={self.cache_disk_gib}: use more than 0")
+        _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
+        for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
+        _require(
+            self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
+        )
+        _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
+
+    def _check_combinations(self) -> None:
         _require(
             not self.has_tiers or (self.enable_prefix_caching and self.mamba_cache_mode != "none"),
             f"cache_host_gib={self.cache_host_gib}, cache_dir={self.cache_dir!r}: prefix caching "
             "is off; leave them out",
-        )
-        _require(self.cache_disk_gib > 0, f"cache_disk_gib={self.cache_disk_gib}: use more than 0")
-        _require(
-            not self.has_tiers or self.tensor_parallel_size == 1,
-            f"tensor_parallel_size={self.tensor_parallel_size}: only one device has tiers yet; "
-            "leave out cache_host_gib and cache_dir",
         )
         _require(
             not (self.has_tiers and self.record_plans),
             f"record_plans={self.record_plans!r}: what comes from host memory is in no plan; "
             "leave out cache_host_gib and cache_dir",
         )
-        _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
-        for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
         check_budget(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -189,10 +195,6 @@ class EngineConfig:
             f"tensor_parallel_size={self.tensor_parallel_size} with kv_transfer_config: another "
             "engine would get one rank's part of the KV; leave one of them out",
         )
-        _require(
-            self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
-        )
-        _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
 
     @property
     def has_tiers(self) -> bool:

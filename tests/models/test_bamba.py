@@ -68,7 +68,13 @@ def test_a_chunk_is_one_that_kernels_run(size, chunk):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"mlp_bias": True}, {"mamba_d_conv": 1}, {"mamba_n_groups": 5}, {"hidden_act": "gelu"}],
+    [
+        {"attn_rotary_emb": 8},
+        {"mlp_bias": True},
+        {"mamba_d_conv": 1},
+        {"mamba_n_groups": 5},
+        {"hidden_act": "gelu"},
+    ],
     ids=str,
 )
 def test_what_would_be_ignored_is_refused(changes, tmp_path):

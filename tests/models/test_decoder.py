@@ -16,7 +16,7 @@ from milepost.layers.mlp import MLP
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
-from milepost.models.decoder import Decoder, Parts
+from milepost.models.decoder import Decoder, DecoderParts
 from tests.batches import Part, build_pools
 from tests.numbers import relative_error
 
@@ -51,7 +51,9 @@ def both(name: str) -> Block:
 
 
 def decoder(*layers: Layer) -> Decoder:
-    model = Decoder(CONFIG, Parts(layers=list(layers), norm=norm("norm")), KIND, is_tied=False)
+    model = Decoder(
+        CONFIG, DecoderParts(layers=list(layers), norm=norm("norm")), KIND, is_tied=False
+    )
     model.fill(0)
     return model
 

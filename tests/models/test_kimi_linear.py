@@ -44,6 +44,9 @@ CONFIGURATIONS = {
 }
 
 
+_LAYERS = {"kda_layers": [1, 3], "full_attn_layers": [2], "head_dim": 12, "num_heads": 3}
+
+
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("kimi_linear", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
@@ -137,15 +140,23 @@ def test_tensors_as_transformers_fuses_them_load_alike(tmp_path):
     "changes",
     [
         {"attention_bias": True},
+        {"attn_res_block_size": 2},
         {"hidden_act": "gelu"},
         {"mla_use_nope": False},
+        {"mla_use_output_gate": True},
         {"moe_layer_freq": 2},
         {"moe_router_activation_func": "softmax"},
         {"num_experts_per_token": 7},
+        {"num_expert_group": 6, "topk_group": 6},
         {"num_nextn_predict_layers": 1},
         {"q_lora_rank": 8},
+        {"routed_expert_hidden_size": 24},
         {"topk_group": 2},
+        {"topk_method": "greedy"},
         {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}},
+        {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [9]}},
+        {"linear_attn_config": _LAYERS | {"gate_lower_bound": -5.0}},
+        {"linear_attn_config": _LAYERS | {"use_full_rank_gate": True}},
         {"linear_attn_config": None},
     ],
     ids=str,

@@ -97,6 +97,16 @@ def test_other_layouts_load_alike(tmp_path, caplog):
     assert all(torch.equal(after[name], parameter) for name, parameter in before.items())
 
 
+def test_dummy_experts_add_nothing_that_all_tokens_share(tmp_path):
+    """Else routers choose more alike from layer to layer, and decodes read few experts."""
+    save("nemotron_h", tmp_path, num_experts_per_tok=1)
+    model, _ = load_model(tmp_path, load_format="dummy")
+    (experts,) = model.layers[1].blocks[0].parts
+    hidden = torch.randn(4096, 48, generator=torch.Generator().manual_seed(0))
+    mixed = experts.partials(hidden).sum(1)
+    assert mixed.mean(0).norm() < 0.1 * mixed.norm(dim=1).mean()
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -19,14 +19,23 @@ from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels import norm
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.quantised import Fp8Precision
+from milepost.layers.quantised import Fp8Precision, Int4Precision
 from milepost.layers.quantised.fp8 import Fp8Stack
-from milepost.layers.weights import ExpertNames, ExpertSizes, Raw, RawExperts, RawWeight
+from milepost.layers.quantised.rows import Rows
+from milepost.layers.weights import (
+    USUAL_NAMES,
+    ExpertNames,
+    ExpertSizes,
+    Raw,
+    RawExperts,
+    RawWeight,
+)
 from milepost.models import load_config
 from milepost.models.loading import load_model
 from milepost.models.quantization import read_quantization
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
+from milepost.parallel import Cut
 from tests.batches import Part, build_pools
 from tests.models.test_mtp import drafted
 from tests.numbers import relative_error
@@ -35,6 +44,7 @@ from tests.quantised import EXPERTS, FORMATS, write
 TOKENS = torch.arange(70) % 11
 PART = Part(pages=[3, 1], start=0, length=70, slot_in=0, slot_out=1)
 QKV = "model.layers.0.linear_attn.in_proj_qkv"
+_PACKED = Int4Precision(layout="packed", group=32, is_symmetric=True)
 
 
 def logits(model: Any) -> Tensor:
@@ -129,6 +139,7 @@ ROUNDINGS = {
     "fp8-blocks": Rounding(128),
     "fp8-channels": Rounding(),
     "fp8-tensors": Rounding(None, 0.02),
+    "modelopt": Rounding(None, 0.02),
 }
 CASES = [
     ("qwen3_next", "fp8-blocks", EXPERTS),
@@ -136,7 +147,8 @@ CASES = [
     ("qwen3_5", "fp8-channels", {}),
     ("qwen3_5_moe", "fp8-tensors", EXPERTS),
     ("qwen3_next", "awq", EXPERTS),
-    ("qwen3_5", "gptq", {}),
+    ("qwen3_5", "modelopt", {}),
+    ("qwen3_5", "auto-round", {}),
     ("qwen3_5_moe", "gptq", EXPERTS),
     (
         "qwen3_5_moe",
@@ -165,9 +177,39 @@ def test_projections_of_one_matrix_share_the_largest_scale_of_their_inputs() -> 
     precision = Fp8Precision(strategy="tensor", is_static=True)
     stack = Fp8Stack(precision, (16, 128), kind, rows=1)
     for rows, scale in ((range(8), 0.5), (range(8, 16), 0.25)):
-        places = stack.place_projection(torch.tensor(rows), (), "any")
+        places = stack.place_projection(Rows(torch.tensor(rows)), (), "any")
         places["input_scale"].store(torch.tensor([scale]))
     assert stack.form.input_scale == 0.5
+
+
+@pytest.mark.parametrize("precision", [Fp8Precision(strategy="block"), _PACKED], ids=["fp8", "4"])
+def test_the_rows_of_experts_are_found_out_once_for_all(monkeypatch, precision) -> None:
+    """A checkpoint of 512 experts a layer has 70,000 projections."""
+    compared: list[int] = []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda *a: compared.append(1) or equal(*a))
+    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    counts = []
+    for num_experts in (2, 64):
+        whole = Cut.all_of(128)
+        sizes = ExpertSizes(
+            hidden_size=128,
+            size=128,
+            num_experts=num_experts,
+            num_shared=0,
+            experts=Cut.all_of(num_experts),
+            units=whole,
+            shared_units=whole,
+        )
+        experts = precision.experts(sizes, USUAL_NAMES, kind)
+        compared.clear()
+        places = experts.placements()
+        for name, place in places.items():
+            if name.endswith(("weight", "weight_packed")):
+                words = torch.int32 if precision is _PACKED else torch.float8_e4m3fn
+                place.store(torch.zeros(place.shape, dtype=torch.uint8).to(words))
+        counts.append(len(compared))
+    assert counts[0] == counts[1]
 
 
 def test_layers_that_a_checkpoint_left_raw_stay_so(tmp_path: Path) -> None:
@@ -288,6 +330,21 @@ def test_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4.*use the model's FP8"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "FP8_PB_WO"),
+    ({"quant_method": "auto-round", "bits": 8}, "bits=8"),
+    (
+        {"quant_method": "auto-round", "bits": 4, "extra_config": {"mlp.down_proj": {"bits": 8}}},
+        "mlp.down_proj.*8 bits",
+    ),
+    (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"},
+        "llm_compressor",
+    ),
+    (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+        "scale_fmt='ue8m0'",
+    ),
     ({"quant_method": "mxfp4"}, "mxfp4.*use the model's FP8 or 4-bit integer"),
     ({"quant_method": "fp8"}, "weight_block_size"),
     ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),

@@ -5,14 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from concurrent.futures import Future
 
 import msgspec
 
 from milepost.config import EngineConfig
-from milepost.engine.rank_process import follow
-from milepost.engine.setup import build_rank
+from milepost.engine.rank import build_rank
+from milepost.engine.rank_process import serve
+from milepost.engine.team import RankOrder, Told
+from milepost.errors import EngineDeadError
 from milepost.parallel import Ranks
-from milepost.runner.recording import Record
+from milepost.parallel.tickets import Tickets
+from milepost.tiers.orders import Order
 from tests.parallel.threads import Meeting, ThreadLink
 
 
@@ -34,17 +38,27 @@ class ThreadTeam:
         self.ranks, self.meeting = all_ranks[0], meeting
         self._encoder = msgspec.msgpack.Encoder()
         self._orders = [queue.SimpleQueue() for _ in range(1, size)]
+        self.tickets = Tickets(size - 1)
         for ranks, orders in zip(all_ranks[1:], self._orders, strict=True):
-            arguments = config, ranks, orders, meeting
+            arguments = config, ranks, orders, meeting, self.tickets
             threading.Thread(target=_run, args=arguments, daemon=True).start()
         self.close = weakref.finalize(self, _end, self._orders, meeting)
 
-    def write(self, record: Record) -> None:
+    def ask(self, order: Order) -> Future[bool]:
+        ticket, answers = self.tickets.take()
+        self.write(RankOrder(ticket, order))
+        return answers
+
+    def write(self, record: Told) -> None:
         body = self._encoder.encode(record)
         for orders in self._orders:
             orders.put(body)
 
-    wait = None
+    wait = alarm = None
+    has_lost_one = False
+
+    def failure(self) -> EngineDeadError:
+        return EngineDeadError("rank 1 is lost")
 
     def be_prompt(self) -> None:
         """Threads are."""
@@ -54,11 +68,16 @@ class ThreadTeam:
 
 
 def _run(
-    config: EngineConfig, ranks: Ranks, orders: queue.SimpleQueue[bytes], meeting: Meeting
+    config: EngineConfig,
+    ranks: Ranks,
+    orders: queue.SimpleQueue[bytes],
+    meeting: Meeting,
+    tickets: Tickets,
 ) -> None:
-    decoder = msgspec.msgpack.Decoder(Record)
+    decoder = msgspec.msgpack.Decoder(Told)
     try:
-        follow(map(decoder.decode, iter(orders.get, b"")), build_rank(config, ranks).runner)
+        told = map(decoder.decode, iter(orders.get, b""))
+        serve(told, build_rank(config, ranks), tickets.answer)
     except threading.BrokenBarrierError:
         pass
     except BaseException:

@@ -75,6 +75,30 @@ def test_reports_are_those_of_one(size, options, checkpoint):
             turns = [[*own, *answer(output), 5, 6] for own, output in pairs]
 
 
+def test_features_at_once_are_those_of_one(checkpoint):
+    """Drafts of suffixes, float8 KV, several answers with what else was likely; and again once all
+    is forgotten, and once the memory was given back."""
+    several, alone = (
+        checkpoint.open(
+            tensor_parallel_size=n,
+            kv_cache_dtype="fp8",
+            speculative_config={"method": "suffix", "num_speculative_tokens": 2},
+        )
+        for n in (2, 1)
+    )
+    prompts = [tokens(40) * 3, [5, 6, 7, 8] * 20]
+    params = sampled(8, temperature=0.7, n=2, logprobs=2)
+    for forget in ("reset_prefix_cache", "release_cache"):
+        found, expected = (ask(llm, *prompts, params=params) for llm in (several, alone))
+        for left, right in zip(found, expected, strict=True):
+            assert [answer(left, index) for index in (0, 1)] == [
+                answer(right, index) for index in (0, 1)
+            ]
+            assert left.cache_report == right.cache_report
+        assert all(getattr(llm.llm_engine, forget)() for llm in (several, alone))
+    assert ask(several, *prompts)[0].cache_report.reused == 0
+
+
 def test_an_engine_that_loses_a_rank_ends_the_others(checkpoint):
     """And says so from then on."""
     llm = checkpoint.open(tensor_parallel_size=2)

@@ -36,6 +36,7 @@ MIXTURE = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+MAMBA = {"mamba_d_ssm": 96, "mamba_n_heads": 12}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", EVEN | DELTA | MIXTURE),
     "qwen3_next_bias": ("qwen3_next", EVEN | DELTA | {"num_experts": 0, "attention_bias": True}),
@@ -59,7 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_h1": (
         "falcon_h1",
-        EVEN | {"mamba_rms_norm": False, "mamba_d_ssm": 96, "mamba_n_heads": 12},
+        EVEN | MAMBA | {"mamba_rms_norm": False},
     ),
     "kimi_linear": (
         "kimi_linear",
@@ -71,6 +72,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 16,
         },
     ),
+    "bamba": ("bamba", EVEN | {"mamba_n_groups": 2, "mamba_n_heads": 8}),
+    "granitemoehybrid": ("granitemoehybrid", EVEN | {"num_local_experts": 8, "mamba_n_heads": 8}),
+    "olmo_hybrid": ("olmo_hybrid", EVEN | DELTA),
     "lfm2": ("lfm2", EVEN),
     "lfm2_moe": ("lfm2_moe", EVEN | {"num_experts": 8, "moe_intermediate_size": 16}),
 }
@@ -113,7 +117,11 @@ def by_rank(folder: Path, size: int, **how: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in MODELS), ("qwen3_next", 4), ("nemotron_h", 4)]
+    ("name", "size"),
+    [
+        *((name, 2) for name in MODELS),
+        *((name, 4) for name in ("qwen3_next", "nemotron_h", "bamba", "olmo_hybrid")),
+    ],
 )
 def test_ranks_answer_as_one_does(name, size, folder_of):
     """Two KV heads are one on each of four ranks; all ranks hold the same bits."""
@@ -225,13 +233,16 @@ def test_quantised_weights_are_split_with_their_scales(form, how, tmp_path):
         ("qwen3_5", {"vocab_size": 101}, 2, "vocab_size=101"),
         ("qwen3_5", {"intermediate_size": 50}, 4, "model.layers.0.mlp intermediate_size=50"),
         ("qwen3_next", {"moe_intermediate_size": 15}, 2, "moe_intermediate_size=15"),
-        ("bamba", {"num_attention_heads": 8, "num_key_value_heads": 2}, 2, "n_groups"),
-        ("olmo_hybrid", {}, 2, "norms all of its heads"),
+        (
+            "falcon_h1",
+            MAMBA | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+            2,
+            "n_groups=1, each normed at once and before it is gated",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_by_name(name, changes, size, named, tmp_path):
-    own = {} if name == "bamba" else EVEN | DELTA
-    save(name, tmp_path, **(own | changes))
+    save(name, tmp_path, **(EVEN | (DELTA if name.startswith("qwen") else {}) | changes))
     with pytest.raises(ConfigError, match=named):
         load_model(tmp_path, ranks=Ranks(size=size))
 

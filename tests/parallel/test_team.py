@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -14,14 +17,18 @@ import torch
 
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
-from milepost.engine import setup
+from milepost.engine import setup, team
 from milepost.engine.client import EngineClient
-from milepost.engine.process import Engine
+from milepost.engine.process import Engine, Loop
 from milepost.engine.prompts import Prompt
 from milepost.engine.rank_process import follow
+from milepost.engine.team import Team
 from milepost.errors import ConfigError, EngineDeadError
+from milepost.kernels import norm
 from milepost.parallel.gloo import GlooLink, open_store
+from milepost.parallel.gpu import far_behind
 from milepost.scheduler.plans import StepPlan, StepResult
+from tests.parallel.team import ThreadTeam
 
 SMALL = {"num_pages": 64, "num_slots": 8, "max_model_len": 1024}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -80,19 +87,82 @@ def test_two_processes_answer_as_one_until_a_rank_is_killed():
 
 
 def test_a_rank_that_hangs_is_given_up():
-    """Whoever waits for it is told, after as long as it may be silent."""
+    """Whoever waits for it is told, after as long as it may be silent. Before, all ranks hold the
+    same sums."""
     store = open_store(0, 2, 30, is_first=True)
 
     def link(rank):
         own = store if rank == 0 else open_store(store.port, 2, 30, is_first=False)
-        return GlooLink(own, rank, 2, timeout_s=30, why_lost=lambda: f"said to rank {rank}")
+        return GlooLink(own, rank, 2, timeout_s=900, why_lost=lambda: f"said to rank {rank}")
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(link, range(2))
         assert list(threads.map(lambda each: each.least(5 + each.rank), (first, second))) == [5, 5]
-        first.be_prompt(0.2)
+        hidden, scale, partials = torch.ones(3, 4), torch.rand(4), torch.randn(2, 3, 2, 4)
+        found = list(
+            threads.map(
+                lambda each: each.add_norm(hidden, partials[each.rank], scale, 1e-6, 0.5),
+                (first, second),
+            )
+        )
+        expected = norm.add_norm(hidden, partials.sum((0, 2)), scale, 1e-6, 0.5)
+        for pair, other in zip(zip(*found, strict=True), expected, strict=True):
+            assert torch.equal(*pair)
+            torch.testing.assert_close(pair[0], other)
+        first.wait_up_to(0.2)
         with pytest.raises(EngineDeadError, match="said to rank 0"):
             first.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("takes_orders", [True, False])
+def test_a_rank_that_ends_while_it_starts_ends_the_start(monkeypatch, takes_orders):
+    """At once, though the ranks wait long for each other then; also before it is told anything."""
+    monkeypatch.setattr(sys, "executable", "false")
+    if not takes_orders:
+
+        def refuse(*_):
+            raise BrokenPipeError
+
+        monkeypatch.setattr(team, "send", refuse)
+    with pytest.raises(EngineDeadError, match="rank 1 has ended: exit code 1"):
+        LLM(tensor_parallel_size=2, **SMALL)
+
+
+def test_a_rank_that_is_lost_while_nothing_runs_ends_the_engine(monkeypatch):
+    """Nobody has to ask for anything first."""
+    monkeypatch.setattr(setup, "Team", ThreadTeam)
+    engine = Engine(EngineConfig(tensor_parallel_size=2, **SMALL))
+    alarm, bell = socket.socketpair()
+    engine._team.alarm = alarm
+    ours, theirs = socket.socketpair()
+    bell.send(b".")
+    loop = Loop(engine, ours)
+    with pytest.raises(EngineDeadError, match="rank 1 is lost"):
+        loop.run()
+    assert not engine._team.close.alive
+    loop.close()
+    for each in (ours, theirs, alarm, bell):
+        each.close()
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_what_a_step_came_to_without_a_rank_is_not_taken(is_done):
+    """The device may have been let go on."""
+    team = object.__new__(Team)
+    team._members, team._lost = [], threading.Event()
+    team.wait(Mock(query=Mock(return_value=True)))
+    team._lost.set()
+    with pytest.raises(EngineDeadError, match="a rank has ended"):
+        team.wait(Mock(query=Mock(return_value=is_done)))
+
+
+@pytest.mark.parametrize("turn", [0, 5, 2**29, 2**31 - 1, -(2**31), -7])
+def test_signals_of_a_lost_rank_are_ahead_of_all_turns(turn):
+    """As the kernels count, whose turns begin again some day."""
+    signal = far_behind(torch.tensor([turn, turn]))
+    for later in (0, 1, 1000):
+        difference = (turn + later - signal + 2**31) % 2**32 - 2**31
+        assert -(2**31) <= difference <= 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from milepost.layers.mtp import MTPHead
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Layer
 from milepost.layers.rotary import Rotary
-from milepost.models.decoder import Decoder, Parts
+from milepost.models.decoder import Decoder, DecoderParts
 
 HEAD = "mtp"
 """What a head's tensors stand under, at the top of multimodal checkpoints too."""
@@ -36,7 +36,7 @@ class Architecture:
 
     model_types: tuple[str, ...]
     """`model_type` of the configurations, and of the text part of multimodal ones."""
-    build: Callable[[PreTrainedConfig, ParameterKind], Parts]
+    build: Callable[[PreTrainedConfig, ParameterKind], DecoderParts]
     """The layers of a text configuration, whose tensors stand under `kind.path`."""
     layer_types: tuple[str, ...] = ("full_attention", "linear_attention")
     """Kinds of layers in configurations that `build` knows."""

@@ -40,7 +40,7 @@ from milepost.layers.weights import RawWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class DecoderParts:
     """What an architecture puts together."""
 
     layers: list[Layer]
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: PreTrainedConfig,
-        parts: Parts,
+        parts: DecoderParts,
         kind: ParameterKind,
         *,
         is_tied: bool,

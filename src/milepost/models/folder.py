@@ -20,6 +20,9 @@ def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) 
     folder = Path(model)
     if folder.is_dir():
         return folder
+    if folder.is_absolute() or str(model).startswith((".", "~")):
+        what = "this is a file, not a folder" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"model={str(model)!r}: {what}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -31,6 +34,7 @@ def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) 
     try:
         return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model={str(model)!r} is neither a folder nor a checkpoint from the hub ({error})"
+            f"model={str(model)!r} is neither a folder nor a checkpoint from the hub ({why})"
         ) from error

@@ -182,7 +182,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
             # That a setting has another name by now is nothing that who runs the model can mend.
             warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
     refuse_unsupported(config.get_text_config(), architecture)
     return config

@@ -1,12 +1,14 @@
 """Reads how a checkpoint is quantised, and says which form each projection has.
 
 Known are the official block FP8 (`quant_method` "fp8"), compressed-tensors' FP8 and four-bit
-weights, AWQ and GPTQ. What a checkpoint leaves in the model's type stays so: where there are files
-their tensors decide, without files (dummy weights) the configuration's lists do.
+weights, ModelOpt's FP8, AWQ, GPTQ and AutoRound. What a checkpoint leaves in the model's type stays
+so: where there are files their tensors decide, without files (dummy weights) the configuration's
+lists do.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +32,8 @@ _STAY_RAW = re.compile(
 )
 """Projections that are not rounded on the fly: small, and answers depend on them most."""
 
-_FOUR_BIT_METHODS = ("mxfp4", "modelopt", "modelopt_fp4", "petit_nvfp4")
+_FOUR_BIT_METHODS = ("mxfp4", "modelopt_fp4", "petit_nvfp4")
+_AUTOROUND_KEYS = ("bits", "group_size", "sym", "data_type")
 _FOUR_BIT_FLOATS = (
     "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): use the "
     "model's FP8 or 4-bit integer checkpoint"
@@ -124,6 +127,8 @@ def read_quantization(
         "compressed-tensors": _read_compressed,
         "awq": _read_awq,
         "gptq": _read_gptq,
+        "auto-round": _read_autoround,
+        "modelopt": _read_modelopt,
     }
     if method not in readers:
         others = f"; {_FOUR_BIT_FLOATS}" if method in _FOUR_BIT_METHODS else ""
@@ -144,6 +149,7 @@ def _read_fp8(settings: Mapping[str, Any]) -> Read:
     _want(settings, "weight_block_size", [128, 128])
     _want(settings, "activation_scheme", "dynamic", default="dynamic")
     _want(settings, "fmt", "e4m3", default="e4m3")
+    _want(settings, "scale_fmt", "float", default="float")
     form = Fp8Precision(strategy="block", scale="weight_scale_inv")
     left = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
     return (_Group(form),), _any_of(left)
@@ -238,6 +244,45 @@ def _read_gptq(settings: Mapping[str, Any]) -> Read:
     if not settings.get("lm_head"):
         left.append(re.compile(r"(.*\.)?lm_head"))
     return (_Group(form),), lambda path: any(each.match(path) for each in left)
+
+
+def _read_autoround(settings: Mapping[str, Any]) -> Read:
+    """AutoRound's own method; its tensors are those of GPTQ or of AWQ."""
+    packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
+    layout = packing.rpartition(":")[2]
+    if settings.get("data_type", "int") != "int" or layout not in ("auto_gptq", "auto_awq"):
+        raise UnsupportedModelError(
+            f"quant_method='auto-round' with packing_format={packing!r} and data_type="
+            f"{settings.get('data_type')!r} is not supported; supported are integers packed as "
+            "auto_round:auto_gptq or auto_round:auto_awq"
+        )
+    extra = settings.get("extra_config") or {}
+    left = []
+    for name, own in extra.items():
+        bits = own.get("bits", settings.get("bits"))
+        if bits == 16:
+            left.append(name)
+            continue
+        if any(own.get(key, settings.get(key)) != settings.get(key) for key in _AUTOROUND_KEYS):
+            raise UnsupportedModelError(
+                f"extra_config[{name!r}] gives some layers {bits} bits or groups of another size; "
+                "supported are only layers that are left in 16 bits"
+            )
+    as_written = {**settings, "zero_point": not settings.get("sym", True)}
+    (groups, _) = (_read_gptq if layout == "auto_gptq" else _read_awq)(as_written)
+    return groups, _any_of((*left, "lm_head"))
+
+
+def _read_modelopt(settings: Mapping[str, Any]) -> Read:
+    """NVIDIA's ModelOpt: FP8 with a scale for each projection and one for what it reads."""
+    if settings.get("quant_algo") != "FP8":
+        raise UnsupportedModelError(
+            f"quant_method='modelopt' with quant_algo={settings.get('quant_algo')!r} is not "
+            f"supported; supported is 'FP8'; {_FOUR_BIT_FLOATS}"
+        )
+    form = Fp8Precision(strategy="tensor", is_static=True)
+    left = settings.get("ignore") or settings.get("exclude_modules") or ()
+    return (_Group(form),), _any_of(f"re:{fnmatch.translate(each)}" for each in left)
 
 
 def _want(settings: Mapping[str, Any], name: str, wanted: Any, default: Any = None) -> None:

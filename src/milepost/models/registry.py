@@ -72,10 +72,13 @@ def _refuse_groups(config: PreTrainedConfig, num_experts: int) -> None:
     num_chosen = getattr(config, "topk_group", None) or 1
     size = num_experts // num_groups
     fits = num_experts % num_groups == 0 and num_chosen <= num_groups
-    if not fits or (num_groups > 1 and size * num_chosen < config.num_experts_per_tok):
+    if num_groups > 1:
+        # Groups are compared by their two best experts.
+        fits &= size > 1 and size * num_chosen >= config.num_experts_per_tok
+    if not fits:
         raise UnsupportedModelError(
             f"topk_group={num_chosen} of n_group={num_groups} groups of num_experts={num_experts} "
-            f"do not hold num_experts_per_tok={config.num_experts_per_tok}"
+            f"do not hold num_experts_per_tok={config.num_experts_per_tok}, or not two experts each"
         )
 
 

@@ -51,12 +51,15 @@ class WeightFiles:
         """
         pattern = re.compile("|".join(skipped) or "(?!)")
         self._refuse_missing(placements)
-        files = sorted(set(self.by_name.values()))
+        names: dict[Path, list[str]] = {}
+        for name, holder in self.by_name.items():
+            names.setdefault(holder, []).append(name)
+        files = sorted(names)
         total = sum(file.stat().st_size for file in files if file.is_file())
         brings = nullcontext() if device is None else Reader(device)
         with _progress(total) as note_bytes, brings as reader:
             for file in files:
-                self._read_file(file, placements, pattern, reader, note_bytes)
+                self._read_file(file, names[file], placements, pattern, reader, note_bytes)
 
     def check(self, placements: Placements, prefix: str) -> None:
         """Raise WeightsError, naming file and tensor, unless what begins with `prefix` is exactly
@@ -83,12 +86,12 @@ class WeightFiles:
     def _read_file(
         self,
         file: Path,
+        wanted: Sequence[str],
         placements: Placements,
         skipped: re.Pattern[str],
         reader: Reader | None,
         note_bytes: Callable[[int], object],
     ) -> None:
-        wanted = [name for name, holder in self.by_name.items() if holder == file]
         placed = []
         with _open(file) as tensors:
             held = set(tensors.keys())
@@ -183,7 +186,8 @@ def _read_names(folder: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: folder / file for name, file in named.items()}
+            files = {file: folder / file for file in set(named.values())}
+            return {name: files[file] for name, file in named.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{index}: not an index of safetensors files ({error!r})") from error
     if single.is_file():

@@ -68,7 +68,7 @@ class GlooLink:
     def least(self, value: int) -> int:
         return min(int(each) for each in self._exchange(torch.tensor([value])))
 
-    def be_prompt(self, timeout_s: float) -> None:
+    def wait_up_to(self, timeout_s: float) -> None:
         """From now on wait no longer than this for a rank."""
         self._group._set_default_timeout(timedelta(seconds=timeout_s))
 

@@ -1,5 +1,6 @@
-"""Ranks on GPUs of one machine: few rows go through memory that all of them reach, in one launch
-with the norm that reads their sum; more of them through NCCL. Both can be captured in graphs.
+"""Ranks on GPUs of one machine: sums go through memory that all of them reach, in one launch with
+the norm that reads them; those that no norm reads, if they are of many rows, through NCCL. Both can
+be captured in graphs.
 
 NCCL returns the same bits on all ranks, too: it adds up each piece on one of them.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from milepost.errors import ConfigError
 from milepost.kernels import all_reduce, norm
-from milepost.kernels.all_reduce import NUM_SLOTS, Mail
+from milepost.kernels.all_reduce import NUM_SLOTS, Boxes, Mail
 from milepost.parallel.gloo import GlooLink
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,11 @@ class GpuLink:
         )
         self._hosts, self._device = hosts, device
         self._mails: dict[tuple[int, torch.dtype], Mail | None] = {}
+        self._boxes: dict[tuple[int, torch.dtype], Boxes | None] = {}
         self._kept: list[Tensor] = []
+        self._waits: list[tuple[Tensor, Tensor]] = []
+        """Signals that launches here wait for, and the turns that they have come to."""
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def all_reduce(self, values: Tensor) -> Tensor:
         values = values.contiguous()
@@ -57,10 +62,11 @@ class GpuLink:
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
-        num_rows, count = values.shape
-        gathered = values.new_empty(self._hosts.size, num_rows, count)
-        dist.all_gather_into_tensor(gathered, values.contiguous())
-        return gathered.transpose(0, 1).reshape(num_rows, -1)
+        (num_rows, count), size = values.shape, self._hosts.size
+        gathered = values.new_empty(size, num_rows, count)
+        if num_rows:  # a step in the middle of a prompt samples nothing
+            dist.all_gather_into_tensor(gathered, values.contiguous())
+        return gathered.transpose(0, 1).reshape(num_rows, size * count)
 
     def add_norm(
         self, hidden: Tensor, partials: Tensor, scale: Tensor, eps: float, multiplier: float
@@ -68,12 +74,25 @@ class GpuLink:
         mail = self._mail(hidden.shape[-1], hidden.dtype)
         if mail is not None and mail.holds(hidden):
             return all_reduce.add_norm(hidden, partials, scale, eps, mail, multiplier)
+        boxes = None if mail is None else self._boxes_for(hidden)
+        if boxes is not None and boxes.holds(hidden):
+            return all_reduce.share_norm(hidden, partials, scale, eps, boxes, multiplier)
         own = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
         own = self.all_reduce(own.to(hidden.dtype))
         return norm.add_norm(hidden, own, scale, eps, multiplier)
 
     def least(self, value: int) -> int:
         return self._hosts.least(value)
+
+    def release(self) -> None:
+        """A rank is lost: what waits for it on the device goes on, with whatever is there. Called
+        from another thread than that which waits."""
+        torch.cuda.set_device(self._device)
+        # Beside the steps, and by copies alone: what waits may leave no room for a kernel.
+        with torch.cuda.stream(self._aside):
+            for signals, turns in self._waits:
+                signals.copy_(torch.full_like(signals, far_behind(turns.cpu()), device="cpu"))
+        self.close()
 
     def close(self) -> None:
         """Let go of the group, whatever the other ranks are doing."""
@@ -86,37 +105,68 @@ class GpuLink:
         key = hidden_size, dtype
         if key not in self._mails:
             is_aligned = hidden_size * dtype.itemsize % 16 == 0
-            self._mails[key] = self._open(hidden_size, dtype) if is_aligned else None
+            sizes = all_reduce.mail_bytes(hidden_size, dtype, self._hosts.size)
+            found = self._share(*sizes, num_turns=NUM_SLOTS) if is_aligned else None
+            self._mails[key] = found and Mail(
+                rank=self._hosts.rank,
+                size=self._hosts.size,
+                values=found[0],
+                signals=found[1],
+                turns=found[2],
+                dtype=dtype,
+                hidden_size=hidden_size,
+            )
         return self._mails[key]
 
-    def _open(self, hidden_size: int, dtype: torch.dtype) -> Mail | None:
+    def _boxes_for(self, hidden: Tensor) -> Boxes | None:
+        """The same for many rows, of which the first to come are the most."""
+        (count, hidden_size), dtype, size = hidden.shape, hidden.dtype, self._hosts.size
+        key = hidden_size, dtype
+        if key not in self._boxes:
+            num_rows = -(-count // size)
+            sizes = all_reduce.box_bytes(num_rows, hidden_size, dtype, size)
+            found = self._share(*sizes, num_turns=num_rows)
+            self._boxes[key] = found and Boxes(
+                rank=self._hosts.rank,
+                size=size,
+                boxes=found[0],
+                signals=found[1],
+                turns=found[2],
+                dtype=dtype,
+                hidden_size=hidden_size,
+            )
+        return self._boxes[key]
+
+    def _share(
+        self, value_bytes: int, signal_bytes: int, num_turns: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Memory that all ranks reach: the addresses [R] of every rank's values and signals, and
+        so many turns, all zero at first. None if one of the ranks could not have it."""
+        found = None
         try:
-            mail = self._share(hidden_size, dtype)
+            found = self._rendezvous(value_bytes + signal_bytes)
         except RuntimeError as error:
-            mail = None
             logger.warning("GPUs do not reach each other's memory, so NCCL does all: %s", error)
+        turns = torch.zeros(num_turns, dtype=torch.int32, device=self._device)
         torch.cuda.synchronize(self._device)
         # All ranks' signals are zero before the first of them is set.
-        return mail if self._hosts.least(int(mail is not None)) else None
+        if not self._hosts.least(int(found is not None)) or found is None:
+            return None
+        self._waits.append((self._kept[-1][value_bytes:].view(torch.int32), turns))
+        return found, found + value_bytes, turns
 
-    def _share(self, hidden_size: int, dtype: torch.dtype) -> Mail:
-        size = self._hosts.size
-        value_bytes = all_reduce.num_value_bytes(hidden_size, dtype)
-        num_bytes = value_bytes + all_reduce.num_signal_bytes(size)
+    def _rendezvous(self, num_bytes: int) -> Tensor:
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=self._device)
         memory.zero_()
         self._kept.append(memory)
         handle = symmetric.rendezvous(memory, dist.group.WORLD.group_name)
         addresses = [
-            handle.get_buffer(rank, (num_bytes,), torch.uint8).data_ptr() for rank in range(size)
+            handle.get_buffer(rank, (num_bytes,), torch.uint8).data_ptr()
+            for rank in range(self._hosts.size)
         ]
-        values = torch.tensor(addresses, dtype=torch.int64, device=self._device)
-        return Mail(
-            rank=self._hosts.rank,
-            size=size,
-            values=values,
-            signals=values + value_bytes,
-            turns=torch.zeros(NUM_SLOTS, dtype=torch.int32, device=self._device),
-            dtype=dtype,
-            hidden_size=hidden_size,
-        )
+        return torch.tensor(addresses, dtype=torch.int64, device=self._device)
+
+
+def far_behind(turns: Tensor) -> int:
+    """A signal behind which none of these turns waits, and none that follows for a while."""
+    return (int(turns.max()) + 2**29 + 2**31) % 2**32 - 2**31

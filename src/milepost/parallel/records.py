@@ -1,11 +1,12 @@
-"""What the first rank tells the others over a socket: frames of so many bytes, each after its
-length (4 bytes, big-endian)."""
+"""What ranks tell each other over a socket: frames of so many bytes, each after its length (four
+bytes, big-endian)."""
 
 from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 _LENGTH = struct.Struct(">I")
 
@@ -18,9 +19,28 @@ def send(sock: socket.socket, body: bytes) -> None:
 def received(sock: socket.socket) -> Iterator[bytes]:
     """Frames, to the connection's end."""
     with sock.makefile("rb") as file:
-        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-            (length,) = _LENGTH.unpack(head)
-            body = file.read(length)
-            if len(body) < length:
-                return
+        while (body := _next(file.read)) is not None:
             yield body
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """The next frame, and nothing of those behind it; None at the connection's end."""
+
+    def read(num: int) -> bytes:
+        found = b""
+        while len(found) < num and (piece := sock.recv(num - len(found))):
+            found += piece
+        return found
+
+    with suppress(OSError):
+        return _next(read)
+    return None
+
+
+def _next(read: Callable[[int], bytes]) -> bytes | None:
+    head = read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = read(length)
+    return body if len(body) == length else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from milepost.errors import UnsupportedModelError
 from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2
 from milepost.layers.mlp import MLP
@@ -13,10 +14,11 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, mamba2_shapes
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
+    _refuse_other_rotary(config)
     rotary = Rotary(config, kind.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
@@ -33,7 +35,16 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
                 Block(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
             )
         )
-    return Parts(layers=layers, norm=_norm(config, kind.under("final_layernorm")))
+    return DecoderParts(layers=layers, norm=_norm(config, kind.under("final_layernorm")))
+
+
+def _refuse_other_rotary(config: PreTrainedConfig) -> None:
+    """transformers turns half of each head, whatever the published setting says."""
+    size, half = getattr(config, "attn_rotary_emb", None), attention_shapes(config).head_dim // 2
+    if size not in (None, half):
+        raise UnsupportedModelError(
+            f"attn_rotary_emb={size} is not supported; supported is {half}, half of a head"
+        )
 
 
 def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:

@@ -20,10 +20,10 @@ from milepost.models.architecture import (
     is_unset,
     mamba2_shapes,
 )
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     rotary, size = Rotary(config, kind.device), config.hidden_size
     mamba = mamba2_shapes(
         config, has_norm=config.mamba_rms_norm, norm_before_gate=config.mamba_norm_before_gate
@@ -42,7 +42,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
                 Block(mlp, pre=_norm(config, own.under("pre_ff_layernorm"))),
             )
         )
-    return Parts(
+    return DecoderParts(
         layers=layers,
         norm=_norm(config, kind.under("final_layernorm")),
         embedding_multiplier=config.embedding_multiplier,
@@ -82,7 +82,9 @@ ARCHITECTURES = (
         build=_parts,
         layer_types=("hybrid",),
         requirements={
+            "attn_layer_indices": (is_unset, "none: every layer has both mixers"),
             "mamba_proj_bias": (is_unset, "false"),
+            "mamba_use_mlp": (lambda value: value in (None, True), "true"),
             "mlp_bias": (is_unset, "false"),
             "projectors_bias": (is_unset, "false"),
         },

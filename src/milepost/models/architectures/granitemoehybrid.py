@@ -17,7 +17,7 @@ from milepost.layers.parts import Block, Layer, Part
 from milepost.layers.rotary import Rotary
 from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, attention_shapes, mamba2_shapes
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 _SHARED = "input_linear", "input_linear", "output_linear"
 _EXPERTS = "block_sparse_moe"
@@ -35,7 +35,7 @@ _TRANSFORMERS = ExpertNames(
 )
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     rotary = Rotary(config, kind.device) if config.position_embedding_type == "rope" else None
     attention = attention_shapes(config, scale=config.attention_multiplier)
     layers = []
@@ -55,7 +55,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
                 Block(_feed_forward(config, own), pre=between),
             )
         )
-    return Parts(
+    return DecoderParts(
         layers=layers,
         norm=_norm(config, kind.under("norm")),
         embedding_multiplier=config.embedding_multiplier,
@@ -91,6 +91,7 @@ ARCHITECTURES = (
         build=_parts,
         layer_types=("full_attention", "linear_attention", "attention", "mamba"),
         requirements={
+            "normalization_function": (lambda value: value in (None, "rmsnorm"), "rmsnorm"),
             "position_embedding_type": (
                 lambda value: value in (None, "nope", "rope"),
                 "none, nope or rope",

@@ -3,6 +3,8 @@ or so; experts behind all but the first layers, one of them shared."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transformers import PreTrainedConfig
 
 from milepost.kernels.moe import Scores
@@ -13,13 +15,13 @@ from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
-from milepost.models.architecture import Architecture
-from milepost.models.decoder import Parts
+from milepost.models.architecture import Architecture, is_unset
+from milepost.models.decoder import DecoderParts
 
 _EXPERT_NAMES = ExpertNames(shared="shared_experts", projections=("w1", "w3", "w2"))
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     hidden_size, experts = config.hidden_size, _expert_shapes(config)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
@@ -39,7 +41,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
                 Block(mlp, pre=_norm(config, own.under("post_attention_layernorm"))),
             )
         )
-    return Parts(layers=layers, norm=_norm(config, kind.under("norm")))
+    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 
 def _feed_forward(kind: ParameterKind, tensor: str) -> ParameterKind:
@@ -97,17 +99,28 @@ def _is_true_or_unset(value: object) -> bool:
     return value in (None, True)
 
 
+def _has_kda_alone(value: Mapping[str, object] | None) -> bool:
+    """Decays without a bound, gates of low rank."""
+    own = value or {}
+    return own.get("gate_lower_bound") is None and not own.get("use_full_rank_gate")
+
+
 ARCHITECTURES = (
     Architecture(
         model_types=("kimi_linear",),
         build=_parts,
         requirements={
-            "attention_bias": (lambda value: not value, "false"),
+            "attention_bias": (is_unset, "false"),
+            "attn_res_block_size": (is_unset, "none"),
+            "linear_attn_config": (_has_kda_alone, "one without the settings of Kimi K3"),
+            "mla_use_output_gate": (is_unset, "false"),
             "mla_use_nope": (_is_true_or_unset, "true"),
             "moe_layer_freq": (lambda value: value in (None, 1), "1"),
             "moe_router_activation_func": (lambda value: value in (None, "sigmoid"), "sigmoid"),
-            "num_nextn_predict_layers": (lambda value: not value, "0"),
+            "num_nextn_predict_layers": (is_unset, "0"),
             "q_lora_rank": (lambda value: value is None, "none"),
+            "routed_expert_hidden_size": (is_unset, "none"),
+            "topk_method": (lambda value: value in (None, "noaux_tc"), "noaux_tc"),
             "use_grouped_topk": (_is_true_or_unset, "true"),
         },
     ),

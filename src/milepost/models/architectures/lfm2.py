@@ -17,7 +17,7 @@ from milepost.layers.parts import Block, Layer
 from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
 from milepost.models.architecture import Architecture
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 _NAMES = AttentionNames(out="out_proj", query_norm="q_layernorm", key_norm="k_layernorm")
 _GATE_UP_DOWN = "w1", "w3", "w2"
@@ -27,7 +27,7 @@ FeedForward = Callable[[int, ParameterKind], MLP | MoE]
 """Of the layer of this index, whose tensors stand there."""
 
 
-def _dense(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _dense(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     size = _feed_forward_size(config)
 
     def feed_forward(_: int, own: ParameterKind) -> MLP:
@@ -36,7 +36,7 @@ def _dense(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
     return _parts(config, kind, feed_forward)
 
 
-def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     shapes = ExpertShapes(
         num_experts=config.num_experts,
         num_chosen=config.num_experts_per_tok,
@@ -55,7 +55,9 @@ def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
     return _parts(config, kind, feed_forward)
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind, feed_forward: FeedForward) -> Parts:
+def _parts(
+    config: PreTrainedConfig, kind: ParameterKind, feed_forward: FeedForward
+) -> DecoderParts:
     size, rotary = config.hidden_size, Rotary(config, kind.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
@@ -74,7 +76,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind, feed_forward: FeedForw
                 ),
             )
         )
-    return Parts(layers=layers, norm=_norm(config, kind.under("embedding_norm")))
+    return DecoderParts(layers=layers, norm=_norm(config, kind.under("embedding_norm")))
 
 
 def _attention(config: PreTrainedConfig) -> AttentionShapes:

@@ -19,7 +19,7 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer, Part
 from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, is_unset
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 _NAMES = ExpertNames(
     projections=("up_proj", "down_proj"),
@@ -29,13 +29,13 @@ _NAMES = ExpertNames(
 )
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     layers = []
     for index, layer_type in enumerate(config.layer_types):
         own = kind.under(f"layers.{index}")
         part = _PARTS[layer_type](config, own.under("mixer"))
         layers.append(Layer(Block(part, pre=_norm(config, own.under("norm")))))
-    return Parts(layers=layers, norm=_norm(config, kind.under("norm_f")))
+    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm_f")))
 
 
 def _mamba2(config: PreTrainedConfig, kind: ParameterKind) -> Part:

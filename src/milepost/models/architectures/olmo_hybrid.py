@@ -17,7 +17,7 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 _GATED_NORM_EPS = 1e-5
 """FLA's own; no setting says so."""
@@ -27,7 +27,7 @@ _OLMO_CORE_NAMES = {
 }
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     has_positions = (config.rope_parameters or {}).get("rope_theta") is not None
     rotary = Rotary(config, kind.device) if has_positions else None
     layers = [
@@ -36,7 +36,7 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
         else _recurrent(config, kind.under(f"layers.{index}"))
         for index, layer_type in enumerate(config.layer_types)
     ]
-    return Parts(layers=layers, norm=_norm(config, kind.under("norm")))
+    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 
 def _attention(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary | None) -> Layer:

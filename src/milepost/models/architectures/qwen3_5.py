@@ -12,14 +12,14 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture
 from milepost.models.architectures.qwen3_next import expert_shapes, qwen_head, qwen_parts
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 
-def _dense(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _dense(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     return qwen_parts(config, kind, SEPARATE, [None] * config.num_hidden_layers)
 
 
-def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _sparse(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     experts = expert_shapes(config, normalise=True)
     return qwen_parts(config, kind, SEPARATE, [experts] * config.num_hidden_layers)
 

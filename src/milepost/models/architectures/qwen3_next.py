@@ -15,7 +15,7 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer, Part
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
-from milepost.models.decoder import Parts
+from milepost.models.decoder import DecoderParts
 
 
 def expert_shapes(config: PreTrainedConfig, *, normalise: bool) -> ExpertShapes:
@@ -34,7 +34,7 @@ def qwen_parts(
     kind: ParameterKind,
     arrangement: Arrangement,
     experts: list[ExpertShapes | None],
-) -> Parts:
+) -> DecoderParts:
     """Gated attention or Gated DeltaNet, then experts or (None) an MLP; zero-centred norms before
     both."""
     rotary, layers = Rotary(config, kind.device), []
@@ -45,7 +45,7 @@ def qwen_parts(
         else:
             mixer = GatedDelta(gated_delta_shapes(config), own.under("linear_attn"), arrangement)
         layers.append(_layer(config, own, mixer, shapes))
-    return Parts(layers=layers, norm=_norm(config, kind.under("norm")))
+    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 
 def qwen_head(
@@ -82,7 +82,7 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, offset=1.0)
 
 
-def _parts(config: PreTrainedConfig, kind: ParameterKind) -> Parts:
+def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     shapes = expert_shapes(config, normalise=config.norm_topk_prob)
     experts = [
         shapes
