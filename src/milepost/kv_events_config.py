@@ -26,7 +26,7 @@ class KVEventsConfig:
     """A socket that publishes: bound where it has a `*` or `::` or is no TCP address, else
     connected."""
     replay_endpoint: str | None = None
-    """A socket that sends again what a subscriber has missed."""
+    """A socket that sends again what a subscriber has missed; always bound."""
     buffer_steps: int = 10_000
     """Messages that can be sent again."""
     hwm: int = 100_000
@@ -66,7 +66,7 @@ def read_json(name: str, kind: type[T], value: object) -> T | None:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{name}={value!r}: no JSON ({error})") from error
+            raise ConfigError(f"{name}={value!r}: not JSON ({error})") from error
         if value is None:
             return None
     if not isinstance(value, Mapping):

@@ -47,6 +47,18 @@ def test_policies_with_a_pool_of_their_own_are_compared_where_kv_is_limited():
     assert "align-1088" in table
 
 
+def test_a_fleet_has_a_row_for_each_routing(tmp_path):
+    path = tmp_path / "rows.json"
+    options = ("--fleet", "2", "4", "--gib", "4", "--limit", "12", "--json", str(path))
+    status, table, _ = simulate(TRACE, *options, "--prefill-engines", "1", "--seeds", "2")
+    rows = [line.split()[:2] for line in table.splitlines()[1:7]]
+    routings = ["round-robin", "session", "events"]
+    assert status == 0
+    assert rows == [[routing, pools] for pools in ("1+1", "1+3") for routing in routings]
+    assert max(map(len, table.splitlines())) <= 80
+    assert len(json.loads(path.read_text())) == 12
+
+
 def test_json_to_standard_output_is_nothing_else():
     _, text, _ = simulate(TRACE, "--num-slots", "8", "--policy", "auto", "--json", "-")
     assert json.loads(text)[0]["num_slots"] == 8
@@ -56,6 +68,11 @@ def test_json_to_standard_output_is_nothing_else():
     ("arguments", "message"),
     [
         (("nowhere.jsonl",), "nowhere.jsonl: No such file"),
+        ((TRACE, "--routing", "events"), "give --fleet"),
+        ((TRACE, "--fleet", "4"), "--fleet: give --gib"),
+        ((TRACE, "--fleet", "4", "--gib", "4", "--prefill-engines", "4"), "leave some to decode"),
+        ((TRACE, "--fleet", "4", "--gib", "4", "--routing", "luck"), "--routing luck: use round"),
+        ((TRACE, "--fleet", "4", "--gib", "4", "--policy", "vllm"), "--policy vllm: a fleet"),
         ((TRACE, "--policy", "magic"), "--policy magic: use auto"),
         ((TRACE, "--policy", "align-1088"), "--policy align-1088: states and KV share its memory"),
         ((TRACE, "--num-slots", "0"), "--num-slots"),

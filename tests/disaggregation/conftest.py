@@ -26,9 +26,13 @@ SMALL = {
 }
 
 
+def save_small(folder):
+    return save_tiny(folder, "qwen3_next", torch.float64, **SMALL)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("fleet"), "qwen3_next", torch.float64, **SMALL)
+    return save_small(tmp_path_factory.mktemp("fleet"))
 
 
 @pytest.fixture(params=["socket", "nixl"])

@@ -114,10 +114,10 @@ def sizes(engine: Engine) -> tuple[int, int]:
     return pages, slots
 
 
-def lacking(engine: Engine, tokens: Sequence[int], position: int) -> int:
+def lacking(engine: Engine, tokens: Sequence[int], position: int, salt: str = "") -> int:
     """Bytes that an engine has to fetch to go on at that position."""
     cache = engine.scheduler.cache
-    match = cache.match(cache.chain(tokens))
+    match = cache.match(cache.chain(tokens, salt))
     if position - match.state_length < PAGE:
         return 0
     page, state = sizes(engine)

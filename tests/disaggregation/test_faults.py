@@ -10,7 +10,7 @@ import pytest
 from milepost.cache.allocation import Loan
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.links import Links
-from milepost.disaggregation.messages import VERSION, Hello, Layout, Row, misfit
+from milepost.disaggregation.messages import VERSION, Hello, Layout, MemoryRows, misfit
 from milepost.errors import ConfigError
 from tests.disaggregation.fleet import open_engine, running
 from tests.engines import greedy, tokens
@@ -142,6 +142,56 @@ def test_a_slow_link_blocks_nobody_and_ends(tiny, fleet):
     fleet.check()
 
 
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["before it is fetched", "while it is read"])
+def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypatch, place):
+    """Nobody knows how far the step has come, so nobody may write behind it."""
+    first, second = fleet.engines
+    other, prompt = tokens(100, 5), tokens(200)
+    fleet.prefill(second, tokens(150, 6))
+    params = fleet.prefill(first, prompt)
+    busy = fleet.add(second, other, None, greedy(30))
+    moving, given_up = second.connector._transport, []
+    with monkeypatch.context() as patch:
+        patch.setattr(moving, "is_done", lambda _: False)
+        give_up = moving.give_up
+        patch.setattr(moving, "give_up", lambda t: given_up.append(t) or give_up(t))
+        job = fleet.add(second, prompt, params)
+        if place == "before it is fetched":
+            patch.setattr(second.connector, "fetch", _interrupt)
+        else:
+            fleet.until(lambda: any(p.transfer for p in second.connector._links._state.pulls))
+            patch.setattr(second.runner, "collect", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fleet.until(lambda: busy.is_finished)
+    assert len(given_up) == (place == "while it is read")
+    assert not second.scheduler.num_loading
+    assert not second.scheduler.cache.loans
+    fleet.run(busy, job)
+    assert job.answers[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
+    assert busy.answers[0].request.output_token_ids == tiny.expected(other, greedy(30))
+    fleet.check()
+
+
+def test_nobody_looks_while_nothing_is_read(fleet, monkeypatch):
+    """An idle engine takes no processor time; it looks at what others read only while they do."""
+    first, second = fleet.engines
+    links, looks = [engine.connector._links for engine in fleet.engines], []
+    monkeypatch.setattr(first.connector._transport, "go_on", lambda: looks.append(1) or go_on())
+    go_on = type(first.connector._transport).go_on.__get__(first.connector._transport)
+    params = fleet.prefill(first, tokens(200))
+    assert not looks
+    assert [link._look_s() for link in links] == [None, None]
+    fleet.decode(second, tokens(200), params)
+    fleet.until(lambda: not first.connector._links._state.readers)
+    assert looks
+    assert [link._look_s() for link in links] == [None, None]
+    fleet.check()
+
+
 def test_what_is_lent_of_another_prompt_is_not_taken(tiny, fleet):
     first, _ = fleet.engines
     params = fleet.prefill(first, tokens(200, 1))
@@ -196,7 +246,7 @@ def test_transfers_that_are_aborted_at_random(tiny, fleet):
 
 
 def hello(**own):
-    layout = Layout([Row(0, 64, 64, 10)], [Row(0, 8, 8, 3)])
+    layout = Layout([MemoryRows(0, 64, 64, 10)], [MemoryRows(0, 8, 8, 3)])
     given = {"identity": b"a", "engine_id": "e", "transport": "nixl", "host": "h", "port": 1}
     return Hello(**{"version": VERSION, "layout": layout, **given, **own})
 
@@ -207,13 +257,13 @@ def hello(**own):
         ({"version": VERSION + 1}, "version"),
         ({"transport": "socket"}, "transport"),
         ({"identity": b"b"}, "model"),
-        ({"layout": Layout([Row(0, 32, 32, 10)], [Row(0, 8, 8, 3)])}, "page size"),
+        ({"layout": Layout([MemoryRows(0, 32, 32, 10)], [MemoryRows(0, 8, 8, 3)])}, "page size"),
     ],
 )
 def test_engines_that_do_not_fit_are_refused_by_name(own, named):
     assert named in misfit(hello(**own), hello())
     assert not misfit(hello(port=5, host="x"), hello())
-    more = Layout([Row(7, 640, 64, 99)], [Row(0, 8, 8, 30)])
+    more = Layout([MemoryRows(7, 640, 64, 99)], [MemoryRows(0, 8, 8, 30)])
     assert not misfit(hello(layout=more), hello()), "their sizes are their own"
 
 

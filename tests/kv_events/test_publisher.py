@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 from random import Random
 
+import msgspec
 import pytest
 import zmq
 
@@ -12,7 +14,8 @@ from milepost.cache import Cache
 from milepost.cache.placement import Kind
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
-from milepost.kv_events import Messages, Publisher
+from milepost.kv_events import EventPublisher, Messages
+from milepost.kv_events import messages as told
 from milepost.kv_events_config import KVEventsConfig
 from tests.follower import Follower
 from tests.kv_events.router import Router
@@ -48,8 +51,7 @@ def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
             cache.reset()
         events = cache.take_events()
         follower.follow(events)
-        payload = messages.payload(events, 0.0)
-        if payload is not None:
+        for payload in messages.payloads(events, 0.0):
             router.feed(payload)
         follower.check(cache)
         assert router.blocks.keys() == follower.reachable - follower.salted
@@ -58,11 +60,34 @@ def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
 
 
 def test_events_of_nothing_that_routers_know_are_no_message():
-    assert Messages(PAGE, "map").payload((), 0.0) is None
+    assert not list(Messages(PAGE, "map").payloads((), 0.0))
     cache = Cache(num_pages=60, num_slots=6, page_size=PAGE)
     cache.listen()
     run(cache, list(range(100)), "mine")
-    assert Messages(PAGE, "map").payload(cache.take_events(), 0.0) is None
+    assert not list(Messages(PAGE, "map").payloads(cache.take_events(), 0.0))
+
+
+def test_no_message_is_larger_than_routers_take(monkeypatch):
+    """A router that refuses a message forgets all that it knows of a server."""
+    monkeypatch.setattr(told, "MAX_BLOCKS", 4)
+    monkeypatch.setattr(told, "MAX_EVENTS", 2)
+    cache, router, messages = Cache(num_pages=90, num_slots=9, page_size=PAGE), Router(PAGE), []
+    cache.listen()
+    for own in range(5):
+        run(cache, [7] * 160 + [own] * 40)
+    making = Messages(PAGE, "map")
+    messages += making.payloads(cache.take_events(), 0.0)
+    assert len(messages) > 3
+    for payload in messages:
+        events = msgspec.msgpack.decode(payload)[1]
+        assert len(events) <= 2
+        assert sum(len(event["block_hashes"]) for event in events) <= 4
+        router.feed(payload)
+    assert router.hit([7] * 160 + [4] * 40 + [1]) == 192
+    cache.reset()
+    for payload in making.payloads(cache.take_events(), 0.0):
+        router.feed(payload)
+    assert not router.blocks
 
 
 @pytest.fixture
@@ -78,7 +103,7 @@ def published(tmp_path):
     )
     cache = Cache(num_pages=60, num_slots=6, page_size=PAGE)
     cache.listen()
-    publisher, context = Publisher(config, PAGE, clock=lambda: 7.0), zmq.Context()
+    publisher, context = EventPublisher(config, PAGE, clock=lambda: 7.0), zmq.Context()
     yield publisher, addresses, context, cache
     publisher.close()
     context.term()
@@ -131,6 +156,24 @@ def test_a_subscriber_hears_in_order(published, request):
     assert int.from_bytes(second, "big") == int.from_bytes(first, "big") + 1
 
 
+def test_who_missed_something_connects(request):
+    """A replay address without a `*` is bound as well: whoever asks there connects."""
+    context = zmq.Context()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint="tcp://127.0.0.1:*", replay_endpoint=address
+    )
+    publisher, asking = EventPublisher(config, PAGE), context.socket(zmq.DEALER)
+    asking.setsockopt(zmq.RCVTIMEO, 10_000)
+    asking.connect(address)
+    asking.send_multipart([b"", bytes(8)])
+    assert asking.recv_multipart()[2] == b"\xff" * 8
+    asking.close()
+    publisher.close()
+    context.term()
+
+
 def read(value):
     return EngineConfig(kv_events_config=value).kv_events_config
 
@@ -149,7 +192,7 @@ def test_the_configuration_in_vllms_words():
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ([], "JSON object"),
         ({"publisher": "kafka"}, "publisher"),
         ({"format": "xml"}, "format"),
@@ -168,4 +211,4 @@ def test_what_it_refuses_by_name(value, named):
 def test_an_address_that_cannot_be_had_is_one_error():
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://nowhere.invalid:*")
     with pytest.raises(ConfigError, match=r"nowhere\.invalid"):
-        Publisher(config, PAGE)
+        EventPublisher(config, PAGE)

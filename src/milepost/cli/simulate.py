@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -15,12 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from milepost.cli.display import Screen
+from milepost.cli.simulate_fleet import check_fleet, fleet_table, run_fleet
 from milepost.cli.simulate_tables import WIDTH, hits_table, rest_table
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
+from milepost.simulator.fleet.results import FleetRow, fleet_means
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
-from milepost.simulator.results import Row, means, run_row, slots_row
+from milepost.simulator.results import ResultRow, means, run_row, slots_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
@@ -75,12 +78,22 @@ class Settings:
     """Most requests that run at once."""
     max_num_batched_tokens: int = 8192
     """Token budget of one step."""
+    fleet: Annotated[list[int] | None, _List] = None
+    """Numbers of engines that the trace is routed to, each with the memory that is given."""
+    prefill_engines: int = 0
+    """Of them, those that only prefill; the others go on with what those lend them."""
+    routing: Annotated[list[str] | None, _List] = None
+    """Ways to route that are compared: round-robin, session (a conversation stays), events (as
+    vllm-router by what engines publish), prefix (as milepost.ray). By default the first three."""
+    transfer_gb_s: float = 50.0
+    """GB that an engine reads from others in a second."""
     json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
     """Write all rows to this file; `-` is standard output, in place of the table."""
     plot: Path | None = None
     """Write a picture of the hit rate and the p90 time to first token over memory."""
 
     def __post_init__(self) -> None:
+        check_fleet(self)
         positive = {"num-slots": self.num_slots or [], "kv-tokens": self.kv_tokens or []}
         positive |= {"seeds": [self.seeds], "max-num-seqs": [self.max_num_seqs]}
         for name, values in positive.items():
@@ -166,10 +179,16 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
                 read.link_answers()
             bound = read.bound()
 
-        def run(cell: Cell) -> Row:
+        def run(cell: Cell) -> ResultRow:
             with _progress(screen, str(cell), len(read.requests)) as advance:
                 return _row(reseeded(read, cell.seed), cell, settings, cost, bound, advance)
 
+        if settings.fleet is not None:
+            closed = _is_closed(read, settings)
+            progress = partial(_progress, screen)
+            found = run_fleet(read, settings, cost, bound, closed=closed, progress=progress)
+            _write(list(found), screen, settings.json, bound)
+            return
         if settings.target_hit_rate is None:
             rows = [run(cell) for cell in _cells(settings, policies)]
         else:
@@ -201,20 +220,20 @@ def _cells(settings: Settings, policies: Sequence[CachePolicy | Pooled]) -> list
 def _rows_of_search(
     settings: Settings,
     policies: Sequence[CachePolicy | Pooled],
-    run: Callable[[Cell], Row],
-) -> list[Row]:
+    run: Callable[[Cell], ResultRow],
+) -> list[ResultRow]:
     """Of each policy the rows of the smallest memory that reaches the target, or of the largest
     that was tried.
     """
     assert settings.target_hit_rate is not None
-    found: list[Row] = []
+    found: list[ResultRow] = []
     for policy in policies:
-        tried: dict[float, list[Row]] = {}
+        tried: dict[float, list[ResultRow]] = {}
 
         def hit_rate(
             gib: float,
             policy: CachePolicy | Pooled = policy,
-            tried: dict[float, list[Row]] = tried,
+            tried: dict[float, list[ResultRow]] = tried,
         ) -> float:
             rows = [run(Cell(policy=policy, seed=seed, gib=gib)) for seed in range(settings.seeds)]
             tried[gib] = rows
@@ -249,7 +268,7 @@ def _row(
     cost: CostModel,
     bound: float,
     advance: Callable[[int], None],
-) -> Row:
+) -> ResultRow:
     policy, page_size = cell.policy, trace.page_size
     if not settings.has_time:
         assert isinstance(policy, CachePolicy), "pooled policies are refused without KV's size"
@@ -299,7 +318,7 @@ def _progress(screen: Screen, label: str, total: int) -> Iterator[Callable[[int]
         yield lambda done: progress.update(task, completed=done)
 
 
-def _write(rows: list[Row], screen: Screen, path: Path | None, bound: float) -> None:
+def _write(rows: list[Any], screen: Screen, path: Path | None, bound: float) -> None:
     text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
     if path is not None and str(path) == "-":
         screen.answers.write(text)
@@ -311,7 +330,10 @@ def _write(rows: list[Row], screen: Screen, path: Path | None, bound: float) -> 
             raise InvalidRequestError(f"--json {path}: {error.strerror}") from error
     width = None if screen.answers.isatty() else WIDTH
     console = Console(file=screen.answers, highlight=False, width=width)
-    shown = means(rows)
-    console.print(hits_table(shown))
-    console.print(rest_table(shown))
+    if isinstance(rows[0], FleetRow):
+        console.print(fleet_table(fleet_means(rows)))
+    else:
+        shown = means(rows)
+        console.print(hits_table(shown))
+        console.print(rest_table(shown))
     console.print(f"{rows[0].trace}: {rows[0].requests} requests, bound {100 * bound:.1f} %")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from milepost.cli.display import seconds
-from milepost.simulator.results import Row
+from milepost.simulator.results import ResultRow
 
 WIDTH = 80
 """Where the output is no terminal."""
 
 
-def hits_table(rows: Sequence[Row]) -> Table:
+def hits_table(rows: Sequence[ResultRow]) -> Table:
     """What is reused, and how long the first token takes."""
     has_time = rows[0].num_pages is not None
     names = ["policy", _size_name(rows), "hit %", "of bound"]
@@ -33,7 +33,7 @@ def hits_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def rest_table(rows: Sequence[Row]) -> Table:
+def rest_table(rows: Sequence[ResultRow]) -> Table:
     """What is computed and why, and what became of states."""
     table = _table(["policy", _size_name(rows), "computed", "made", "used", "unused", "lost to"])
     for row in rows:
@@ -44,22 +44,27 @@ def rest_table(rows: Sequence[Row]) -> Table:
 
 
 def _table(names: Sequence[str]) -> Table:
+    return plain_table(names, ("policy", "lost to"))
+
+
+def plain_table(names: Sequence[str], texts: Sequence[str]) -> Table:
+    """Without lines; columns but those of texts are numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
-        is_text = name in ("policy", "lost to")
+        is_text = name in texts
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "lost to")
     return table
 
 
-def _size_name(rows: Sequence[Row]) -> str:
+def _size_name(rows: Sequence[ResultRow]) -> str:
     return "slots" if rows[0].gib is None else "GiB"
 
 
-def _size(row: Row) -> str:
+def _size(row: ResultRow) -> str:
     return f"{row.num_slots}" if row.gib is None else f"{row.gib:.1f}"
 
 
-def _losses(row: Row) -> str:
+def _losses(row: ResultRow) -> str:
     """The two largest, in per cent of the prompt tokens."""
     largest = sorted(row.lost.items(), key=lambda loss: -loss[1])[:2]
     return ", ".join(f"{name} {100 * count / row.queries:.1f}" for name, count in largest)

@@ -19,8 +19,8 @@ from typing import Any
 from milepost.cache import Cache, Match
 from milepost.cache.tree import Chain, checkpoint_key
 from milepost.disaggregation.leases import Leases
-from milepost.disaggregation.links import Asked, Found, Links, Pull, Pulled, Read
-from milepost.disaggregation.memory import Memory
+from milepost.disaggregation.links import Asked, Links, Pull, Pulled, Read, RemoteMatch
+from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import VERSION, Find, Gone, Granted, Hello
 from milepost.disaggregation.params import Remote, written
 from milepost.disaggregation.transport import make
@@ -50,7 +50,7 @@ class Connector:
         self,
         config: KVTransferConfig,
         scheduler: Scheduler,
-        memory: Memory,
+        memory: RegisteredMemory,
         *,
         filled: Callable[[int, int], None],
         clock: Callable[[], float],
@@ -94,9 +94,13 @@ class Connector:
         """Who went on behind that page."""
         self._finds: dict[int, bytes] = {}
         """The page that led to whoever is asked, by number of the question."""
+        self._found: list[RemoteMatch] = []
+        """Answers that nobody has been told of."""
         self._num_finds = 0
         self.num_bytes = 0
         """Fetched so far."""
+        self.fetch_s = 0.0
+        """What that took."""
         self.num_fetched = 0
         self.num_failed = 0
         scheduler.outside.add_source(self)
@@ -220,23 +224,10 @@ class Connector:
 
     # --- between steps ----------------------------------------------------------------------------
 
-    def settle(self) -> list[Found]:
+    def settle(self) -> list[RemoteMatch]:
         """Take in what has come, answer what is asked, give back what is over; returns what was
         found elsewhere."""
-        found: list[Found] = []
-        for outcome in self._links.take():
-            match outcome:
-                case Pulled():
-                    self._pulled(outcome)
-                case Read():
-                    self._note_reader(outcome)
-                case Found():
-                    page = self._finds.pop(outcome.number)
-                    if outcome.remote is None:
-                        self._readers.pop(page, None)
-                    found.append(outcome)
-                case Asked():
-                    self._tell(outcome)
+        self._take()
         for loan in self.leases.take_over():
             self._cache.take_back(loan)
         self._begin_pending()
@@ -246,7 +237,41 @@ class Connector:
             if request.allocation is not None or request.finish_reason is not None:
                 del self._wanted[number]  # it needs nothing of it
                 self._links.release(remote)
+        found, self._found = self._found, []
         return found
+
+    def end_loads(self) -> None:
+        """Have every load over, and nothing lent: nobody knows how far a plan has come."""
+        self._pending.clear()
+        self._links.end_pulls()
+        self._take()
+        for number in list(self._fetching):  # those that had not begun
+            wanted = self._wanted.pop(number, None)
+            if wanted is not None:
+                self._links.release(wanted[1])
+            self.num_failed += 1
+            self._scheduler.failed(number)
+        self._end_leases()
+
+    def _end_leases(self) -> None:
+        self.leases.end()
+        for loan in self.leases.take_over():
+            self._cache.take_back(loan)
+
+    def _take(self) -> None:
+        for outcome in self._links.take():
+            match outcome:
+                case Pulled():
+                    self._pulled(outcome)
+                case Read():
+                    self._note_reader(outcome)
+                case RemoteMatch():
+                    page = self._finds.pop(outcome.number)
+                    if outcome.remote is None:
+                        self._readers.pop(page, None)
+                    self._found.append(outcome)
+                case Asked():
+                    self._tell(outcome)
 
     def _pulled(self, pulled: Pulled) -> None:
         if pulled.problem:
@@ -255,6 +280,7 @@ class Connector:
         else:
             self.num_fetched += 1
             self.num_bytes += pulled.num_bytes
+            self.fetch_s += pulled.seconds
             self._filled(self._fetching[pulled.number])
             self._scheduler.arrived(pulled.number)
 
@@ -278,9 +304,19 @@ class Connector:
         granted = self._grant(self._cache.chain(tokens, find.salt), find.least)
         self._links.tell(asked, granted if granted is not None else Gone())
 
+    @property
+    def counters(self) -> dict[str, float]:
+        """Of what was exchanged, by name."""
+        return {
+            "kv_transfers": self.num_fetched,
+            "kv_transfer_bytes": self.num_bytes,
+            "kv_transfer_seconds": self.fetch_s,
+            "kv_transfer_failures": self.num_failed,
+            "kv_leases_granted": self.leases.num_granted,
+            "kv_leases_expired": self.leases.num_expired,
+        }
+
     def close(self) -> None:
         self._links.close()
         self._transport.close()
-        self.leases.end()
-        for loan in self.leases.take_over():
-            self._cache.take_back(loan)
+        self._end_leases()

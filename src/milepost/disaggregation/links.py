@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,11 +29,11 @@ from milepost.disaggregation.messages import (
     Answer,
     Beat,
     Claim,
+    Declined,
     Find,
     Gone,
     Granted,
     Hello,
-    Refused,
     Release,
     Released,
     Welcome,
@@ -45,8 +46,11 @@ from milepost.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 1
-"""While something is being read."""
+LOOK_S = (50e-6, 1e-3)
+"""Between two looks at what is being read, least and most: what has taken long is looked at less
+often."""
+LOOKS = 16
+"""The time between two looks is so small a part of what a transfer has taken so far."""
 MAX_HELLOS = 4096
 """Connections of others that are remembered; one that is not says hello again."""
 BEATS = 6
@@ -67,10 +71,13 @@ class Pull:
     pages: tuple[int, ...]
     slot: int | None
     num_bytes: int = 0
+    asked_at: float = 0.0
     peer: Peer | None = None
     transfer: Any = None
+    began_at: float = 0.0
     deadline: float = 0.0
     problem: str = ""
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class Pulled:
     number: int
     problem: str
     num_bytes: int
+    seconds: float
+    """From the request for it until it was certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RemoteMatch:
     """What another engine has of the tokens that were asked for; None for nothing of use."""
 
     number: int
@@ -109,7 +118,7 @@ class Asked:
     find: Find
 
 
-Outcome = Pulled | Read | Found | Asked
+Outcome = Pulled | Read | RemoteMatch | Asked
 
 
 @dataclass(slots=True)
@@ -121,6 +130,10 @@ class _State:
     """Leases elsewhere that are still wanted, and where."""
     hellos: dict[bytes, Hello] = field(default_factory=dict)
     """Who asks here."""
+    readers: dict[str, float] = field(default_factory=dict)
+    """Leases that somebody may be reading under, and since when."""
+    ended: list[threading.Event] = field(default_factory=list)
+    """Of those who wait until nothing is pulled."""
     beat_at: float = 0.0
     rung_for: float | None = None
     """The end of a lease that the engine has been told of."""
@@ -181,8 +194,14 @@ class Links:
         """Begin one; it ends with a `Pulled`."""
         self._command(lambda: self._begin(pull))
 
+    def end_pulls(self) -> None:
+        """Give up what is being read; returns when nobody writes any more."""
+        ended = threading.Event()
+        self._command(lambda: self._give_up_pulls(ended))
+        ended.wait()
+
     def find(self, number: int, where: tuple[str, int], find: Find) -> None:
-        """Ask another engine; that ends with a `Found`."""
+        """Ask another engine; that ends with a `RemoteMatch`."""
         self._command(lambda: self._find(number, where, find))
 
     def tell(self, asked: Asked, answer: Granted | Gone) -> None:
@@ -224,18 +243,24 @@ class Links:
     # --- of its own thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._transport.enter()
         while self._is_open:
             poller = zmq.Poller()
             sockets = [self._ear, self._server, *self._peers.sockets]
             for socket in sockets:
                 poller.register(socket, zmq.POLLIN)
-            for socket, _ in poller.poll(self._wait_ms()):
+            look_s = self._look_s()
+            if look_s is not None:
+                time.sleep(look_s)
+            for socket, _ in poller.poll(self._wait_ms() if look_s is None else 0):
                 if socket is self._ear:
                     self._obey()
                 elif socket is self._server:
                     self._answer()
                 else:
                     self._peers.read(socket)
+            if self._state.readers:
+                self._transport.go_on()
             self._look_at_pulls()
             self._peers.give_up_late()
             self._beat()
@@ -248,9 +273,20 @@ class Links:
             self._state.rung_for = next_end
             self._ring()
 
+    def _look_s(self) -> float | None:
+        """Until the next look at what is being read, here or from here; None if nothing is."""
+        state, now = self._state, self._clock()
+        for lease, since in list(state.readers.items()):
+            if now - since > self._timeout_s:  # whoever it was has given up
+                del state.readers[lease]
+        begun = [pull.began_at for pull in state.pulls if pull.transfer is not None]
+        youngest = max((*begun, *state.readers.values()), default=None)
+        if youngest is None:
+            return None
+        least, most = LOOK_S
+        return min(max((now - youngest) / LOOKS, least), most)
+
     def _wait_ms(self) -> float | None:
-        if any(pull.transfer is not None for pull in self._state.pulls):
-            return POLL_MS
         next_end = self._leases.next_end
         waits = [self._peers.next_deadline, next_end if next_end != self._state.rung_for else None]
         if self._state.held:
@@ -289,19 +325,23 @@ class Links:
                 problem = misfit(question, self.hello)
                 if problem:
                     logger.warning("engine %s is refused: %s", question.engine_id, problem)
-                    self._reply(who, number, Refused(problem))
+                    self._reply(who, number, Declined(problem))
                     return
                 if len(state.hellos) >= MAX_HELLOS:
                     del state.hellos[next(iter(state.hellos))]
                 state.hellos[who] = question
                 self._reply(who, number, self._welcome())
             case _ if who not in state.hellos:
-                self._reply(who, number, Refused("say hello first"))
+                self._reply(who, number, Declined("say hello first"))
             case Claim(lease=id_):
-                self._reply(who, number, self._granted(id_))
+                granted = self._granted(id_)
+                if isinstance(granted, Granted):
+                    state.readers[id_] = self._clock()
+                self._reply(who, number, granted)
             case Beat(leases=ids):
                 self._leases.prolong(ids)
             case Release(lease=id_):
+                state.readers.pop(id_, None)
                 was_valid = self._leases.release(id_)
                 self._reply(who, number, Released(was_valid))
                 hello = state.hellos[who]
@@ -359,12 +399,12 @@ class Links:
                     lease=answer.lease,
                     position=answer.position,
                 )
-            self._tell(Found(number, remote))
+            self._tell(RemoteMatch(number, remote))
 
         try:
             peer = self._peers.at(*where)
         except TransferError:
-            self._tell(Found(number, None))
+            self._tell(RemoteMatch(number, None))
         else:
             peer.ask(find, found, is_hint=True)
 
@@ -372,6 +412,7 @@ class Links:
         remote = pull.remote
         self._state.held[remote.lease] = remote.host, remote.port
         self._state.pulls.append(pull)
+        pull.asked_at = self._clock()
         try:
             peer = pull.peer = self._peers.at(remote.host, remote.port)
         except TransferError as error:
@@ -382,6 +423,8 @@ class Links:
     def _claimed(self, pull: Pull, answer: Answer | str) -> None:
         remote, peer = pull.remote, pull.peer
         assert peer is not None, "somebody has answered"
+        if pull.is_over:
+            return
         if not isinstance(answer, Granted):
             self._end(pull, answer if isinstance(answer, str) else "the lease is over")
         elif (answer.position, answer.key) != (remote.position, pull.key):
@@ -395,7 +438,8 @@ class Links:
                 if len(local) != len(there):
                     raise IndexError("less is lent than that")
                 pull.transfer = self._transport.begin(peer.handle, local, there)
-                pull.deadline = self._clock() + self._timeout_s
+                pull.began_at = self._clock()
+                pull.deadline = pull.began_at + self._timeout_s
                 pull.num_bytes = self._num_bytes(pull)
             except (TransferError, IndexError) as error:
                 self._peers.drop(peer, str(error))
@@ -421,17 +465,35 @@ class Links:
                 pull.transfer = None
                 self._confirm(pull)
             elif self._clock() > pull.deadline:
-                pull.problem = f"it took more than {self._timeout_s:g} seconds"
-                if self._transport.give_up(pull.transfer):
-                    pull.transfer = None
-                    self._end(pull, pull.problem)
-                else:
-                    pull.deadline = self._clock() + self._timeout_s
+                self._give_up(pull, f"it took more than {self._timeout_s:g} seconds")
+
+    def _give_up(self, pull: Pull, problem: str) -> None:
+        """It ends now, or as soon as nobody writes any more."""
+        pull.problem = problem
+        if pull.transfer is None or self._transport.give_up(pull.transfer):
+            pull.transfer = None
+            self._end(pull, problem)
+        else:
+            pull.deadline = self._clock() + self._timeout_s
+
+    def _give_up_pulls(self, ended: threading.Event) -> None:
+        self._state.ended.append(ended)
+        for pull in self._state.pulls.copy():
+            self._give_up(pull, "a step was interrupted")
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._state.pulls:
+            for ended in self._state.ended:
+                ended.set()
+            self._state.ended.clear()
 
     def _confirm(self, pull: Pull) -> None:
         """All has come; it counts if it was lent until now."""
 
         def released(answer: Answer | str) -> None:
+            if pull.is_over:
+                return
             if isinstance(answer, Released) and answer.was_valid and not pull.problem:
                 self._end(pull, "")
             else:
@@ -444,10 +506,13 @@ class Links:
     def _end(self, pull: Pull, problem: str) -> None:
         self._state.held.pop(pull.remote.lease, None)
         self._state.pulls.remove(pull)
+        pull.is_over = True
         if problem:
             logger.warning(
                 "engine %s: %s; the prompt is computed here", pull.remote.engine_id, problem
             )
             if pull.peer is not None and not pull.peer.is_over:
                 pull.peer.ask(Release(pull.remote.lease), lambda _: None)
-        self._tell(Pulled(pull.number, problem, 0 if problem else pull.num_bytes))
+        num_bytes = 0 if problem else pull.num_bytes
+        self._tell(Pulled(pull.number, problem, num_bytes, self._clock() - pull.asked_at))
+        self._note_idle()

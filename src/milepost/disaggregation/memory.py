@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from milepost.disaggregation.messages import Layout, Row
+from milepost.disaggregation.messages import Layout, MemoryRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class RegisteredMemory:
     """The pools of one engine."""
 
     layout: Layout
@@ -25,7 +25,7 @@ class Memory:
     """Number of the GPU; None for main memory."""
 
 
-def memory_of(pools: Pools) -> Memory:
+def memory_of(pools: Pools) -> RegisteredMemory:
     pages = [_row(pools.all_kv)] if pools.all_kv is not None else []
     if pools.all_conv is not None:  # zeros first, then one beside each page
         pages += [_row(layer[1:]) for layer in pools.all_conv]
@@ -34,7 +34,7 @@ def memory_of(pools: Pools) -> Memory:
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     ranges = {storage.data_ptr(): storage.nbytes() for storage in storages}
     (device,) = {tensor.device for tensor in tensors if tensor is not None}
-    return Memory(
+    return RegisteredMemory(
         layout=Layout(pages=pages, slots=slots),
         ranges=sorted(ranges.items()),
         device=None if device.type == "cpu" else device.index or 0,
@@ -49,14 +49,16 @@ def _states(pools: Pools) -> Iterator[Tensor]:
         yield pools.carried.states
 
 
-def _row(tensor: Tensor) -> Row:
+def _row(tensor: Tensor) -> MemoryRows:
     """Of a tensor whose first dimension counts pages or slots."""
     assert tensor[0].is_contiguous(), "a page or a state of a layer lies in one piece"
     item = tensor.element_size()
-    return Row(tensor.data_ptr(), tensor.stride(0) * item, tensor[0].numel() * item, len(tensor))
+    return MemoryRows(
+        tensor.data_ptr(), tensor.stride(0) * item, tensor[0].numel() * item, len(tensor)
+    )
 
 
-def pieces(rows: list[Row], ids: tuple[int, ...], first: int) -> list[int]:
+def pieces(rows: list[MemoryRows], ids: tuple[int, ...], first: int) -> list[int]:
     """Numbers of the pieces of these pages or slots, row by row, where all pieces are counted from
     `first` on. Raises IndexError for one that is not there."""
     found: list[int] = []

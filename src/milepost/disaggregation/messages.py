@@ -1,6 +1,6 @@
 """What engines say to each other, beside the bytes: msgpack over ZeroMQ, a question each.
 
-Hello    who I am and how my memory lies       -> Welcome, or Refused by name
+Hello    who I am and how my memory lies       -> Welcome, or Declined, with why
 Claim    what is this lease of?                -> Granted, or Gone
 Beat     I still want these                    (no answer)
 Release  I have read; was it valid all along?  -> Released
@@ -14,7 +14,7 @@ import msgspec
 VERSION = 1
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class MemoryRows(msgspec.Struct, frozen=True, array_like=True):
     """Equal pieces of memory: `count` of `length` bytes, `stride` bytes apart."""
 
     address: int
@@ -26,8 +26,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class Layout(msgspec.Struct, frozen=True, array_like=True):
     """Where the pieces of each page and of each slot lie: one of each row, by their numbers."""
 
-    pages: list[Row]
-    slots: list[Row]
+    pages: list[MemoryRows]
+    slots: list[MemoryRows]
 
     @property
     def piece_bytes(self) -> list[list[int]]:
@@ -54,7 +54,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Of the transport."""
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class Declined(msgspec.Struct, tag="Refused", frozen=True):
     why: str
 
 
@@ -96,7 +96,7 @@ class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 Question = Hello | Claim | Beat | Release | Find
-Answer = Welcome | Refused | Granted | Gone | Released
+Answer = Welcome | Declined | Granted | Gone | Released
 QUESTIONS = msgspec.msgpack.Decoder(Question)
 ANSWERS = msgspec.msgpack.Decoder(Answer)
 ENCODER = msgspec.msgpack.Encoder()

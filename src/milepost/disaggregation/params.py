@@ -26,7 +26,7 @@ class Remote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class TransferWish:
     """What a request asks of this engine beside its answer."""
 
     prefills: bool = False
@@ -35,15 +35,15 @@ class Wish:
     """To fetch them from there."""
 
 
-def read(params: Mapping[str, Any] | None) -> Wish | None:
+def read(params: Mapping[str, Any] | None) -> TransferWish | None:
     """None where nothing is asked for. Raises InvalidRequestError."""
     if not params:
         return None
     if params.get("do_remote_decode"):
-        return Wish(prefills=True)
+        return TransferWish(prefills=True)
     if not params.get("do_remote_prefill"):
         return None
-    return Wish(
+    return TransferWish(
         remote=Remote(
             engine_id=_get(params, "remote_engine_id", str),
             host=_get(params, "remote_host", str),

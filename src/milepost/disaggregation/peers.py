@@ -17,10 +17,10 @@ from milepost.disaggregation.messages import (
     ENCODER,
     Answer,
     Beat,
+    Declined,
     Hello,
     Layout,
     Question,
-    Refused,
     Welcome,
 )
 from milepost.disaggregation.transport import TransferError, Transport
@@ -79,7 +79,7 @@ class Peer:
         except msgspec.DecodeError as error:
             known[1](f"it answered what is none of ours: {error}")
             return
-        if isinstance(answer, Refused):
+        if isinstance(answer, Declined):
             known[1](answer.why)
             self._peers.drop(self, answer.why)  # the next question says hello again
         else:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from milepost.disaggregation.memory import Memory
-from milepost.disaggregation.messages import Layout, Row
+from milepost.disaggregation.memory import RegisteredMemory
+from milepost.disaggregation.messages import Layout, MemoryRows
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
 
@@ -46,13 +46,16 @@ class Sockets:
 
     name = "socket"
 
-    def __init__(self, memory: Memory, host: str = "127.0.0.1") -> None:
+    def __init__(self, memory: RegisteredMemory, host: str = "127.0.0.1") -> None:
         if memory.device is not None:
             raise ConfigError("transport='socket' reads main memory only: use nixl")
         self._views = _views(memory.layout)
         self._listening = socket.create_server((host, 0))
         self._serving: set[socket.socket] = set()
         threading.Thread(target=self._serve, name="kv pages", daemon=True).start()
+
+    def enter(self) -> None:
+        pass
 
     def metadata(self) -> bytes:
         host, port = self._listening.getsockname()[:2]
@@ -85,6 +88,9 @@ class Sockets:
         if transfer.error:
             raise TransferError(transfer.error)
         return True
+
+    def go_on(self) -> None:
+        pass  # threads do
 
     def give_up(self, transfer: _Reading) -> bool:
         with contextlib.suppress(OSError):
@@ -120,7 +126,7 @@ class Sockets:
 
 
 def _views(layout: Layout):
-    rows: list[tuple[int, Row]] = []
+    rows: list[tuple[int, MemoryRows]] = []
     first = 0
     for row in (*layout.pages, *layout.slots):
         rows.append((first, row))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from milepost.disaggregation.memory import Memory
+from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import Layout
 
 
@@ -12,6 +12,10 @@ class Transport(Protocol):
     """Reads pieces of other engines' memory into this one's. Used by one thread."""
 
     name: str
+
+    def enter(self) -> None:
+        """That thread begins."""
+        ...
 
     def metadata(self) -> bytes:
         """What others need to read from here."""
@@ -34,6 +38,10 @@ class Transport(Protocol):
         """
         ...
 
+    def go_on(self) -> None:
+        """What this engine has to do for others to read from it; called while they do."""
+        ...
+
     def give_up(self, transfer: Any) -> bool:
         """End one that takes too long; False while somebody may still write."""
         ...
@@ -45,7 +53,7 @@ class TransferError(Exception):
     """What was to be read does not come; nobody writes any more."""
 
 
-def make(name: str, memory: Memory, engine_id: str, backends: list[str]) -> Transport:
+def make(name: str, memory: RegisteredMemory, engine_id: str, backends: list[str]) -> Transport:
     """The transport of this name. Raises ConfigError."""
     if name == "nixl":
         from milepost.disaggregation.nixl import Nixl

@@ -9,16 +9,21 @@ kept quiet: routers cannot know whose they are. Pure: no socket, no clock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
 
 from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable
+from milepost.cache.tree import TOKEN_BYTES
 
 _ENCODER = msgspec.msgpack.Encoder()
 MEDIUM = "GPU"
 """What routers call the memory that an engine computes in, whatever it is."""
+
+MAX_EVENTS, MAX_BLOCKS = 1000, 2048
+"""Of one message: routers refuse those of more than 4096 events or 16 MiB, and then forget all that
+they know of a server."""
 
 _Fields = dict[str, Any]
 
@@ -31,33 +36,48 @@ class Messages:
         self._is_map = form == "map"
         self._salted: set[bytes] = set()
 
-    def payload(self, events: Iterable[Event], now_s: float) -> bytes | None:
-        """One message's payload, of all that routers are told of these events; None for nothing."""
-        found = [self._shaped(kind, fields) for kind, fields in map(self._told, events) if kind]
-        return _ENCODER.encode([now_s, found, 0]) if found else None
+    def payloads(self, events: Iterable[Event], now_s: float) -> Iterator[bytes]:
+        """Messages' payloads, of all that routers are told of these events."""
+        found: list[object] = []
+        num_blocks = 0
+        for kind, fields in (told for event in events for told in self._told(event)):
+            own = len(fields.get("block_hashes", ()))
+            if len(found) == MAX_EVENTS or num_blocks + own > MAX_BLOCKS:
+                yield _ENCODER.encode([now_s, found, 0])
+                found, num_blocks = [], 0
+            found.append(self._shaped(kind, fields))
+            num_blocks += own
+        if found:
+            yield _ENCODER.encode([now_s, found, 0])
 
-    def _told(self, event: Event) -> tuple[str, _Fields]:
-        """Type and fields; no type for what routers are not told."""
+    def _told(self, event: Event) -> Iterator[tuple[str, _Fields]]:
+        """Type and fields of what routers are told."""
         match event:
             case PagesReachable(is_salted=True):
                 self._salted.update(event.keys)
             case PagesReachable():
-                return "BlockStored", self._stored(event)
+                for first in range(0, len(event.keys), MAX_BLOCKS):
+                    yield "BlockStored", self._stored(event, first)
             case PagesUnreachable():
                 keys = [key for key in event.keys if key not in self._salted]
                 self._salted.difference_update(event.keys)
-                if keys:
-                    return "BlockRemoved", {"block_hashes": keys, "medium": MEDIUM}
+                for first in range(0, len(keys), MAX_BLOCKS):
+                    own = keys[first : first + MAX_BLOCKS]
+                    yield "BlockRemoved", {"block_hashes": own, "medium": MEDIUM}
             case Cleared():
                 self._salted.clear()
-                return "AllBlocksCleared", {}
-        return "", {}
+                yield "AllBlocksCleared", {}
 
-    def _stored(self, event: PagesReachable) -> _Fields:
+    def _stored(self, event: PagesReachable, first: int) -> _Fields:
+        """Of the pages from there on, at most as many as a message takes."""
+        keys = event.keys[first : first + MAX_BLOCKS]
+        parent = event.keys[first - 1] if first else event.parent
+        start = TOKEN_BYTES * self._page_size * first
+        tokens = event.tokens[start : start + TOKEN_BYTES * self._page_size * len(keys)]
         return {
-            "block_hashes": event.keys,
-            "parent_block_hash": event.parent if event.position else None,
-            "token_ids": array("I", event.tokens).tolist(),
+            "block_hashes": keys,
+            "parent_block_hash": parent if event.position or first else None,
+            "token_ids": array("I", tokens).tolist(),
             "block_size": self._page_size,
             "lora_id": None,
             "medium": MEDIUM,

@@ -26,7 +26,7 @@ LINGER_MS = 100
 END = (-1).to_bytes(8, "big", signed=True)
 
 
-class Publisher:
+class EventPublisher:
     """Raises ConfigError where an address cannot be had. `close` it at the end."""
 
     def __init__(
@@ -76,7 +76,8 @@ class Publisher:
         self._sockets.append(socket)
         socket.set_hwm(self._config.hwm)
         try:
-            if not address.startswith("tcp://") or "*" in address or "::" in address:
+            is_open = not address.startswith("tcp://") or "*" in address or "::" in address
+            if kind == zmq.ROUTER or is_open:  # who asks for a replay connects
                 socket.bind(address)
             else:
                 socket.connect(address)
@@ -113,13 +114,11 @@ class Publisher:
     def _send_queued(self) -> None:
         while not self._queue.empty():
             now_s, events = self._queue.get()
-            payload = self._messages.payload(events, now_s)
-            if payload is None:
-                continue
-            number = self._num_sent
-            self._num_sent += 1
-            self._sent.append((number, payload))
-            self._publishing.send_multipart((self._topic, _packed(number), payload))
+            for payload in self._messages.payloads(events, now_s):
+                number = self._num_sent
+                self._num_sent += 1
+                self._sent.append((number, payload))
+                self._publishing.send_multipart((self._topic, _packed(number), payload))
 
     def _replay(self) -> None:
         assert self._replaying is not None, "only a socket that is there is ready"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from milepost.cache import Cache
 from milepost.errors import InvalidRequestError
-from milepost.scheduler.memory import Memory
+from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.plans import StepPlan, StepResult
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
@@ -28,7 +28,7 @@ from milepost.simulator.trace import Trace, TraceRequest
 class Replayed:
     """What came of one replay."""
 
-    cache: Memory
+    cache: PrefixMemory
     scheduler: Scheduler
     ttft_s: list[float] = field(default_factory=list)
     """Of each request whose first token came, in order of that."""
@@ -87,7 +87,7 @@ class Replay:
     def __init__(
         self,
         trace: Trace,
-        cache: Memory,
+        cache: PrefixMemory,
         cost: CostModel,
         *,
         closed: bool,

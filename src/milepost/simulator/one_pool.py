@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from milepost.cache.allocation import Allocation, Event, State
+from milepost.cache.allocation import Allocation, State, Transition
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Kind, Mode, Placement, PromptFacts, floor, place_align
 from milepost.cache.plans import Export, PageMove
@@ -93,7 +93,7 @@ class OnePool:
             found -= 1
         report = self._report(chain, ends[:num_kv], found)
         return Match(
-            path=Path(chain, None, None),
+            path=Path(chain, None),
             checkpoint=None,
             state_length=report.state_length,
             branch_points=(num_kv * self.block_size,) if num_kv > found else (),
@@ -209,7 +209,7 @@ class OnePool:
         hold = self._holds[allocation]
         start, allocation.planned, allocation.kv_length = allocation.planned, end, end
         allocation.num_steps += 1
-        allocation.happens(Event.PLANNED)
+        allocation.happens(Transition.PLANNED)
         assert start < end, "A3: chunks are planned one behind the other"
         num_taken = len(hold.exports)
         for position, kind in self._place(allocation.facts, start, end).items():
@@ -224,7 +224,7 @@ class OnePool:
         hold = self._holds[allocation]
         self._end_reading(hold)
         allocation.num_steps -= 1
-        allocation.happens(Event.COMMITTED if allocation.num_steps else Event.SETTLED)
+        allocation.happens(Transition.COMMITTED if allocation.num_steps else Transition.SETTLED)
         allocation.committed = allocation.state_length = position
         self._publish_kv(allocation.chain, hold, position)
         passed = [export for export in hold.exports if export.position <= position]

@@ -16,7 +16,7 @@ from milepost.cache.eviction import Score
 from milepost.cache.memory import Split, Storage, fit
 from milepost.cache.placement import Placement, PromptFacts, floor, place_align
 from milepost.cache.tree import Chain, Checkpoint, End, Node
-from milepost.scheduler.memory import Memory
+from milepost.scheduler.memory import PrefixMemory
 from milepost.simulator.cost import CostModel
 from milepost.simulator.one_pool import one_pool
 
@@ -152,7 +152,9 @@ class CachePolicy:
     state_share: float | None = None
     """Of the bytes of both, what slots have; None: what they are asked for with."""
 
-    def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:
+    def memory(
+        self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int
+    ) -> PrefixMemory:
         """The cache, as the pooled policies' memory is asked for: where the boundary moves, the two
         numbers say the bytes.
         """
@@ -194,7 +196,9 @@ class Pooled:
     state_share: float = 1.0
     """What a state takes of a float32 one's bytes."""
 
-    def memory(self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int) -> Memory:
+    def memory(
+        self, cost: CostModel, *, num_pages: int, num_slots: int, page_size: int
+    ) -> PrefixMemory:
         """A pool of as many bytes as the pages and the slots together."""
         return one_pool(
             cost,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from milepost.cache import Cache, Stats
 from milepost.simulator.loop import Replayed
 from milepost.simulator.trace import Trace
+
+Row = TypeVar("Row")
 
 REFUSED = "refused"
 """In place of a reason: the tokens of requests that never ran, for they need more memory than there
@@ -18,7 +20,7 @@ is. They are among the queries, or less memory would seem to hit more.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """Lost tokens and hits add up to the queries. What a slots-only replay has not is None."""
 
     trace: str
@@ -53,9 +55,9 @@ class Row:
     virtual_s: float | None = None
 
 
-def slots_row(trace: Trace, policy: str, cache: Cache, bound: float, *, seed: int = 0) -> Row:
+def slots_row(trace: Trace, policy: str, cache: Cache, bound: float, *, seed: int = 0) -> ResultRow:
     """Of a replay with slots alone limited; its pool has one more, for the running request."""
-    return Row(
+    return ResultRow(
         seed=seed,
         num_slots=cache.slots.pool.total - 1,
         num_pages=None,
@@ -76,11 +78,11 @@ def run_row(
     host_gib: float = 0.0,
     disk_gib: float = 0.0,
     seed: int = 0,
-) -> Row:
+) -> ResultRow:
     """Of a replay in virtual time with the memory of so many pages and slots."""
     stats = run.scheduler.stats
     p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
-    return Row(
+    return ResultRow(
         seed=seed,
         num_slots=num_slots,
         num_pages=num_pages,
@@ -120,19 +122,20 @@ def _counts(
     }
 
 
-def means(rows: Sequence[Row]) -> list[Row]:
+def means(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """One row for each policy and size: means over the seeds, counts rounded."""
-    groups: dict[tuple[str, int, int | None], list[Row]] = {}
+    groups: dict[tuple[str, int, int | None], list[ResultRow]] = {}
     for row in rows:
         groups.setdefault((row.policy, row.num_slots, row.num_pages), []).append(row)
-    return [_mean(group) for group in groups.values()]
+    return [mean_of(group) for group in groups.values()]
 
 
-def _mean(group: Sequence[Row]) -> Row:
+def mean_of(group: Sequence[Row]) -> Row:
+    """One row of several that differ in their seeds."""
     if len(group) == 1:
         return group[0]
     values: dict[str, Any] = {}
-    for name in (field.name for field in fields(Row)):
+    for name in (field.name for field in fields(group[0])):  # type: ignore[arg-type]
         held = [getattr(row, name) for row in group]
         if name in ("lost", "loaded"):
             keys = dict.fromkeys(key for counts in held for key in counts)
@@ -143,7 +146,7 @@ def _mean(group: Sequence[Row]) -> Row:
             values[name] = round(fmean(held))
         else:
             values[name] = held[0]
-    return Row(**values)
+    return type(group[0])(**values)
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

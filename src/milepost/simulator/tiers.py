@@ -18,12 +18,11 @@ from milepost.cache.plans import What
 from milepost.scheduler.plans import Load, StepPlan
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.cost import CostModel
-from milepost.tiers.policy import Limits, Tiers
-from milepost.tiers.rates import Rates
+from milepost.tiers.holdings import Limits, split
+from milepost.tiers.policy import Tiers
+from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.tier import Item
 
-STATES_SHARE = 1 / 3
-"""Of each tier's bytes, as in the engine."""
 MAX_WRITES = 64
 """Files that are on their way to the disk at a time."""
 
@@ -56,8 +55,9 @@ class Copies:
         self._sizes = sizes
         self._page_bytes = cache.page_size * cost.page_token_bytes
         self._state_bytes = cost.state_bytes
-        host_pages, host_states = self._split(sizes.host_bytes)
-        disk_pages, disk_states = self._split(sizes.disk_bytes)
+        page, state = self._page_bytes, self._state_bytes
+        host_pages, host_states = split(sizes.host_bytes, page, state)
+        disk_pages, disk_states = split(sizes.disk_bytes, page, state)
         limits = Limits(
             page_bytes=self._page_bytes,
             state_bytes=self._state_bytes,
@@ -67,7 +67,7 @@ class Copies:
             num_disk_states=disk_states,
             max_pages_under_way=0,
         )
-        rates = Rates(
+        rates = MeasuredRates(
             tokens_per_s=1 / cost.prefill_token_s,
             host_bytes_per_s=sizes.host_bytes_per_s,
             disk_bytes_per_s=sizes.disk_bytes_per_s,
@@ -89,9 +89,10 @@ class Copies:
         """Begin what a plan names."""
         for store in plan.stores:
             end_s = self._cross("down", now_s, self._bytes(store.what))
-            self._at(end_s, partial(self.tiers.stored, store.what, store.key))
+            self._at(end_s, partial(self.tiers.stores.stored, store.what, store.key))
         for load in plan.loads:
-            self._load(load, now_s)
+            if load.source == self.tiers.name:
+                self._load(load, now_s)
         self._write(now_s)
 
     def settle(self, now_s: float) -> None:
@@ -102,7 +103,7 @@ class Copies:
             self._write(end_s)
 
     def _load(self, load: Load, now_s: float) -> None:
-        fetches = self.tiers.fetches(load.number)
+        fetches = self.tiers.loads.fetches(load.number)
         if fetches is None:
             self._at(now_s, partial(self._scheduler.failed, load.number))
             return
@@ -114,21 +115,21 @@ class Copies:
 
     def _arrived(self, number: int, from_disk: list[Item]) -> None:
         for item in from_disk:
-            self.tiers.read(item)
+            self.tiers.host.fill(item)
         self._scheduler.arrived(number)
 
     def _write(self, now_s: float) -> None:
         """Begin some of what is to go to the disk."""
-        if not self.tiers.has_writes or self._num_writes >= MAX_WRITES:
+        if not self.tiers.writes.are_any or self._num_writes >= MAX_WRITES:
             return
-        for item, copy in self.tiers.take_writes(MAX_WRITES - self._num_writes):
+        for item, copy in self.tiers.writes.take(MAX_WRITES - self._num_writes):
             self._num_writes += 1
             end_s = self._cross("write", now_s, self._bytes(item.what))
             self._at(end_s, partial(self._written, item, copy))
 
     def _written(self, item: Item, copy: Item) -> None:
         self._num_writes -= 1
-        self.tiers.written(item, copy, is_there=True)
+        self.tiers.writes.written(item, copy, is_there=True)
 
     def _cross(self, link: Link, now_s: float, num_bytes: int) -> float:
         """When so many bytes have crossed a link, behind all that it has to copy."""
@@ -143,8 +144,3 @@ class Copies:
 
     def _bytes(self, what: What) -> int:
         return self._state_bytes if what == "state" else self._page_bytes
-
-    def _split(self, num_bytes: int) -> tuple[int, int]:
-        """Pages and states that fit."""
-        num_states = int(num_bytes * STATES_SHARE) // self._state_bytes
-        return (num_bytes - num_states * self._state_bytes) // self._page_bytes, num_states

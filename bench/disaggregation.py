@@ -1,0 +1,258 @@
+"""Prefill on one GPU and decode on another of the same host, beside one GPU that does both.
+
+    python bench/disaggregation.py [--model bench/models/hybrid-35b-a3b] [--only first gaps]
+
+Dummy weights and random token ids from a seed; an engine in a process of its own on each GPU, which
+this one asks as a router does. One JSON row a measurement. Without GPUs a small model shows that
+the script runs: `--model src/milepost/tiny --devices cpu cpu --length 700`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import select
+import statistics
+import sys
+import time
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import rows
+
+REQUESTED = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+
+class Worker:
+    """An engine that takes requests from a pipe, and says when each token came."""
+
+    def __init__(self, pipe: Connection, device: str, options: dict[str, Any]) -> None:
+        import torch
+
+        from milepost.config import EngineConfig
+        from milepost.engine.core import Engine
+
+        if device.startswith("cuda"):
+            torch.cuda.set_device(torch.device(device))
+        self.engine = Engine(EngineConfig(device=device, **options))
+        self.pipe = pipe
+        self.times: dict[int, list[float]] = {}
+        self.jobs: dict[int, Any] = {}
+        pipe.send(("ready", self.engine.vocab_size))
+
+    def run(self) -> None:
+        engine = self.engine
+        while True:
+            if not engine.has_work or engine.awaits_others:
+                select.select([self.pipe, engine.bell.socket], [], [])
+            while self.pipe.poll():
+                if not self._obey(*self.pipe.recv()):
+                    engine.close()
+                    return
+            if engine.has_work:
+                self._note(engine.step())
+            else:
+                engine.hear()
+
+    def _obey(self, what: str, *given: Any) -> bool:
+        match what:
+            case "ask":
+                self._ask(*given)
+            case "reset":
+                self.engine.reset_prefix_cache()
+                self.pipe.send(("reset",))
+            case "stats":
+                names = {m.name.partition(":")[2]: m.value for m in self.engine.get_metrics()}
+                found = {name: v for name, v in names.items() if name.startswith("kv_transfer")}
+                self.pipe.send(("stats", found))
+        return what != "end"
+
+    def _ask(self, number: int, tokens: list[int], num_out: int, params: Any) -> None:
+        from milepost import SamplingParams
+        from milepost.engine.prompts import Prompt
+
+        prompt = Prompt(token_ids=tokens, kv_transfer_params=params)
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
+        self.jobs[number] = self.engine.add(prompt, sampling)
+        self.times[number] = [time.perf_counter()]
+
+    def _note(self, progressed: list[Any]) -> None:
+        now = time.perf_counter()
+        for number, job in list(self.jobs.items()):
+            if job not in progressed:
+                continue
+            self.times[number].append(now)
+            if len(self.times[number]) == 2 or job.is_finished:
+                request = job.answers[0].request
+                loaded = sum(request.report.loaded.values()) if request.report else 0
+                told = self.times[number], job.kv_transfer_params, loaded, job.is_finished
+                self.pipe.send(("told", number, *told))
+            if job.is_finished:
+                del self.jobs[number]
+
+
+def _work(pipe: Connection, device: str, options: dict[str, Any]) -> None:
+    Worker(pipe, device, options).run()
+
+
+# --- who asks -------------------------------------------------------------------------------------
+
+
+class Side:
+    """One of the engines."""
+
+    def __init__(self, device: str, options: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, device, options))
+        self.process.start()
+        self.num_asked = 0
+        self.told: dict[int, tuple[Any, ...]] = {}
+
+    def ask(self, tokens: list[int], num_out: int, params: Any = None) -> int:
+        self.num_asked += 1
+        self.pipe.send(("ask", self.num_asked, tokens, num_out, params))
+        return self.num_asked
+
+    def hear(self) -> None:
+        while self.pipe.poll():
+            self._take(self.pipe.recv())
+
+    def wait(self, number: int, *, to_end: bool = True) -> tuple[Any, ...]:
+        """When it was taken in and each token came, transfer parameters, tokens loaded."""
+        while number not in self.told or (to_end and not self.told[number][3]):
+            self._take(self.pipe.recv())
+        return self.told[number]
+
+    def say(self, what: str) -> Any:
+        self.pipe.send((what,))
+        while True:
+            found = self.pipe.recv()
+            if found[0] == what:
+                return found[-1]
+            self._take(found)
+
+    def _take(self, found: tuple[Any, ...]) -> None:
+        _, number, *told = found
+        self.told[number] = tuple(told)
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.length, self.rng = arguments.length, random.Random(arguments.seed)
+        self.sides = [Side(device, _options(arguments)) for device in arguments.devices]
+        self.vocab_size = min(side.pipe.recv()[1] for side in self.sides)
+
+    def tokens(self, num: int) -> list[int]:
+        return self.rng.choices(range(10, self.vocab_size), k=num)
+
+    def first(self) -> Any:
+        """Until the first token of a long prompt: on one engine, and on two."""
+        left, right = self.sides
+        for turn in range(5):
+            start = time.perf_counter()
+            times = left.wait(left.ask(self.tokens(self.length), 2))[0]
+            alone_s = times[1] - start
+            times = left.wait(left.ask(self.tokens(self.length), 1))[0]
+            one_s = times[1] - times[0]
+            prompt, start = self.tokens(self.length), time.perf_counter()
+            ends, params, *_ = left.wait(left.ask(prompt, 1, REQUESTED))
+            prefilled_s, asked = ends[-1] - start, time.perf_counter()
+            before = right.say("stats")
+            start += time.perf_counter() - asked  # questions of ours don't count
+            times, _, loaded, _ = right.wait(right.ask(prompt, 2, params))
+            after = right.say("stats")
+            pull = {name: after[name] - before[name] for name in after}
+            yield {
+                "turn": turn,
+                "alone_ms": 1e3 * alone_s,
+                "apart_ms": 1e3 * (times[1] - start),
+                "prefill_ms": 1e3 * prefilled_s,
+                "one_token_in_engine_ms": 1e3 * one_s,
+                "prefill_in_engine_ms": 1e3 * (ends[-1] - ends[0]),
+                "decode_in_engine_ms": 1e3 * (times[1] - times[0]),
+                "loaded": loaded,
+                "mb": pull["kv_transfer_bytes"] / 1e6,
+                "pull_ms": 1e3 * pull["kv_transfer_seconds"],
+            }
+
+    def gaps(self) -> Any:
+        """Between tokens of 32 answers: alone, with prompts computed elsewhere, and here."""
+        left, right = self.sides
+        for name in ("idle", "apart", "chunked", "idle", "apart", "chunked"):
+            answers = [right.ask(self.tokens(200), 400) for _ in range(32)]
+            for number in answers:
+                right.wait(number, to_end=False)
+            others: list[int] = []
+            if name == "apart":
+                for _ in range(6):
+                    prompt = self.tokens(self.length // 4)
+                    params = left.wait(left.ask(prompt, 1, REQUESTED))[1]
+                    others.append(right.ask(prompt, 2, params))
+            elif name == "chunked":
+                others = [right.ask(self.tokens(self.length // 4), 2) for _ in range(6)]
+            found = [right.wait(number)[0] for number in answers]
+            loaded = sum(right.wait(number)[2] for number in others)
+            gaps = sorted(b - a for times in found for a, b in pairwise(times[1:]))
+            shares = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "p999_ms": 0.999}
+            yield {
+                "beside": name,
+                **{key: 1e3 * gaps[int(share * (len(gaps) - 1))] for key, share in shares.items()},
+                "max_ms": 1e3 * gaps[-1],
+                "mean_ms": 1e3 * statistics.fmean(gaps),
+                "loaded": loaded,
+            }
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.pipe.send(("end",))
+            side.process.join(20)
+            if side.process.is_alive():
+                side.process.kill()
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    extra = {"transport": arguments.transport}
+    return {
+        "model": arguments.model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 64,
+        "max_model_len": 40960,
+        "kv_transfer_config": {"kv_port": 0, "kv_connector_extra_config": extra},
+        **{name: json.loads(value) for name, _, value in arguments.option},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="bench/models/hybrid-35b-a3b")
+    parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:1"])
+    parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--only", nargs="+", default=["first", "gaps"], choices=["first", "gaps"])
+    parser.add_argument("--length", type=int, default=31_700)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--option", action="append", default=[], type=lambda o: o.partition("="))
+    parser.add_argument("--out", default="out/bench-disaggregation.jsonl")
+    arguments = parser.parse_args()
+    bench, found = Bench(arguments), []
+    try:
+        for name in arguments.only:
+            for row in getattr(bench, name)():
+                print(json.dumps({"workload": name} | row), flush=True)
+                found.append(rows.provenance() | {"workload": name} | row)
+    finally:
+        bench.close()
+    rows.write(Path(arguments.out), found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

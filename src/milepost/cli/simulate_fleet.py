@@ -1,0 +1,123 @@
+"""`milepost simulate --fleet`: a trace through many engines, for each way to route it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from milepost.cli.display import seconds
+from milepost.cli.simulate_tables import plain_table
+from milepost.errors import InvalidRequestError
+from milepost.simulator.cost import CostModel
+from milepost.simulator.fleet import ROUTINGS, Fleet, Shape
+from milepost.simulator.fleet.results import FleetRow, fleet_row
+from milepost.simulator.policies import POLICIES, CachePolicy
+from milepost.simulator.seeds import reseeded
+from milepost.simulator.trace import Trace
+
+if TYPE_CHECKING:
+    from milepost.cli.simulate import Settings
+
+DEFAULT_ROUTINGS = ["round-robin", "session", "events"]
+GIB = 2**30
+
+
+def check_fleet(settings: Settings) -> None:
+    """Raise InvalidRequestError for settings that a fleet cannot have."""
+    fleet, given = settings.fleet or [], settings.fleet is not None
+    if not given and (settings.routing or settings.prefill_engines):
+        raise InvalidRequestError("--routing, --prefill-engines: give --fleet")
+    if not given:
+        return
+    if not settings.gib or settings.target_hit_rate is not None:
+        raise InvalidRequestError("--fleet: give --gib, the memory of each engine")
+    if not all(settings.prefill_engines < num for num in fleet):
+        raise InvalidRequestError(
+            f"--prefill-engines {settings.prefill_engines} of --fleet {fleet}: leave some to decode"
+        )
+    if any(num < 1 for num in fleet) or settings.prefill_engines < 0:
+        raise InvalidRequestError(f"--fleet {fleet}: use 1 or more")
+    for routing in settings.routing or ():
+        if routing not in ROUTINGS:
+            raise InvalidRequestError(f"--routing {routing}: use {', '.join(ROUTINGS)}")
+    for name in settings.policy or ():
+        if not isinstance(POLICIES.get(name), CachePolicy):
+            raise InvalidRequestError(f"--policy {name}: a fleet's engines have policies of ours")
+
+
+def run_fleet(
+    trace: Trace,
+    settings: Settings,
+    cost: CostModel,
+    bound: float,
+    *,
+    closed: bool,
+    progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+) -> Iterable[FleetRow]:
+    """A row for each size, routing, policy and seed."""
+    for num_engines in settings.fleet or ():
+        shape = Shape(
+            num_engines=num_engines,
+            num_prefill=settings.prefill_engines,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            bytes_per_s=settings.transfer_gb_s * 1e9,
+        )
+        for gib in settings.gib or ():
+            for name in settings.policy or ["auto"]:
+                for routing in settings.routing or DEFAULT_ROUTINGS:
+                    for seed in range(settings.seeds):
+                        seeded = reseeded(trace, seed)
+                        fleet = Fleet(
+                            seeded,
+                            _maker(name, gib, cost, trace.page_size, settings.max_num_seqs),
+                            cost,
+                            shape,
+                            routing=routing,
+                            closed=closed,
+                            tiers=settings.tiers,
+                        )
+                        with progress(f"{num_engines} x {routing}", len(trace.requests)) as advance:
+                            run = fleet.run(advance)
+                        yield fleet_row(
+                            seeded,
+                            run,
+                            bound,
+                            shape,
+                            policy=name,
+                            routing=routing,
+                            gib=gib,
+                            host_gib=settings.host_gib,
+                            disk_gib=settings.disk_gib,
+                            seed=seed,
+                        )
+
+
+def _maker(
+    name: str, gib: float, cost: CostModel, page_size: int, max_num_seqs: int
+) -> Callable[[], object]:
+    policy = POLICIES[name]
+    num_pages, num_slots = cost.split(int(gib * GIB), page_size, max_num_seqs)
+    return lambda: policy.memory(
+        cost, num_pages=num_pages, num_slots=num_slots, page_size=page_size
+    )
+
+
+def fleet_table(rows: Sequence[FleetRow]) -> Table:
+    """What is reused, how long the first token takes, and how evenly engines work."""
+    names = ["routing", "engines", "GiB", "hit %", "of bound", "ttft p50", "p90", "p99", "busiest"]
+    has_pools = any(row.prefill_engines for row in rows)
+    table = plain_table(names + (["moved"] if has_pools else []), ("routing",))
+    for row in rows:
+        pools = f"{row.prefill_engines}+{row.engines - row.prefill_engines}"
+        times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
+        cells = [pools if row.prefill_engines else f"{row.engines}", f"{row.gib:g}"]
+        cells += [f"{100 * row.hit_rate:.2f}", f"{100 * row.share_of_bound:.1f} %"]
+        cells += ["-" if time is None else seconds(time) for time in times]
+        cells += [f"{row.busiest:.2f}"]
+        cells += [f"{row.moved_bytes / 1e9:.0f} GB"] if has_pools else []
+        table.add_row(row.routing, *cells)
+    return table

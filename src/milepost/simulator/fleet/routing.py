@@ -1,0 +1,167 @@
+"""Which engine a request is sent to. A routing knows of engines what a router is told: how many
+requests it has sent there that are not over, and which pages an engine says can be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable
+from milepost.simulator.trace import TraceRequest
+
+IMBALANCE = 4
+"""An engine with so many more requests than the least busy one is passed over by `prefix`."""
+
+
+class Traffic:
+    """What is under way at each engine."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.num_requests = [0] * num_engines
+        self.num_prefilling = [0] * num_engines
+        """Tokens of prompts that have no first token yet, less what was expected to hit."""
+        self.num_sent = [0] * num_engines
+        """Requests, over or not."""
+
+    def least_busy(self) -> int:
+        sent = self.num_sent
+        return min(range(len(sent)), key=lambda at: (self.num_requests[at], sent[at]))
+
+
+class Pages:
+    """Which engines say that they have a page to go on from: a bit for each engine."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._holders: dict[bytes, int] = {}
+        self._own: list[set[bytes]] = [set() for _ in range(num_engines)]
+
+    def listener(self, engine: int) -> Callable[[tuple[Event, ...]], None]:
+        """What an engine's events are told to."""
+        holders, own, bit = self._holders, self._own[engine], 1 << engine
+
+        def drop(keys: Iterable[bytes]) -> None:
+            for key in keys:
+                left = holders[key] & ~bit
+                if left:
+                    holders[key] = left
+                else:
+                    del holders[key]
+
+        def take(events: tuple[Event, ...]) -> None:
+            for event in events:
+                match event:
+                    case PagesReachable():
+                        own.update(event.keys)
+                        for key in event.keys:
+                            holders[key] = holders.get(key, 0) | bit
+                    case PagesUnreachable():
+                        own.difference_update(event.keys)
+                        drop(event.keys)
+                    case Cleared():
+                        drop(own)
+                        own.clear()
+
+        return take
+
+    def depths(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """How many of a prompt's first pages an engine has; of those that have any."""
+        found: dict[int, int] = {}
+        known = self._holders.get(keys[0], 0) if keys else 0
+        for depth, key in enumerate(keys):
+            holders = known & self._holders.get(key, 0)
+            _note(found, known & ~holders, depth)
+            known = holders
+            if not known:
+                return found
+        _note(found, known, len(keys))
+        return found
+
+
+def _note(found: dict[int, int], engines: int, depth: int) -> None:
+    while engines:
+        lowest = engines & -engines
+        found[lowest.bit_length() - 1] = depth
+        engines ^= lowest
+
+
+class Routing(Protocol):
+    """Sends each request to an engine."""
+
+    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:
+        """The number of an engine; `keys` are those of the prompt's full pages."""
+        ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self, traffic: Traffic, pages: Pages) -> None:  # noqa: ARG002
+        self._num_engines = len(traffic.num_sent)
+        self._next = 0
+
+    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:  # noqa: ARG002
+        self._next += 1
+        return (self._next - 1) % self._num_engines
+
+
+class BySession:
+    """A conversation stays where it began, at the engine that was least busy then. Where a trace
+    has no sessions a prompt's first page stands for it."""
+
+    def __init__(self, traffic: Traffic, pages: Pages) -> None:  # noqa: ARG002
+        self._traffic = traffic
+        self._engines: dict[object, int] = {}
+
+    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:  # noqa: ARG002
+        who = asked.session if asked.session is not None else (keys[0] if keys else None)
+        known = self._engines.get(who) if who is not None else None
+        if known is None:
+            known = self._engines[who] = self._traffic.least_busy()
+        return known
+
+
+class ByEvents:
+    """As vllm-router's `kv_aware` policy by our events: the least of the tokens that an engine
+    lacks and those under way there, times its requests with this one. Equal costs go to the engine
+    that was sent least."""
+
+    def __init__(self, traffic: Traffic, pages: Pages) -> None:
+        self._traffic, self._pages = traffic, pages
+
+    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:
+        traffic, depths = self._traffic, self._pages.depths(keys)
+        length = asked.input_length
+
+        def cost(at: int) -> tuple[int, int]:
+            hit = min(depths.get(at, 0) * page_size, length - 1)
+            tokens = length - hit + traffic.num_prefilling[at]
+            return tokens * (traffic.num_requests[at] + 1), traffic.num_sent[at]
+
+        return min(range(len(traffic.num_sent)), key=cost)
+
+
+class ByPrefix:
+    """As `milepost.ray`: the longest run of pages among the engines that are not much busier than
+    the least busy one, then the least busy, then the one that was sent least."""
+
+    def __init__(self, traffic: Traffic, pages: Pages) -> None:
+        self._traffic, self._pages = traffic, pages
+
+    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:  # noqa: ARG002
+        traffic, depths = self._traffic, self._pages.depths(keys)
+        most = min(traffic.num_requests) + IMBALANCE
+
+        def rank(at: int) -> tuple[bool, int, int, int]:
+            busy = traffic.num_requests[at]
+            return busy > most, -depths.get(at, 0), busy, traffic.num_sent[at]
+
+        return min(range(len(traffic.num_sent)), key=rank)
+
+
+ROUTINGS: dict[str, Callable[[Traffic, Pages], Routing]] = {
+    "round-robin": RoundRobin,
+    "session": BySession,
+    "events": ByEvents,
+    "prefix": ByPrefix,
+}

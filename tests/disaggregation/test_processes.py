@@ -1,0 +1,62 @@
+"""Engines in processes of their own, as they are in earnest: random requests, and sudden deaths.
+Not of every run, since processes take long to start: `make test-nightly`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from tests.disaggregation.processes import Process, Traffic
+from tests.engines import greedy, tokens
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+SHORT = {"extra": {"timeout_s": 3.0, "lease_s": 2.0}}
+
+
+def test_random_requests_and_engines_that_are_killed(tiny, transport):
+    """One that decodes dies before it has read: what was lent to it is free when its lease is over.
+    One that has prefilled dies while it is read: the prompt is computed where it is decoded."""
+    engines = [Process(tiny.folder, transport, SHORT) for _ in range(3)]
+    first, second, third = engines
+    try:
+        counts = Traffic(tiny, engines, seed=1).run(16)
+        assert counts["nothing moved"]
+        assert counts["pages too"]
+        for each in engines:
+            assert each.do("check")[1] == 0
+        asked = tokens(230, 50)
+        second.kill()
+        assert first.do("prefill", asked, "")
+        assert first.do("check") == (1, 1)
+        assert first.do("await_leases")
+        assert first.do("check") == (0, 0)
+        params = first.do("prefill", asked, "")
+        first.do("die_when_read")
+        found = third.do("decode", asked, "", params, greedy(3))
+        assert found["tokens"] == tiny.expected(asked, greedy(3))
+        assert (found["failed"], found["bytes"], found["reused"]) == (1, 0, 0)
+        first.process.join(20)
+        assert first.process.exitcode == 9, "it died of being read"
+        again = third.do("decode", asked, "", params, greedy(3))
+        assert again["reused"] == 192, "it is there, and nobody is asked"
+        assert third.do("check")[1] == 0
+    finally:
+        for each in engines:
+            each.close()
+
+
+@pytest.mark.parametrize("num_engines", [2, 4])
+def test_a_thousand_random_requests(tiny, transport, num_engines):
+    """Answers are one engine's, and what moves is what was lacking."""
+    with contextlib.ExitStack() as stack:
+        engines = [Process(tiny.folder, transport, {}) for _ in range(num_engines)]
+        for each in engines:
+            stack.callback(each.close)
+        counts = Traffic(tiny, engines, seed=0).run(1000)
+        assert counts["nothing moved"] > 100
+        assert counts["attention's pages there, the state not"] > 20
+        assert counts["pages too"] > 100
+        for each in engines:
+            assert each.do("check")[1] == 0, "nothing is held"
