@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from milepost.cli.display import Screen, ending, seconds, snippet
-from milepost.engine.outputs import CompletionOutput, RequestOutput
+from milepost.engine.outputs import CacheReport, CompletionOutput, RequestOutput
 from milepost.sampling_params import SamplingParams
 
 
@@ -60,3 +60,29 @@ def test_a_report_says_how_many_drafts_were_accepted(drafts, line):
     screen.show("p", [output], SamplingParams())
     assert ("drafted" in reports.getvalue()) is (line is not None)
     assert line is None or line in reports.getvalue()
+
+
+def test_a_report_says_what_came_from_host_memory_and_from_disk():
+    def answered(loaded):
+        report = CacheReport(
+            prompt_tokens=100, reused=90, kv_length=90, state_length=90,
+            lost={"unseen": 10}, loaded=loaded,
+        )  # fmt: skip
+        return RequestOutput(
+            request_id="0", prompt="p", prompt_token_ids=[1] * 100,
+            outputs=[CompletionOutput(index=0, text="a", token_ids=[1], finish_reason="stop")],
+            finished=True, num_cached_tokens=90, cache_report=report,
+        )  # fmt: skip
+
+    reports, ticks = io.StringIO(), count()
+    console = Console(file=reports, width=200)
+    screen = Screen(answers=io.StringIO(), reports=console, clock=lambda: next(ticks))
+    shown = [
+        screen.show("p", [answered(loaded)], SamplingParams())
+        for loaded in ({}, {"host": 64, "disk": 16}, {"host": 6})
+    ]
+    screen.summary(shown)
+    lines = reports.getvalue()
+    assert lines.count("90 of 100 prompt tokens from the cache;") == 1
+    assert "90 of 100 prompt tokens from the cache (64 from host memory, 16 from disk);" in lines
+    assert "(90%) came from the cache, 70 from host memory, 16 from disk" in lines

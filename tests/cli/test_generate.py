@@ -167,16 +167,17 @@ def test_version_and_help_need_no_torch():
     assert "--mamba-cache-mode" in done.stdout
 
 
+GENERATE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+    "from conftest import FakeEngine; from milepost.cli.main import main; "
+    "command = ['generate', 'a ' * 9_000, '--max-tokens', 'none']; "
+    "sys.exit(main(command, open_engine=FakeEngine))"
+)
+
+
 def test_a_reader_that_goes_away_ends_quietly():
-    here = str(Path(__file__).parent)
-    script = (
-        f"import sys; sys.path.insert(0, {here!r}); from conftest import FakeEngine; "
-        "from milepost.cli.main import main; "
-        "command = ['generate', 'a ' * 9_000, '--max-tokens', 'none']; "
-        "sys.exit(main(command, open_engine=FakeEngine))"
-    )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", GENERATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     process.stdout.read(10)
     process.stdout.close()
@@ -184,6 +185,19 @@ def test_a_reader_that_goes_away_ends_quietly():
     process.stderr.close()
     assert process.wait(timeout=60) == 141
     assert errors == b""
+
+
+def test_a_full_disk_is_said_in_a_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", GENERATE], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.split("\n")[-2:] == [
+        "milepost: error: cannot write the output: No space left on device",
+        "",
+    ]
+    assert "Traceback" not in done.stderr
 
 
 def test_flags_come_before_the_checkpoints_own_sampling(session):

@@ -93,6 +93,19 @@ def test_a_signal_lets_short_requests_finish_and_fails_long_ones(folder):
             client.models.list()
 
 
+def test_a_second_ctrl_c_ends_what_runs(folder):
+    """The first one says what is awaited."""
+    with serving(folder) as server, server.client() as client:
+        stream = streaming(client)
+        server.process.send_signal(signal.SIGINT)
+        until(lambda: any("still running: 1" in line for line in server.log))
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="told to end at once"):
+            list(stream)
+        assert server.process.wait(DEADLINE_S) == 0
+    assert not [line for line in server.log if "Traceback" in line]
+
+
 def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):
     """Most of the requests wait for a place when the signal comes."""
 

@@ -7,36 +7,9 @@ from random import Random
 
 import httpx
 import pytest
-import zmq
 
-from tests.kv_events.router import Router
+from tests.kv_events.router import Following
 from tests.server.conftest import serving
-
-
-class Following:
-    """A router's view of a server, brought up to date by what is replayed."""
-
-    def __init__(self, address: str) -> None:
-        self.router = Router(64)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
-        self._socket.connect(address)
-        self._next = 0
-
-    def catch_up(self) -> None:
-        self._socket.send_multipart([b"", self._next.to_bytes(8, "big")])
-        while True:
-            _, _, number, payload = self._socket.recv_multipart()
-            if number == b"\xff" * 8:
-                return
-            assert int.from_bytes(number, "big") == self._next, "none is missing"
-            self.router.feed(payload)
-            self._next += 1
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
 
 
 @pytest.fixture

@@ -147,6 +147,13 @@ def test_vllms_flags_are_taken():
     assert (engine.page_size, engine.max_model_len, server.access_log) == (32, 512, False)
 
 
+def test_vllms_name_of_host_memory_is_ours():
+    asked = []
+    main(["serve", "--kv-offloading-size", "2"], serve=lambda *configs: asked.append(configs) or 0)
+    ((_, engine),) = asked
+    assert engine.cache_host_gib == 2
+
+
 @pytest.mark.parametrize(
     "flags",
     ["--kv-cache-dtype fp8_e5m2", "--enable-lora", "--pipeline-parallel-size 2"],

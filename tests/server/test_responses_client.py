@@ -4,8 +4,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from milepost.server.responses.protocol import Item
-from milepost.server.responses.store import Store, Stored
+from milepost.server.responses.protocol import InputItem
+from milepost.server.responses.store import ResponseStore, StoredResponse
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
 TOOL = {
@@ -172,12 +172,12 @@ def test_refusals_name_the_field(client, changes, param):
 
 
 def stored(num_bytes):
-    return Stored(body={}, input_items=(), conversation=(Item(role="user", content="a"),),
-                  num_bytes=num_bytes)  # fmt: skip
+    said = (InputItem(role="user", content="a"),)
+    return StoredResponse(body={}, input_items=(), conversation=said, num_bytes=num_bytes)
 
 
 def test_the_store_is_bounded_by_number_and_bytes():
-    store = Store(max_responses=3, max_bytes=100)
+    store = ResponseStore(max_responses=3, max_bytes=100)
     for number in range(5):
         store.put("me", str(number), stored(10))
     assert [store.get("me", str(n)) is not None for n in range(5)] == [False] * 2 + [True] * 3

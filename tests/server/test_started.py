@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from milepost.config import EngineConfig
 from milepost.engine.facts import Facts
 from milepost.server.started import describe, size
 
@@ -20,7 +21,7 @@ FACTS = {
 }
 
 
-def service(**facts):
+def service(num_ranks=1, **facts):
     info = SimpleNamespace(
         facts=Facts(**FACTS, **facts),
         num_pages=20_000,
@@ -29,7 +30,8 @@ def service(**facts):
         max_model_len=262_144,
     )
     form = SimpleNamespace(calls="qwen3_xml", reasoning="qwen3")
-    return SimpleNamespace(client=SimpleNamespace(info=info), names=["a", "b"], format=form)
+    client = SimpleNamespace(info=info, config=EngineConfig(tensor_parallel_size=num_ranks))
+    return SimpleNamespace(client=client, names=["a", "b"], format=form)
 
 
 def test_two_pools():
@@ -48,6 +50,11 @@ def test_one_memory():
     rows = dict(describe(service(is_shared=True)))
     assert rows["pages"] == "up to 20,000 of 64 tokens (1,280,000 tokens)"
     assert rows["state slots"] == "up to 400, in the same memory as the pages"
+
+
+def test_of_several_ranks_each_has_as_much():
+    rows = dict(describe(service(is_shared=False, num_ranks=2)))
+    assert rows["memory"] == "weights 65 GiB, cache 40 GiB on each device"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from milepost.engine.wire import Delta, Output
 from milepost.server import conversation
-from milepost.server.chat import _Writer
+from milepost.server.chat import _ChatWriter
 from milepost.server.config import ServerConfig
 from milepost.server.generation import Generation
 from milepost.server.protocol import ChatRequest
@@ -52,7 +52,7 @@ def test_a_streamed_token_takes_few_calls(monkeypatch):
         try:
             turn = await conversation.begin(own, request, http, field="messages")
             assert isinstance(turn.generation, Generation)
-            events = _Writer(own, request, turn, "1", "tiny", None).events()
+            events = _ChatWriter(own, request, turn, "1", "tiny", None).events()
             sys.setprofile(count)
             found = [event async for event in events]
             sys.setprofile(None)

@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen
 from milepost.cli.flags import add_flags
-from milepost.cli.generate import ENGINE, SAMPLING, Engine, log_to_stderr
+from milepost.cli.generate import ENGINE, SAMPLING, StreamingEngine, log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
 from milepost.errors import InvalidRequestError
@@ -27,7 +27,7 @@ HELP = """/system TEXT   set the system prompt and begin anew; without a text, l
 
 
 def chat_command(
-    open_engine: Callable[[EngineConfig], Engine], screen: Screen, stdin: TextIO
+    open_engine: Callable[[EngineConfig], StreamingEngine], screen: Screen, stdin: TextIO
 ) -> Callable[..., None]:
     """The command, bound to an engine factory and a terminal."""
 
@@ -69,7 +69,7 @@ def chat_command(
 class Conversation:
     """What has been said so far, and where it goes on."""
 
-    engine: Engine
+    engine: StreamingEngine
     screen: Screen
     params: SamplingParams
     system: str | None = None

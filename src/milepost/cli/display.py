@@ -6,6 +6,7 @@ headings, reports and errors go to standard error. The clock is injected.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Screen:
         start = self.clock()
         first_token_s: float | None = None
         final: RequestOutput | None = None
-        writer = _Writer(self, visible)
+        writer = _AnswerWriter(self, visible)
         with self.waiting("waiting for the first token") as stop_waiting:
             for final in updates:
                 if first_token_s is None and any(answer.token_ids for answer in final.outputs):
@@ -133,7 +134,13 @@ class Screen:
         cached = sum(_counts(shown)[0] for shown in requests)
         tokens = sum(_counts(shown)[1] for shown in requests)
         share = f" ({cached / tokens:.0%})" if tokens else ""
-        self._line(Text(f"{cached} of {tokens} prompt tokens{share} came from the cache"))
+        loaded = Counter[str]()
+        for shown in requests:
+            report = shown.output.cache_report
+            loaded.update(report.loaded if report is not None else {})
+        from_where = f", {CacheReport.origins(loaded)}" if loaded else ""
+        line = f"{cached} of {tokens} prompt tokens{share} came from the cache{from_where}"
+        self._line(Text(line))
 
     def note(self, message: str) -> None:
         """Something that is no answer."""
@@ -168,7 +175,7 @@ class Screen:
         self.reports.print(text, soft_wrap=True)
 
 
-class _Writer:
+class _AnswerWriter:
     """Writes the cumulative answers of one request: one after the other, each as it grows."""
 
     def __init__(self, screen: Screen, visible: Callable[[CompletionOutput], str]) -> None:
@@ -240,7 +247,7 @@ def _counts(shown: Shown) -> tuple[int, int]:
 def _cache_line(report: CacheReport) -> Text:
     line = _bar(report.reused, report.prompt_tokens)
     style = "green" if report.reused else "yellow"
-    line.append(f" {report.reused} of {report.prompt_tokens} prompt tokens from the cache", style)
+    line.append(f" {report.head()}", style)
     if report.computed:
         line.append(f"; computed {report.computed}: {', '.join(report.reasons())}")
     return line

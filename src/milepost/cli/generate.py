@@ -31,7 +31,7 @@ ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=3), renamed={
 Prompt = str | Mapping[str, Any]
 
 
-class Engine(Protocol):
+class StreamingEngine(Protocol):
     """What this command needs of `milepost.LLM`; both streams give cumulative outputs."""
 
     def get_tokenizer(self) -> Any:
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
 
 def generate_command(
-    open_engine: Callable[[EngineConfig], Engine], screen: Screen, stdin: TextIO
+    open_engine: Callable[[EngineConfig], StreamingEngine], screen: Screen, stdin: TextIO
 ) -> Callable[..., None]:
     """The command, bound to an engine factory and a terminal."""
 
@@ -154,7 +154,7 @@ def log_to_stderr(is_detailed: bool) -> None:
 
 
 def _asking(
-    engine: Engine, params: SamplingParams, system: str | None, chat: bool | None
+    engine: StreamingEngine, params: SamplingParams, system: str | None, chat: bool | None
 ) -> Callable[[str], Iterator[RequestOutput]]:
     """How a prompt's text becomes a request."""
     tokenizer = engine.get_tokenizer()

@@ -1,11 +1,13 @@
 """The command `milepost`: parses the command line, and turns every end into an exit status.
 
-0 is success, 1 a server whose engine died, 2 a mistake in what was asked (one line on standard
-error, no traceback), 130 Ctrl-C, 141 a reader of the output that went away.
+0 is success, 1 a server whose engine died or a full disk behind the output, 2 a mistake in what was
+asked (one line on standard error, no traceback), 130 Ctrl-C, 141 a reader of the output that went
+away.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ import milepost
 from milepost.cli.bench import bench_command
 from milepost.cli.chat import chat_command
 from milepost.cli.display import Screen
-from milepost.cli.generate import Engine, generate_command
+from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.simulate import simulate_command
 from milepost.config import EngineConfig
@@ -29,7 +31,7 @@ from milepost.errors import MilepostError
 def main(
     arguments: Sequence[str] | None = None,
     *,
-    open_engine: Callable[[EngineConfig], Engine] | None = None,
+    open_engine: Callable[[EngineConfig], StreamingEngine] | None = None,
     screen: Screen | None = None,
     stdin: TextIO | None = None,
     serve: Serve | None = None,
@@ -53,11 +55,20 @@ def main(
     except BrokenPipeError:
         forget_stdout()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        forget_stdout()
+        screen.error(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+        return 1
     return status if isinstance(status, int) else 0
 
 
 def build_app(
-    open_engine: Callable[[EngineConfig], Engine], screen: Screen, stdin: TextIO, serve: Serve
+    open_engine: Callable[[EngineConfig], StreamingEngine],
+    screen: Screen,
+    stdin: TextIO,
+    serve: Serve,
 ) -> App:
     """All commands."""
     app = App(
@@ -75,7 +86,7 @@ def build_app(
     return app
 
 
-def open_llm(config: EngineConfig) -> Engine:
+def open_llm(config: EngineConfig) -> StreamingEngine:
     """The real engine. Loads the weights; raises ConfigError and WeightsError."""
     return milepost.LLM(**asdict(config))
 

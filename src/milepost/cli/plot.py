@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from milepost.errors import ConfigError
-from milepost.simulator.results import Row
+from milepost.simulator.results import ResultRow
 
 
-def draw(rows: Sequence[Row], path: Path, bound: float) -> None:
+def draw(rows: Sequence[ResultRow], path: Path, bound: float) -> None:
     """Hit rate with its bound, and p90 time to first token where there is time, over memory: a line
     a policy.
     """
@@ -25,25 +25,30 @@ def draw(rows: Sequence[Row], path: Path, bound: float) -> None:
     if has_time:
         _lines(axes[1], rows, "time to first token, p90, s", lambda row: row.ttft_p90_s)
         axes[1].set_yscale("log")
+        axes[1].yaxis.set_major_formatter("{x:g}")
+        axes[1].yaxis.set_minor_formatter("{x:g}")
     axes[0].axhline(100 * bound, color="gray", linestyle="--", label="bound")
+    axes[0].set_ylim(0, 102)
     axes[0].legend()
     figure.suptitle(rows[0].trace)
     figure.savefig(path)
 
 
 def _lines(
-    axes: Any, rows: Sequence[Row], label: str, value: Callable[[Row], float | None]
+    axes: Any, rows: Sequence[ResultRow], label: str, value: Callable[[ResultRow], float | None]
 ) -> None:
-    series: dict[str, list[Row]] = {}
+    series: dict[str, list[ResultRow]] = {}
     for row in rows:
         series.setdefault(row.policy, []).append(row)
     for name, points in series.items():
         points.sort(key=_size)
         axes.plot([_size(p) for p in points], [value(p) for p in points], "o-", label=name)
     axes.set_xscale("log", base=2)
+    sizes = sorted({_size(row) for row in rows})
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.set_xlabel("state slots" if rows[0].gib is None else "GiB")
     axes.set_ylabel(label)
 
 
-def _size(row: Row) -> float:
+def _size(row: ResultRow) -> float:
     return row.num_slots if row.gib is None else row.gib

@@ -89,7 +89,7 @@ def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
 
 
 def forget_stdout() -> None:
-    """Keep the interpreter from flushing into a closed pipe when it exits."""
+    """Keep the interpreter from flushing into a closed pipe or a full disk when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -18,6 +18,8 @@ class VllmFlags:
 
     block_size: int | None = None
     """The same as --page-size."""
+    kv_offloading_size: float | None = None
+    """The same as --cache-host-gib."""
     disable_uvicorn_access_log: bool = False
     """The same as --no-access-log."""
     trust_remote_code: bool = False
@@ -48,8 +50,6 @@ class VllmFlags:
     """Does nothing: only text is taken."""
     distributed_executor_backend: str | None = None
     """Does nothing."""
-    kv_cache_dtype: str = "auto"
-    """Only `auto`: KV has the model's type."""
     pipeline_parallel_size: int = 1
     """Only 1."""
     data_parallel_size: int = 1
@@ -70,12 +70,13 @@ class VllmFlags:
         """Put those that have another name here under that, unless it is set too."""
         if self.block_size is not None:
             settings.setdefault("page_size", self.block_size)
+        if self.kv_offloading_size is not None:
+            settings.setdefault("cache_host_gib", self.kv_offloading_size)
         if self.disable_uvicorn_access_log:
             settings.setdefault("access_log", False)
 
 
 _ONLY_DEFAULT = (
-    "kv_cache_dtype",
     "pipeline_parallel_size",
     "data_parallel_size",
     "enable_lora",

@@ -16,7 +16,7 @@ from starlette.responses import Response
 import milepost
 from milepost.engine.metrics import Metric
 from milepost.errors import EngineDeadError, MilepostError
-from milepost.server import cors, errors, operation
+from milepost.server import cors, errors, operation, rendering
 from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.errors import body_for
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
@@ -37,7 +37,7 @@ from milepost.server.protocol import (
 )
 from milepost.server.responses import endpoint as responses
 from milepost.server.responses.protocol import ResponsesRequest
-from milepost.server.responses.store import Store
+from milepost.server.responses.store import ResponseStore
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
 from milepost.server.ui import page
@@ -127,7 +127,8 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
 
 
 def _add_responses(app: FastAPI, service: Service) -> None:
-    store = Store()
+    store = ResponseStore()
+    rendering.add(app, service, store)
 
     @app.post("/v1/responses", responses=ERRORS, response_class=Response)
     async def respond(body: ResponsesRequest, request: Request) -> Response:

@@ -13,7 +13,7 @@ from milepost.server.parsing.events import CallArguments, CallStart, Event, Reas
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class AnswerBlock:
     """One block, as far as it has come."""
 
     kind: Literal["reasoning", "text", "call"]
@@ -31,18 +31,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    block: Block
+    block: AnswerBlock
 
 
 @dataclass(frozen=True, slots=True)
 class Gained:
-    block: Block
+    block: AnswerBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    block: Block
+    block: AnswerBlock
 
 
 Step = Opened | Gained | Closed
@@ -52,8 +52,8 @@ class Blocks:
     """Gathers events into blocks; one at most is open."""
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open: Block | None = None
+        self.all: list[AnswerBlock] = []
+        self._open: AnswerBlock | None = None
 
     def feed(self, events: Iterable[Event]) -> Iterator[Step]:
         for found in events:
@@ -75,7 +75,7 @@ class Blocks:
 
     def _begin(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[Step]:
         yield from self.end()
-        self._open = Block(kind, len(self.all), name)
+        self._open = AnswerBlock(kind, len(self.all), name)
         self.all.append(self._open)
         yield Opened(self._open)
 

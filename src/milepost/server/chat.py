@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from milepost.engine.wire import Delta
 from milepost.server import logprobs, transfer
-from milepost.server.conversation import AnswerEvents, Turn, begin, response_id
+from milepost.server.conversation import AnswerEvents, ChatTurn, begin, response_id
 from milepost.server.echo import scores_of
 from milepost.server.errors import json_response
 from milepost.server.logprobs import TokenBytes
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.stream import Chunks, EventStream, unless_disconnected
+from milepost.server.stream import ChunkWriter, EventStream, unless_disconnected
 
 
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
@@ -29,7 +29,9 @@ async def chat(service: Service, request: ChatRequest, http: Request) -> Respons
     request = transfer.as_served(service, request)
     octets = await service.token_bytes() if request.logprobs else None
     turn = await begin(service, request, http, field="messages")
-    writer = _Writer(service, request, turn, response_id("chatcmpl", request, http), model, octets)
+    writer = _ChatWriter(
+        service, request, turn, response_id("chatcmpl", request, http), model, octets
+    )
     http.scope["milepost.record"]["id"] = writer.id
     close = turn.generation.close
     if request.stream:
@@ -95,14 +97,14 @@ class _Answer:
         return message
 
 
-class _Writer:
+class _ChatWriter:
     """Brings the response into its form."""
 
     def __init__(
         self,
         service: Service,
         request: ChatRequest,
-        turn: Turn,
+        turn: ChatTurn,
         id_: str,
         model: str,
         octets: TokenBytes | None,
@@ -167,7 +169,9 @@ class _Writer:
 
     async def events(self) -> AsyncIterator[bytes]:
         usage = self._generation.usage
-        chunks = Chunks(self._head("chat.completion.chunk"), self._request.stream_options, usage)
+        chunks = ChunkWriter(
+            self._head("chat.completion.chunk"), self._request.stream_options, usage
+        )
         begun: set[int] = set()
         arrived = self._generation.deltas()
         try:

@@ -12,13 +12,14 @@ from starlette.responses import Response
 from milepost.engine.prompts import Prompt
 from milepost.engine.wire import Delta
 from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
 from milepost.server import echo, forms, logprobs, parameters, transfer
 from milepost.server.conversation import response_id, shortened
 from milepost.server.errors import json_response
 from milepost.server.generation import Generation
 from milepost.server.protocol import CompletionRequest
 from milepost.server.service import Service
-from milepost.server.stream import Chunks, EventStream, unless_disconnected
+from milepost.server.stream import ChunkWriter, EventStream, unless_disconnected
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
@@ -30,9 +31,8 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     params = forms.apply(parameters.of_completion(request, defaults), form)
     params = await service.checked(params, forms.field_of(request))
     service.check_number(len(_listed(request)), params.n)  # before any of them is tokenized
-    limit = service.client.info.max_model_len
-    given = await unless_disconnected(http, _prompts(service, request), lambda: None)
-    prompts = [shortened(prompt, request, params, limit) for prompt in given]
+    work = prompts_of(service, request, params)
+    prompts = await unless_disconnected(http, work, lambda: None)
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
     texts = await echo.texts_of(service, request, prompts)
@@ -46,7 +46,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
         is_counted=request.max_tokens != 0,
     )
     id_ = response_id("cmpl", request, http)
-    writer = _Writer(service, request, prompts, texts, generation, model, id_)
+    writer = _CompletionWriter(service, request, prompts, texts, generation, model, id_)
     http.scope["milepost.record"]["id"] = writer.id
     close = generation.close
     if request.stream:
@@ -55,7 +55,10 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     return json_response(await unless_disconnected(http, writer.whole(), close))
 
 
-async def _prompts(service: Service, request: CompletionRequest) -> list[Prompt]:
+async def prompts_of(
+    service: Service, request: CompletionRequest, params: SamplingParams
+) -> list[Prompt]:
+    """What is served of a request's prompts."""
     marks = tuple(request.cache_marks or ())
     salt = request.cache_salt or ""
     listed = _listed(request)
@@ -67,7 +70,7 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[Prompt]
     encoded: list[Any] = listed
     if texts:
         encoded = await service.encode(texts, is_cut=request.truncate_prompt_tokens is not None)
-    return [
+    prompts = [
         Prompt(
             token_ids=ids,
             cache_salt=salt,
@@ -76,6 +79,8 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[Prompt]
         )
         for ids in encoded
     ]
+    limit = service.client.info.max_model_len
+    return [shortened(prompt, request, params, limit) for prompt in prompts]
 
 
 def _listed(request: CompletionRequest) -> list[Any]:
@@ -85,7 +90,7 @@ def _listed(request: CompletionRequest) -> list[Any]:
     return [given] if is_one else given
 
 
-class _Writer:
+class _CompletionWriter:
     """Brings the response into its form."""
 
     def __init__(
@@ -126,7 +131,7 @@ class _Writer:
 
     async def events(self) -> AsyncIterator[bytes]:
         usage = self._generation.usage
-        chunks = Chunks(self._head, self._request.stream_options, usage)
+        chunks = ChunkWriter(self._head, self._request.stream_options, usage)
         arrived = self._generation.deltas()
         try:
             async for deltas in arrived:

@@ -143,7 +143,7 @@ def _listed(given: Sequence[str] | None) -> list[str]:
         try:
             found += [str(one) for one in json.loads(text)]
         except ValueError as error:
-            raise ConfigError(f"{text!r}: this is no JSON list: {error}") from error
+            raise ConfigError(f"{text!r}: this is not a JSON list: {error}") from error
     return found
 
 
@@ -155,7 +155,7 @@ def read_template(given: str | None) -> str | None:
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={given!r}: {error}") from error
+        raise ConfigError(f"chat_template={given!r}: {_why(error)}") from error
 
 
 def read_keys(path: str | None) -> list[str]:
@@ -165,10 +165,15 @@ def read_keys(path: str | None) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key_file={path!r}: {error}") from error
+        raise ConfigError(f"key_file={path!r}: {_why(error)}") from error
     keys = [line.strip() for line in lines if line.strip()]
     _require(bool(keys), f"key_file={path!r}: the file has no key")
     return keys
+
+
+def _why(error: OSError | UnicodeDecodeError) -> str:
+    """Without the file's name, which stands beside it."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _require(holds: bool, message: str) -> None:

@@ -26,7 +26,7 @@ MAX_ID_LEN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ChatTurn:
     """The answers to one conversation, being made."""
 
     prompt: Prompt
@@ -43,7 +43,7 @@ async def begin(
     *,
     field: str,
     fits_max_tokens: bool = False,
-) -> Turn:
+) -> ChatTurn:
     """Render, check and submit, unless the client leaves. `field` is what errors about the prompt
     name; with `fits_max_tokens` an answer may be as long as max_model_len leaves, where more was
     asked for.
@@ -56,13 +56,13 @@ async def begin(
 
 async def _begin(
     service: Service, request: ChatRequest, http: Request, field: str, fits_max_tokens: bool
-) -> Turn:
+) -> ChatTurn:
     request = transfer.as_served(service, request)
     tools = _tools(request)
     params = parameters.of_chat(request, service.client.info.sampling_defaults)
     if service.reads_special_tokens(has_tools=bool(tools)):
         params = replace(params, skip_special_tokens=False)
-    rendered = await render(service, request, http)
+    prompt, rendered = await prompt_of(service, request, params, http)
     is_open = service.format.is_open(rendered.text)
     if request.response_format or request.structured_outputs or request.tool_choice:
         form = await service.with_tokenizer(
@@ -71,16 +71,8 @@ async def _begin(
             )
         )
         params = await service.checked(forms.apply(params, form), forms.field_of(request))
-    prompt = Prompt(
-        token_ids=rendered.token_ids,
-        cache_salt=request.cache_salt or "",
-        cache_marks=rendered.marks[: service.client.config.max_cache_marks],
-        kv_transfer_params=request.kv_transfer_params,
-    )
-    max_model_len = service.client.info.max_model_len
-    prompt = shortened(prompt, request, params, max_model_len)
     if fits_max_tokens and params.max_tokens is not None:
-        room = max(max_model_len - len(prompt.token_ids), 1)
+        room = max(service.client.info.max_model_len - len(prompt.token_ids), 1)
         params = replace(params, max_tokens=min(params.max_tokens, room))
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
@@ -105,9 +97,24 @@ async def _begin(
         )
         for _ in range(params.n)
     ]
-    return Turn(
+    return ChatTurn(
         prompt=prompt, breakpoints=rendered.breakpoints, generation=generation, answers=answers
     )
+
+
+async def prompt_of(
+    service: Service, request: ChatRequest, params: SamplingParams, http: Request
+) -> tuple[Prompt, ChatPrompt]:
+    """What is served of a conversation, and all that was rendered."""
+    rendered = await render(service, request, http)
+    prompt = Prompt(
+        token_ids=rendered.token_ids,
+        cache_salt=request.cache_salt or "",
+        cache_marks=rendered.marks[: service.client.config.max_cache_marks],
+        kv_transfer_params=request.kv_transfer_params,
+    )
+    limit = service.client.info.max_model_len
+    return shortened(prompt, request, params, limit), rendered
 
 
 async def render(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.server.parsing import lark
-from milepost.server.parsing.answer import Format
+from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parsing.formats import ToolCalls
-from milepost.server.protocol import ChatRequest, NamedToolChoice, ResponseFormat, Sampling
+from milepost.server.parts import NamedToolChoice, ResponseFormat
+from milepost.server.protocol import ChatRequest, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +45,7 @@ def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | Non
 def of_chat(
     request: ChatRequest,
     tools: lark.Tools | None,
-    format_: Format,
+    format_: AnswerFormat,
     tokenizer: PreTrainedTokenizerBase,
     *,
     is_open: bool,
@@ -115,7 +116,7 @@ def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
     return tag if len(ids) == 1 else lark.text(tag)
 
 
-def _end_of_reasoning(format_: Format, tokenizer: PreTrainedTokenizerBase) -> int:
+def _end_of_reasoning(format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase) -> int:
     assert format_.thinking is not None, "what is open has a format"
     ids = tokenizer.encode(format_.thinking.close, add_special_tokens=False)
     if len(ids) != 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from milepost.server.errors import HttpError
-from milepost.server.protocol import Message, TextPart, Tool, ToolCall
+from milepost.server.parts import Message, TextPart, Tool, ToolCall
 
 _NOT_FOR_TEMPLATES = {"content", "tool_calls", "reasoning", "refusal", "annotations"}
 

@@ -182,29 +182,48 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._service = service
+        self._is_told_twice = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """A signal ends `serve`; uvicorn would then raise it again, before the engine is ended."""
-        with _on_signals(lambda number: self.handle_exit(number, None)):
+        with _on_signals(self._told_to_end):
             yield
+
+    def _told_to_end(self, number: int) -> None:
+        """By a signal. A second Ctrl-C ends the requests that run, a third waits for nothing."""
+        if not self.should_exit:
+            self.handle_exit(number, None)
+            self._say_what_is_awaited()
+        elif number == signal.SIGINT and not self._is_told_twice:
+            self._is_told_twice = True
+            self._end_requests("it was told to end at once")
+        else:
+            self.handle_exit(number, None)
+
+    def _say_what_is_awaited(self) -> None:
+        running, limit = self._service.client.num_in_flight, self._service.config.shutdown_timeout_s
+        if running:
+            logger.warning(
+                "shutting down: answers still running: %d; they have %g seconds "
+                "(Ctrl-C again ends them now)",
+                running,
+                limit,
+            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_closing = True
         self._service.client.fail_questions(ServerClosingError("the server is shutting down"))
         limit = self._service.config.shutdown_timeout_s
-        timer = asyncio.get_running_loop().call_later(limit, self._give_up)
+        why = f"the {limit:g} seconds that it gives running requests are over"
+        timer = asyncio.get_running_loop().call_later(limit, self._end_requests, why)
         try:
             await super().shutdown(sockets=sockets)
         finally:
             timer.cancel()
 
-    def _give_up(self) -> None:
-        limit = self._service.config.shutdown_timeout_s
-        error = ServerClosingError(
-            f"the server shut down: the {limit:g} seconds that it gives running requests are over"
-        )
-        self._service.client.fail_all(error)
+    def _end_requests(self, why: str) -> None:
+        self._service.client.fail_all(ServerClosingError(f"the server shut down: {why}"))
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -262,7 +281,7 @@ def _check_tls(config: ServerConfig) -> None:
             context.load_verify_locations(config.ssl_ca_certs)
     except OSError as error:  # ssl.SSLError is one
         where = f"{config.ssl_certfile!r}, ssl_keyfile={config.ssl_keyfile!r}"
-        raise ConfigError(f"ssl_certfile={where}: {error}") from error
+        raise ConfigError(f"ssl_certfile={where}: {error.strerror or error}") from error
 
 
 def _address(config: ServerConfig, sock: socket.socket) -> str:

@@ -15,14 +15,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine import chat, heap
-from milepost.engine.client import Bell, EngineClient, Stream
+from milepost.engine.client import EngineClient
 from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import check_combination
 from milepost.engine.lengths import FewestTokens
 from milepost.engine.prompts import Prompt, check_prompt
 from milepost.engine.special import special_texts
+from milepost.engine.stream import Stream, StreamBell
 from milepost.engine.text_process import Encoded, Text, Texts
-from milepost.engine.wire import Output
 from milepost.errors import (
     EngineAsleepError,
     EngineDeadError,
@@ -36,6 +36,7 @@ from milepost.server.errors import HttpError
 from milepost.server.logprobs import TokenBytes
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, special_tags
+from milepost.server.submission import Submission
 from milepost.server.templates import check_template_kwargs, variables_of
 from milepost.server.tokenizing import MAX_SHORT, Lanes
 from milepost.server.unknown import UnknownFields
@@ -48,36 +49,6 @@ T = TypeVar("T")
 TOO_LONG = "context_length_exceeded"
 GIVE_BACK_S = 1.0
 """After a long text, until free memory goes back to the system."""
-
-
-class Submission:
-    """The streams of one HTTP request; `close` it, whatever happens."""
-
-    def __init__(self, streams: list[Stream], bell: Bell, timer: asyncio.TimerHandle) -> None:
-        self._streams = streams
-        self._num_open = len(streams)
-        self._bell = bell
-        self._timer = timer
-
-    async def arrived(self) -> list[tuple[int, Output]]:
-        """(Number of the prompt, what its answers gained) of all that has come: at least one, or
-        none after the last. Raises as `Stream.take`.
-        """
-        found: list[tuple[int, Output]] = []
-        while self._num_open and not found:
-            await self._bell.wait()
-            for number, stream in enumerate(self._streams):
-                output = stream.take()
-                if output is not None:
-                    found.append((number, output))
-                    self._num_open -= output.finished
-        return found
-
-    def close(self) -> None:
-        """Give up what is not over."""
-        self._timer.cancel()
-        for stream in self._streams:
-            stream.close()
 
 
 class Service:
@@ -334,7 +305,7 @@ class Service:
                 "--scheduling-policy priority lets requests say more"
             )
         self._check(prompts, params, field)
-        bell = Bell()
+        bell = StreamBell()
         streams = [
             self.client.add(prompt, params, priority=priority, bell=bell) for prompt in prompts
         ]

@@ -21,10 +21,13 @@ def describe(service: Service) -> list[tuple[str, str]]:
         pages += f", {size(info.num_pages * facts.page_bytes)}"
         slots += f", {size(info.num_slots * facts.slot_bytes)}"
     names = ", ".join(service.names)
+    memory = f"weights {size(facts.weights_bytes)}, cache {size(facts.cache_bytes)}"
+    if service.client.config.tensor_parallel_size > 1:
+        memory += " on each device"
     rows = [
         ("model", f"{names}, up to {info.max_model_len:,} tokens"),
         ("device", f"{facts.device}, {facts.dtype}, {_kept(facts)}"),
-        ("memory", f"weights {size(facts.weights_bytes)}, cache {size(facts.cache_bytes)}"),
+        ("memory", memory),
         ("pages", pages),
         ("state slots", slots),
         ("parsers", f"tool calls {service.format.calls}, reasoning {service.format.reasoning}"),

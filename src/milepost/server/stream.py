@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from milepost.errors import MilepostError
 from milepost.server.errors import ClientGoneError, body_of, message_of
-from milepost.server.protocol import StreamOptions
+from milepost.server.parts import StreamOptions
 
 T = TypeVar("T")
 Send = Callable[[Any], Awaitable[None]]
@@ -36,7 +36,7 @@ def _failure(error: Exception) -> bytes:
     return event(body_of(error))
 
 
-class Chunks:
+class ChunkWriter:
     """Writes the events of one stream, which differ in their choice alone: what stands around it is
     encoded once.
     """

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from milepost.server.errors import HttpError
-from milepost.server.protocol import Body
+from milepost.server.parts import Body
 
 logger = logging.getLogger(__name__)
 

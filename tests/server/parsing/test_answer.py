@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.answer import AnswerParser, Format, find_format
+from milepost.server.parsing.answer import AnswerFormat, AnswerParser, find_format
 from milepost.server.parsing.events import CallArguments, CallStart
 from milepost.server.parsing.formats import CALLS_OF, TOOL_CALLS
 from milepost.server.parsing.json_calls import JsonCalls
 from tests.server.parsing.written import Grammar, hermes, parsed, tool, xml
 
-HERMES = Format(reasoning="qwen3", calls="hermes")
-XML = Format(reasoning="qwen3", calls="qwen3_xml")
-PLAIN = Format(reasoning="none", calls="none")
+HERMES = AnswerFormat(reasoning="qwen3", calls="hermes")
+XML = AnswerFormat(reasoning="qwen3", calls="qwen3_xml")
+PLAIN = AnswerFormat(reasoning="none", calls="none")
 TOOLS = [
     {
         "type": "function",
@@ -149,7 +149,7 @@ def test_format_is_read_off_the_template():
 
 
 def test_reasoning_that_no_tag_opens():
-    form = Format(calls="none", reasoning="deepseek_r1")
+    form = AnswerFormat(calls="none", reasoning="deepseek_r1")
     assert form.is_open("<|im_start|>assistant\n")
     for text in ("<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes"):
         for pieces in ([text], list(text)):
@@ -157,8 +157,10 @@ def test_reasoning_that_no_tag_opens():
 
 
 def test_a_list_of_calls():
-    form = Format(calls="nemotron_json", reasoning="none")
-    assert find_format("<TOOLCALL></think>") == Format(calls="nemotron_json", reasoning="qwen3")
+    form = AnswerFormat(calls="nemotron_json", reasoning="none")
+    assert find_format("<TOOLCALL></think>") == AnswerFormat(
+        calls="nemotron_json", reasoning="qwen3"
+    )
     tools = [tool({"type": "object"}, name) for name in "fg"]
     calls = [{"name": name, "arguments": {"a": [1, "</TOOLCALL>"]}} for name in "fg"]
     text = f"<TOOLCALL>{json.dumps(calls)}</TOOLCALL>"
@@ -376,12 +378,12 @@ KIMI_ENDS = "<|tool_call_end|><|tool_calls_section_end|>"
     ],
 )  # fmt: skip
 def test_other_families(calls, text, content, found):
-    form = Format(reasoning="none", calls=calls)
+    form = AnswerFormat(reasoning="none", calls=calls)
     assert agreed(form, text) == ("", content, found)
 
 
 def test_a_call_keeps_the_id_that_the_model_wrote():
-    parser = Format(reasoning="none", calls="kimi_k2").parser(tools=TOOLS, is_open=False)
+    parser = AnswerFormat(reasoning="none", calls="kimi_k2").parser(tools=TOOLS, is_open=False)
     events = parser.feed(KIMI.format("functions.f:3", "{}") + KIMI_ENDS)
     assert [event.id for event in events if isinstance(event, CallStart)] == ["functions.f:3"]
     assert parser.has_ended_call
@@ -405,7 +407,7 @@ def test_a_family_writes_calls_that_its_template_does_not_show(model_type):
 
 
 def test_reasoning_between_two_sentences():
-    form = Format(calls="granite", reasoning="granite")
+    form = AnswerFormat(calls="granite", reasoning="granite")
     template = "'Here is my thought process:' ... 'Here is my response:' ... <|tool_call|>"
     assert find_format(template) == form
     for verb in ("Here is", "Here's"):

@@ -14,12 +14,12 @@ from llguidance import LLMatcher
 
 from milepost.engine.grammars import grammar_of
 from milepost.server import forms
-from milepost.server.parsing.answer import Format
+from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.protocol import ChatRequest
 from tests import chatmodel
 from tests.server.parsing.written import WRITERS, Grammar, kimi, lfm2, olmo3, parsed, tool, xml
 
-XML = Format(reasoning="none", calls="qwen3_xml")
+XML = AnswerFormat(reasoning="none", calls="qwen3_xml")
 NAMES = st.sampled_from(["a", "b", "füße", "x y", "name", "arguments", "function"])
 TEXTS = st.one_of(
     st.text(max_size=12),
@@ -194,7 +194,7 @@ def test_pythonic_calls(drawn, form):
     for text in (write("f", arguments), write("f", arguments, write=as_json)):
         for pieces in ([text], cut(text, pick), list(text)):
             _, content, [[name, given]] = parsed(
-                Format(reasoning="none", calls=calls), pieces, tools
+                AnswerFormat(reasoning="none", calls=calls), pieces, tools
             )
             assert (name, content) == ("f", "")
             assert same(json.loads(given), arguments), given
@@ -210,7 +210,7 @@ def test_several_calls_in_one_section():
         "lfm2": "<|tool_call_start|>[f(), g()]<|tool_call_end|>",
         "olmo3": "<function_calls>\nf()\ng()\n</function_calls>",
     }.items():
-        form = Format(reasoning="none", calls=calls)
+        form = AnswerFormat(reasoning="none", calls=calls)
         for pieces in ([text], list(text)):
             assert parsed(form, pieces, tools) == ("", "", [["f", "{}"], ["g", "{}"]])
         assert Grammar(calls, tools, is_single=False).accepts(text)
@@ -219,7 +219,7 @@ def test_several_calls_in_one_section():
 
 def check(calls, parameters, arguments, pick, text):
     tools = [tool(parameters)]
-    form = Format(reasoning="none", calls=calls)
+    form = AnswerFormat(reasoning="none", calls=calls)
     for pieces in ([text], cut(text, pick), list(text)):
         _, content, [[name, given]] = parsed(form, pieces, tools)
         assert (name, content) == ("f", "")
@@ -271,7 +271,7 @@ def test_several_calls_come_where_several_may(calls):
 
 @pytest.mark.parametrize("newlines", ["", "\n", "\n\n"])
 def test_a_demanded_call_behind_reasoning_may_begin_with_line_breaks(newlines):
-    form = Format(reasoning="qwen3", calls="hermes")
+    form = AnswerFormat(reasoning="qwen3", calls="hermes")
     text = newlines + WRITERS["hermes"]("f", {})
     tools = [tool({"type": "object"})]
     request = ChatRequest.model_validate(

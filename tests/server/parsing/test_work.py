@@ -2,7 +2,7 @@
 
 import pytest
 
-from milepost.server.parsing.answer import Format
+from milepost.server.parsing.answer import AnswerFormat
 from tests.server.parsing.written import tool
 
 KINDS = {"s": "string", "l": "array", "n": ["string", "null"]}
@@ -54,7 +54,7 @@ def work(form, head, piece, length):
 @pytest.mark.parametrize("calls", ["hermes", "qwen3_xml", "kimi_k2", "lfm2"])
 @pytest.mark.parametrize("name", TEXTS)
 def test_work_is_linear(calls, name):
-    form = Format(reasoning="qwen3", calls=calls)
+    form = AnswerFormat(reasoning="qwen3", calls=calls)
     short, long = (work(form, *TEXTS[name], length) for length in (300, 3000))
     assert long < 80
     assert long < 1.5 * short

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.server.parsing import lark
-from milepost.server.parsing.answer import Format
+from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 
 
@@ -88,7 +88,7 @@ class Grammar:
     tokenizer = None
 
     def __init__(self, calls, tools, *, is_single=True):
-        form = Format(reasoning="none", calls=calls).tool_calls
+        form = AnswerFormat(reasoning="none", calls=calls).tool_calls
         self._compile(["start: calls", *form.grammar(tools, lark.text, is_single=is_single)])
 
     @classmethod

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from milepost.server import protocol as openai
-from milepost.server.anthropic.protocol import Block, CountTokensRequest, Message, MessagesRequest
+from milepost.server import parts as openai
+from milepost.server.anthropic.protocol import (
+    AnthropicMessage,
+    ContentBlock,
+    CountTokensRequest,
+    MessagesRequest,
+)
+from milepost.server.protocol import ChatRequest
 
 _BILLING = "x-anthropic-billing-header:"
 """A line that coding agents put before the system prompt. It differs with each request, so nothing
 behind it could be reused, and it says nothing to a model."""
 
 
-def to_chat(request: CountTokensRequest) -> openai.ChatRequest:
+def to_chat(request: CountTokensRequest) -> ChatRequest:
     """The same conversation; raises ValueError (pydantic's own) for what no chat request can say.
 
     An assistant's message at the end is the beginning of the answer.
@@ -34,7 +40,7 @@ def to_chat(request: CountTokensRequest) -> openai.ChatRequest:
             "cache_salt": request.cache_salt,
             "user": _user(request),
         }
-    return openai.ChatRequest(
+    return ChatRequest(
         model=request.model,
         messages=messages,
         tools=_tools(request),
@@ -72,7 +78,7 @@ def _system(request: CountTokensRequest) -> list[openai.Message]:
     return [openai.Message(role="system", content=parts)] if parts else []
 
 
-def _messages(message: Message) -> list[openai.Message]:
+def _messages(message: AnthropicMessage) -> list[openai.Message]:
     """A tool's results become messages of their own, before what the user says beside them."""
     if isinstance(message.content, str):
         return [openai.Message(role=message.role, content=message.content)]
@@ -84,7 +90,7 @@ def _messages(message: Message) -> list[openai.Message]:
     return [*results, *rest] or [openai.Message(role=message.role, content="")]
 
 
-def _assistant(blocks: list[Block]) -> openai.Message:
+def _assistant(blocks: list[ContentBlock]) -> openai.Message:
     calls = [
         openai.ToolCall(
             id=block.id,
@@ -106,11 +112,11 @@ def _assistant(blocks: list[Block]) -> openai.Message:
     )
 
 
-def _text(block: Block) -> openai.TextPart:
+def _text(block: ContentBlock) -> openai.TextPart:
     return openai.TextPart(type="text", text=block.text, cache_control=block.cache_control)
 
 
-def _result(block: Block) -> openai.Message:
+def _result(block: ContentBlock) -> openai.Message:
     content = block.content or ""
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
@@ -126,7 +132,7 @@ def _tools(request: CountTokensRequest) -> list[openai.Tool] | None:
     return [
         openai.Tool(
             type="function",
-            function=openai.Function(
+            function=openai.FunctionDefinition(
                 name=tool.name, description=tool.description, parameters=tool.input_schema
             ),
         )

@@ -17,8 +17,8 @@ from milepost.server import conversation
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.errors import body_of
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from milepost.server.blocks import Block, Blocks, Closed, Gained, Opened, Step
-from milepost.server.conversation import Turn
+from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
+from milepost.server.conversation import ChatTurn
 from milepost.server.errors import HttpError, json_response
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
@@ -47,7 +47,7 @@ async def answer(service: Service, request: MessagesRequest, http: Request) -> R
     turn = await conversation.begin(
         service, _chat(service, request, http), http, field="messages", fits_max_tokens=True
     )
-    writer = _Writer(turn, model, request)
+    writer = _MessageWriter(turn, model, request)
     http.scope["milepost.record"]["id"] = writer.id
     close = turn.generation.close
     if request.stream:
@@ -98,10 +98,10 @@ def _failed(error: Exception) -> bytes:
     return named_event("error", body_of(error))
 
 
-class _Writer:
+class _MessageWriter:
     """Brings the response into its form."""
 
-    def __init__(self, turn: Turn, model: str, request: MessagesRequest) -> None:
+    def __init__(self, turn: ChatTurn, model: str, request: MessagesRequest) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._turn = turn
         self._model = model
@@ -182,11 +182,11 @@ class _Writer:
         }
 
 
-def _named(block: Block) -> dict[str, Any]:
+def _named(block: AnswerBlock) -> dict[str, Any]:
     return {"id": f"toolu_{block.id}", "name": block.name} if block.kind == "call" else {}
 
 
-def _whole(block: Block) -> dict[str, Any]:
+def _whole(block: AnswerBlock) -> dict[str, Any]:
     body = {**_BLOCKS[block.kind], **_named(block)}
     if block.kind == "call":
         body["input"] = _arguments(block.text)

@@ -6,20 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from milepost.server.protocol import (
-    MAX_INT,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_STOPS,
-    Body,
-    CacheControl,
-    Many,
-    StopText,
-    only,
-)
+from milepost.server.parts import MAX_INT, MAX_PARTS, Body, CacheControl, Many, StopText, only
+from milepost.server.protocol import MAX_MESSAGES, MAX_STOPS
 
 
-class Text(Body):
+class TextBlock(Body):
     """A block of a tool's result or of the system prompt."""
 
     type: Literal["text"]
@@ -36,7 +27,7 @@ _NEEDS = {
 }
 
 
-class Block(Body):
+class ContentBlock(Body):
     """A block of a message; which of its fields count, its type says."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -49,25 +40,25 @@ class Block(Body):
     input: dict[str, Any] | None = None
     caller: Any = None
     tool_use_id: str | None = None
-    content: str | Annotated[Many[Text], Field(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[Many[TextBlock], Field(max_length=MAX_PARTS)] | None = None
     is_error: bool | None = None
     citations: Any = None
     cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
-    def _has_its_own(self) -> Block:
+    def _has_its_own(self) -> ContentBlock:
         needed = _NEEDS.get(self.type)
         if needed is not None and getattr(self, needed) is None:
             raise ValueError(f"a block of type {self.type!r} needs a {needed}")
         return self
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Many[Block], Field(max_length=MAX_PARTS)]
+    content: str | Annotated[Many[ContentBlock], Field(max_length=MAX_PARTS)]
 
 
-class Tool(Body):
+class CustomTool(Body):
     """A tool that the client runs."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -106,9 +97,9 @@ class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens: what decides the prompt."""
 
     model: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | Annotated[Many[Text], Field(max_length=MAX_PARTS)] | None = None
-    tools: Many[Tool] | None = None
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[Many[TextBlock], Field(max_length=MAX_PARTS)] | None = None
+    tools: Many[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import Content, Event, Found
+from milepost.server.parsing.events import Content, Event, FoundEvents
 from milepost.server.parsing.formats import (
     CALLS_OF,
     REASONING,
@@ -26,7 +26,7 @@ class AnswerParser:
         self, reasoning: ThinkTags | None, calls: CallReader | None, *, is_open: bool
     ) -> None:
         self._tape = Tape()
-        self._found = Found()
+        self._found = FoundEvents()
         self._is_plain = False
         """All that follows is content, as it comes."""
         self._reading = self._read(reasoning, calls, is_open)
@@ -76,7 +76,7 @@ class AnswerParser:
         found.end()
 
 
-def _read_calls(tape: Tape, found: Found, calls: CallReader) -> Reading[None]:
+def _read_calls(tape: Tape, found: FoundEvents, calls: CallReader) -> Reading[None]:
     starts = tags(*calls.starts)
     with_close = tags(*calls.starts, calls.close) if calls.close else starts
     is_call = False
@@ -88,7 +88,7 @@ def _read_calls(tape: Tape, found: Found, calls: CallReader) -> Reading[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class AnswerFormat:
     """How a model writes reasoning and calls: names of formats, or "none"."""
 
     reasoning: str
@@ -119,7 +119,7 @@ class Format:
 
 def find_format(
     template: object, *, calls: str = "auto", reasoning: str = "auto", model_type: str = ""
-) -> Format:
+) -> AnswerFormat:
     """Settle what is `auto` by what the chat template writes itself; how a model writes calls, if
     its template takes tools and doesn't show that, by what its family does."""
     text = template if isinstance(template, str) else ""
@@ -127,13 +127,13 @@ def find_format(
         calls = told_by(text, TOOL_CALLS)
         if calls == "none" and "tools" in text:
             calls = CALLS_OF.get(model_type, "none")
-    return Format(
+    return AnswerFormat(
         calls=calls,
         reasoning=told_by(text, REASONING) if reasoning == "auto" else reasoning,
     )
 
 
-def special_tags(format_: Format, tokenizer: Any) -> set[str]:
+def special_tags(format_: AnswerFormat, tokenizer: Any) -> set[str]:
     """Of "calls" and "reasoning" those with a tag that the tokenizer leaves out of a text."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {token.content for token in added if token.special}

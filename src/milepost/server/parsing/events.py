@@ -34,7 +34,7 @@ class CallArguments:
 Event = Reasoning | Content | CallStart | CallArguments
 
 
-class Found:
+class FoundEvents:
     """The events of one answer; neighbours of one kind become one event.
 
     White space beside a call belongs to neither, so white space at an end of the content waits.

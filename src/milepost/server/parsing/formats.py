@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Protocol, TypeVar
 
 from milepost.server.parsing import families, lark
-from milepost.server.parsing.events import Found
+from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.reasoning import ThinkTags
 from milepost.server.parsing.tape import Reading, Tape
 
@@ -20,7 +20,7 @@ class CallReader(Protocol):
     """Tags with which a call may begin; the first as a rule."""
     close: str
 
-    def read(self, tape: Tape, found: Found, start: str) -> Reading[bool]:
+    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
         """Read on behind a tag of `starts`; whether it was a call. What was none is content."""
 
 

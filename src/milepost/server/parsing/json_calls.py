@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import Found
+from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.json_text import loaded, member, value
 from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take
 
@@ -41,8 +41,8 @@ class JsonCalls:
     """What stands behind the opening and before the closing tag."""
     signs: tuple[str, ...] = ("<tool_call>",)
 
-    def reader(self, tools: lark.Tools) -> _Reader:  # noqa: ARG002 - as other formats
-        return _Reader(self)
+    def reader(self, tools: lark.Tools) -> _JsonReader:  # noqa: ARG002 - as other formats
+        return _JsonReader(self)
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
         """Rules of which `calls` is the whole."""
@@ -65,7 +65,7 @@ class JsonCalls:
         return f'{rule}: {lark.text(head)} {arguments} "}}"'
 
 
-class _Reader:
+class _JsonReader:
     """Reads the calls of one answer."""
 
     def __init__(self, form: JsonCalls) -> None:
@@ -73,13 +73,13 @@ class _Reader:
         self.starts = (form.open, *form.others)
         self.close = form.close
 
-    def read(self, tape: Tape, found: Found, start: str) -> Reading[bool]:
+    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
         seen = [start, (yield from spaces(tape))]
         seen.append((yield from take(tape, tags("["))))
         seen.append((yield from spaces(tape)))
         num_calls = 0
         while (yield from take(tape, tags("{"))):
-            if not (yield from _Call(self._form, tape, found, ["".join(seen)]).read()):
+            if not (yield from _JsonCall(self._form, tape, found, ["".join(seen)]).read()):
                 return num_calls > 0
             num_calls += 1
             seen = [(yield from run(tape, _BETWEEN))]
@@ -90,10 +90,10 @@ class _Reader:
         return True
 
 
-class _Call:
+class _JsonCall:
     """Reads one object behind its opening brace."""
 
-    def __init__(self, form: JsonCalls, tape: Tape, found: Found, seen: list[str]) -> None:
+    def __init__(self, form: JsonCalls, tape: Tape, found: FoundEvents, seen: list[str]) -> None:
         self._form = form
         self._tape = tape
         self._found = found

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import Found
+from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.json_text import value
 from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take, until
 
@@ -37,8 +37,8 @@ class NamedCalls:
     """Before the name in an id; a number follows the name."""
     signs: tuple[str, ...]
 
-    def reader(self, tools: lark.Tools) -> _Reader:
-        return _Reader(self, tools)
+    def reader(self, tools: lark.Tools) -> _NamedReader:
+        return _NamedReader(self, tools)
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
         """Rules of which `calls` is the whole."""
@@ -57,7 +57,7 @@ class NamedCalls:
         return f"{rule}: {head} number {tag(self.arguments)} {arguments}"
 
 
-class _Reader:
+class _NamedReader:
     """Reads the calls of one answer."""
 
     def __init__(self, form: NamedCalls, tools: lark.Tools) -> None:
@@ -66,7 +66,7 @@ class _Reader:
         self.starts = (form.open, form.call[0])
         self.close = form.close
 
-    def read(self, tape: Tape, found: Found, start: str) -> Reading[bool]:
+    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
         form = self._form
         seen, begun = start, start == form.call[0]
         if not begun:
@@ -98,7 +98,7 @@ class _Reader:
         bare = name.removeprefix(self._form.prefix)
         return name if name in self._names and bare not in self._names else bare
 
-    def _arguments(self, tape: Tape, found: Found) -> Reading[bool]:
+    def _arguments(self, tape: Tape, found: FoundEvents) -> Reading[bool]:
         """Pass on what is an object, as it comes; whether the call ended."""
         end = tags(self._form.call[1])
         yield from spaces(tape)

@@ -17,7 +17,7 @@ from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import Found
+from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.json_text import Give, loaded
 from milepost.server.parsing.schemas import carried, resolved
 from milepost.server.parsing.tape import Reading, Tape, one, run, spaces, tags, take, until
@@ -38,8 +38,8 @@ class PythonicCalls:
     """What stands before the first call, between two, and behind the last."""
     signs: tuple[str, ...]
 
-    def reader(self, tools: lark.Tools) -> _Reader:  # noqa: ARG002 - as other formats
-        return _Reader(self)
+    def reader(self, tools: lark.Tools) -> _PythonicReader:  # noqa: ARG002 - as other formats
+        return _PythonicReader(self)
 
     # --- grammar ----------------------------------------------------------------------------------
 
@@ -93,14 +93,14 @@ def _checked(name: str) -> str:
     return name
 
 
-class _Reader:
+class _PythonicReader:
     """Reads the calls of one answer."""
 
     def __init__(self, form: PythonicCalls) -> None:
         self.starts = (form.open,)
         self.close = form.close
 
-    def read(self, tape: Tape, found: Found, start: str) -> Reading[bool]:
+    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
         seen = start + (yield from spaces(tape))
         seen += yield from take(tape, tags("["))
         num_calls = 0
@@ -119,7 +119,7 @@ class _Reader:
                 return True
             found.end_call()
 
-    def _arguments(self, tape: Tape, found: Found) -> Reading[bool]:
+    def _arguments(self, tape: Tape, found: FoundEvents) -> Reading[bool]:
         """Whether the call ended. One that is cut off, or has no keywords, stays unfinished."""
         before = "{"
         while True:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from milepost.server.parsing.events import Found
+from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take, until
 
 _LINES = re.compile(r"\n*")
@@ -32,7 +32,7 @@ class ThinkTags:
         return self.is_always_open or prompt[-1024:].rstrip().endswith(self.open)
 
     def read(
-        self, tape: Tape, found: Found, *, is_open: bool, ends: tuple[str, ...]
+        self, tape: Tape, found: FoundEvents, *, is_open: bool, ends: tuple[str, ...]
     ) -> Reading[None]:
         """Read the reasoning with which an answer begins, if it does.
 
@@ -63,7 +63,7 @@ class ThinkTags:
 class _Lines:
     """Passes reasoning on, without line breaks at its start; those at its end wait."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FoundEvents) -> None:
         self._found = found
         self._held: list[str] = []
         self._has_text = False

@@ -23,7 +23,7 @@ from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
-from milepost.server.parsing.events import Found
+from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.json_text import value
 from milepost.server.parsing.schemas import Schema, resolved
 from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take, until
@@ -43,8 +43,8 @@ class TaggedCalls:
     parameter: tuple[str, str] = ("<parameter=", "</parameter>")
     signs: tuple[str, ...] = ("<tool_call>", "<function=")
 
-    def reader(self, tools: lark.Tools) -> _Reader:
-        return _Reader(self, tools)
+    def reader(self, tools: lark.Tools) -> _TaggedReader:
+        return _TaggedReader(self, tools)
 
     @property
     def barred(self) -> str:
@@ -114,7 +114,7 @@ class Parameters:
         return self.named.get(name) or self.others or Value({}, {})
 
 
-class _Reader:
+class _TaggedReader:
     """Reads the calls of one answer. Models forget the first tag: a function's own will do."""
 
     def __init__(self, form: TaggedCalls, tools: lark.Tools) -> None:
@@ -124,7 +124,7 @@ class _Reader:
         self.starts = (form.open, form.function[0])
         self.close = form.close
 
-    def read(self, tape: Tape, found: Found, start: str) -> Reading[bool]:
+    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
         form = self._form
         seen = start
         if start == form.open:
@@ -139,7 +139,7 @@ class _Reader:
             found.content(seen + name + end)
             return False
         found.start(known)
-        yield from _Call(form, tape, found, self._parameters(known)).read()
+        yield from _TaggedCall(form, tape, found, self._parameters(known)).read()
         return True
 
     def _parameters(self, name: str) -> Parameters:
@@ -148,10 +148,12 @@ class _Reader:
         return self._known[name]
 
 
-class _Call:
+class _TaggedCall:
     """Reads one call behind its function's opening tag."""
 
-    def __init__(self, form: TaggedCalls, tape: Tape, found: Found, schema: Parameters) -> None:
+    def __init__(
+        self, form: TaggedCalls, tape: Tape, found: FoundEvents, schema: Parameters
+    ) -> None:
         self._form = form
         self._tape = tape
         self._found = found

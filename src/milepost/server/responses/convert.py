@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from milepost.server import protocol as openai
-from milepost.server.responses.protocol import Item, Part, ResponsesRequest
+from milepost.server import parts as openai
+from milepost.server.protocol import ChatRequest
+from milepost.server.responses.protocol import ContentPart, InputItem, ResponsesRequest
 
 _SAME = (
     "model",
@@ -28,7 +29,7 @@ _SAME = (
 """Fields that a chat request has under the same name."""
 
 
-def to_chat(request: ResponsesRequest, items: Sequence[Item]) -> openai.ChatRequest:
+def to_chat(request: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
     """The conversation that `items` are, with the rest of the request.
 
     Raises ValueError (pydantic's own) for what no chat request can say.
@@ -37,7 +38,7 @@ def to_chat(request: ResponsesRequest, items: Sequence[Item]) -> openai.ChatRequ
     if has_logprobs(request):
         own |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     effort = request.reasoning.effort if request.reasoning is not None else None
-    return openai.ChatRequest(
+    return ChatRequest(
         messages=messages_of(request.instructions, items),
         max_tokens=request.max_output_tokens,
         tools=_tools(request),
@@ -53,12 +54,12 @@ def has_logprobs(request: ResponsesRequest) -> bool:
     return "message.output_text.logprobs" in (request.include or ())
 
 
-def items_of(given: str | Sequence[Item]) -> list[Item]:
+def items_of(given: str | Sequence[InputItem]) -> list[InputItem]:
     """A text is what a user says."""
-    return [Item(role="user", content=given)] if isinstance(given, str) else list(given)
+    return [InputItem(role="user", content=given)] if isinstance(given, str) else list(given)
 
 
-def messages_of(instructions: str | None, items: Sequence[Item]) -> list[openai.Message]:
+def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[openai.Message]:
     """Reasoning, text and calls of one turn make one message of the assistant."""
     messages: list[openai.Message] = []
     if instructions:
@@ -82,14 +83,14 @@ def _closed(turn: dict[str, Any] | None) -> list[openai.Message]:
     return [] if turn is None else [openai.Message(role="assistant", **turn)]
 
 
-def _plain(item: Item) -> openai.Message:
+def _plain(item: InputItem) -> openai.Message:
     if item.type == "function_call_output":
         return openai.Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
     assert item.role is not None, "an item of type message has a role"
     return openai.Message(role=item.role, content=_text(item.content))
 
 
-def _extend(turn: dict[str, Any], item: Item) -> None:
+def _extend(turn: dict[str, Any], item: InputItem) -> None:
     """Add an item of the assistant's to its message."""
     if item.type == "reasoning":
         thoughts = _text(item.content or item.summary)
@@ -103,7 +104,7 @@ def _extend(turn: dict[str, Any], item: Item) -> None:
         turn["content"] = turn.get("content", "") + _text(item.content)
 
 
-def _text(content: str | Sequence[Part] | None) -> str:
+def _text(content: str | Sequence[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if part.text is not None else part.refusal or "" for part in content)
@@ -113,7 +114,7 @@ def _tools(request: ResponsesRequest) -> list[openai.Tool] | None:
     return [
         openai.Tool(
             type="function",
-            function=openai.Function(
+            function=openai.FunctionDefinition(
                 name=tool.name,
                 description=tool.description,
                 parameters=tool.parameters,

@@ -13,29 +13,24 @@ from starlette.responses import Response
 
 from milepost.server import conversation, transfer
 from milepost.server.errors import HttpError, json_response
+from milepost.server.protocol import ChatRequest
 from milepost.server.responses.convert import items_of, to_chat
-from milepost.server.responses.protocol import Item, ResponsesRequest
-from milepost.server.responses.store import Store, Stored
+from milepost.server.responses.protocol import InputItem, ResponsesRequest
+from milepost.server.responses.store import ResponseStore, StoredResponse
 from milepost.server.responses.writer import Writer
 from milepost.server.service import Service
 from milepost.server.stream import EventStream, unless_disconnected
 
 
 async def respond(
-    service: Service, store: Store, request: ResponsesRequest, http: Request
+    service: Service, store: ResponseStore, request: ResponsesRequest, http: Request
 ) -> Response:
     """Make a response."""
     model = service.check_model(request.model)
     if request.text is not None and request.text.verbosity is not None:
         service.unknown.tell(["text.verbosity"], http.scope)
     owner = owner_of(http)
-    before = _conversation_before(store, owner, request.previous_response_id)
-    own = items_of(request.input)
-    items = [*before, *own]
-    try:
-        chat = to_chat(request, items)
-    except ValidationError as error:
-        raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    own, items, chat = chat_of(store, request, http)
     chat = transfer.as_served(service, chat)
     octets = await service.token_bytes() if chat.logprobs else None
     turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
@@ -53,7 +48,20 @@ async def respond(
     return json_response(await unless_disconnected(http, writer.whole(), close))
 
 
-def find(store: Store, http: Request, id_: str) -> Stored:
+def chat_of(
+    store: ResponseStore, request: ResponsesRequest, http: Request
+) -> tuple[Sequence[InputItem], Sequence[InputItem], ChatRequest]:
+    """The items of a request, those of the conversation with it, and the chat they make."""
+    before = _conversation_before(store, owner_of(http), request.previous_response_id)
+    own = items_of(request.input)
+    items = [*before, *own]
+    try:
+        return own, items, to_chat(request, items)
+    except ValidationError as error:
+        raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+
+
+def find(store: ResponseStore, http: Request, id_: str) -> StoredResponse:
     """A stored response of the caller's. Raises HttpError 404."""
     stored = store.get(owner_of(http), id_)
     if stored is None:
@@ -61,7 +69,7 @@ def find(store: Store, http: Request, id_: str) -> Stored:
     return stored
 
 
-def delete(store: Store, http: Request, id_: str) -> dict[str, Any]:
+def delete(store: ResponseStore, http: Request, id_: str) -> dict[str, Any]:
     """Raises HttpError 404."""
     if not store.delete(owner_of(http), id_):
         raise _no_such(id_, "response_id")
@@ -74,7 +82,7 @@ def owner_of(http: Request) -> str:
     return hashlib.sha256(key.removeprefix("Bearer ").encode()).hexdigest()
 
 
-def _conversation_before(store: Store, owner: str, id_: str | None) -> Sequence[Item]:
+def _conversation_before(store: ResponseStore, owner: str, id_: str | None) -> Sequence[InputItem]:
     if id_ is None:
         return ()
     stored = store.get(owner, id_)
@@ -92,8 +100,10 @@ def _no_such(id_: str, field: str) -> HttpError:
     )
 
 
-def _stored(body: dict[str, Any], own: Sequence[Item], items: Sequence[Item]) -> Stored:
-    said = [Item.model_validate(item) for item in body["output"]]
+def _stored(
+    body: dict[str, Any], own: Sequence[InputItem], items: Sequence[InputItem]
+) -> StoredResponse:
+    said = [InputItem.model_validate(item) for item in body["output"]]
     conversation_ = (*items, *said)
     plain = [item.model_dump(exclude_none=True) for item in conversation_]
     num_bytes = len(msgspec.json.encode(plain)) + len(msgspec.json.encode(body))
@@ -101,4 +111,6 @@ def _stored(body: dict[str, Any], own: Sequence[Item], items: Sequence[Item]) ->
         {"id": item.id or f"item_{place}", **item.model_dump(exclude_none=True)}
         for place, item in enumerate(own)
     ]
-    return Stored(body=body, input_items=listed, conversation=conversation_, num_bytes=num_bytes)
+    return StoredResponse(
+        body=body, input_items=listed, conversation=conversation_, num_bytes=num_bytes
+    )

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from milepost.server.protocol import MAX_INT, MAX_MESSAGES, MAX_PARTS, Body, Count, Many, only
+from milepost.server.parts import MAX_INT, MAX_PARTS, Body, Count, Many, only
+from milepost.server.protocol import MAX_MESSAGES
 
 
-class Part(Body):
+class ContentPart(Body):
     """A part of a message, of a tool's output or of a reasoning item."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
@@ -19,13 +20,13 @@ class Part(Body):
     logprobs: Any = None
 
     @model_validator(mode="after")
-    def _has_text(self) -> Part:
+    def _has_text(self) -> ContentPart:
         if self.text is None and self.refusal is None:
             raise ValueError(f"a part of type {self.type!r} needs its text")
         return self
 
 
-Parts = Annotated[Many[Part], Field(max_length=MAX_PARTS)]
+Parts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
 
 _NEEDS = {
     "message": ("role", "content"),
@@ -35,7 +36,7 @@ _NEEDS = {
 }
 
 
-class Item(Body):
+class InputItem(Body):
     """An item of the input; which of its fields count, its type says."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -53,14 +54,14 @@ class Item(Body):
     encrypted_content: Any = None
 
     @model_validator(mode="after")
-    def _has_its_own(self) -> Item:
+    def _has_its_own(self) -> InputItem:
         for name in _NEEDS[self.type]:
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type!r} needs {name}")
         return self
 
 
-class Function(Body):
+class FunctionTool(Body):
     """A tool that the client runs."""
 
     type: Literal["function"]
@@ -75,7 +76,7 @@ class FunctionChoice(Body):
     name: str
 
 
-class Format(Body):
+class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -83,8 +84,8 @@ class Format(Body):
     strict: bool | None = None
 
 
-class Text(Body):
-    format: Format | None = None
+class TextOptions(Body):
+    format: TextFormat | None = None
     verbosity: Any = None
 
 
@@ -94,7 +95,7 @@ class ReasoningOptions(Body):
     generate_summary: Any = None
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     include_obfuscation: Any = None
 
 
@@ -102,21 +103,21 @@ class ResponsesRequest(Body):
     """POST /v1/responses"""
 
     model: str | None = None
-    input: str | Annotated[Many[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
     """True (the default): keep the response, for previous_response_id and GET."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Many[Function] | None = None
+    tools: Many[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: Text | None = None
+    text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Many[str] | None = None
     metadata: dict[str, Any] | None = None

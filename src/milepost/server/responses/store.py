@@ -10,28 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.server.responses.protocol import Item
+from milepost.server.responses.protocol import InputItem
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredResponse:
     """A response, and the conversation up to its end, without instructions."""
 
     body: dict[str, Any]
     input_items: Sequence[dict[str, Any]]
-    conversation: Sequence[Item]
+    conversation: Sequence[InputItem]
     num_bytes: int
     """Of the whole conversation as JSON, so that long chains count for all that they keep alive."""
 
 
-class Store:
+class ResponseStore:
     """The stored responses of one server."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self.num_bytes = 0
@@ -39,10 +39,10 @@ class Store:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def get(self, owner: str, id_: str) -> Stored | None:
+    def get(self, owner: str, id_: str) -> StoredResponse | None:
         return self._stored.get((owner, id_))
 
-    def put(self, owner: str, id_: str, stored: Stored) -> None:
+    def put(self, owner: str, id_: str, stored: StoredResponse) -> None:
         """Keep a response; one that is larger than the whole store is not kept."""
         self._stored[owner, id_] = stored
         self.num_bytes += stored.num_bytes

@@ -9,8 +9,8 @@ from typing import Any
 
 from milepost.engine.wire import Delta
 from milepost.server import errors, logprobs
-from milepost.server.blocks import Block, Blocks, Closed, Gained, Opened, Step
-from milepost.server.conversation import Turn
+from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
+from milepost.server.conversation import ChatTurn
 from milepost.server.logprobs import TokenBytes
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.stream import named_event
@@ -25,7 +25,7 @@ class Writer:
     def __init__(
         self,
         request: ResponsesRequest,
-        turn: Turn,
+        turn: ChatTurn,
         model: str,
         octets: TokenBytes | None,
         on_end: Callable[[dict[str, Any]], None],
@@ -117,7 +117,7 @@ class Writer:
             "total_tokens": usage["total_tokens"],
         }
 
-    def _item(self, block: Block, *, is_done: bool) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, *, is_done: bool) -> dict[str, Any]:
         status = "completed" if is_done else "in_progress"
         item: dict[str, Any] = {"id": _id(block), "status": status}
         if block.kind == "call":
@@ -129,7 +129,7 @@ class Writer:
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}
 
-    def _part(self, block: Block, text: str | None = None) -> dict[str, Any]:
+    def _part(self, block: AnswerBlock, text: str | None = None) -> dict[str, Any]:
         text = block.text if text is None else text
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -147,21 +147,21 @@ class Writer:
             case Closed(block):
                 yield from self._closed(block)
 
-    def _opened(self, block: Block) -> Iterator[bytes]:
+    def _opened(self, block: AnswerBlock) -> Iterator[bytes]:
         item = self._item(block, is_done=False)
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "call":
             part = self._part(block, "")
             yield self._event("response.content_part.added", **_place(block), part=part)
 
-    def _gained(self, block: Block, text: str) -> bytes:
+    def _gained(self, block: AnswerBlock, text: str) -> bytes:
         if block.kind == "call":
             place = {"item_id": _id(block), "output_index": block.index}
             return self._event("response.function_call_arguments.delta", **place, delta=text)
         own = {"logprobs": []} if block.kind == "text" else {}
         return self._event(f"{_TEXTS[block.kind]}.delta", **_place(block), delta=text, **own)
 
-    def _closed(self, block: Block) -> Iterator[bytes]:
+    def _closed(self, block: AnswerBlock) -> Iterator[bytes]:
         if block.kind == "call":
             place = {"item_id": _id(block), "output_index": block.index, "name": block.name}
             name = "response.function_call_arguments.done"
@@ -181,11 +181,11 @@ class Writer:
         return named_event(name, body)
 
 
-def _id(block: Block) -> str:
+def _id(block: AnswerBlock) -> str:
     return f"{_PREFIXES[block.kind]}_{block.id}"
 
 
-def _place(block: Block) -> dict[str, Any]:
+def _place(block: AnswerBlock) -> dict[str, Any]:
     return {"item_id": _id(block), "output_index": block.index, "content_index": 0}
 
 

@@ -1,0 +1,58 @@
+"""What routers are told of a prompt is what is served of it."""
+
+from __future__ import annotations
+
+import pytest
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+SAID = [{"role": "user", "content": "the quick brown fox"}]
+
+
+def served(http, path, body):
+    """The prompt's tokens, as the answer tells them."""
+    answer = http.post(path, json={**body, "model": "tiny", "return_token_ids": True}).json()
+    listed = [choice.get("prompt_token_ids") for choice in answer["choices"]]
+    return [answer["prompt_token_ids"]] if "prompt_token_ids" in answer else listed
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"truncate_prompt_tokens": 7},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+    ],
+)
+def test_of_a_chat(http, own):
+    body = {"messages": SAID, "max_tokens": 1, **own}
+    rendered = http.post("/v1/chat/completions/render", json={**body, "model": "tiny"}).json()
+    assert [rendered["token_ids"]] == served(http, "/v1/chat/completions", body)
+    assert rendered["features"] is None
+
+
+def test_of_prompts(http):
+    for prompt in ("the quick", ["the quick", "brown fox"], [5, 6, 7], [[5, 6], [7]]):
+        body = {"prompt": prompt, "max_tokens": 1}
+        rendered = http.post("/v1/completions/render", json={**body, "model": "tiny"}).json()
+        assert [each["token_ids"] for each in rendered] == served(http, "/v1/completions", body)
+
+
+def test_of_a_response_that_goes_on_from_another(http):
+    first = {"model": "tiny", "input": "the quick", "max_output_tokens": 2}
+    id_ = http.post("/v1/responses", json=first).json()["id"]
+    body = {"model": "tiny", "input": "brown fox", "previous_response_id": id_}
+    rendered = http.post("/v1/responses/render", json=body).json()
+    made = http.post("/v1/responses", json={**body, "max_output_tokens": 1}).json()
+    assert len(rendered["token_ids"]) == made["usage"]["input_tokens"]
+    (alone,) = (http.post("/v1/responses/render", json=first).json(),)
+    assert len(alone["token_ids"]) < len(rendered["token_ids"])
+
+
+def test_what_cannot_be_served_is_not_rendered(http):
+    body = {"model": "tiny", "messages": []}
+    assert http.post("/v1/chat/completions/render", json=body).status_code == 400
+    body = {"model": "nobody", "prompt": "the quick"}
+    assert http.post("/v1/completions/render", json=body).status_code == 404
