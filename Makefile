@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
 PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-gpu test-clients fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
+.PHONY: demo test test-gpu test-nightly test-clients fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
@@ -19,6 +19,10 @@ test: $(STAMP)
 # On a machine with a CUDA GPU: the kernels and the engine beside the references on the CPU.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PROCESSES) $(PYTEST_ARGS)
+
+# Nightly: answers of thousands of tokens, which take minutes.
+test-nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly tests $(PROCESSES) $(PYTEST_ARGS)
 
 # Scheduler and cache against an oracle: 2,000 random runs of 400 operations, on all cores. Others:
 # `make fuzz FUZZ_ARGS="--seed 4000 --runs 500 --jobs 16"`.

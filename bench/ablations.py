@@ -51,7 +51,7 @@ def _fixed_law(rates: Any, num_returns: int, age: int) -> float:  # noqa: ARG001
 
 
 def _rate_now(rates: Any, num_returns: int, age: int) -> float:
-    ratio = rates._by_age[age.bit_length()].value
+    ratio = rates._up_to(age.bit_length())[age.bit_length()][0]
     return (
         rates._levels[min(num_returns, return_rates.MAX_RETURNS)]
         * ratio
@@ -70,7 +70,7 @@ def _no_levels() -> None:
 
 
 def _oldest_alone(bucket: Any, value: Any, by: Any) -> Any:
-    oldest = bucket._oldest.first()
+    oldest = bucket.checkpoints.first()
     bucket.least, bucket.until = (oldest, value(oldest)), by.clock + by.steady(oldest)
     return bucket.least
 

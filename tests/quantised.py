@@ -62,6 +62,11 @@ def fp8_tensor(weight: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, values.float() * scale
 
 
+def _as_numbers(tensors: Tensors, meant: Tensor) -> tuple[Tensors, Tensor]:
+    """Scales without dimensions, as ModelOpt writes them."""
+    return {n: each.view(()) if each.numel() == 1 else each for n, each in tensors.items()}, meant
+
+
 def _round4(weight: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers [O, I], scales and zero points [O, G]."""
     groups = weight.unflatten(1, (-1, group))
@@ -152,6 +157,27 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
         _compressed(
             _FLOAT | {"strategy": "tensor"}, _FLOAT | {"dynamic": False, "strategy": "tensor"}
         ),
+    ),
+    "modelopt": (
+        lambda weight: _as_numbers(*fp8_tensor(weight)),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "config_groups": {"group_0": {"targets": ["Linear"]}},
+            "ignore": ["lm_head", "*gate"],
+        },
+    ),
+    "auto-round": (
+        gptq,
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "data_type": "int",
+            "group_size": 32,
+            "sym": True,
+            "packing_format": "auto_round:auto_gptq",
+            "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "fp"}},
+        },
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}),

@@ -86,6 +86,15 @@ def test_attend_to_float8_matches_reference(name: str) -> None:
     assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.parametrize(
+    "name", ["suffix", "prefills", "shared", "four_kv_heads", "head_dim_128", "head_dim_64"]
+)
+def test_attend_to_float8_that_is_dequantised_first(name: str) -> None:
+    step = Step(replace(CASES[name], has_float8=True, max_dequantised=10**4), "cuda")
+    assert step.items().num_dequantised
+    assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
+
+
 @pytest.mark.parametrize("name", ["decodes", "suffix", "shared"])
 def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
     """Captured with one step's items, replayed with another's in their place."""

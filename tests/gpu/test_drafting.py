@@ -40,7 +40,7 @@ def talk(llm: LLM, params: SamplingParams) -> tuple[list[list[int]], Drafts]:
 
     def collect_drafts(*arguments: Any) -> Any:
         output = collect(*arguments)
-        seen.append({n % len(QUESTIONS): tuple(run) for n, run in output.drafts.items()})
+        seen.append({n % len(QUESTIONS): tuple(run) for n, run in output.read_drafts().items()})
         return output
 
     runner.collect = collect_drafts

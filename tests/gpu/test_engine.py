@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from milepost import LLM, SamplingParams
-from milepost.engine import setup
+from milepost.engine import sizing
 from milepost.kernels import moe
 from milepost.models import load_model
 from milepost.models.folder import EMBEDDED_MODEL
@@ -275,7 +275,7 @@ def _open(
 ) -> LLM:
     """With `is_plain` on the reference kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "free_bytes", lambda *_, **__: memory_mib << 20)
+        patch.setattr(sizing, "free_bytes", lambda *_, **__: memory_mib << 20)
         llm = tiny.open(
             device="cuda",
             dtype=dtype,

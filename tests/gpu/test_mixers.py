@@ -26,9 +26,6 @@ pytestmark = [
 ]
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-ROUNDED = 3e-2
-"""Outputs of KDA with heads of 5 in bfloat16: of so few numbers, where the first hardly decays, a
-norm is of nearly nothing, and rounding alone makes 1.9e-2 in one of the batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +33,8 @@ class Mixer:
     shapes: Any
     make_weights: Callable[..., Any]
     run: Callable[..., torch.Tensor]
-    tolerances: dict[torch.dtype, float]
-    """Of outputs."""
+    dtypes: tuple[torch.dtype, ...] = tuple(TOLERANCES)
+    """That the fused kernels are known to compile for: states of 256 in float32 are none."""
 
     def fused(self, projected, weights, pools, batch: Batch, **capacities: int):
         chip = probe(torch.device("cuda", 0))
@@ -45,25 +42,27 @@ class Mixer:
 
 
 def mamba2(shapes: ssd.Shapes) -> Mixer:
-    return Mixer(shapes=shapes, make_weights=ssd.make_weights, run=ssd.run, tolerances=TOLERANCES)
+    return Mixer(shapes=shapes, make_weights=ssd.make_weights, run=ssd.run)
 
 
-def kda(shapes: kimi.Shapes, **others: float) -> Mixer:
-    tolerances = TOLERANCES | {getattr(torch, name): each for name, each in others.items()}
-    return Mixer(shapes=shapes, make_weights=kimi.make_weights, run=kimi.run, tolerances=tolerances)
+def kda(shapes: kimi.Shapes) -> Mixer:
+    return Mixer(shapes=shapes, make_weights=kimi.make_weights, run=kimi.run)
 
 
 MIXERS = {
     "nemotron": mamba2(ssd.NEMOTRON),
     "bamba": mamba2(ssd.BAMBA),
+    "falcon": replace(mamba2(replace(ssd.BAMBA, state_size=256)), dtypes=(torch.bfloat16,)),
     "mamba2-odd": mamba2(replace(ssd.ONE_GROUP, chunk=64)),
     "kimi": kda(kimi.REAL),
-    "kda-odd": kda(kimi.ODD, bfloat16=ROUNDED),
+    "kda-64": kda(kimi.HALF),
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", MIXERS)
+CASES = [(name, dtype) for name, mixer in MIXERS.items() for dtype in mixer.dtypes]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_decode_matches_reference(name: str, dtype: torch.dtype) -> None:
     mixer = MIXERS[name]
     shapes, weights = mixer.shapes, mixer.make_weights(mixer.shapes, dtype, "cuda")
@@ -79,7 +78,7 @@ def test_decode_matches_reference(name: str, dtype: torch.dtype) -> None:
     expected = mixer.run(shapes, projected[:32], weights, pools, batch)
     padded = {"num_sequences": 33, "num_tokens": 33}
     output = mixer.fused(projected, weights, ours, batch, **padded)
-    assert relative_error(output[:32], expected) < mixer.tolerances[dtype]
+    assert relative_error(output[:32], expected) < TOLERANCES[dtype]
     assert (output[32] == 0).all()
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
     assert_pools_match(ours, pools, TOLERANCES[dtype])
@@ -90,8 +89,7 @@ def test_decode_matches_reference(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(again.conv.nan_to_num(9), ours.conv.nan_to_num(9))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("batch", LONG_BATCHES)
 def test_prefill_matches_reference(batch: str, name: str, dtype: torch.dtype) -> None:
     mixer, shapes = MIXERS[name], MIXERS[name].shapes
@@ -103,7 +101,7 @@ def test_prefill_matches_reference(batch: str, name: str, dtype: torch.dtype) ->
     ours = pools.clone()
     expected = mixer.run(shapes, projected, weights, pools, LONG_BATCHES[batch])
     output = mixer.fused(projected, weights, ours, LONG_BATCHES[batch])
-    assert relative_error(output, expected) < mixer.tolerances[dtype]
+    assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
     assert_pools_match(ours, pools, TOLERANCES[dtype])
 

@@ -43,6 +43,27 @@ def test_gemm(num_tokens: int, name: str) -> None:
     check(product, hidden, weight, bias, bound=5e-3)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="a kernel for Hopper",
+)
+@pytest.mark.parametrize("num_tokens", [1, 16, 30, 64])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((12288, 2048), 128), ((2048, 4096), 128), ((200, 512), 1)]
+)
+def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], rows: int) -> None:
+    monkeypatch.setattr(triton, "_HOPPER_ROWS", range(1, 65))
+    monkeypatch.setattr(triton, "_HOPPER_WEIGHTS", 0)
+    weight = to("cuda", make_fp8(*shape, rows=rows))
+    hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
+    nothing = torch.zeros(weight.num_outputs, device="cuda")
+    product = triton.multiply(hidden, weight, None, lets_next_start=True)
+    check(product, hidden, weight, nothing, bound=5e-3)
+    wide = hidden.new_zeros(num_tokens, weight.num_outputs + 8)
+    assert triton.multiply_into(wide[:, :-8], hidden, weight, None, lets_next_start=True)
+    check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
+
+
 def fp8_experts(up_rows: int, **how: float) -> tuple[Quantised, Quantised]:
     return make_fp8(16, up_rows, 256, **how), make_fp8(16, 256, 256, seed=2, **how)
 
@@ -61,10 +82,11 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 64, 300])
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 300, 1000])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts(num_tokens: int, name: str) -> None:
-    """The last have so many rows an expert that FP8 in blocks is multiplied in tall ones."""
+    """The last two have so many rows an expert that FP8 in blocks is multiplied in tall ones, and
+    four bits are made 16 first."""
     up, down = (to("cuda", each) for each in EXPERTS[name]())
     hidden, shares, experts = (each.cuda() for each in route(num_tokens, 16))
     given = hidden.bfloat16(), shares.bfloat16(), experts, up, down

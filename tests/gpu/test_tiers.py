@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.tiers.rates import Rates
+from milepost.tiers.rates import MeasuredRates
 from tests.engines import Tiny, ask, greedy, logprobs, save_tiny, tokens
 from tests.gpu.test_engine import SHAPES
 
@@ -36,7 +36,7 @@ def test_round_trip(tiny, memory):
     )
     engine = llm.llm_engine
     tiering = engine._tiering
-    tiering.tiers.rates = Rates(tokens_per_s=1.0, load_s=0.0)
+    tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     (first,) = ask(llm, tokens(700), params=greedy(20))
     turn = [*tokens(700), *first.outputs[0].token_ids, *tokens(40, 1)]
     (on_device,) = ask(llm, turn, params=greedy(8))

@@ -1,5 +1,6 @@
-"""Fused steps that verify on a GPU: states and outputs are those of one token at a time, bit for
-bit with heads as real models have them but on Hopper, and near the reference's.
+"""Fused steps that verify on a GPU: with heads as real models have them states are those of one
+token at a time, bit for bit, and outputs too but by Hopper's kernels; both are near what the
+reference makes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def chip(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 ROUNDING = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Where Hopper's kernel decodes, which adds up in another order, or the compiler lays out narrow
-heads in another way than for decodes."""
+"""Of outputs by Hopper's kernels, which the compiler fuses otherwise than a decode's, and where it
+lays out narrow heads in another way than for decodes."""
 
 
 def kind_of(shapes: Shapes, dtype: torch.dtype) -> Kind:
@@ -52,9 +53,10 @@ def test_any_split_leaves_the_states_of_one_token_at_a_time(
     chip: str, shapes: Shapes, dtype: torch.dtype
 ) -> None:
     plain = Plain(kind_of(shapes, dtype))
-    max_error = 0 if shapes is REAL and chip != "hopper" else ROUNDING[dtype]
+    max_error = 0 if shapes is REAL else ROUNDING[dtype]
+    max_output_error = ROUNDING[dtype] if chip == "hopper" else max_error
     for seed in range(6):
-        play(plain, random.Random(seed), max_error)
+        play(plain, random.Random(seed), max_error, max_output_error)
 
 
 @pytest.mark.usefixtures("chip")

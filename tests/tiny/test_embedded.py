@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3_5ForCausalLM
 
 import milepost
-from milepost.server.parsing.answer import Format, find_format
+from milepost.server.parsing.answer import AnswerFormat, find_format
 
 FOLDER = Path(milepost.__file__).parent / "tiny"
 HIDDEN, INTERMEDIATE, HEAD, HEADS, KV_HEADS = 256, 512, 64, 4, 2
@@ -141,7 +141,7 @@ def test_template_renders_tools_calls_and_results(tokenizer):
 
 
 def test_template_tells_the_server_how_calls_are_written(tokenizer):
-    assert find_format(tokenizer.chat_template) == Format(reasoning="none", calls="hermes")
+    assert find_format(tokenizer.chat_template) == AnswerFormat(reasoning="none", calls="hermes")
 
 
 def test_earlier_turns_are_a_prefix_of_later_ones(tokenizer):
