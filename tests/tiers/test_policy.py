@@ -12,6 +12,7 @@ from milepost.cache.memory import Split, UnifiedPool
 from milepost.cache.tree import FullAttention, Recurrent, ShortConvolution
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
+from milepost.tiers import loads as loads_module
 from milepost.tiers.holdings import Limits
 from milepost.tiers.policy import Tiers
 from milepost.tiers.rates import MeasuredRates
@@ -197,6 +198,20 @@ def test_an_offer_is_looked_for_again_only_when_something_has_changed():
     host.remove(next(item for item in host if item.position == 103))
     assert loads.offer(waiting, match).position < 103
     assert len(walks) == 2
+
+
+def test_offers_of_requests_that_are_gone_are_not_kept_for_ever(monkeypatch):
+    """Where no tier changes, as where the same few prompts come again and again."""
+    monkeypatch.setattr(loads_module, "MAX_OFFERED", 8)
+    engine = Engine(host=(200, 20))
+    first = engine.ask([1] * 100)
+    engine.crowd_out()
+    loads = engine.tiers.loads
+    for number in range(50):
+        again = make_request(engine.cache, "w", [*prompt_of(first), 2])
+        again.number = number
+        assert loads.offer(again, engine.cache.match(again.chain)).position == 103
+    assert len(loads._offered) <= 8
 
 
 def test_a_prompt_that_is_asked_again_comes_back():

@@ -17,6 +17,8 @@ from milepost.tiers.tier import Item, Tier
 
 MAX_CANDIDATES = 4
 """States of a prompt whose costs are compared, the deepest first."""
+MAX_OFFERED = 16_384
+"""Requests whose offers are remembered: more than wait, fewer than come while no tier changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class Loads:
     def offer(self, request: Request, match: Match) -> Offer:
         """The state for which loading saves most, if it is worth it."""
         num_changes = self._holdings.host.num_changes + self._holdings.disk.num_changes
-        if num_changes != self._num_changes:
+        if num_changes != self._num_changes or len(self._offered) >= MAX_OFFERED:
             self._num_changes = num_changes
             self._offered.clear()
         asked = (len(request.chain), match.path.num_pages, match.state_length, match.kv_length)

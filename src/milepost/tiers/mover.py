@@ -71,7 +71,7 @@ class Passed:
 
 
 class DirectLink:
-    """Arena that one processor copies, at once."""
+    """Memory that one processor copies, at once."""
 
     needs_staging = False
 

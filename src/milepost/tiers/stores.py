@@ -69,6 +69,7 @@ class Stores:
         """Those that go once nothing else waits."""
         self._departures: list[Departure] = []
         self._under_way: dict[tuple[What, bytes], Item] = {}
+        self._num_states_under_way = 0
 
     def note(self, events: tuple[Event, ...]) -> None:
         """What has come to the device and gone from it."""
@@ -240,12 +241,9 @@ class Stores:
         limits = self._holdings.limits
         if not limits.max_pages_under_way:
             return True
-        states = sum(what == "state" for what, _ in self._under_way)
-        pages = len(self._under_way) - states
-        return (
-            pages + num_pages <= limits.max_pages_under_way
-            and states + num_states <= limits.max_states_under_way
-        )
+        states = self._num_states_under_way + num_states
+        pages = len(self._under_way) - self._num_states_under_way + num_pages
+        return pages <= limits.max_pages_under_way and states <= limits.max_states_under_way
 
     def _evict(self, num_pages: int, num_states: int, keep: bytes) -> bool:
         return self._host.make_room(num_pages, num_states, keep) is not None
@@ -262,6 +260,7 @@ class Stores:
         item = self._host.add(what, source.key, source.parent, tokens, source.position)
         self._host.pin((item,))
         self._under_way[what, source.key] = item
+        self._num_states_under_way += what == "state"
         stores.append(
             Store(key=source.key, what=what, id=id_, place=item.place, num_moves=num_moves)
         )
@@ -278,6 +277,7 @@ class Stores:
     def _end_store(self, what: What, key: bytes, *, is_there: bool) -> None:
         """A state and its tail go together, once neither is on its way."""
         item = self._under_way.pop((what, key))
+        self._num_states_under_way -= what == "state"
         self._host.unpin((item,))
         if is_there:
             self._host.fill(item)
