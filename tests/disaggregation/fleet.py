@@ -35,11 +35,12 @@ class Fleet:
         self.last_prefill: Job | None = None
 
     def turn(self) -> None:
-        """A step of each that has something to do; one that waits for another is heard."""
+        """A step of each that has something to do; others hear what they are told."""
         for engine in self.engines:
             if engine.has_work:
                 engine.step()
-            engine.hear()
+            else:
+                engine.hear()
 
     def run(self, *jobs: Job) -> None:
         self.until(lambda: all(job.is_finished for job in jobs))
