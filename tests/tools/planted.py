@@ -4,20 +4,24 @@ interpreted: prints what the matrix says of planted errors, and what an engine l
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
 
-sys.path.append(str(Path(__file__).parents[2] / "tools" / "compile_matrix"))
+TOOL = Path(__file__).parents[2] / "tools" / "compile_matrix"
+sys.path.append(str(TOOL))
 
 from chips import CHIPS, pretend
 from compiling import Result, Results, compile_launch
-from record import CI_CASES, noting, record
+from record import CI_CASES, Launch, noting, record
 
 
 @triton.jit
@@ -39,17 +43,23 @@ def holds(source, target, SIZE: tl.constexpr):
     tl.store(target + row * 128 + tl.arange(0, 128)[None, :], total)
 
 
-def complaint(kernel, arch: str) -> str:
-    chip, found = CHIPS[arch], {}
+def launch_of(kernel, arch: str) -> Launch:
+    found = {}
     kernel.device_caches.clear()
-    with pretend(chip), noting(found):
+    with pretend(CHIPS[arch]), noting(found):
         target = torch.empty(128, 128, device="meta")
         if kernel is waits:
             kernel[(1,)](target)
         else:
             source = torch.empty(256, 1024, device="meta", dtype=torch.bfloat16)
             kernel[(1,)](source, target, SIZE=1024, num_stages=5)
-        (launch,) = found.values()
+    (launch,) = found.values()
+    return launch
+
+
+def complaint(kernel, arch: str) -> str:
+    chip, launch = CHIPS[arch], launch_of(kernel, arch)
+    with pretend(chip):
         result = compile_launch(launch, chip)
     return looked_up(launch.key(chip.target), result).complaint(chip)
 
@@ -67,6 +77,37 @@ def looked_up(key: str, result: Result) -> Result:
         return found.find(key)
 
 
+def stopped_and_started_again() -> list[int]:
+    """Kernels that fresh runs of two launches compile: one that is stopped at the second, one that
+    ends, and another."""
+    spec = importlib.util.spec_from_file_location("compile_matrix", TOOL / "__main__.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    launches = [launch_of(waits, "sm_90"), launch_of(holds, "sm_90")]
+    outcomes = [Result(registers=1), KeyboardInterrupt, *[Result(registers=1)] * 3]
+    compiled = mock.Mock(side_effect=outcomes)
+    counts = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(tool, "record", return_value=launches),
+        mock.patch.object(tool, "compile_launch", compiled),
+        mock.patch("builtins.print"),
+    ):
+        for _ in range(3):
+            before = compiled.call_count
+            with suppress(KeyboardInterrupt):
+                tool.main(["--chips=sm_90", "--all", "--fresh", f"--cache={folder}"])
+            counts.append(compiled.call_count - before)
+    return counts
+
+
+def code_of(kernel, arch: str) -> str:
+    with tempfile.TemporaryDirectory() as folder, pretend(CHIPS[arch]):
+        path = Path(folder) / "code"
+        compile_launch(launch_of(kernel, arch), CHIPS[arch], path)
+        return path.read_text(encoding="utf-8")
+
+
 def main() -> None:
     planted = {
         f"{kernel.__name__} {arch}": complaint(kernel, arch)
@@ -74,7 +115,13 @@ def main() -> None:
     }
     with pretend(CHIPS["sm_90"]):
         launches = [launch.describe() for launch in record(CI_CASES[:1])]
-    print(json.dumps({"planted": planted, "hopper": launches}, default=str))
+    found = {
+        "planted": planted,
+        "hopper": launches,
+        "resumed": stopped_and_started_again(),
+        "code": code_of(waits, "sm_90"),
+    }
+    print(json.dumps(found, default=str))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,16 @@ def test_a_tile_too_large_for_a_chip_is_found(found):
     assert found["planted"]["holds sm_80"] == ""
 
 
+def test_a_fresh_run_that_was_stopped_goes_on_where_it_was(found):
+    assert found["resumed"] == [2, 1, 2]
+
+
+def test_code_says_what_a_kernel_does_and_not_where_it_stands(found):
+    assert "griddepcontrol.wait" in found["code"]
+    assert ".loc" not in found["code"]
+    assert "planted.py" not in found["code"]
+
+
 def test_on_hopper_kernels_are_cut_as_they_were_measured(found):
     measured = [json.loads(line) for line in HOPPER.read_text(encoding="utf-8").splitlines()]
     launched = [row for row in found["hopper"] if not row["kernel"].startswith("sampling.")]

@@ -4,6 +4,9 @@
     python tools/compile_matrix --all              # every case and size
     python tools/compile_matrix --all --fresh      # nightly: nothing is taken from a record
     python tools/compile_matrix --keep             # write the record that CI starts from
+    python tools/compile_matrix --code FOLDER      # each kernel's PTX or AMDGCN, for diff -r
+
+A fresh run that was stopped goes on where it was when it is started again.
 
 Exits with 1 if a kernel does not compile or asks for more shared memory than its chip has. A
 process for each chip, for kernels ask for it as they are imported.
@@ -54,14 +57,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="compile what is known, too")
     parser.add_argument("--keep", action="store_true", help="write what CI starts from")
     parser.add_argument("--kernels", default="", help="only those whose names contain this")
+    parser.add_argument("--code", type=Path, help="write each kernel's code to this folder")
     parser.add_argument("--cache", type=Path, default=Path(".cache/compile_matrix"))
     return parser.parse_args(arguments)
 
 
 def _run(chip: Chip, options: argparse.Namespace) -> int:
     begun = time.perf_counter()
-    files = [KNOWN / f"{chip.arch}.jsonl", options.cache / f"{chip.arch}.jsonl"]
-    results = Results([] if options.fresh else files, new=files[1])
+    known = KNOWN / f"{chip.arch}.jsonl"
+    kind = "fresh" if options.fresh else "new"
+    new = options.cache / f"{chip.arch}-{kind}.jsonl"
+    results = Results([new] if options.fresh else [known, new], new=new)
     with pretend(chip):
         launches = record(CASES if options.all else CI_CASES)
         if not options.all:
@@ -72,15 +78,18 @@ def _run(chip: Chip, options: argparse.Namespace) -> int:
         num_new = 0
         for launch in launches:
             key = launch.key(chip.target)
-            result = results.find(key)
+            code = options.code and options.code / chip.arch / launch.code_name
+            result = None if code and not code.exists() else results.find(key)
             if result is None:
                 num_new += 1
-                result = compile_launch(launch, chip)
+                result = compile_launch(launch, chip, code)
                 results.add(key, result)
             found.append((launch, result))
         if options.keep:
             keys = [launch.key(chip.target) for launch, _ in found]
-            results.write(files[0], keys)
+            results.write(known, keys)
+        if options.fresh and not options.kernels:
+            new.unlink(missing_ok=True)
     complaints = [(launch, result.complaint(chip)) for launch, result in found]
     complaints = [(launch, complaint) for launch, complaint in complaints if complaint]
     for launch, complaint in complaints:

@@ -74,21 +74,30 @@ class Results:
         return json.dumps({"key": key, **values})
 
 
-def compile_launch(launch: Launch, chip: Chip) -> Result:
-    """Compile it now; nothing is kept."""
+def compile_launch(launch: Launch, chip: Chip, code: Path | None = None) -> Result:
+    """Compile it now; nothing is kept but the code, in a file of this name."""
     if launch.options.get("launch_pdl") and chip.capability < (9, 0):
         return Result(error="launched so that it overlaps, which no chip before sm_90 does")
     kernel = launch.kernel
     source = kernel.ASTSource(
         kernel, dict(launch.signature), dict(launch.constexprs), dict(launch.attributes)
     )
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        triton.knobs.cache.scope(),
+        triton.knobs.compilation.scope(),
+    ):
         triton.knobs.cache.dir = folder
+        # Code then changes with what it does, not with where it stands.
+        triton.knobs.compilation.disable_line_info = True
         try:
             compiled = triton.compile(source, target=chip.target, options=dict(launch.options))
         except Exception as error:  # noqa: BLE001  whatever a compiler raises is the result
             return Result(error=_last_line(error))
         registers, spilled = _resources(compiled, folder)
+        if code is not None:
+            code.parent.mkdir(parents=True, exist_ok=True)
+            code.write_text(compiled.asm["amdgcn" if chip.is_amd else "ptx"], encoding="utf-8")
     return Result(shared_bytes=compiled.metadata.shared, registers=registers, spilled_bytes=spilled)
 
 

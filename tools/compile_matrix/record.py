@@ -54,19 +54,31 @@ class Launch:
         }
         return {"kernel": self.name, **constants, **options}
 
-    def key(self, target: object) -> str:
-        """Of all that the compiled kernel depends on: its source and that of what it calls
-        (wherever in a file it stands), types, constants, options, the chip, Triton."""
-        parts = (
-            self.kernel.cache_key,
-            dict(self.signature),
+    @property
+    def code_name(self) -> str:
+        """Of a file with the code: does not depend on the source, nor on where it stands."""
+        digest = _digest((tuple(self.signature.values()), *self._variant))
+        return f"{self.kernel.__name__}-{digest}.txt"
+
+    @property
+    def _variant(self) -> tuple[object, ...]:
+        return (
             sorted(self.constexprs.items(), key=repr),
             sorted(self.attributes.items(), key=repr),
             sorted((k, str(v)) for k, v in self.options.items() if k != "extern_libs"),
-            str(target),
-            triton.__version__,
         )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+    def key(self, target: object) -> str:
+        """Of all that the compiled kernel depends on: its source and that of what it calls
+        (wherever in a file it stands), types, constants, options, the chip, Triton."""
+        signature = dict(self.signature)
+        return _digest(
+            (self.kernel.cache_key, signature, *self._variant, str(target), triton.__version__)
+        )
+
+
+def _digest(parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
