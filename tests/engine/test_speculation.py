@@ -506,7 +506,7 @@ def test_outputs_say_what_became_of_drafts(exact):
 
 def test_a_model_that_cannot_take_drafts_is_refused_by_name_or_warned_of(tmp_path, caplog):
     folder = save_tiny(tmp_path, "lfm2", torch.float32).folder
-    with pytest.raises(UnsupportedModelError, match="ShortConvSpec cannot take drafts"):
+    with pytest.raises(UnsupportedModelError, match="layers of ShortConv cannot take drafts"):
         open_llm(folder, **drafting(3), **POOLS)
     llm = open_llm(folder, speculative_config={"method": "auto"}, **POOLS)
     assert llm.llm_engine.speculation is None
@@ -530,7 +530,7 @@ def test_heads_of_odd_sizes_take_drafts_by_the_reference_alone(sizes, caplog):
         kind = ParameterKind(dtype=torch.float32, device=torch.device("meta"))
         layer = GatedDelta(shapes, kind, Arrangement(sections=lambda _: [("in", 16)]))
         config = SpeculativeConfig(method=method, num_speculative_tokens=3)
-        return num_drafts_of(config, [layer.spec], has_head=True, is_fused=is_fused)
+        return num_drafts_of(config, [layer.spec], [], has_head=True, is_fused=is_fused)
 
     assert num_drafts("suffix", sizes, is_fused=False) == 3
     assert num_drafts("suffix", (128, 64), is_fused=True) == 3

@@ -17,18 +17,25 @@ logger = logging.getLogger(__name__)
 
 
 def num_drafts_of(
-    wanted: SpeculativeConfig | None, specs: Sequence[LayerSpec], *, has_head: bool, is_fused: bool
+    wanted: SpeculativeConfig | None,
+    specs: Sequence[LayerSpec],
+    without: Sequence[str],
+    *,
+    has_head: bool,
+    is_fused: bool,
 ) -> int:
     """Of one step at most; 0 where nothing is drafted. Raises UnsupportedModelError for a model
-    whose states cannot take drafts, on fused kernels or at all, unless the method is `auto`."""
+    with mixers `without` kernels that take drafts, or with heads that the fused ones do not take,
+    unless the method is `auto`."""
     if wanted is None or (wanted.method == "auto" and not has_head):
         return 0
-    others = sorted({type(spec).__name__ for spec in specs if not spec.takes_drafts})
     odd = {spec.recurrent_shape[1:] for spec in specs if is_fused and _takes_drafts_plain(spec)}
-    if not others and not odd:
+    if not without and not odd:
         return wanted.num_tokens
-    which = ", ".join(others) or f"heads of {' by '.join(map(str, min(odd)))}, on a GPU,"
-    message = f"speculative_config: a model with states of {which} cannot take drafts"
+    which = f"layers of {' and '.join(without)}"
+    if not without:
+        which = f"heads of {' by '.join(map(str, min(odd)))}, on a GPU,"
+    message = f"speculative_config: a model with {which} cannot take drafts"
     if wanted.method != "auto":
         raise UnsupportedModelError(f"{message}; leave it out")
     logger.warning("%s: nothing is drafted", message)

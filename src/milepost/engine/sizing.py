@@ -79,6 +79,7 @@ def pool_shape(
     num_drafts = num_drafts_of(
         config.speculative_config,
         model.layer_specs,
+        model.mixers_without_drafts,
         has_head=model.mtp is not None,
         is_fused=not why_plain(device, model.dtype, model.operations),
     )
