@@ -78,6 +78,7 @@ def test_json_to_standard_output_is_nothing_else():
         ((TRACE, "--num-slots", "0"), "--num-slots"),
         ((TRACE, "--gib", "0"), "--gib"),
         ((TRACE, "--gib", "4", "--disk-gib", "8"), "--disk-gib: give --host-gib"),
+        ((TRACE, "--gib", "4", "--host-gb-s", "0"), "--host-gb-s 0: use more than 0"),
         ((TRACE, "--host-gib", "8"), "--host-gib: give --gib"),
         ((TRACE, "--gib", "4", "--host-gib", "8", "--policy", "vllm"), "tiers are not modelled"),
         ((TRACE, "--gib", "4", "--num-slots", "8"), "use one of them"),

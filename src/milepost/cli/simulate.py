@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from milepost.cli.display import Screen
-from milepost.cli.simulate_fleet import check_fleet, fleet_table, run_fleet
+from milepost.cli.simulate_fleet import fleet_table, run_fleet
+from milepost.cli.simulate_settings import GIB, Settings
 from milepost.cli.simulate_tables import WIDTH, hits_table, rest_table
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
@@ -27,113 +27,9 @@ from milepost.simulator.results import ResultRow, means, run_row, slots_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
-from milepost.simulator.tiers import TierSizes
 from milepost.simulator.trace import Trace, read_trace
 
 COMPARED = ["auto", "forks-cap2", "ends", "interval-cap3", "interval"]
-GIB = 2**30
-_List = Parameter(negative_iterable=(), consume_multiple=True)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is replayed, and on what. One flag a field."""
-
-    gib: Annotated[list[float] | None, _List] = None
-    """Sizes of the device's memory for KV and states together, in GiB. Where a policy has two
-    pools, a slot for each request that may run and a sixth of the rest are for states."""
-    target_hit_rate: float | None = None
-    """Find the least memory with which each policy hits so many per cent of the prompt tokens."""
-    host_gib: float = 0.0
-    """Host memory, in GiB, for what leaves the device's."""
-    disk_gib: float = 0.0
-    """The same on a disk; what goes there goes through host memory."""
-    host_gb_s: float = 20.0
-    """GB that cross the link to host memory in a second, each way."""
-    disk_gb_s: float = 2.0
-    """GB that are read from the disk in a second, or written to it."""
-    num_slots: Annotated[list[int] | None, _List] = None
-    """Sizes of the slot pool (default 64 128 256 512), where no GiB are given."""
-    kv_tokens: Annotated[list[int] | None, _List] = None
-    """Sizes of the page pool in tokens. Without these and GiB, KV is unlimited, time stands still,
-    a running request's slot isn't counted, and answers leave no states."""
-    policy: Annotated[list[str] | None, _List] = None
-    """Policies to compare; `all` is every one of them."""
-    seeds: int = 1
-    """Replays of each size: the first as recorded, in the others sessions exchange their starts, or
-    the gaps between arrivals are shuffled. The table shows means."""
-    cost: str = "hybrid-35b-a3b-h200"
-    """A shipped cost model or a file."""
-    arrivals: Literal["auto", "recorded", "closed"] = "auto"
-    """As recorded, or closed: each session goes on its think time after its last answer. By default
-    closed where the trace has sessions."""
-    predict_answers: bool = True
-    """Take an answer to be what the next prompt of its conversation holds in that place."""
-    limit: int | None = None
-    """Read this many requests."""
-    block_size: int | None = None
-    """Tokens in a block of the trace, where the lengths leave it open."""
-    max_num_seqs: int = 64
-    """Most requests that run at once."""
-    max_num_batched_tokens: int = 8192
-    """Token budget of one step."""
-    fleet: Annotated[list[int] | None, _List] = None
-    """Numbers of engines that the trace is routed to, each with the memory that is given."""
-    prefill_engines: int = 0
-    """Of them, those that only prefill; the others go on with what those lend them."""
-    routing: Annotated[list[str] | None, _List] = None
-    """Ways to route that are compared: round-robin, session (a conversation stays), events (as
-    vllm-router by what engines publish), prefix (as milepost.ray). By default the first three."""
-    transfer_gb_s: float = 50.0
-    """GB that an engine reads from others in a second."""
-    json: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
-    """Write all rows to this file; `-` is standard output, in place of the table."""
-    plot: Path | None = None
-    """Write a picture of the hit rate and the p90 time to first token over memory."""
-
-    def __post_init__(self) -> None:
-        check_fleet(self)
-        positive = {"num-slots": self.num_slots or [], "kv-tokens": self.kv_tokens or []}
-        positive |= {"seeds": [self.seeds], "max-num-seqs": [self.max_num_seqs]}
-        for name, values in positive.items():
-            if any(value < 1 for value in values):
-                raise InvalidRequestError(f"--{name} {values}: use 1 or more")
-        if any(gib <= 0 for gib in self.gib or []):
-            raise InvalidRequestError(f"--gib {self.gib}: use more than 0")
-        sizes = [self.gib, self.num_slots or self.kv_tokens, self.target_hit_rate]
-        if sum(size is not None for size in sizes) > 1:
-            raise InvalidRequestError(
-                "--gib, --num-slots with --kv-tokens, --target-hit-rate: use one of them"
-            )
-        if self.target_hit_rate is not None and not 0 < self.target_hit_rate < 100:
-            raise InvalidRequestError(
-                f"--target-hit-rate {self.target_hit_rate:g}: use per cent, above 0 and below 100"
-            )
-
-        if self.disk_gib and not self.host_gib:
-            raise InvalidRequestError("--disk-gib: give --host-gib, which copies go through")
-        if self.host_gib and not self.has_time:
-            raise InvalidRequestError("--host-gib: give --gib, the memory of the device")
-        if min(self.host_gib, self.disk_gib) < 0 or min(self.host_gb_s, self.disk_gb_s) <= 0:
-            raise InvalidRequestError("--host-gib, --disk-gib, --host-gb-s, --disk-gb-s: below 0")
-
-    @property
-    def tiers(self) -> TierSizes | None:
-        """Beyond the device's memory."""
-        if not self.host_gib:
-            return None
-        return TierSizes(
-            host_bytes=int(self.host_gib * GIB),
-            disk_bytes=int(self.disk_gib * GIB),
-            host_bytes_per_s=self.host_gb_s * 1e9,
-            disk_bytes_per_s=self.disk_gb_s * 1e9,
-        )
-
-    @property
-    def has_time(self) -> bool:
-        """Whether KV is limited, and so time passes."""
-        return bool(self.gib or self.kv_tokens or self.target_hit_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

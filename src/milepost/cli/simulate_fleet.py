@@ -4,48 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from milepost.cli.display import seconds
+from milepost.cli.simulate_settings import GIB, Settings
 from milepost.cli.simulate_tables import plain_table
-from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel
-from milepost.simulator.fleet import ROUTINGS, Fleet, Shape
+from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.fleet.results import FleetRow, fleet_row
-from milepost.simulator.policies import POLICIES, CachePolicy
+from milepost.simulator.policies import POLICIES
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.trace import Trace
 
-if TYPE_CHECKING:
-    from milepost.cli.simulate import Settings
-
 DEFAULT_ROUTINGS = ["round-robin", "session", "events"]
-GIB = 2**30
-
-
-def check_fleet(settings: Settings) -> None:
-    """Raise InvalidRequestError for settings that a fleet cannot have."""
-    fleet, given = settings.fleet or [], settings.fleet is not None
-    if not given and (settings.routing or settings.prefill_engines):
-        raise InvalidRequestError("--routing, --prefill-engines: give --fleet")
-    if not given:
-        return
-    if not settings.gib or settings.target_hit_rate is not None:
-        raise InvalidRequestError("--fleet: give --gib, the memory of each engine")
-    if not all(settings.prefill_engines < num for num in fleet):
-        raise InvalidRequestError(
-            f"--prefill-engines {settings.prefill_engines} of --fleet {fleet}: leave some to decode"
-        )
-    if any(num < 1 for num in fleet) or settings.prefill_engines < 0:
-        raise InvalidRequestError(f"--fleet {fleet}: use 1 or more")
-    for routing in settings.routing or ():
-        if routing not in ROUTINGS:
-            raise InvalidRequestError(f"--routing {routing}: use {', '.join(ROUTINGS)}")
-    for name in settings.policy or ():
-        if not isinstance(POLICIES.get(name), CachePolicy):
-            raise InvalidRequestError(f"--policy {name}: a fleet's engines have policies of ours")
 
 
 def run_fleet(
