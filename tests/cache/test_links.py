@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from milepost.cache.tree import Checkpoint, End, Node, follow, unlink
+from milepost.cache.tree import Checkpoint, End, Node
+from milepost.cache.tree.links import follow, unlink
 from milepost.cache.tree.nodes import NO_PAGE
 
 NODE, END = Node(b"", NO_PAGE, None, b""), End(position=0, time=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.cache.tree import Chain, Node, Tree
+from milepost.cache.tree import Chain, Node, Outbox, Tree
 
 PAGE = 2
 
@@ -23,7 +23,7 @@ class Planted:
     """A tree that grows and loses leaves; pages are numbered as they come."""
 
     def __init__(self) -> None:
-        self.tree = Tree(max_history=8)
+        self.tree = Tree(max_history=8, outbox=Outbox(PAGE, needs_states=True))
         self.num_pages = 0
 
     def plant(self, chain: Chain) -> None:

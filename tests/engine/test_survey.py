@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milepost.cache import Cache, Kind
-from milepost.cache.tree import Chain, Tree
+from milepost.cache.tree import Chain, Outbox, Tree
 from milepost.engine.survey import survey
 from tests.cache.test_tree import PAGE, Planted, prompts, salts
 
@@ -145,7 +145,7 @@ def test_checkpoints_and_strays_of_a_path():
 
 def test_no_slice_is_long():
     """100,000 pages in 3,000 paths: as many slices as there are pieces of work of `visits`."""
-    tree = Tree(max_history=1)
+    tree = Tree(max_history=1, outbox=Outbox(PAGE, needs_states=True))
     planted = Planted()
     planted.tree = tree
     for path in range(3000):

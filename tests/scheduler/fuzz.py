@@ -399,7 +399,7 @@ class Fuzz:
         stats = self.cache.stats
         assert stats.hits + sum(stats.lost.values()) == stats.queries
         assert sum(stats.loaded.values()) <= stats.hits
-        moved = {move.target: move.source for move in reversed(self.cache.reclaimer.moves)}
+        moved = {move.target: move.source for move in reversed(self.cache.outbox.moves)}
         for node in self.cache.tree.nodes.values():
             assert self._holds(node.page, moved) == self._states(node), f"page {node.page} is wrong"
             if self.runner.uses_pages:

@@ -70,16 +70,14 @@ class Cache:
         self.storage = storage
         self.pages = storage.pages
         self.slots = storage.slots
-        self.tree = Tree(max_history=self.pages.capacity)
+        self.outbox = Outbox(page_size, needs_states=self.slots_each > 0)
+        self.tree = Tree(self.pages.capacity, self.outbox)
         self.stats = Stats()
         self.allocations: dict[Allocation, None] = {}
         self.loans: dict[Loan, None] = {}
         self.version = 0
         self.score: Score = score or Expected(storage.usual_slots, self.grid)
-        self._outbox = Outbox(self.config)
-        self.reclaimer = Reclaimer(
-            self.tree, storage, self.stats, self.score, self._outbox, page_size
-        )
+        self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.score, page_size)
         self._finder = Finder(self.tree, self.config)
         self._admitter = Admitter(self.config, self.tree, storage, self.reclaimer)
         self._running = Running(
@@ -179,7 +177,7 @@ class Cache:
             allocation = self._admitter.from_nothing(match, end)
         else:
             self.stats.checkpoints_used += 1
-            self.reclaimer.used(checkpoint, end)
+            self.tree.use(checkpoint, end)
             make = self._admitter.taking_over if takes_over else self._admitter.resumed
             allocation = make(match, checkpoint, end)
         allocation.facts.marks = marks
@@ -227,7 +225,7 @@ class Cache:
 
     def take_moves(self) -> tuple[PageMove, ...]:
         """Copies of pages that all plans from now on suppose: to be made before anything else."""
-        return self.reclaimer.take_moves()
+        return self.outbox.take_moves()
 
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:
         """Note that a step has run: `position` tokens of the request are final, with their KV.
@@ -286,14 +284,14 @@ class Cache:
 
     def listen(self) -> None:
         """Record what comes and goes from now on, and first what is there; for `take_events`."""
-        if not self._outbox.is_open:
-            self._outbox.open(self.tree)
+        if not self.outbox.is_open:
+            self.outbox.open(self.tree.nodes.values(), self.tree.at_slot.values())
 
     def take_events(self) -> tuple[Event, ...]:
         """What has come, become reachable or gone since they were last taken, in that order. Taken
         with each plan: what leaves may be overwritten by that plan's step, not before.
         """
-        return self._outbox.take()
+        return self.outbox.take_events()
 
     def reset(self) -> bool:
         """Forget everything cached; False, and nothing happens, while requests are running or

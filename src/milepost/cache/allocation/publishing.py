@@ -7,22 +7,21 @@ the request still holds.
 from __future__ import annotations
 
 from milepost.cache.allocation.states import Allocation
-from milepost.cache.eviction import Reclaimer
 from milepost.cache.memory import Storage
 from milepost.cache.placement import Kind
+from milepost.cache.report import Stats
 from milepost.cache.tree import Checkpoint, Node, Tree
 
 
 class Publisher:
-    """Publishes into `tree`, and has the reclaimer link what has come."""
+    """Publishes into `tree` what lies in `storage`."""
 
-    def __init__(self, page_size: int, tree: Tree, storage: Storage, reclaimer: Reclaimer) -> None:
+    def __init__(self, page_size: int, tree: Tree, storage: Storage, stats: Stats) -> None:
         self._page_size = page_size
         self._tree = tree
         self._pages = storage.pages
         self._slots = storage.slots
-        self._stats = reclaimer.stats
-        self._reclaimer = reclaimer
+        self._stats = stats
 
     def publish_pages(self, allocation: Allocation) -> None:
         """Give each page that has become full its node; a page that another request published first
@@ -45,10 +44,7 @@ class Publisher:
                 end += 1
             parent = path[-1] if path else self._tree.root(chain.root)
             pages = allocation.page_table[first:end]
-            run = self._tree.insert(chain, parent, pages)
-            if self._reclaimer.outbox.is_open:
-                self._reclaimer.outbox.pages_came(run)
-            path.extend(run)
+            path.extend(self._tree.insert(chain, parent, pages))
             self._pages.keep(pages)
             first = end
 
@@ -88,10 +84,7 @@ class Publisher:
         )
         self._slots.pool.keep((slot,))
         self._slots.pool.unpin((slot,))
-        num_reached = self._tree.attach(checkpoint)
-        if self._reclaimer.outbox.is_open:
-            self._reclaimer.outbox.state_came(checkpoint, num_reached)
+        self._tree.attach(checkpoint)
         self._stats.checkpoints_made += 1
-        self._reclaimer.made(checkpoint)
         allocation.deepest_state = max(allocation.deepest_state, position)
         return checkpoint

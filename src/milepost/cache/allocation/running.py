@@ -35,7 +35,7 @@ class Running:
         self._slots = storage.slots
         self._reclaimer = reclaimer
         self._stats = reclaimer.stats
-        self._publisher = Publisher(config.page_size, tree, storage, reclaimer)
+        self._publisher = Publisher(config.page_size, tree, storage, reclaimer.stats)
         self._place = place
         self._change = change
 

@@ -22,19 +22,14 @@ from itertools import islice
 from milepost.cache.eviction.buckets import Buckets
 from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage, UnifiedPool
-from milepost.cache.plans import PageMove
 from milepost.cache.report import Stats
 from milepost.cache.tree import (
     NO_RESERVATIONS,
     Checkpoint,
     End,
     Node,
-    Outbox,
     Reservation,
     Tree,
-    follow,
-    link,
-    unlink,
 )
 
 
@@ -47,16 +42,12 @@ class Reclaimer:
         storage: Storage,
         stats: Stats,
         score: Score,
-        outbox: Outbox,
         page_size: int,
     ) -> None:
         self._tree = tree
         self._storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
-        self.moves: list[PageMove] = []
-        """Copies that are yet to be made, in this order, before anything else is written."""
-        self.outbox = outbox
         self.stats = stats
         self.score = score
         self._page_size = page_size
@@ -141,18 +132,6 @@ class Reclaimer:
         pages = self._storage.pages_a_slot or 1
         return self.score.of_sparse(end, position, above) / pages > least[1]
 
-    def made(self, checkpoint: Checkpoint) -> None:
-        """Take in a checkpoint that was attached to the tree."""
-        self._tree.changed += link(checkpoint)
-
-    def used(self, checkpoint: Checkpoint, end: End) -> None:
-        """Note that a request resumed from a checkpoint: the path above it is its path now."""
-        checkpoint.num_uses += 1
-        checkpoint.used_at = end.time
-        for here in follow(checkpoint):
-            here.end = end
-            self._tree.changed.append(here)
-
     def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
         """Hang a waiting request's reservation on what it would resume from; None: on nothing."""
         self._tree.changed += [c for c in (reservation.checkpoint, checkpoint) if c is not None]
@@ -183,20 +162,15 @@ class Reclaimer:
 
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
-        if self.outbox.is_open:
-            self.outbox.state_goes(checkpoint, self.score.of(checkpoint), len(self.moves))
+        score = self.score.of(checkpoint)
         self.score.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
-        node = checkpoint.node
-        node.evicted_tail = checkpoint.tail
+        checkpoint.node.evicted_tail = checkpoint.tail
         waiting, checkpoint.reservations = checkpoint.reservations, NO_RESERVATIONS
         for reservation in waiting:
             reservation.checkpoint = None
             reservation.move(checkpoint.above)
-        num_lost = self._tree.detach(checkpoint)
-        if self.outbox.is_open:
-            self.outbox.reach_lost(node, num_lost)
-        self._tree.changed += (checkpoint, *unlink(checkpoint))
+        self._tree.detach(checkpoint, score)
         self._slots.pool.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
             self._pages.drop(checkpoint.tail_page)
@@ -208,14 +182,7 @@ class Reclaimer:
             self.evict_checkpoint(checkpoint, "reset")
         while (stray := self._pop_stray()) is not None:
             self._evict_strays(stray, len(self._tree.nodes))
-        self.moves.clear()  # nothing is left that stands elsewhere
-        if self.outbox.is_open:
-            self.outbox.cleared()
-
-    def take_moves(self) -> tuple[PageMove, ...]:
-        """The copies to be made, which are the caller's to see to from now on."""
-        moves, self.moves = tuple(self.moves), []
-        return moves
+        self._tree.outbox.cleared()
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
         node, tail_page = checkpoint.node, checkpoint.tail_page
@@ -252,7 +219,6 @@ class Reclaimer:
             return False
         for source, target in unified.make_way(unit):
             self._tree.move(source, target)
-            self.moves.append(PageMove(source=source, target=target))
         return True
 
     def _score_per_page(self, checkpoint: Checkpoint) -> float:
@@ -287,8 +253,6 @@ class Reclaimer:
                 self._strays.move_to_end(parent, last=False)
                 break
             run.append(parent)
-        if self.outbox.is_open:
-            self.outbox.pages_go(run, len(self.moves))
         self._tree.remove(run)
         for gone in run:
             self._pages.drop(gone.page)

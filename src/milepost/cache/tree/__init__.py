@@ -13,13 +13,7 @@ from milepost.cache.tree.kinds import (
     grid_of,
     window_of,
 )
-from milepost.cache.tree.links import (
-    MAX_TAILS_COMPARED,
-    follow,
-    link,
-    unlink,
-    upwards,
-)
+from milepost.cache.tree.links import MAX_TAILS_COMPARED, upwards
 from milepost.cache.tree.matching import Finder, Match
 from milepost.cache.tree.nodes import (
     NO_RESERVATIONS,
@@ -53,10 +47,7 @@ __all__ = [
     "SlidingWindow",
     "Tree",
     "checkpoint_key",
-    "follow",
     "grid_of",
-    "link",
-    "unlink",
     "upwards",
     "window_of",
 ]

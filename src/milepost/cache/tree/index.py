@@ -1,8 +1,8 @@
 """The prefix tree: nodes, found by their chained digests, and the history of evicted keys.
 
 Knows nothing of pools: callers keep reference counts in step. Every change that bears on what may
-be evicted is noted in `changed`, here and not by callers. Every walk is a loop; a path may be
-100,000 nodes deep.
+be evicted is noted in `changed`, and what others are to know of it in the outbox, here and not by
+callers. Every walk is a loop; a path may be 100,000 nodes deep.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from milepost.cache.plans import PageMove
 from milepost.cache.tree.chain import Chain
-from milepost.cache.tree.nodes import NO_CHECKPOINTS, NO_PAGE, Checkpoint, Node
+from milepost.cache.tree.links import follow, link, unlink
+from milepost.cache.tree.nodes import NO_CHECKPOINTS, NO_PAGE, Checkpoint, End, Node
+from milepost.cache.tree.outbox import Outbox
 
 
 class Tree:
@@ -20,11 +23,13 @@ class Tree:
     `max_history` evicted keys.
 
     `leaves` are the nodes without children, by page. `changed` collects the nodes that have won or
-    lost their only child or a checkpoint, and the checkpoints that are new or whose tail page has
-    become a node's or ceased to be one; whoever needs it empties it.
+    lost their only child or a checkpoint, and the checkpoints that have come or gone, that were
+    used, whose links have changed, or whose tail page has become a node's or ceased to be one;
+    whoever needs it empties it.
     """
 
-    def __init__(self, max_history: int) -> None:
+    def __init__(self, max_history: int, outbox: Outbox) -> None:
+        self.outbox = outbox
         self.nodes: dict[bytes, Node] = {}
         self.at_page: dict[int, Node] = {}
         self.leaves: dict[int, Node] = {}
@@ -95,6 +100,7 @@ class Tree:
                 self._history.pop(node.digest, None)
         if chain.salt:
             self._add_twins(chain, run)
+        self.outbox.pages_came(run)
         return run
 
     def remove(self, run: Sequence[Node]) -> None:
@@ -124,11 +130,10 @@ class Tree:
             self.leaves[above.page] = above
             self.changed.append(above)
         self._prune(above)
+        self.outbox.pages_went(run)
 
-    def attach(self, checkpoint: Checkpoint) -> int:
-        """Hang a checkpoint on its node; so many nodes, this one and those above it, have become
-        reachable.
-        """
+    def attach(self, checkpoint: Checkpoint) -> None:
+        """Hang a checkpoint on its node, and between those above and below it."""
         node = checkpoint.node
         if node.checkpoints is NO_CHECKPOINTS:
             node.checkpoints = {}
@@ -143,12 +148,19 @@ class Tree:
             if ancestor.num_reaching > 1:
                 break
             num_reached += 1
-        return num_reached
+        self.changed += link(checkpoint)
+        self.outbox.state_came(checkpoint, num_reached)
 
-    def detach(self, checkpoint: Checkpoint) -> int:
-        """Take a checkpoint off its node; so many nodes, this one and those above it, cannot be
-        reached any more.
-        """
+    def use(self, checkpoint: Checkpoint, end: End) -> None:
+        """Note that a request resumed from a checkpoint: the path above it is its path now."""
+        checkpoint.num_uses += 1
+        checkpoint.used_at = end.time
+        for here in follow(checkpoint):
+            here.end = end
+            self.changed.append(here)
+
+    def detach(self, checkpoint: Checkpoint, score: float) -> None:
+        """Take out a checkpoint, which was expected to save so many tokens."""
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
         del self.at_slot[checkpoint.slot]
@@ -162,10 +174,12 @@ class Tree:
                 break
             num_lost += 1
         self._prune(node)
-        return num_lost
+        self.changed += (checkpoint, *unlink(checkpoint))
+        self.outbox.state_went(checkpoint, score, num_lost)
 
     def move(self, page: int, target: int) -> None:
-        """Note that what is cached in a page stands in another one now."""
+        """Note that what is cached in a page stands in another one from now on."""
+        self.outbox.moves.append(PageMove(source=page, target=target))
         node = self.at_page.pop(page, None)
         if node is not None:
             node.page = target

@@ -1,8 +1,8 @@
-"""Writes down what becomes true of the tree, as events."""
+"""What is yet to be told outside: copies of pages to be made, and events once somebody listens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from milepost.cache.events import (
@@ -14,40 +14,46 @@ from milepost.cache.events import (
     PagesUnreachable,
     StateCached,
 )
-from milepost.cache.plans import What
-from milepost.cache.tree.index import Tree
-from milepost.cache.tree.kinds import CacheConfig
+from milepost.cache.plans import PageMove, What
 from milepost.cache.tree.nodes import Checkpoint, Node
 
 
 class Outbox:
-    """Events that nobody has taken yet. Told by those who change the tree, right after they do; of
-    what leaves, right before.
+    """Moves and events that nobody has taken yet. The tree writes down what it does, right after;
+    events only while the outbox is open.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        self._page_size = config.page_size
-        self._needs_states = config.slots_each > 0
+    def __init__(self, page_size: int, *, needs_states: bool) -> None:
+        self._page_size = page_size
+        self._needs_states = needs_states
         self._events: list[Event] = []
+        self.moves: list[PageMove] = []
+        """Copies that are yet to be made, in this order, before anything else is written."""
         self.is_open = False
 
-    def open(self, tree: Tree) -> None:
+    def open(self, nodes: Collection[Node], checkpoints: Iterable[Checkpoint]) -> None:
         """Record from now on, and first what is there already."""
         self.is_open = True
-        for node in tree.nodes.values():
+        for node in nodes:
             self.pages_came([node])
-        for checkpoint in tree.at_slot.values():
+        for checkpoint in checkpoints:
             self.state_came(checkpoint, 0)
         if self._needs_states:
-            for node in tree.nodes.values():
+            for node in nodes:
                 if node.num_reaching:
                     self._reached([node])
 
-    def take(self) -> tuple[Event, ...]:
+    def take_events(self) -> tuple[Event, ...]:
         events, self._events = tuple(self._events), []
         return events
 
+    def take_moves(self) -> tuple[PageMove, ...]:
+        moves, self.moves = tuple(self.moves), []
+        return moves
+
     def pages_came(self, run: Sequence[Node]) -> None:
+        if not self.is_open:
+            return
         parent = run[0].parent
         assert parent is not None, "a page has a parent"
         self._events.append(
@@ -65,6 +71,8 @@ class Outbox:
 
     def state_came(self, checkpoint: Checkpoint, num_reached: int) -> None:
         """With so many nodes, its own and those above it, that can be reached by now."""
+        if not self.is_open:
+            return
         self._events.append(
             StateCached(
                 key=checkpoint.key,
@@ -80,7 +88,10 @@ class Outbox:
         if run:
             self._reached(run[::-1])
 
-    def state_goes(self, checkpoint: Checkpoint, score: float, num_moves: int) -> None:
+    def state_went(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
+        """With so many nodes, its own and those above it, that cannot be reached any more."""
+        if not self.is_open:
+            return
         places: list[tuple[What, int]] = [("state", checkpoint.slot)]
         if checkpoint.tail_page is not None:
             places.append(("tail", checkpoint.tail_page))
@@ -94,18 +105,17 @@ class Outbox:
                     what=what,
                     id=id_,
                     score=score,
-                    num_moves=num_moves,
+                    num_moves=len(self.moves),
                 )
             )
-
-    def reach_lost(self, node: Node, num_lost: int) -> None:
-        """So many nodes, this one and those above it, cannot be reached any more."""
-        run = _upwards(node, num_lost)
+        run = _upwards(checkpoint.node, num_lost)
         if run:
             self._events.append(PagesUnreachable(keys=_keys(run)))
 
-    def pages_go(self, run: Sequence[Node], num_moves: int) -> None:
+    def pages_went(self, run: Sequence[Node]) -> None:
         """The deepest first."""
+        if not self.is_open:
+            return
         if not self._needs_states:
             self._events.append(PagesUnreachable(keys=_keys(run)))
         for node in run:
@@ -119,13 +129,15 @@ class Outbox:
                     what="page",
                     id=node.page,
                     score=0.0,
-                    num_moves=num_moves,
+                    num_moves=len(self.moves),
                 )
             )
 
     def cleared(self) -> None:
-        """In place of all that left since `take`, and of what goes now."""
-        self._events = [Cleared()]
+        """Nothing is left that could have moved, or whose going is worth telling."""
+        self.moves.clear()
+        if self.is_open:
+            self._events = [Cleared()]
 
     def _reached(self, run: Sequence[Node]) -> None:
         parent = run[0].parent
