@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 from traces import Cell, run
 
-from milepost.cache.eviction import buckets, reclaim, return_rates, score
+from milepost.cache.eviction import buckets, hold_back, reclaim, return_rates, score
 from milepost.scheduler import admission, sharing
 from milepost.simulator.cost import read_cost
 from milepost.simulator.trace import read_trace
@@ -101,11 +101,11 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "no-fork-counts": _put(score.Expected, "_fork_at", lambda *_: None),
     "no-newest-end": _put(buckets.Bucket, "look", _oldest_alone),
     "no-reservations": _put(reclaim.Reclaimer, "claim", _claim_nothing),
-    "no-hold-back": _put(admission.Admission, "_look_ahead", lambda *_: 0),
+    "no-hold-back": _put(admission.Admission, "_holds_back", lambda *_: False),
     "hold-back-always": _put(admission, "BACKLOG_STEPS", -1),
     "bypassed-64": _put(admission, "MAX_BYPASSED", 64),
     "held-back-60-s": _put(admission, "MAX_HOLD_BACK_S", 60.0),
-    "look-ahead-64": _put(admission, "LOOK_AHEAD", 64),
+    "look-ahead-64": _put(hold_back, "LOOK_AHEAD", 64),
     "no-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: False),
     "all-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: True),
     "no-bytes": _put(score.Expected, "of_page", _per_page),

@@ -20,9 +20,9 @@ def cache():
     return Cache(num_pages=20, num_slots=3, page_size=PAGE_SIZE, grid=PAGE_SIZE)
 
 
-def admit(cache, tokens):
+def admit(cache, tokens, load_to=None):
     chain = cache.chain(tokens)
-    allocation = cache.admit(chain, cache.match(chain))
+    allocation = cache.admit(chain, cache.match(chain), load_to=load_to)
     check(cache)
     return allocation
 
@@ -124,12 +124,10 @@ def test_drafts_stand_behind_a_state_of_its_own_and_nothing_behind_them(cache):
 
 def test_what_comes_from_outside_is_computed_no_more(cache):
     serve(cache, range(20))
-    allocation = admit(cache, [*range(16), *range(100, 150)])
-    arrivals = cache.load(allocation, 50)
-    check(cache)
+    allocation = admit(cache, [*range(16), *range(100, 150)], load_to=50)
     chain, table = allocation.chain, allocation.page_table
     digests = chain.full_digests()
-    assert [(a.what, a.id, a.key) for a in arrivals] == [
+    assert [(a.what, a.id, a.key) for a in allocation.arrivals] == [
         ("page", table[1], digests[1]),
         ("page", table[2], digests[2]),
         ("tail", table[3], checkpoint_key(digests[2], chain.token_bytes(48, 50))),
@@ -150,13 +148,13 @@ def test_what_comes_from_outside_is_computed_no_more(cache):
 
 def test_what_does_not_come_is_computed_from_what_was_cached(cache):
     serve(cache, range(20))
-    allocation = admit(cache, [*range(20), *range(100, 150)])
-    before = (allocation.committed, allocation.next_slot_in, allocation.next_page_copy)
-    assert before[0] == 20
-    cache.load(allocation, 50)
+    allocation = admit(cache, [*range(20), *range(100, 150)], load_to=50)
+    source, page_copy = allocation.source, allocation.page_copy
     cache.load_failed(allocation)
     check(cache)
-    assert before == (allocation.committed, allocation.next_slot_in, allocation.next_page_copy)
+    assert (allocation.committed, allocation.next_slot_in) == (20, source.slot)
+    assert (allocation.source, allocation.next_page_copy) == (source, page_copy)
+    assert page_copy is not None
     run(cache, allocation, 70)
     cache.release(allocation)
     check(cache)

@@ -54,12 +54,12 @@ def waiting_events(num_pages, num_states):
     cache.match(chain)
     events = []
     for _ in range(3):
-        cache.version += 1  # something else has changed
+        cache.reclaimer.version += 1  # something else has changed
 
         def ask():
             match = cache.match(chain)
             cache.refresh(reservation, match)
-            assert cache.admit(chain, match, look_ahead=256) is None
+            assert cache.admit(chain, match, holds_back=True) is None
 
         events.append(num_events(ask))
     return max(events)
@@ -80,7 +80,7 @@ def test_a_prompt_that_was_evicted_costs_the_logarithm_of_its_pages():
         cache.reclaimer.evict_everything()
         chain = cache.chain(tokens)
         assert cache.match(chain).num_seen == num_pages
-        cache.version += 1
+        cache.reclaimer.version += 1
         return num_events(lambda: cache.match(chain))
 
     assert events(2048) < events(32) + 60
@@ -100,9 +100,9 @@ def asked_of(num_states, num_changes, num_rounds, monkeypatch):
     chain = cache.chain([5000] * (num_states - 1) * PAGE_SIZE)
     for _ in range(num_rounds):
         asked.append([])
-        for requests in (256, 255, 200):
-            assert cache.admit(chain, cache.match(chain), look_ahead=requests) is None
-        cache.version += num_changes
+        for _ in range(3):
+            assert cache.admit(chain, cache.match(chain), holds_back=True) is None
+        cache.reclaimer.version += num_changes
     return asked
 
 

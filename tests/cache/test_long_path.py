@@ -9,6 +9,7 @@ import pytest
 
 from milepost.cache import Cache
 from milepost.cache.placement import Kind
+from milepost.cache.tree import upwards
 from tests.invariants import check
 
 PAGE_SIZE = 16
@@ -58,7 +59,7 @@ def test_match_admit_commit_release_evict(shallow):
     fork = cache.match(cache.chain([*tokens[: LENGTH // 2], 1]))
     assert (fork.branch_points, fork.kv_length) == ((LENGTH // 2,), LENGTH // 2)
     assert fork.state_length < LENGTH // 2
-    assert len(cache.match(follow_up).path.checkpoints()) >= 2
+    assert len(list(upwards(cache.match(follow_up).checkpoint))) >= 2
     check(cache)
 
     other = cache.chain(long_tokens(2))

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from milepost.cache import Cache
+from milepost.cache.tree import upwards
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, make_request, run_all
@@ -109,12 +110,12 @@ def test_a_long_chat_that_loses_checkpoints_falls_back_to_the_next_one():
     for turn in range(20):
         history = [*bench.ask(history, max_tokens=50).chain.tokens, *tokens(950, 1 + turn)]
     assert len(history) > 20_000
-    path = bench.cache.match(bench.cache.chain(history)).path.checkpoints()
+    path = list(upwards(bench.cache.match(bench.cache.chain(history)).checkpoint))
     assert len(path) >= 2
-    while path:
+    for checkpoint in path:
         match = bench.cache.match(bench.cache.chain(history))
-        assert match.state_length == path[-1].position
-        bench.cache.reclaimer.evict_checkpoint(path.pop(), "slots")
+        assert match.state_length == checkpoint.position
+        bench.cache.reclaimer.evict_checkpoint(checkpoint, "slots")
     assert bench.cache.match(bench.cache.chain(history)).state_length == 0
 
 

@@ -100,9 +100,9 @@ def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
         serve(cache, 2 * seed, 3)
     serve(cache, 1000, cache.storage.max_pages)
     chain = cache.chain([1] * ((cache.storage.max_pages + 1) * PAGE_SIZE))
-    before = cache.version
+    before = cache.reclaimer.version
     assert cache.admit(chain, cache.match(chain)) is None
-    assert cache.version == before
+    assert cache.reclaimer.version == before
     check(cache)
 
 

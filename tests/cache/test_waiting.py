@@ -14,10 +14,10 @@ def prompt(seed, num_pages=4):
     return [seed] * (num_pages * PAGE_SIZE)
 
 
-def run(cache, tokens, look_ahead=0):
+def run(cache, tokens, *, holds_back=False):
     """Admit and compute a prompt in one step, and keep the state at its end."""
     chain = cache.chain(tokens)
-    allocation = cache.admit(chain, cache.match(chain), look_ahead=look_ahead)
+    allocation = cache.admit(chain, cache.match(chain), holds_back=holds_back)
     if allocation is None:
         return None
     exports = cache.take_exports(allocation, len(chain))
@@ -89,7 +89,7 @@ def test_a_request_that_looks_ahead_does_not_evict_what_is_likely_to_return(cach
     for seed in (1, 2, 3):
         run(cache, prompt(seed))
     before = cache.stats.pages_evicted
-    assert run(cache, prompt(4), look_ahead=64) is None
+    assert run(cache, prompt(4), holds_back=True) is None
     check(cache)
     assert cache.stats.pages_evicted == before
     assert run(cache, prompt(4)) == 0
@@ -98,7 +98,7 @@ def test_a_request_that_looks_ahead_does_not_evict_what_is_likely_to_return(cach
 def test_nothing_is_spared_where_nothing_returns(cache):
     for seed in range(1, 60):
         run(cache, prompt(seed))
-    assert run(cache, prompt(99), look_ahead=64) == 0
+    assert run(cache, prompt(99), holds_back=True) == 0
 
 
 @pytest.mark.parametrize("dues", [(5, 50), (50, 5)])

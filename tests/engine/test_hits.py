@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from milepost.cache.tree import upwards
 from tests.engines import answer, ask, cached, greedy, metric, open_llm, prompt, save_tiny, tokens
 from tests.mtp import add_head
 
@@ -123,16 +124,16 @@ def test_long_chat_loses_its_checkpoints_one_by_one(llm, row):
         history += [*answer(output), *tokens(1000, len(history))]
     cache = llm.llm_engine.scheduler.cache
     chain = cache.chain(history)
-    checkpoints = cache.match(chain).path.checkpoints()
+    checkpoints = list(upwards(cache.match(chain).checkpoint))
     positions = [checkpoint.position for checkpoint in checkpoints]
     assert len(positions) >= 3
     left = []
-    for checkpoint in reversed(checkpoints):
+    for checkpoint in checkpoints:
         left.append(cache.match(chain).state_length)
         cache.reclaimer.evict_checkpoint(checkpoint, "slots")
     row("finished 20k-token chat: reusable", "19584 (1088)", f"{left[0]}")
     row("finished 20k-token chat after the loss of one state", "0 (1088)", f"{left[1]}")
-    assert left == positions[::-1]
+    assert left == positions
     (output,) = ask(llm, history, params=greedy(4))
     assert output.num_cached_tokens == 0
     assert output.cache_report.lost["checkpoint_evicted"] > 19_000
@@ -146,7 +147,7 @@ def test_long_chat_resumes_from_the_next_checkpoint(folder):
         (output,) = ask(llm, history, params=greedy(40))
         history += [*answer(output), *tokens(1000, 50 + turn)]
     cache = llm.llm_engine.scheduler.cache
-    *_, left, prompt_end, answer_end = cache.match(cache.chain(history)).path.checkpoints()
+    answer_end, prompt_end, left, *_ = upwards(cache.match(cache.chain(history)).checkpoint)
     for checkpoint in (answer_end, prompt_end):
         cache.reclaimer.evict_checkpoint(checkpoint, "slots")
     (output,) = ask(llm, history, params=greedy(4))

@@ -342,9 +342,9 @@ class Fuzz:
     def look(self) -> None:
         """A match changes nothing, and finds what trying everything finds."""
         chain = self.cache.chain(self.prompt(), self.rng.choice(SALTS))
-        before = self.cache.version
+        before = self.cache.reclaimer.version
         found = self.cache.match(chain)
-        assert self.cache.version == before
+        assert self.cache.reclaimer.version == before
         if self.cache.config.enabled:
             assert found.kv_length == self._longest_kv(chain)
             assert found.state_length == self._longest_state(chain)

@@ -121,7 +121,7 @@ def test_defect_03_match_changes_nothing():
             [cache.pages.live_refs(page) for page in range(30)],
             [cache.slots.pool.live_refs(slot) for slot in range(5)],
             repr(cache.stats),
-            cache.version,
+            cache.reclaimer.version,
         )
 
     before = snapshot()

@@ -14,7 +14,7 @@ from milepost.cache.events import Event
 from milepost.cache.eviction import Expected, Reclaimer, Score
 from milepost.cache.memory import Split, Storage
 from milepost.cache.placement import POLICIES, Kind, Mode, Placement
-from milepost.cache.plans import Arrival, Export, PageMove
+from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import Lost, Stats
 from milepost.cache.tree import (
     HYBRID,
@@ -75,7 +75,6 @@ class Cache:
         self.stats = Stats()
         self.allocations: dict[Allocation, None] = {}
         self.loans: dict[Loan, None] = {}
-        self.version = 0
         self.score: Score = score or Expected(storage.usual_slots, self.grid)
         self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.score, page_size)
         self._finder = Finder(self.tree, self.config)
@@ -86,7 +85,6 @@ class Cache:
             storage,
             self.reclaimer,
             placement or POLICIES[mode],
-            self._change,
         )
 
     @property
@@ -103,11 +101,6 @@ class Cache:
         """The tokens of a request in the form that the other verbs take."""
         return Chain(tokens, self.page_size, salt, self.identity)
 
-    def _change(self) -> None:
-        """Note that a verb changes what there is; matches of before are outdated."""
-        self.version += 1
-        self.reclaimer.settle()
-
     # --- match ------------------------------------------------------------------------------------
 
     def match(self, chain: Chain, limit: int | None = None) -> Match:
@@ -118,7 +111,7 @@ class Cache:
         At least the last token is left to compute; `limit` lowers the position to resume from
         further.
         """
-        return self._finder.find(chain, limit, self.version)
+        return self._finder.find(chain, limit, self.reclaimer.version)
 
     # --- wait -------------------------------------------------------------------------------------
 
@@ -128,7 +121,7 @@ class Cache:
         `forget`.
         """
         reservation = Reservation(due=self.score.clock + num_ahead + 1)
-        self.reclaimer.claim(reservation, self._finder.source(chain, self.version))
+        self.reclaimer.claim(reservation, self._finder.source(chain, self.reclaimer.version))
         return reservation
 
     def refresh(self, reservation: Reservation, match: Match) -> None:
@@ -151,26 +144,27 @@ class Cache:
         *,
         marks: tuple[int, ...] = (),
         first_time: bool = True,
-        look_ahead: int = 0,
+        holds_back: bool = False,
         load_to: int | None = None,
     ) -> Allocation | None:
         """Reserve all that the prompt needs: pages for every token, and one slot to write.
 
         Returns None if there is no room, and then nothing has changed. `match` must be of this
         moment. Room is found by evicting what is only cached; if that falls short by the very
-        checkpoint to resume from, the request takes over its slot and tail page. What is likely to
-        be asked for within about `look_ahead` requests is no room. With `load_to` it is loading
-        what lies before that position, unless it took over a checkpoint.
+        checkpoint to resume from, the request takes over its slot and tail page. If it `holds_back`
+        what others are likely to ask for soon is no room. With `load_to` it is loading what lies
+        before that position, its `arrivals`, unless it took over a checkpoint; then `loaded`, or
+        `load_failed` once nobody writes it any more.
 
         None costs no more than a match, and a look at hold_back.MAX_LOOKS states if the cache has
         changed since somebody asked last.
         """
-        assert match.version == self.version, "A1: admit needs a match of this moment"
+        assert match.version == self.reclaimer.version, "A1: admit needs a match of this moment"
         assert match.path.chain is chain, "A1: and of this prompt"
-        takes_over = self._admitter.find_room(match, look_ahead)
+        takes_over = self._admitter.find_room(match, holds_back=holds_back)
         if takes_over is None:
             return None
-        self._change()
+        self.reclaimer.change()
         end = self._arrive(match, first_time=first_time)
         checkpoint = match.checkpoint
         if checkpoint is None:
@@ -186,14 +180,8 @@ class Cache:
         if load_to is not None and not allocation.has_taken_over:
             self._running.load(allocation, load_to)
         else:
-            self._count(allocation)
+            self.stats.admitted(allocation.report, first_time=first_time)
         return allocation
-
-    def _count(self, allocation: Allocation) -> None:
-        """Count where an allocation's tokens came from, once that is certain."""
-        if not allocation.is_counted:
-            allocation.is_counted = True
-            self.stats.admitted(allocation.report, first_time=allocation.is_first)
 
     def _arrive(self, match: Match, *, first_time: bool) -> End:
         """Where the request's path will end; a preempted one's return is no news of its path."""
@@ -233,25 +221,19 @@ class Cache:
         """
         self._running.commit(allocation, position, written)
 
-    def load(self, allocation: Allocation, position: int) -> tuple[Arrival, ...]:
-        """What is to be filled from outside so that an admitted request goes on at `position`;
-        then `loaded`, or `load_failed` once nobody writes it any more.
-        """
-        return self._running.load(allocation, position)
-
     def loaded(self, allocation: Allocation, sources: Mapping[str, int] | None = None) -> None:
         """All of it is there; so many of the tokens came from each of the `sources`."""
         self._running.loaded(allocation)
         report = allocation.report
         allocation.report = report.with_loaded(allocation.committed, sources or {})
-        self._count(allocation)
+        self.stats.admitted(allocation.report, first_time=allocation.is_first)
 
     def load_failed(self, allocation: Allocation) -> None:
         """It does not come; the request computes what it lacks."""
         position = allocation.planned
         self._running.load_failed(allocation)
         allocation.report = allocation.report.with_lost(Lost.LATE_COPY, position)
-        self._count(allocation)
+        self.stats.admitted(allocation.report, first_time=allocation.is_first)
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
         """Take back all that a request holds. With a `kind`, its live state becomes a checkpoint
@@ -269,14 +251,14 @@ class Cache:
         match = self.match(chain, limit)
         if not match.state_length:
             return None
-        self._change()
+        self.reclaimer.change()
         loan = lend(self.storage, match, self.page_size)
         self.loans[loan] = None
         return loan
 
     def take_back(self, loan: Loan) -> None:
         """Note that nobody reads on."""
-        self._change()
+        self.reclaimer.change()
         del self.loans[loan]
         take_back(self.storage, loan)
 
@@ -299,7 +281,7 @@ class Cache:
         """
         if self.allocations or self.loans:
             return False
-        self._change()
+        self.reclaimer.change()
         self.reclaimer.evict_everything()
         self.tree.forget_history()
         return True

@@ -33,9 +33,6 @@ holding back).
 MAX_HOLD_BACK_S = 600.0
 """The same in seconds of steps: as long as clients wait by default."""
 
-LOOK_AHEAD = 256
-"""Requests within which somebody is likely to ask for what nobody else is to evict."""
-
 BACKLOG_STEPS = 4
 """Steps that the prompts of other waiting requests would fill. With fewer nobody is held back: the
 machine would idle, and the request wait, for a few hits more.
@@ -251,7 +248,7 @@ class Admission:
             match,
             marks=request.marks,
             first_time=first_time,
-            look_ahead=self._look_ahead(request, turn),
+            holds_back=self._holds_back(request, turn),
             load_to=load_to,
         )
         if allocation is None and not self._running:
@@ -272,15 +269,13 @@ class Admission:
         others = turn.num_waiting_tokens - self._waiting.num_left(request)
         return others > BACKLOG_STEPS * self._max_num_batched_tokens
 
-    def _look_ahead(self, request: Request, turn: AdmissionRound) -> int:
-        """Requests that may go first, so that what they need is not evicted for this one. None if
+    def _holds_back(self, request: Request, turn: AdmissionRound) -> bool:
+        """Whether others may go first, so that what they need is not evicted for this one. Not if
         nothing else runs, few tokens wait to be computed, it has run before, something less urgent
         runs, or it has waited for long.
         """
         if not self._running or request.num_preemptions or not self._is_backlogged(request, turn):
-            return 0
+            return False
         if turn.last_priority is None:
             turn.last_priority = max(other.priority for other in self._running)
-        if turn.last_priority > request.priority:
-            return 0
-        return 0 if turn.has_waited_long(request) else LOOK_AHEAD
+        return turn.last_priority <= request.priority and not turn.has_waited_long(request)

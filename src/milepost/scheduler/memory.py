@@ -48,7 +48,7 @@ class PrefixMemory(Protocol):
         *,
         marks: tuple[int, ...] = (),
         first_time: bool = True,
-        look_ahead: int = 0,
+        holds_back: bool = False,
         load_to: int | None = None,
     ) -> Allocation | None: ...
 

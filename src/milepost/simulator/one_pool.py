@@ -154,7 +154,7 @@ class OnePool:
         *,
         marks: tuple[int, ...] = (),  # noqa: ARG002
         first_time: bool = True,
-        look_ahead: int = 0,  # noqa: ARG002
+        holds_back: bool = False,  # noqa: ARG002
         load_to: int | None = None,  # noqa: ARG002
     ) -> Allocation | None:
         position = match.report.state_length

@@ -28,17 +28,17 @@ class Admitter:
         self._page_size = config.page_size
         self._slots_each = config.slots_each
 
-    def find_room(self, match: Match, look_ahead: int) -> bool | None:
+    def find_room(self, match: Match, *, holds_back: bool) -> bool | None:
         """Pin a match and say whether its checkpoint has to be taken over; None, and nothing is
         pinned, if there is no room.
         """
         fresh = self._num_fresh(match)
-        if not self._may_have_room(match, fresh, look_ahead):
+        if not self._may_have_room(match, fresh, holds_back=holds_back):
             return None
         self._pin(match)
         if self._storage.has_room(fresh, self._slots_each):
             return False
-        if self._can_take_over(match.checkpoint, fresh):
+        if self._can_take_over(match, fresh):
             return True
         self._unpin(match)
         return None
@@ -47,20 +47,21 @@ class Admitter:
         """Pages of the whole prompt that aren't cached."""
         return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
 
-    def _may_have_room(self, match: Match, fresh: int, look_ahead: int) -> bool:
+    def _may_have_room(self, match: Match, fresh: int, *, holds_back: bool) -> bool:
         """Whether there can be room once the match is pinned, found without pinning it: a request
         may wait for long, and ask in every step. Costs the logarithm of the path's pages.
         """
         pages, slots = self._revived(match)
         wanted_pages, wanted_slots = fresh + pages, slots + self._slots_each
         if self._storage.has_room(wanted_pages, wanted_slots):
-            held_pages, held_slots = self._held_back(match, fresh, look_ahead)
+            if not holds_back or self._storage.is_free(fresh, self._slots_each):
+                return True
+            held_pages, held_slots = self._hold_back.beside(match.checkpoint, match.version)
             return self._storage.has_room(wanted_pages + held_pages, wanted_slots + held_slots)
-        checkpoint = match.checkpoint
-        if checkpoint is None or not slots:
+        if not slots:
             return False
-        num_own_pages = 0 if checkpoint.tail_page is None else 1  # its tail, which needs no copy
-        return self._storage.has_room(wanted_pages - num_own_pages, slots)
+        # Taken over, the checkpoint leaves its slot, and its tail, which needs no copy then.
+        return self._storage.has_room(wanted_pages - len(_tail(match)), slots)
 
     def _revived(self, match: Match) -> tuple[int, int]:
         """Pages and slots of a match that are only cached, and no room once they are pinned."""
@@ -78,12 +79,6 @@ class Admitter:
         num_pages += sum(1 for page in _tail(match) if not pages.live_refs(page))
         return num_pages, int(not self._slots.live_refs(checkpoint.slot))
 
-    def _held_back(self, match: Match, num_pages: int, look_ahead: int) -> tuple[int, int]:
-        """Pages and slots that are no room, since others are likely to ask for them soon."""
-        if not look_ahead or self._storage.is_free(num_pages, self._slots_each):
-            return 0, 0
-        return self._hold_back.beside(match.checkpoint, look_ahead, match.version)
-
     def _pin(self, match: Match) -> None:
         self._pages.pin(match.path.pages)
         if match.checkpoint is not None:
@@ -96,15 +91,13 @@ class Admitter:
             self._slots.unpin((match.checkpoint.slot,))
             self._pages.unpin(_tail(match))
 
-    def _can_take_over(self, checkpoint: Checkpoint | None, fresh: int) -> bool:
+    def _can_take_over(self, match: Match, fresh: int) -> bool:
         """Whether using up the (pinned) checkpoint itself makes the room that is missing."""
-        if checkpoint is None or self._slots.live_refs(checkpoint.slot) > 1:
+        if match.checkpoint is None or self._slots.live_refs(match.checkpoint.slot) > 1:
             return False
-        tail = checkpoint.tail_page
-        owns_tail = (
-            tail is not None and self._pages.live_refs(tail) == self._pages.cached_refs(tail) == 1
-        )
-        return self._storage.has_room(fresh - int(owns_tail), 0)
+        pages = self._pages
+        num_own = sum(pages.live_refs(id_) == pages.cached_refs(id_) == 1 for id_ in _tail(match))
+        return self._storage.has_room(fresh - num_own, 0)
 
     # --- one of three ways ------------------------------------------------------------------------
 
@@ -159,15 +152,13 @@ class Admitter:
         own_tail: tuple[int, ...] = (),
     ) -> Allocation:
         chain, position = match.path.chain, match.state_length
-        table = match.path.pages.copy()
-        first_fresh = len(table)
-        table.extend(own_tail)
+        table = [*match.path.pages, *own_tail]
         missing = -(-len(chain) // self._page_size) - len(table)
-        table.extend(self._reclaimer.allocate_pages(missing))
+        table += self._reclaimer.allocate_pages(missing)
         copy = None
         if pinned_tail and position > match.kv_length:
-            num_tokens = position % self._page_size
-            copy = PageCopy(source=pinned_tail[0], target=table[first_fresh], num_tokens=num_tokens)
+            target, num_tokens = table[match.path.num_pages], position % self._page_size
+            copy = PageCopy(source=pinned_tail[0], target=target, num_tokens=num_tokens)
         owns_state = slot_in == slot_out != ZERO_SLOT and copy is None
         return Allocation(
             chain=chain,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from milepost.cache.allocation.publishing import Publisher
 from milepost.cache.allocation.states import Allocation, State, Transition
@@ -14,9 +14,7 @@ from milepost.cache.tree import CacheConfig, Tree, checkpoint_key
 
 
 class Running:
-    """Changes allocations, and what of the memory and the tree they bear on. Tells `change` first,
-    each time that the tree or the pools are about to.
-    """
+    """Changes allocations, and what of the memory and the tree they bear on."""
 
     def __init__(
         self,
@@ -25,7 +23,6 @@ class Running:
         storage: Storage,
         reclaimer: Reclaimer,
         place: Placement,
-        change: Callable[[], None],
     ) -> None:
         self._config = config
         self._page_size = config.page_size
@@ -37,7 +34,7 @@ class Running:
         self._stats = reclaimer.stats
         self._publisher = Publisher(config.page_size, tree, storage, reclaimer.stats)
         self._place = place
-        self._change = change
+        self._change = reclaimer.change
 
     def extend(self, allocation: Allocation, num_tokens: int) -> bool:
         """Make the page table cover `num_tokens`; False if there is no room, and then nothing has
@@ -150,8 +147,8 @@ class Running:
 
     # --- what comes from outside ------------------------------------------------------------------
 
-    def load(self, allocation: Allocation, position: int) -> tuple[Arrival, ...]:
-        """What is to be filled from outside so that an admitted request goes on at `position`,
+    def load(self, allocation: Allocation, position: int) -> None:
+        """Find what is to be filled from outside so that an admitted request goes on at `position`,
         before the end of its prompt: full pages, a tail's, and its slot. Until `loaded` or
         `load_failed` nothing is planned for it, and it keeps what it would have resumed from.
         """
@@ -173,7 +170,6 @@ class Running:
             arrivals.append(Arrival(key=key, what="state", id=allocation.slot_out))
         allocation.planned = allocation.kv_length = position
         allocation.arrivals = tuple(arrivals)
-        return allocation.arrivals
 
     def loaded(self, allocation: Allocation) -> None:
         """Note that all of it is there: it is cached like what the request computed itself."""
@@ -227,10 +223,8 @@ class Running:
 
     def _end_reading(self, allocation: Allocation) -> None:
         """Unpin the checkpoint that the first step has read."""
-        if allocation.pinned_tail:
-            self._pages.unpin(allocation.pinned_tail)
-            allocation.pinned_tail = ()
-        allocation.page_copy = None
+        self._pages.unpin(allocation.pinned_tail)
+        allocation.pinned_tail, allocation.page_copy = (), None
         if allocation.source is not None:
             self._slots.pool.unpin((allocation.source.slot,))
             allocation.source = None

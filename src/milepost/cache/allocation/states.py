@@ -107,8 +107,6 @@ class Allocation:
     """What is to be filled from outside before it goes on, if anything is."""
     is_first: bool = True
     """Whether its request was never admitted before."""
-    is_counted: bool = False
-    """Whether its report is in the counters: not while what it says depends on a load."""
     path_pins: list[int] = field(default_factory=list)
     """Pages of the path that are pinned beside the table's: the request computed them a second
     time, or they lie behind the window.

@@ -10,6 +10,9 @@ from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage
 from milepost.cache.tree import Checkpoint, Tree, upwards
 
+LOOK_AHEAD = 256
+"""Requests within which somebody is likely to ask for what is no room."""
+
 LOOKS_A_CHANGE = 64
 """Checkpoints that may be looked at for each change of the cache since the last look. That is a
 quarter of what an admission takes to plan. With one look for all that a step admits, and with what
@@ -35,19 +38,8 @@ class Likely:
     """Tokens behind the next shallower one, for each whose pages are not in use."""
 
 
-@dataclass(slots=True)
-class Look:
-    """One look at all checkpoints, which takes several changes of the cache if there are many."""
-
-    version: int = -1
-    ahead: list[Checkpoint] = field(default_factory=list)
-    found: Likely = field(default_factory=Likely)
-    last: Likely | None = None
-    """What the round before has found."""
-
-
 class HoldBack:
-    """Goes round the checkpoints, a round for each power of two of requests to look ahead."""
+    """Goes round the checkpoints; a round takes several changes of the cache if there are many."""
 
     def __init__(self, tree: Tree, storage: Storage, score: Score, page_size: int) -> None:
         self._tree = tree
@@ -55,34 +47,34 @@ class HoldBack:
         self._pages = storage.pages
         self._slots = storage.slots.pool
         self._page_size = page_size
-        self._rounds: dict[int, Look] = {}
+        self._version = -1
+        self._ahead: list[Checkpoint] = []
+        self._found = Likely()
+        self._last: Likely | None = None
+        """What the round before has found."""
 
-    def beside(self, own: Checkpoint | None, within: int, version: int) -> tuple[int, int]:
-        """Cached pages and slots that are likely to be asked for within about so many requests, in
-        a cache of this version, without the pages of the checkpoint `own` and those above it.
+    def beside(self, own: Checkpoint | None, version: int) -> tuple[int, int]:
+        """Cached pages and slots that are likely to be asked for soon, in a cache of this version,
+        without the pages of the checkpoint `own` and those above it.
         """
-        expected = self._expected(1 << (within - 1).bit_length(), version)
+        if self._version != version:
+            num_looks = min((version - self._version) * LOOKS_A_CHANGE, MAX_LOOKS)
+            self._version = version
+            self._go_on(num_looks)
+        expected = self._last if self._last is not None else self._found
         num_tokens = expected.num_tokens
         for here in upwards(own):
             num_tokens -= expected.counted.get(here, 0)
         num_pages = min(num_tokens // self._page_size, self._pages.num_cached)
         return num_pages, min(expected.num_slots, self._slots.num_cached)
 
-    def _expected(self, within: int, version: int) -> Likely:
-        look = self._rounds.setdefault(within, Look())
-        if look.version != version:
-            num_looks = min((version - look.version) * LOOKS_A_CHANGE, MAX_LOOKS)
-            look.version = version
-            self._go_on(look, within, num_looks)
-        return look.last if look.last is not None else look.found
-
-    def _go_on(self, look: Look, within: int, most: int) -> None:
+    def _go_on(self, most: int) -> None:
         """Look at so many of the next checkpoints; at all of them anew, if they are no more."""
         at_slot, score = self._tree.at_slot, self._score
         live_slots, live_pages = self._slots.live_refs, self._pages.live_refs
-        if not look.ahead or most >= len(at_slot):
-            look.ahead, look.found = list(at_slot.values()), Likely()
-        ahead, found, num_looks = look.ahead, look.found, 0
+        if not self._ahead or most >= len(at_slot):
+            self._ahead, self._found = list(at_slot.values()), Likely()
+        ahead, found, num_looks = self._ahead, self._found, 0
         while ahead and num_looks < most:
             checkpoint = ahead.pop()
             num_looks += 1
@@ -90,7 +82,7 @@ class HoldBack:
             is_kept = at_slot.get(slot) is checkpoint
             if not is_kept or checkpoint.below or live_slots(slot):
                 continue
-            if not score.is_expected(checkpoint, within):
+            if not score.is_expected(checkpoint, LOOK_AHEAD):
                 continue
             found.num_slots += 1
             for here in upwards(checkpoint):
@@ -101,4 +93,4 @@ class HoldBack:
                 found.num_tokens += here.replay_tokens
                 num_looks += 1
         if not ahead:
-            look.last = found
+            self._last = found

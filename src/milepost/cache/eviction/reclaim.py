@@ -22,15 +22,9 @@ from itertools import islice
 from milepost.cache.eviction.buckets import Buckets
 from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage, UnifiedPool
+from milepost.cache.order import Order
 from milepost.cache.report import Stats
-from milepost.cache.tree import (
-    NO_RESERVATIONS,
-    Checkpoint,
-    End,
-    Node,
-    Reservation,
-    Tree,
-)
+from milepost.cache.tree import Checkpoint, End, Node, Reservation, Tree
 
 
 class Reclaimer:
@@ -57,6 +51,8 @@ class Reclaimer:
         self._states = self._carriers if storage.pages_a_slot else Buckets(score, score.of)
         self._unranked: dict[Checkpoint, None] = {}
         """Whose place in the orders has changed."""
+        self.version = 0
+        """Of what is cached: matches of an earlier one are outdated."""
         self._pages.watch(tree.leaves, tree.changed)
         self._slots.pool.watch(tree.at_slot, tree.changed)
 
@@ -64,6 +60,11 @@ class Reclaimer:
         """The orders of strays, carriers and states; to look at alone."""
         self.settle()
         return self._strays, self._carriers, self._states
+
+    def change(self) -> None:
+        """Note that a verb changes what there is."""
+        self.version += 1
+        self.settle()
 
     def settle(self) -> None:
         """Bring the orders in step with all that has changed. Whoever reads them does so first; to
@@ -166,7 +167,7 @@ class Reclaimer:
         self.score.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         checkpoint.node.evicted_tail = checkpoint.tail
-        waiting, checkpoint.reservations = checkpoint.reservations, NO_RESERVATIONS
+        waiting, checkpoint.reservations = checkpoint.reservations, Order()
         for reservation in waiting:
             reservation.checkpoint = None
             reservation.move(checkpoint.above)

@@ -15,20 +15,13 @@ from milepost.cache.tree.kinds import (
 )
 from milepost.cache.tree.links import MAX_TAILS_COMPARED, upwards
 from milepost.cache.tree.matching import Finder, Match
-from milepost.cache.tree.nodes import (
-    NO_RESERVATIONS,
-    Checkpoint,
-    End,
-    Node,
-    Reservation,
-)
+from milepost.cache.tree.nodes import Checkpoint, End, Node, Reservation
 from milepost.cache.tree.outbox import Outbox
 from milepost.cache.tree.path import Path
 
 __all__ = [
     "HYBRID",
     "MAX_TAILS_COMPARED",
-    "NO_RESERVATIONS",
     "TOKEN_BYTES",
     "CacheConfig",
     "Chain",

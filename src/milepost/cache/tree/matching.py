@@ -52,8 +52,8 @@ class Finder:
         last = len(chain) - 1
         limit = last if limit is None else min(limit, last)
         path = self._path(chain, version)
-        position = longest_usable(self._config.kinds, path, limit) if self._config.enabled else 0
-        resident = path.kv_length + self._tokens_past_nodes(path) if self._config.enabled else 0
+        position = longest_usable(self._config.kinds, path, limit)
+        resident = path.kv_length + self._tokens_past_nodes(path)
         num_seen = self._tree.num_seen(chain, path.num_pages) if self._config.enabled else 0
         return Match(
             path=path,
@@ -78,8 +78,6 @@ class Finder:
 
     def source(self, chain: Chain, version: int) -> Checkpoint | None:
         """The checkpoint that a prompt would resume from."""
-        if not self._config.enabled:
-            return None
         path = self._path(chain, version)
         return self._checkpoint(path, longest_usable(self._config.kinds, path, len(chain) - 1))
 
@@ -90,8 +88,6 @@ class Finder:
     def _path(self, chain: Chain, version: int) -> Path:
         """A prompt that arrives is looked up twice, most often in one state of the cache: its walk
         over hundreds of pages is kept."""
-        if not self._config.enabled:
-            return Path(chain, None)
         moment = (chain, len(chain), version)
         if self._last_walk[0] != moment:
             self._last_walk = (moment, self._tree.deepest(chain))

@@ -93,13 +93,7 @@ class Reservation:
             self.checkpoint.reservations.discard(self)
         self.checkpoint = checkpoint
         if checkpoint is not None:
-            if checkpoint.reservations is NO_RESERVATIONS:
-                checkpoint.reservations = Order()
             checkpoint.reservations.push(self, self.due)
-
-
-NO_RESERVATIONS: Final[Order[Reservation]] = Order()
-"""Shared by the checkpoints that nobody waits for; never written."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -123,7 +117,7 @@ class Checkpoint:
     """The next shallower one on its path."""
     below: dict[Checkpoint, None] = field(default_factory=dict)
     """Those that have this one above them; the path that was used last at the end."""
-    reservations: Order[Reservation] = NO_RESERVATIONS
+    reservations: Order[Reservation] = field(default_factory=Order)
     """Those of waiting requests that would resume here, the earliest first."""
 
     def __post_init__(self) -> None:

@@ -74,16 +74,6 @@ class Path:
                 return checkpoint
         return None
 
-    def checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints that a longer prompt on this path could use, shallowest first."""
-        return [
-            checkpoint
-            for node in reversed(list(self._upwards()))
-            if node.checkpoints
-            for checkpoint in sorted(node.checkpoints.values(), key=lambda c: c.position)
-            if self._has_tail(checkpoint)
-        ]
-
     def evicted_position(self, above: int) -> int:
         """Where the deepest state behind `above` was that has been evicted from this path; 0 if
         none is known.
@@ -94,9 +84,6 @@ class Path:
             if node.evicted_tail is not None and self._continues(node, node.evicted_tail):
                 return self._position(node, node.evicted_tail)
         return 0
-
-    def _has_tail(self, checkpoint: Checkpoint) -> bool:
-        return self._continues(checkpoint.node, checkpoint.tail)
 
     def _continues(self, node: Node, tail: bytes) -> bool:
         start = node.depth * self.chain.page_size
