@@ -64,6 +64,9 @@ def _shapes() -> Iterator[tuple[str, str, bytes]]:
     yield "a salt", COMPLETIONS, _dumped({"prompt": "a", "cache_salt": "s" * MIB})
     yield "answers", COMPLETIONS, _dumped({"prompt": "a", "n": 10**6})
     yield "prompts", COMPLETIONS, _dumped({"prompt": ["a"] * 60_000, "max_tokens": 1})
+    rendered = f"{COMPLETIONS}/render"
+    yield "empty prompts to render", rendered, _dumped({"prompt": [""] * 500_000})
+    yield "ids to render", rendered, _repeated(b'{"prompt": [', b"1", b"]}")
     yield "a long text", COMPLETIONS, _dumped({"prompt": "word " * 200_000})
     yield "spaces", COMPLETIONS, _dumped({"prompt": " " * MIB})
     yield "one letter", COMPLETIONS, _dumped({"prompt": "a" * MIB})

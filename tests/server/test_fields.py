@@ -199,6 +199,12 @@ def test_a_prompt_that_is_too_long_fits_with_minus_one(http):
     assert done["usage"]["prompt_tokens"] == 4096 - 4
 
 
+def test_minus_one_leaves_room_for_no_more_than_the_model_takes(http):
+    body = {"model": "tiny", "prompt": "the quick", "max_tokens": 10**6}
+    answer = http.post("/v1/completions", json={**body, "truncate_prompt_tokens": -1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+
 def test_marks_move_with_a_truncated_prompt(http):
     long = [{"role": "system", "content": "a b c d " * 40}, *HELLO]
     whole = http.post("/tokenize", json={"messages": long}).json()

@@ -82,3 +82,12 @@ def test_what_is_no_http(server):
         assert b"400" in sock.recv(4096)
     with server.http() as client:
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ' + "[" * 500 + "]" * 500 + "}", "{", "[1]", "3"])
+def test_arguments_that_no_template_can_write(http, arguments):
+    function = {"name": "look", "arguments": arguments}
+    said = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}, said]}
+    status, found = error(http, json.dumps(body), "/v1/chat/completions")
+    assert (status, "JSON object" in found["message"]) == (400, True)

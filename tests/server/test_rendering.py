@@ -56,3 +56,26 @@ def test_what_cannot_be_served_is_not_rendered(http):
     assert http.post("/v1/chat/completions/render", json=body).status_code == 400
     body = {"model": "nobody", "prompt": "the quick"}
     assert http.post("/v1/completions/render", json=body).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/completions/render"])
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"prompt": [""] * 2000}, "2000 prompts"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": [5, 4_000_000]}, "prompt_token_ids[1]=4000000"),
+        ({"prompt": [5] * 1_000_000}, "1000000 tokens"),
+        ({"prompt": [5, 6], "cache_marks": [3]}, "cache_marks has 3"),
+        ({"prompt": [5, 6], "max_tokens": 10**6}, "max_tokens=1000000"),
+    ],
+)
+def test_prompts_that_cannot_be_served(http, path, own, words):
+    answer = http.post(path, json={"model": "tiny", **own})
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True)
+    assert len(answer.content) < 1000
+
+
+def test_a_response_whose_limit_is_lowered_is_rendered(http):
+    body = {"model": "tiny", "input": "the quick", "max_output_tokens": 10**6}
+    assert http.post("/v1/responses/render", json=body).status_code == 200

@@ -162,22 +162,25 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses={400: ERRORS[400], 404: ERRORS[404]})
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    @app.post("/tokenize", responses={400: ERRORS[400], 404: ERRORS[404]}, response_class=Response)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
         work = _tokenized(service, body)
         tokens, marks = await unless_disconnected(request, work, lambda: None)
         names = None
         if body.return_token_strs:
-            names = await service.with_tokenizer(lambda t: t.convert_ids_to_tokens(tokens))
-        return {
+            names = await service.with_tokenizer(
+                lambda tokenizer: tokenizer.convert_ids_to_tokens(tokens), len(tokens)
+            )
+        found = {
             "tokens": tokens,
             "count": len(tokens),
             "max_model_len": service.client.info.max_model_len,
             "cache_marks": marks,
             "token_strs": names,
         }
+        return errors.json_response(found)
 
     @app.post("/detokenize", responses={400: ERRORS[400], 404: ERRORS[404]})
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:

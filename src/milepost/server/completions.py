@@ -30,9 +30,11 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     defaults = service.client.info.sampling_defaults
     params = forms.apply(parameters.of_completion(request, defaults), form)
     params = await service.checked(params, forms.field_of(request))
-    service.check_number(len(_listed(request)), params.n)  # before any of them is tokenized
+    service.check_number(num_prompts(request), params.n)  # before any of them is tokenized
     work = prompts_of(service, request, params)
     prompts = await unless_disconnected(http, work, lambda: None)
+    for prompt in prompts:
+        service.check_prompt(prompt, params, "prompt")
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
     texts = await echo.texts_of(service, request, prompts)
@@ -81,6 +83,10 @@ async def prompts_of(
     ]
     limit = service.client.info.max_model_len
     return [shortened(prompt, request, params, limit) for prompt in prompts]
+
+
+def num_prompts(request: CompletionRequest) -> int:
+    return len(_listed(request))
 
 
 def _listed(request: CompletionRequest) -> list[Any]:

@@ -71,9 +71,8 @@ async def _begin(
             )
         )
         params = await service.checked(forms.apply(params, form), forms.field_of(request))
-    if fits_max_tokens and params.max_tokens is not None:
-        room = max(service.client.info.max_model_len - len(prompt.token_ids), 1)
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+    if fits_max_tokens:
+        params = fitting(service, prompt, params)
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
 
@@ -100,6 +99,14 @@ async def _begin(
     return ChatTurn(
         prompt=prompt, breakpoints=rendered.breakpoints, generation=generation, answers=answers
     )
+
+
+def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    """With no more max_tokens than the prompt leaves room for."""
+    if params.max_tokens is None:
+        return params
+    room = max(service.client.info.max_model_len - len(prompt.token_ids), 1)
+    return replace(params, max_tokens=min(params.max_tokens, room))
 
 
 async def prompt_of(
@@ -158,7 +165,7 @@ def shortened(
     if limit is None:
         return prompt
     if limit == -1:
-        limit = max_model_len - (params.max_tokens or 1)
+        limit = max(max_model_len - (params.max_tokens or 1), 1)
     num_cut = max(len(prompt.token_ids) - limit, 0)
     keeps_start = request.truncation_side == "right"
     start = 0 if keeps_start else num_cut

@@ -19,7 +19,8 @@ async def texts_of(
     if not request.echo:
         return None
     return await service.with_tokenizer(
-        lambda tokenizer: [tokenizer.decode(prompt.token_ids) for prompt in prompts]
+        lambda tokenizer: [tokenizer.decode(prompt.token_ids) for prompt in prompts],
+        sum(len(prompt.token_ids) for prompt in prompts),
     )
 
 
@@ -30,7 +31,10 @@ async def scores_of(
     entries = generation.prompt_logprobs[number]
     if service.tokenizer is None:
         return entries
-    return await service.with_tokenizer(lambda tokenizer: logprobs.with_texts(entries, tokenizer))
+    size = sum(map(len, filter(None, entries)))
+    return await service.with_tokenizer(
+        lambda tokenizer: logprobs.with_texts(entries, tokenizer), size
+    )
 
 
 async def finish(

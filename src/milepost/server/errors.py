@@ -168,6 +168,8 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
     text = finding["msg"].removeprefix("Value error, ")
     if not where and finding["type"] == "value_error":
         return text
+    if finding["loc"][0] == "query":
+        return f"{finding['loc'][-1]}: {text[0].lower()}{text[1:]}"
     if not where:
         return f"the body is no JSON object of this endpoint: {finding['msg']}"
     return f"{where}: {text[0].lower()}{text[1:]}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from milepost.server.errors import HttpError
 from milepost.server.parts import Message, TextPart, Tool, ToolCall
@@ -59,8 +60,8 @@ def _part(part: TextPart) -> dict[str, Any]:
 def _call(where: str, call: ToolCall) -> dict[str, Any]:
     """Arguments become an object: templates write it in the model's own way."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
+        arguments = from_json(call.function.arguments or "{}")  # as deep as a body may be
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         field = f"{where}.function.arguments"

@@ -107,6 +107,8 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
             or (level != "0" and not await service.client.release_cache())
         ):
             await asyncio.sleep(DRAIN_POLL_S)
+        if not service.is_asleep:  # woken while it waited
+            return {"status": "awake"}
         return {"status": "sleeping", "level": int(level)}
 
     @app.post("/wake_up")

@@ -1,5 +1,6 @@
 """The tokens of a request's prompt, as it would be served: for routers that send a prompt to where
-it hits. They cannot make them themselves, since a template reads more than the messages.
+it hits. They cannot make them themselves, since a template reads more than the messages. What would
+not be served is not rendered either.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
+from starlette.responses import Response
 
 from milepost.engine.prompts import Prompt
 from milepost.server import completions, conversation, parameters
+from milepost.server.errors import json_response
 from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
 from milepost.server.responses import endpoint as responses
 from milepost.server.responses.protocol import ResponsesRequest
@@ -23,33 +26,43 @@ from milepost.server.stream import unless_disconnected
 def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
     """/render below each path that takes prompts, with the bodies and answers that vLLM's has."""
 
-    @app.post("/v1/completions/render")
-    async def render_completion(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:
+    @app.post("/v1/completions/render", response_class=Response)
+    async def render_completion(body: CompletionRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         model = service.check_model(body.model)
         params = parameters.of_completion(body, service.client.info.sampling_defaults)
+        service.check_number(completions.num_prompts(body), params.n)  # before they are tokenized
         work = completions.prompts_of(service, body, params)
         prompts = await unless_disconnected(request, work, lambda: None)
+        for prompt in prompts:
+            service.check_prompt(prompt, params, "prompt")
         id_ = conversation.response_id("cmpl", body, request)
-        return [_rendered(prompt, body, model, id_) for prompt in prompts]
+        return json_response([_rendered(prompt, body, model, id_) for prompt in prompts])
 
-    async def rendered(chat: ChatRequest, model: str, request: Request) -> dict[str, Any]:
+    async def rendered(
+        chat: ChatRequest, model: str, request: Request, *, field: str, fits_max_tokens: bool
+    ) -> Response:
         params = parameters.of_chat(chat, service.client.info.sampling_defaults)
         work = conversation.prompt_of(service, chat, params, request)
         prompt, _ = await unless_disconnected(request, work, lambda: None)
-        return _rendered(prompt, chat, model, conversation.response_id("chatcmpl", chat, request))
+        if fits_max_tokens:
+            params = conversation.fitting(service, prompt, params)
+        service.check_prompt(prompt, params, field)
+        id_ = conversation.response_id("chatcmpl", chat, request)
+        return json_response(_rendered(prompt, chat, model, id_))
 
-    @app.post("/v1/chat/completions/render")
-    async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
+    @app.post("/v1/chat/completions/render", response_class=Response)
+    async def render_chat(body: ChatRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
-        return await rendered(body, service.check_model(body.model), request)
+        model = service.check_model(body.model)
+        return await rendered(body, model, request, field="messages", fits_max_tokens=False)
 
-    @app.post("/v1/responses/render")
-    async def render_response(body: ResponsesRequest, request: Request) -> dict[str, Any]:
+    @app.post("/v1/responses/render", response_class=Response)
+    async def render_response(body: ResponsesRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         model = service.check_model(body.model)
         _, _, chat = responses.chat_of(store, body, request)
-        return await rendered(chat, model, request)
+        return await rendered(chat, model, request, field="input", fits_max_tokens=True)
 
 
 def _rendered(prompt: Prompt, request: Sampling, model: str, id_: str) -> dict[str, Any]:

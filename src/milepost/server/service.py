@@ -328,9 +328,10 @@ class Service:
         self.check_number(len(prompts), params.n)
         params.check_vocab(self.client.info.vocab_size)
         for prompt in prompts:
-            self._check_prompt(prompt, params, field)
+            self.check_prompt(prompt, params, field)
 
-    def _check_prompt(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
+    def check_prompt(self, prompt: Prompt, params: SamplingParams, field: str) -> None:
+        """Raise HttpError 400 for a prompt that cannot be served with these parameters."""
         info = self.client.info
         try:
             check_prompt(

@@ -12,7 +12,16 @@ from milepost.server.parsing.answer import AnswerFormat, AnswerParser, find_form
 from milepost.server.parsing.events import CallArguments, CallStart
 from milepost.server.parsing.formats import CALLS_OF, TOOL_CALLS
 from milepost.server.parsing.json_calls import JsonCalls
-from tests.server.parsing.written import Grammar, hermes, parsed, tool, xml
+from tests.server.parsing.written import (
+    Grammar,
+    hermes,
+    kimi,
+    lfm2,
+    olmo3,
+    parsed,
+    tool,
+    xml,
+)
 
 HERMES = AnswerFormat(reasoning="qwen3", calls="hermes")
 XML = AnswerFormat(reasoning="qwen3", calls="qwen3_xml")
@@ -243,6 +252,34 @@ def test_tagged_calls_run_together_and_without_their_first_tag():
 @pytest.mark.parametrize("form", [HERMES, XML])
 def test_what_has_no_name_is_content(form, text):
     assert agreed(form, text) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("calls", "whole", "later"),
+    [
+        ("hermes", CALL, CALL),
+        ("qwen3_xml", XML_CALL, XML_CALL),
+        ("kimi_k2", kimi("f", {"a": 1}), kimi("f", {"a": 1})),
+        ("lfm2", lfm2("f", {"a": 1}), lfm2("f", {"a": 1})),
+        ("olmo3", olmo3("f", {"a": 1}), olmo3("f", {"a": 1})),
+    ],
+)
+def test_a_further_call_that_is_cut_off_is_not_content(calls, whole, later):
+    """Wherever the answer ends: tags are nothing that a person should read."""
+    form = AnswerFormat(reasoning="none", calls=calls)
+    for length in range(2, len(later)):
+        _, content, found = agreed_in_two(form, f"Well. {whole}\n{later[:length]}")
+        assert content == "Well."
+        assert found[0][0] == "f"
+        assert len(found) in (1, 2)
+    _, content, _ = agreed_in_two(form, f"{whole}\nSo much for a < b.")
+    assert content == "So much for a < b."
+
+
+def agreed_in_two(form, text):
+    found = [parsed(form, pieces, tools=TOOLS) for pieces in ([text], list(text))]
+    assert found[0] == found[1]
+    return found[0]
 
 
 def test_junk_inside_and_behind_a_call_is_content():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -200,8 +200,8 @@ def _whole(block: AnswerBlock) -> dict[str, Any]:
 def _arguments(text: str) -> dict[str, Any]:
     """Those of a call that was cut off are none."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = from_json(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -53,7 +53,7 @@ class AnswerParser:
 
     def finish(self) -> list[Event]:
         """What was still held. Nothing can be fed any more."""
-        self._tape.is_over = True
+        self._tape.is_over = self._found.is_over = True
         for _ in self._reading:
             raise AssertionError("a parser waits for text that cannot come")
         return self._found.take()
