@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 PAGE = 64
 WORDS = ["the", "quick", "brown", "fox", "over", "lazy", "dog", "again", "weather", "today"]
 ADVANCED = re.compile(r"live sequence advanced source=(\S+) rank=0 seq=(\d+)")
+CREDITED = re.compile(r"credited_prefix_tokens=(?:Some\()?(\d+)")
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
 
 pytestmark = [
@@ -70,14 +71,21 @@ class Router:
 
     def wait_for(self, found):
         """Until a line that it logs is what is looked for; returns what was found."""
-        while not (match := found(self._lines.get(timeout=60))):
-            pass
-        return match
+        while True:
+            line = self._lines.get(timeout=60)
+            advanced = ADVANCED.search(line)
+            if advanced:
+                self._heard[advanced[1]] = int(advanced[2])
+            if match := found(line):
+                return match
 
     def wait_for_event(self, url, number):
         while self._heard.get(url, -1) < number:
-            match = self.wait_for(ADVANCED.search)
-            self._heard[match[1]] = int(match[2])
+            self.wait_for(ADVANCED.search)
+
+    def credited(self):
+        """What it expected the next request, by its log, to hit."""
+        return int(self.wait_for(CREDITED.search)[1])
 
     def close(self):
         self._process.terminate()
@@ -115,7 +123,7 @@ def free_port():
 
 @contextlib.contextmanager
 def publishing(folder, *flags):  # noqa: F811
-    """Two servers that tell routers what they have, and a router's view of each."""
+    """Two servers that tell routers what they have, and a follower of each."""
     with contextlib.ExitStack() as stack:
         servers, views = [], []
         for _ in range(2):
@@ -137,58 +145,107 @@ def took(servers, before):
 
 def test_a_conversation_goes_where_its_state_is(folder):  # noqa: F811
     """vllm-router follows our events: each turn goes to the server that has most of it, and hits
-    there what was predicted, within a page."""
+    there what the router expected, within a page; be it a chat, a text or token ids."""
     random, turns = Random(1), []
     flags = ["--policy", "kv_aware", "--router-temperature", "1"]
     with contextlib.ExitStack() as stack:
         servers, views = stack.enter_context(publishing(folder))
         urls = [each.url for each in servers]
         router = stack.enter_context(routing("--worker-urls", *urls, *flags))
-        talks = [Conversation(random, number) for number in range(6)]
+        talks = [kind(random, number) for number in range(3) for kind in (Chat, Text, TokenIds)]
         for turn in range(4):
             for talk in talks:
                 talk.go_on()
                 tokens = talk.tokens(urls[0])
-                for url, view in zip(urls, views, strict=True):
-                    view.catch_up()
-                    router.wait_for_event(url, view.number)
+                follow(router, urls, views)
                 predicted = [view.router.hit(tokens) for view in views]
                 before = [each.metric("prompt_tokens_total") for each in servers]
                 hit = talk.ask(router.url)
-                who = took(servers, before)
+                who, credited = took(servers, before), router.credited()
                 assert predicted[who] == max(predicted), (turn, predicted)
-                assert abs(hit - predicted[who]) < PAGE, (turn, predicted, hit)
+                assert credited == predicted[who], (turn, talk, predicted)
+                assert abs(hit - credited) < PAGE, (turn, talk, credited, hit)
                 turns.append((who, hit))
     assert {who for who, _ in turns} == {0, 1}, "new conversations are spread"
     assert all(hit >= PAGE for _, hit in turns[len(talks) :])
 
 
-class Conversation:
-    """A chat with a tool, which nobody but the server can tokenize."""
+def follow(router, urls, views):
+    """Until the router knows what there is."""
+    for url, view in zip(urls, views, strict=True):
+        view.catch_up()
+        router.wait_for_event(url, view.number)
+
+
+class Talk:
+    """A conversation, turn by turn."""
+
+    path = "/v1/completions"
 
     def __init__(self, random, number):
-        self._random = random
-        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-        self._messages = [{"role": "system", "content": f"{number} {self._words(60)}"}]
-        self._body = {"model": "tiny", "messages": self._messages, "tools": [tool]}
-
-    def go_on(self):
-        self._messages.append({"role": "user", "content": self._words(20)})
+        self.random, self.number = random, number
+        self.body = {"model": "tiny"}
 
     def tokens(self, url):
-        rendered = httpx.post(f"{url}/v1/chat/completions/render", json=self._body)
-        return rendered.json()["token_ids"]
+        rendered = httpx.post(f"{url}{self.path}/render", json=self.body).json()
+        return (rendered[0] if isinstance(rendered, list) else rendered)["token_ids"]
 
     def ask(self, url):
-        """What was hit."""
-        body = {**self._body, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        content = answer["choices"][0]["message"]["content"] or ""
-        self._messages.append({"role": "assistant", "content": content})
+        """What was hit by who prefilled it."""
+        body = {**self.body, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}{self.path}", json=body, timeout=60).json()
+        self.hear(answer["choices"][0])
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    def _words(self, num):
-        return " ".join(self._random.choice(WORDS) for _ in range(num))
+    def words(self, num):
+        return " ".join(self.random.choice(WORDS) for _ in range(num))
+
+
+class Chat(Talk):
+    """With a tool: nobody but the server can tokenize it."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, random, number):
+        super().__init__(random, number)
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+        self.messages = [{"role": "system", "content": f"{number} {self.words(60)}"}]
+        self.body |= {"messages": self.messages, "tools": [tool]}
+
+    def go_on(self):
+        self.messages.append({"role": "user", "content": self.words(20)})
+
+    def hear(self, choice):
+        content = choice["message"]["content"] or ""
+        self.messages.append({"role": "assistant", "content": content})
+
+
+class Text(Talk):
+    """Goes on behind the answer."""
+
+    def __init__(self, random, number):
+        super().__init__(random, number)
+        self.body["prompt"] = f"{number} {self.words(60)}"
+
+    def go_on(self):
+        self.body["prompt"] += f" {self.words(20)}"
+
+    def hear(self, choice):
+        self.body["prompt"] += choice["text"]
+
+
+class TokenIds(Talk):
+    """Leaves the answer out."""
+
+    def __init__(self, random, number):
+        super().__init__(random, number)
+        self.body["prompt"] = random.choices(range(100, 250), k=150)
+
+    def go_on(self):
+        self.body["prompt"] += self.random.choices(range(100, 250), k=40)
+
+    def hear(self, choice):
+        pass
 
 
 TRANSFER = json.dumps(
@@ -217,6 +274,35 @@ def test_prefill_and_decode_behind_a_router(folder):  # noqa: F811
         assert all(one.metric("prompt_tokens_total") > 0 for one in servers)
         fetched = [one.metric("prompt_tokens_cached_total") for one in servers[2:]]
         assert sum(fetched) > 6 * 100, "all but the last token of each prompt"
+
+
+def test_a_router_that_follows_those_that_prefill(folder):  # noqa: F811
+    """Two servers that prefill and two that decode: a turn is prefilled where most of it is, and
+    hits there what the router expected, within a page."""
+    random, flags = Random(2), ["--kv-transfer-config", TRANSFER]
+    with contextlib.ExitStack() as stack:
+        servers, views = stack.enter_context(publishing(folder, *flags))
+        urls = [each.url for each in servers]
+        decoding = [stack.enter_context(serving(folder, *flags)).url for _ in range(2)]
+        pairs = [f for u in urls for f in ("--prefill", u)]
+        pairs += [f for u in decoding for f in ("--decode", u)]
+        router = stack.enter_context(
+            routing("--vllm-pd-disaggregation", *pairs, "--policy", "kv_aware")
+        )
+        talks = [kind(random, number) for number in range(2) for kind in (Chat, Text, TokenIds)]
+        hits = []
+        for turn in range(3):
+            for talk in talks:
+                talk.go_on()
+                follow(router, urls, views)
+                predicted = [view.router.hit(talk.tokens(urls[0])) for view in views]
+                before = [each.metric("prompt_tokens_total") for each in servers]
+                hit = talk.ask(router.url)
+                who, credited = took(servers, before), router.credited()
+                assert credited == predicted[who] == max(predicted), (turn, talk, predicted)
+                assert abs(hit - credited) < PAGE, (turn, talk, credited, hit)
+                hits.append(hit)
+        assert all(hit >= PAGE for hit in hits[len(talks) :])
 
 
 def wait_for(url):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import msgspec
 import pytest
 
@@ -13,6 +11,7 @@ from milepost.disaggregation.links import Links
 from milepost.disaggregation.messages import VERSION, Hello, Layout, MemoryRows, misfit
 from milepost.errors import ConfigError
 from tests.disaggregation.fleet import open_engine, running
+from tests.disaggregation.storm import Storm, open_storm
 from tests.engines import greedy, tokens
 
 SHORT = {"timeout_s": 0.4}
@@ -57,14 +56,14 @@ def test_a_lease_that_expires_while_it_is_read(tiny, fleet):
     first, second = fleet.engines
     prompt = tokens(200)
     params = fleet.prefill(first, prompt)
-    links = second.connector._links
-    confirm = links._confirm
+    pulls = second.connector._links._pulls
+    confirm = pulls._confirm
 
     def late(pull):
         jump(first, 31.0)
         confirm(pull)
 
-    links._confirm = late
+    pulls._confirm = late
     assert is_computed(tiny, fleet, prompt, params)
     assert second.connector.num_failed == 1
     fleet.check()
@@ -77,7 +76,7 @@ def test_heartbeats_keep_a_lease(fleet):
     params = fleet.prefill(first, prompt)
     lease = first.connector.leases.find(params["remote_request_id"])
     before = lease.expires_at
-    second.connector._links._beat_s = 0.01
+    second.connector._links._borrowed._beat_s = 0.01
     busy = [fleet.add(second, tokens(100, 5 + n), None, greedy(30)) for n in range(4)]
     job = fleet.add(second, prompt, params)
     fleet.until(lambda: lease.expires_at > before)
@@ -146,7 +145,9 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("place", ["before it is fetched", "while it is read"])
+@pytest.mark.parametrize(
+    "place", ["before it is fetched", "before its turn to be read", "while it is read"]
+)
 def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypatch, place):
     """Nobody knows how far the step has come, so nobody may write behind it."""
     first, second = fleet.engines
@@ -162,18 +163,41 @@ def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypa
         job = fleet.add(second, prompt, params)
         if place == "before it is fetched":
             patch.setattr(second.connector, "fetch", _interrupt)
+        elif place == "before its turn to be read":
+            begin = type(second.connector).fetch
+            never = lambda loads, _: begin(second.connector, loads, lambda: False)  # noqa: E731
+            patch.setattr(second.connector, "fetch", never)
+            fleet.until(lambda: second.connector._pending)
+            patch.setattr(second.runner, "collect", _interrupt)
         else:
-            fleet.until(lambda: any(p.transfer for p in second.connector._links._state.pulls))
+            fleet.until(lambda: second.connector._links._pulls.begun_at())
             patch.setattr(second.runner, "collect", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             fleet.until(lambda: busy.is_finished)
     assert len(given_up) == (place == "while it is read")
     assert not second.scheduler.num_loading
     assert not second.scheduler.cache.loans
+    second.connector._links.end_pulls()  # its thread has done all that it was told
+    assert second.connector._links._borrowed.next_beat is None, "nobody keeps its lease"
     fleet.run(busy, job)
     assert job.answers[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
     assert busy.answers[0].request.output_token_ids == tiny.expected(other, greedy(30))
     fleet.check()
+
+
+def test_the_end_of_the_thread_that_speaks_is_no_hang(fleet):
+    """What it did not expect ends it, and the engine says so instead of waiting."""
+    first, second = fleet.engines
+    params = fleet.prefill(first, tokens(200))
+
+    def fail(_):
+        raise ZeroDivisionError("on purpose")
+
+    second.connector._transport.is_done = fail
+    with pytest.raises(RuntimeError, match="speaks with other engines"):
+        fleet.decode(second, tokens(200), params)
+    with pytest.raises(RuntimeError, match="speaks with other engines"):
+        second.connector._links.end_pulls()
 
 
 def test_nobody_looks_while_nothing_is_read(fleet, monkeypatch):
@@ -186,7 +210,7 @@ def test_nobody_looks_while_nothing_is_read(fleet, monkeypatch):
     assert not looks
     assert [link._look_s() for link in links] == [None, None]
     fleet.decode(second, tokens(200), params)
-    fleet.until(lambda: not first.connector._links._state.readers)
+    fleet.until(lambda: not first.connector._links._lender.begun_at())
     assert looks
     assert [link._look_s() for link in links] == [None, None]
     fleet.check()
@@ -215,7 +239,7 @@ def test_a_lease_that_nobody_wants_ends(fleet):
 def test_a_restarted_engine_is_said_hello_to_again(tiny, fleet):
     first, second = fleet.engines
     fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
-    first.connector._links._state.hellos.clear()  # as another that listens there now
+    first.connector._links._lender._hellos.clear()  # as another that listens there now
     prompt = tokens(200, 3)
     assert is_computed(tiny, fleet, prompt, fleet.prefill(first, prompt))
     prompt = tokens(200, 4)
@@ -225,24 +249,14 @@ def test_a_restarted_engine_is_said_hello_to_again(tiny, fleet):
     fleet.check()
 
 
-def test_transfers_that_are_aborted_at_random(tiny, fleet):
-    random, (first, second) = Random(2), fleet.engines
-    for _ in range(5):
-        prompts = [tokens(random.randrange(70, 250), random.random()) for _ in range(6)]
-        params = [fleet.prefill(first, prompt) for prompt in prompts]
-        jobs = [fleet.add(second, *pair) for pair in zip(prompts, params, strict=True)]
-        doomed = random.sample(jobs, 4)
-        while doomed:
-            if random.random() < 0.3:
-                second.abort(doomed.pop())
-            fleet.turn()
-        fleet.run(*jobs)
-        for prompt, job in zip(prompts, jobs, strict=True):
-            request = job.answers[0].request
-            if request.finish_reason != "abort":
-                assert request.output_token_ids == tiny.expected(prompt, greedy(4))
-    fleet.until(lambda: not second.has_work)
-    fleet.check()
+def test_a_hundred_transfers_that_go_wrong_at_random(tiny, transport):
+    """At once: aborted, slow, without a lease or interrupted, and nothing is left of any."""
+    with running(*open_storm(tiny, transport, 100)) as fleet:
+        storm = Storm(tiny, fleet, 100, seed=3, num_compared=10)
+        for _ in range(2):
+            storm.round()
+        assert storm.counts["aborted"] > 20
+        assert storm.counts["fetched"] + storm.counts["computed"] > 20
 
 
 def hello(**own):
@@ -284,7 +298,7 @@ def test_leases_go_by_their_clock():
     leases = Leases(30.0, lambda: now[0])
     loans = [Loan(position=n, pages=(n,), slot=n) for n in range(3)]
     for number, loan in enumerate(loans):
-        leases.grant(str(number), loan, b"")
+        leases.grant(str(number), loan, b"", b"")
     now[0] = 29.0
     leases.prolong(["1", "none"])
     assert leases.take_over() == []

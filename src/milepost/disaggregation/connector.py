@@ -19,10 +19,12 @@ from typing import Any
 from milepost.cache import Cache, Match
 from milepost.cache.tree import Chain, checkpoint_key
 from milepost.disaggregation.leases import Leases
-from milepost.disaggregation.links import Asked, Links, Pull, Pulled, Read, RemoteMatch
+from milepost.disaggregation.links import Links
 from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import VERSION, Find, Gone, Granted, Hello
+from milepost.disaggregation.outcomes import Asked, Pulled, Read, RemoteMatch
 from milepost.disaggregation.params import Remote, written
+from milepost.disaggregation.pulls import Pull
 from milepost.disaggregation.transport import make
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.scheduler.outside import Offer
@@ -88,8 +90,6 @@ class Connector:
         self._fetching: dict[int, Load] = {}
         self._pending: list[tuple[Pull, Callable[[], bool]]] = []
         """To be begun when what was launched before is done."""
-        self._pages: dict[str, bytes] = {}
-        """The last full page of what is lent, by lease."""
         self._readers: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         """Who went on behind that page."""
         self._finds: dict[int, bytes] = {}
@@ -191,8 +191,7 @@ class Connector:
         page = chain.digests(depth)[depth - 1] if depth else chain.root
         tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
         key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
-        self.leases.grant(id_, loan, key)
-        self._pages[id_] = page
+        self.leases.grant(id_, loan, key, page)
         return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
 
     # --- the next turn ----------------------------------------------------------------------------
@@ -242,6 +241,8 @@ class Connector:
 
     def end_loads(self) -> None:
         """Have every load over, and nothing lent: nobody knows how far a plan has come."""
+        for pull, _ in self._pending:
+            self._links.release(pull.remote)
         self._pending.clear()
         self._links.end_pulls()
         self._take()
@@ -290,11 +291,8 @@ class Connector:
                 self._note_state(arrival.id, load.position)
 
     def _note_reader(self, read: Read) -> None:
-        page = self._pages.pop(read.lease, None)
-        if page is None:
-            return
-        self._readers[page] = read.host, read.port
-        self._readers.move_to_end(page)
+        self._readers[read.page] = read.host, read.port
+        self._readers.move_to_end(read.page)
         if len(self._readers) > MAX_READERS:
             self._readers.popitem(last=False)
 

@@ -17,10 +17,11 @@ from milepost.cache.allocation import Loan
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A loan, and the key of what is lent."""
+    """A loan, the key of what is lent, and that of its last full page."""
 
     loan: Loan
     key: bytes
+    page: bytes
     expires_at: float
 
 
@@ -36,10 +37,10 @@ class Leases:
         self.num_granted = 0
         self.num_expired = 0
 
-    def grant(self, id_: str, loan: Loan, key: bytes) -> None:
+    def grant(self, id_: str, loan: Loan, key: bytes, page: bytes) -> None:
         with self._lock:
             expires_at = self._clock() + self._length_s
-            self._leases[id_] = Lease(loan=loan, key=key, expires_at=expires_at)
+            self._leases[id_] = Lease(loan=loan, key=key, page=page, expires_at=expires_at)
             self.num_granted += 1
 
     def find(self, id_: str) -> Lease | None:
@@ -53,13 +54,13 @@ class Leases:
             for id_ in ids:
                 self._prolonged(id_)
 
-    def release(self, id_: str) -> bool:
-        """Nobody reads on; whether it was valid until now."""
+    def release(self, id_: str) -> Lease | None:
+        """Nobody reads on; the lease if it was valid until now."""
         with self._lock:
             lease = self._prolonged(id_)
             if lease is not None:
                 self._over.append(self._leases.pop(id_).loan)
-            return lease is not None
+            return lease
 
     @property
     def next_end(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 from typing import Any
@@ -31,13 +32,14 @@ class Nixl:
                 "`pip install 'milepost[disaggregation]'`"
             ) from error
         _log_as_others_do()
+        self._errors = _errors_of(api)
         self._kind = "DRAM" if memory.device is None else "VRAM"
         self._device = memory.device or 0
         # NIXL's own thread for progress takes as much of a core as it gets, idle or not.
         config = api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
         try:
             self._agent = api.nixl_agent(engine_id, config)
-        except (RuntimeError, KeyError) as error:
+        except (*self._errors, KeyError) as error:
             raise ConfigError(f"kv_transfer_config: backends={backends}: {error}") from error
         ranges = [(address, size, self._device, "") for address, size in memory.ranges]
         self._registered = self._agent.register_memory(ranges, self._kind)
@@ -58,16 +60,14 @@ class Nixl:
         try:
             name = self._agent.add_remote_agent(metadata[1:])
             return name, self._listed(name, layout, metadata[0])
-        except RuntimeError as error:
+        except self._errors as error:
             raise TransferError(str(error)) from error
 
     def remove_peer(self, peer: Any) -> None:
         name, pieces = peer
-        try:
+        with contextlib.suppress(*self._errors):  # it has gone by itself
             self._agent.release_dlist_handle(pieces)
             self._agent.remove_remote_agent(name)
-        except RuntimeError:
-            pass  # it has gone by itself
 
     def begin(self, peer: Any, local: list[int], remote: list[int]) -> Any:
         _, pieces = peer
@@ -76,7 +76,7 @@ class Nixl:
             transfer = self._agent.make_prepped_xfer("READ", self._own, here, pieces, there)
             if self._agent.transfer(transfer) == "ERR":
                 raise TransferError("NIXL could not begin")
-        except RuntimeError as error:
+        except self._errors as error:
             raise TransferError(f"NIXL: {error}") from error
         return transfer
 
@@ -89,7 +89,7 @@ class Nixl:
             else:
                 return False
             self._agent.release_xfer_handle(transfer)
-        except RuntimeError as error:
+        except self._errors as error:
             raise TransferError(f"NIXL: {error}") from error
         if state == "ERR":
             raise TransferError("NIXL: the transfer failed")
@@ -97,12 +97,13 @@ class Nixl:
 
     def go_on(self) -> None:
         """A read is over for who reads once both have made progress."""
-        self._agent.get_new_notifs()
+        with contextlib.suppress(*self._errors):  # who reads sees what came of it
+            self._agent.get_new_notifs()
 
     def give_up(self, transfer: Any) -> bool:
         try:
             self._agent.release_xfer_handle(transfer)
-        except RuntimeError:
+        except self._errors:
             return False
         return True
 
@@ -118,6 +119,13 @@ class Nixl:
             for row in (*layout.pages, *layout.slots)
         ]
         return self._agent.prep_xfer_dlist(name, np.array(rows, np.uint64), self._kind)
+
+
+def _errors_of(api: Any) -> tuple[type[Exception], ...]:
+    """All that NIXL raises: its own exceptions have nothing in common but `Exception`."""
+    known = vars(api.nixlBind).values()
+    own = [each for each in known if isinstance(each, type) and issubclass(each, Exception)]
+    return (RuntimeError, *own)
 
 
 def _log_as_others_do() -> None:

@@ -1,0 +1,60 @@
+"""Leases of other engines that requests here still want: heartbeats keep them, a word ends them.
+
+Used by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from milepost.disaggregation.messages import Beat, Release
+from milepost.disaggregation.params import Remote
+from milepost.disaggregation.peers import Peers
+from milepost.disaggregation.transport import TransferError
+
+BEATS = 6
+"""Heartbeats in the time of a lease."""
+
+
+class Borrowed:
+    """Of leases that are valid for `lease_s` from each heartbeat."""
+
+    def __init__(self, peers: Peers, lease_s: float, clock: Callable[[], float]) -> None:
+        self._peers = peers
+        self._beat_s = lease_s / BEATS
+        self._clock = clock
+        self._held: dict[str, tuple[str, int]] = {}
+        """Where each is."""
+        self._beat_at = 0.0
+
+    @property
+    def next_beat(self) -> float | None:
+        return self._beat_at if self._held else None
+
+    def hold(self, remote: Remote) -> None:
+        """It is wanted."""
+        self._held[remote.lease] = remote.host, remote.port
+
+    def let_go(self, remote: Remote) -> None:
+        """No heartbeat of this engine keeps it any more."""
+        self._held.pop(remote.lease, None)
+
+    def release(self, remote: Remote) -> None:
+        """It is not wanted any more, and the other engine is told."""
+        self.let_go(remote)
+        with suppress(TransferError):
+            self._peers.at(remote.host, remote.port).ask(Release(remote.lease), lambda _: None)
+
+    def beat(self) -> None:
+        """Tell the others, if it is time."""
+        now = self._clock()
+        if not self._held or now < self._beat_at:
+            return
+        self._beat_at = now + self._beat_s
+        by_place: dict[tuple[str, int], list[str]] = {}
+        for lease, where in self._held.items():
+            by_place.setdefault(where, []).append(lease)
+        for (host, port), leases in by_place.items():
+            with suppress(TransferError):
+                self._peers.at(host, port).say(Beat(leases))

@@ -1,0 +1,144 @@
+"""Answers other engines: hellos, and questions about what is lent to them or could be.
+
+Used by one thread. Knows who has said hello, and who may be reading. What the engine itself has to
+answer it is told as `Asked`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from milepost.disaggregation.leases import Leases
+from milepost.disaggregation.messages import (
+    ENCODER,
+    QUESTIONS,
+    Answer,
+    Beat,
+    Claim,
+    Declined,
+    Find,
+    Gone,
+    Granted,
+    Hello,
+    Release,
+    Released,
+    Welcome,
+    misfit,
+)
+from milepost.disaggregation.outcomes import Asked, Outcome, Read
+from milepost.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_HELLOS = 4096
+"""Connections of others that are remembered; one that is not says hello again."""
+
+
+class Lender:
+    """Raises ConfigError where the address cannot be had. `close` it at the end."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        hello: Hello,
+        metadata: Callable[[], bytes],
+        leases: Leases,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+        tell: Callable[[Outcome], None],
+    ) -> None:
+        self._metadata = metadata
+        self._leases = leases
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._tell = tell
+        self.socket = context.socket(zmq.ROUTER)
+        self.hello = msgspec.structs.replace(hello, port=self._bind(hello))
+        self._hellos: dict[bytes, Hello] = {}
+        """Who asks here."""
+        self._readers: dict[str, float] = {}
+        """Leases that somebody may be reading under, and since when."""
+
+    def _bind(self, hello: Hello) -> int:
+        try:
+            if hello.port:
+                self.socket.bind(f"tcp://{hello.host}:{hello.port}")
+                return hello.port
+            return self.socket.bind_to_random_port(f"tcp://{hello.host}")
+        except zmq.ZMQError as error:
+            self.socket.close(linger=0)
+            raise ConfigError(
+                f"kv_transfer_config: cannot use {hello.host}:{hello.port}: {error}"
+            ) from error
+
+    def begun_at(self) -> list[float]:
+        """Since when others may be reading here."""
+        now = self._clock()
+        for lease, since in list(self._readers.items()):
+            if now - since > self._timeout_s:  # whoever it was has given up
+                del self._readers[lease]
+        return list(self._readers.values())
+
+    def answer(self) -> None:
+        """Take a question."""
+        who, *rest = self.socket.recv_multipart()
+        try:
+            _, number, body = rest
+            question = QUESTIONS.decode(body)
+        except (ValueError, msgspec.DecodeError) as error:
+            logger.warning("a question that is none of ours: %s", error)
+            return
+        match question:
+            case Hello():
+                self.reply(who, number, self._greeted(who, question))
+            case _ if who not in self._hellos:
+                self.reply(who, number, Declined("say hello first"))
+            case Claim(lease=id_):
+                self.reply(who, number, self._claimed(id_))
+            case Beat(leases=ids):
+                self._leases.prolong(ids)
+            case Release(lease=id_):
+                self.reply(who, number, self._released(id_, self._hellos[who]))
+            case Find():
+                self._tell(Asked(who, number, question))
+
+    def reply(self, who: bytes, number: bytes, answer: Answer) -> None:
+        self.socket.send_multipart([who, b"", number, ENCODER.encode(answer)])
+
+    def _greeted(self, who: bytes, question: Hello) -> Welcome | Declined:
+        problem = misfit(question, self.hello)
+        if problem:
+            logger.warning("engine %s is refused: %s", question.engine_id, problem)
+            return Declined(problem)
+        if len(self._hellos) >= MAX_HELLOS:
+            del self._hellos[next(iter(self._hellos))]
+        self._hellos[who] = question
+        return Welcome(
+            engine_id=self.hello.engine_id, layout=self.hello.layout, metadata=self._metadata()
+        )
+
+    def _claimed(self, id_: str) -> Granted | Gone:
+        lease = self._leases.find(id_)
+        if lease is None:
+            return Gone()
+        self._readers[id_] = self._clock()
+        loan = lease.loan
+        return Granted(
+            lease=id_, position=loan.position, key=lease.key, pages=loan.pages, slot=loan.slot
+        )
+
+    def _released(self, id_: str, hello: Hello) -> Released:
+        self._readers.pop(id_, None)
+        lease = self._leases.release(id_)
+        if lease is not None:
+            self._tell(Read(lease.page, hello.host, hello.port))
+        return Released(lease is not None)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)

@@ -1,0 +1,200 @@
+"""What this engine reads from others, from the wish to the certainty.
+
+A pull goes: claim the lease and compare what it is of with what is wanted; read; ask whether the
+lease was valid all along. Whatever goes wrong on the way ends it with one reason, and only once
+nobody writes here any more. Used by one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.disaggregation.borrowed import Borrowed
+from milepost.disaggregation.memory import pieces_of
+from milepost.disaggregation.messages import Answer, Claim, Granted, Layout, Release, Released
+from milepost.disaggregation.outcomes import Pulled
+from milepost.disaggregation.params import Remote
+from milepost.disaggregation.peers import Peer, Peers
+from milepost.disaggregation.transport import TransferError, Transport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pull:
+    """What a request of this engine lacks: pages `first` and following of those that are lent,
+    into `pages`, and the state into `slot`.
+    """
+
+    number: int
+    remote: Remote
+    key: bytes
+    """Of the state that is wanted."""
+    first: int
+    pages: tuple[int, ...]
+    slot: int | None
+    num_bytes: int = 0
+    asked_at: float = 0.0
+    peer: Peer | None = None
+    transfer: Any = None
+    began_at: float = 0.0
+    deadline: float = 0.0
+    problem: str = ""
+    is_over: bool = False
+
+
+class Pulls:
+    """Those under way, into pieces of memory that lie as `layout` says. `tell` hears how each
+    ended."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        transport: Transport,
+        peers: Peers,
+        borrowed: Borrowed,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+        tell: Callable[[Pulled], None],
+    ) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._peers = peers
+        self._borrowed = borrowed
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._tell = tell
+        self._under_way: list[Pull] = []
+        self._ended: list[threading.Event] = []
+        """Of those who wait until nothing is under way."""
+
+    def begun_at(self) -> list[float]:
+        """Since when each of those that are being read is."""
+        return [pull.began_at for pull in self._under_way if pull.transfer is not None]
+
+    def begin(self, pull: Pull) -> None:
+        """It ends with a `Pulled`."""
+        remote = pull.remote
+        self._borrowed.hold(remote)
+        self._under_way.append(pull)
+        pull.asked_at = self._clock()
+        try:
+            peer = pull.peer = self._peers.at(remote.host, remote.port)
+        except TransferError as error:
+            self._end(pull, str(error))
+        else:
+            peer.ask(Claim(remote.lease), lambda answer: self._claimed(pull, answer))
+
+    def look(self) -> None:
+        """Take in what has come, and give up what takes too long."""
+        for pull in self._under_way.copy():
+            if pull.transfer is None:
+                continue
+            try:
+                is_done = self._transport.is_done(pull.transfer)
+            except TransferError as error:
+                pull.transfer = None
+                if pull.peer is not None:
+                    self._peers.drop(pull.peer, str(error))
+                self._end(pull, pull.problem or str(error))
+                continue
+            if is_done:
+                pull.transfer = None
+                self._confirm(pull)
+            elif self._clock() > pull.deadline:
+                self._give_up(pull, f"it took more than {self._timeout_s:g} seconds")
+
+    def give_up(self, ended: threading.Event) -> None:
+        """All; `ended` is set when nobody writes any more."""
+        self._ended.append(ended)
+        for pull in self._under_way.copy():
+            self._give_up(pull, "a step was interrupted")
+        self._note_idle()
+
+    def stop(self) -> None:
+        """Give up what is being read; nobody wants to hear of it."""
+        for pull in self._under_way:
+            if pull.transfer is not None:
+                self._transport.give_up(pull.transfer)
+
+    def _claimed(self, pull: Pull, answer: Answer | str) -> None:
+        if pull.is_over:
+            return
+        if not isinstance(answer, Granted):
+            self._end(pull, answer if isinstance(answer, str) else "the lease is over")
+        elif (answer.position, answer.key) != (pull.remote.position, pull.key):
+            self._end(pull, "what is lent is of another prompt")
+        else:
+            self._read(pull, answer)
+
+    def _read(self, pull: Pull, granted: Granted) -> None:
+        peer = pull.peer
+        assert peer is not None, "somebody has answered"
+        pages = granted.pages[pull.first : pull.first + len(pull.pages)]
+        slot = granted.slot if pull.slot is not None else None
+        try:
+            local = pieces_of(self._layout, pull.pages, pull.slot)
+            there = pieces_of(peer.layout, pages, slot)
+            if len(local) != len(there):
+                raise IndexError("less is lent than that")
+            pull.transfer = self._transport.begin(peer.handle, local, there)
+        except (TransferError, IndexError) as error:
+            self._peers.drop(peer, str(error))
+            self._end(pull, str(error))
+        else:
+            pull.began_at = self._clock()
+            pull.deadline = pull.began_at + self._timeout_s
+            pull.num_bytes = self._num_bytes(pull)
+
+    def _num_bytes(self, pull: Pull) -> int:
+        pages, slots = map(sum, self._layout.piece_bytes)
+        return pages * len(pull.pages) + (slots if pull.slot is not None else 0)
+
+    def _confirm(self, pull: Pull) -> None:
+        """All has come; it counts if it was lent until now."""
+
+        def released(answer: Answer | str) -> None:
+            if pull.is_over:
+                return
+            if isinstance(answer, Released) and answer.was_valid and not pull.problem:
+                self._end(pull, "")
+            else:
+                problem = answer if isinstance(answer, str) else "the lease ended before"
+                self._end(pull, pull.problem or problem)
+
+        assert pull.peer is not None, "somebody has been read from"
+        pull.peer.ask(Release(pull.remote.lease), released)
+
+    def _give_up(self, pull: Pull, problem: str) -> None:
+        """It ends now, or as soon as nobody writes any more."""
+        pull.problem = problem
+        if pull.transfer is None or self._transport.give_up(pull.transfer):
+            pull.transfer = None
+            self._end(pull, problem)
+        else:
+            pull.deadline = self._clock() + self._timeout_s
+
+    def _end(self, pull: Pull, problem: str) -> None:
+        self._borrowed.let_go(pull.remote)
+        self._under_way.remove(pull)
+        pull.is_over = True
+        if problem:
+            logger.warning(
+                "engine %s: %s; the prompt is computed here", pull.remote.engine_id, problem
+            )
+            if pull.peer is not None and not pull.peer.is_over:
+                pull.peer.ask(Release(pull.remote.lease), lambda _: None)
+        num_bytes = 0 if problem else pull.num_bytes
+        self._tell(Pulled(pull.number, problem, num_bytes, self._clock() - pull.asked_at))
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._under_way:
+            for ended in self._ended:
+                ended.set()
+            self._ended.clear()
