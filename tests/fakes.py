@@ -16,9 +16,9 @@ import msgspec
 
 from milepost.cache import ZERO_SLOT, Cache
 from milepost.cache.placement import floor
-from milepost.cache.plans import HOLE, Store
+from milepost.cache.plans import HOLE
 from milepost.cache.tree import HYBRID, LayerKind, window_of
-from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
+from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult, Store
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from tests.invariants import check

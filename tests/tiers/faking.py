@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from milepost.cache.plans import Store, What
-from milepost.scheduler.plans import StepPlan
+from milepost.cache.plans import What
+from milepost.scheduler.plans import StepPlan, Store
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.loads import Fetch
 from milepost.tiers.policy import Tiers

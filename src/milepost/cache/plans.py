@@ -43,19 +43,6 @@ HOLE = -1
 """In a page table: a page behind every layer's window, which is not there."""
 
 
-class Store(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Copy something that is cached out of the device: behind so many of the plan's moves, and
-    before anything else, since it may be written over from then on.
-    """
-
-    key: bytes
-    what: What
-    id: int
-    place: int
-    """Where to, in the terms of whoever keeps it."""
-    num_moves: int
-
-
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Something that is to be filled from outside: by its key, to where."""
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from milepost.cache.memory import ZERO_SLOT
-from milepost.cache.plans import Store
 from milepost.runner.acceptance import Accept, accept_equal
 from milepost.runner.choice import SampledToken
 from milepost.runner.flight import Flight
@@ -27,7 +26,7 @@ from milepost.runner.pools import Pools
 from milepost.runner.prompt_scores import PromptScores
 from milepost.runner.recording import Log, PoolRelease, Record, Rollback
 from milepost.runner.sampling import SamplingRow
-from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, StepSampling
+from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, StepSampling, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

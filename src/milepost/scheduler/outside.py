@@ -16,8 +16,7 @@ from typing import Protocol
 
 from milepost.cache import Cache, Lost, Match
 from milepost.cache.events import Event
-from milepost.cache.plans import Store
-from milepost.scheduler.plans import Load
+from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
 
 MAX_LOADING = 8

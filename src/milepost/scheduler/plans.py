@@ -18,9 +18,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from milepost.cache.plans import Arrival, Export, PageCopy, PageMove, Store
+from milepost.cache.plans import Arrival, Export, PageCopy, PageMove, What
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.request import FinishReason, Request
+
+
+class Store(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Copy something that is cached out of the device: behind so many of the plan's moves, and
+    before anything else, since it may be written over from then on.
+    """
+
+    key: bytes
+    what: What
+    id: int
+    place: int
+    """Where to, in the terms of whoever keeps it."""
+    num_moves: int
 
 
 class PromptScoring(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from milepost.cache.plans import Store, What
+from milepost.cache.plans import What
 from milepost.errors import EngineDeadError
 from milepost.runner.runner import Runner
-from milepost.scheduler.plans import Load
+from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.arena import runs
 from milepost.tiers.disk import Disk, Reads

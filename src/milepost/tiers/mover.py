@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from milepost.cache.plans import Store, What
+from milepost.cache.plans import What
+from milepost.scheduler.plans import Store
 from milepost.tiers.arena import Arena, allocate_staging
 from milepost.tiers.orders import Run
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from milepost.cache import Cache, Match
 from milepost.cache.events import Event
-from milepost.cache.plans import Store
 from milepost.scheduler.outside import Offer
-from milepost.scheduler.plans import Load
+from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
 from milepost.tiers.holdings import Holdings, Limits, TierStats
 from milepost.tiers.loads import Loads

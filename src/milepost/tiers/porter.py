@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from milepost.cache.plans import Store
 from milepost.runner.runner import Runner
-from milepost.scheduler.plans import Load
+from milepost.scheduler.plans import Load, Store
 from milepost.tiers.disk import NUM_READERS
 from milepost.tiers.files import Files
 from milepost.tiers.mover import DeviceEvent, Mover

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from milepost.cache import Cache, Kind
 from milepost.cache.events import Cleared, Departure, Event, PagesCached, StateCached
-from milepost.cache.plans import Store, What
+from milepost.cache.plans import What
+from milepost.scheduler.plans import Store
 from milepost.tiers.holdings import Holdings
 from milepost.tiers.tier import Item
 
