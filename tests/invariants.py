@@ -184,7 +184,9 @@ def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
         for node in cache.tree.nodes.values()
         if not (node.num_children or node.num_reaching or cache.pages.live_refs(node.page))
     ]
-    strays, carriers, states = cache.reclaimer.candidates()
+    orders = cache.reclaimer
+    orders.settle()
+    strays, carriers, states = orders.strays, orders.carriers, orders.states
     assert set(expected) == set(strays), "E1: strays"
     unread = [c for c in checkpoints if not cache.slots.pool.live_refs(c.slot)]
     assert set(unread) == set(states), "E1: states"

@@ -107,7 +107,9 @@ def test_defect_03_match_changes_nothing():
 
     def snapshot():
         cache = bench.cache
-        strays, carriers, states = cache.reclaimer.candidates()
+        orders = cache.reclaimer
+        orders.settle()
+        strays, carriers, states = orders.strays, orders.carriers, orders.states
         nodes = [*cache.tree.roots.values(), *cache.tree.nodes.values()]
         return (
             [(n.digest, n.page, n.num_children, n.num_reaching) for n in nodes],

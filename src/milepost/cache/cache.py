@@ -20,7 +20,6 @@ from milepost.cache.tree import (
     HYBRID,
     CacheConfig,
     Chain,
-    End,
     Finder,
     LayerKind,
     Match,
@@ -161,33 +160,17 @@ class Cache:
         """
         assert match.version == self.reclaimer.version, "A1: admit needs a match of this moment"
         assert match.path.chain is chain, "A1: and of this prompt"
-        takes_over = self._admitter.find_room(match, holds_back=holds_back)
-        if takes_over is None:
+        allocation = self._admitter.admit(
+            match, marks, first_time=first_time, holds_back=holds_back
+        )
+        if allocation is None:
             return None
-        self.reclaimer.change()
-        end = self._arrive(match, first_time=first_time)
-        checkpoint = match.checkpoint
-        if checkpoint is None:
-            allocation = self._admitter.from_nothing(match, end)
-        else:
-            self.stats.checkpoints_used += 1
-            self.tree.use(checkpoint, end)
-            make = self._admitter.taking_over if takes_over else self._admitter.resumed
-            allocation = make(match, checkpoint, end)
-        allocation.facts.marks = marks
-        allocation.is_first = first_time
         self.allocations[allocation] = None
         if load_to is not None and not allocation.has_taken_over:
             self._running.load(allocation, load_to)
         else:
             self.stats.admitted(allocation.report, first_time=first_time)
         return allocation
-
-    def _arrive(self, match: Match, *, first_time: bool) -> End:
-        """Where the request's path will end; a preempted one's return is no news of its path."""
-        if first_time:
-            return self.score.arrive(match.path.chain, match.path.nodes, match.num_seen)
-        return End(position=len(match.path.chain), time=self.score.clock)
 
     # --- while it runs ----------------------------------------------------------------------------
 

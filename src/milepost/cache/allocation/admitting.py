@@ -1,4 +1,4 @@
-"""Finds room for a request, and makes its allocation: from nothing, resumed, or taking over."""
+"""Admits a request: finds room for it, and makes its allocation in one of three ways."""
 
 from __future__ import annotations
 
@@ -24,15 +24,48 @@ class Admitter:
         self._pages = storage.pages
         self._slots = storage.slots.pool
         self._reclaimer = reclaimer
-        self._hold_back = HoldBack(tree, storage, reclaimer.score, config.page_size)
+        self._stats = reclaimer.stats
+        self._score = reclaimer.score
+        self._hold_back = HoldBack(tree, storage, self._score, config.page_size)
         self._page_size = config.page_size
         self._slots_each = config.slots_each
 
-    def find_room(self, match: Match, *, holds_back: bool) -> bool | None:
+    def admit(
+        self, match: Match, marks: tuple[int, ...], *, first_time: bool, holds_back: bool
+    ) -> Allocation | None:
+        """Pin a match and allocate what the prompt needs beside it; None, and nothing has changed,
+        if there is no room.
+        """
+        takes_over = self._find_room(match, holds_back=holds_back)
+        if takes_over is None:
+            return None
+        self._reclaimer.change()
+        end = self._arrive(match, first_time=first_time)
+        checkpoint = match.checkpoint
+        if checkpoint is None:
+            allocation = self._from_nothing(match, end)
+        else:
+            self._stats.checkpoints_used += 1
+            self._tree.use(checkpoint, end)
+            make = self._taking_over if takes_over else self._resumed
+            allocation = make(match, checkpoint, end)
+        allocation.facts.marks = marks
+        allocation.is_first = first_time
+        return allocation
+
+    def _arrive(self, match: Match, *, first_time: bool) -> End:
+        """Where the request's path will end; a preempted one's return is no news of its path."""
+        if first_time:
+            return self._score.arrive(match.path.chain, match.path.nodes, match.num_seen)
+        return End(position=len(match.path.chain), time=self._score.clock)
+
+    # --- room -------------------------------------------------------------------------------------
+
+    def _find_room(self, match: Match, *, holds_back: bool) -> bool | None:
         """Pin a match and say whether its checkpoint has to be taken over; None, and nothing is
         pinned, if there is no room.
         """
-        fresh = self._num_fresh(match)
+        fresh = -(-len(match.path.chain) // self._page_size) - match.path.num_pages
         if not self._may_have_room(match, fresh, holds_back=holds_back):
             return None
         self._pin(match)
@@ -42,10 +75,6 @@ class Admitter:
             return True
         self._unpin(match)
         return None
-
-    def _num_fresh(self, match: Match) -> int:
-        """Pages of the whole prompt that aren't cached."""
-        return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
 
     def _may_have_room(self, match: Match, fresh: int, *, holds_back: bool) -> bool:
         """Whether there can be room once the match is pinned, found without pinning it: a request
@@ -101,13 +130,13 @@ class Admitter:
 
     # --- one of three ways ------------------------------------------------------------------------
 
-    def from_nothing(self, match: Match, end: End) -> Allocation:
+    def _from_nothing(self, match: Match, end: End) -> Allocation:
         """Of a pinned match without a checkpoint: its first step reads zeros, or the states that
         lie beside its pages.
         """
         return self._make(match, end, slot_in=ZERO_SLOT, slot_out=self._slot())
 
-    def resumed(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
+    def _resumed(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
         """Of a pinned match: the first step reads the checkpoint's slot and a copy of its tail."""
         return self._make(
             match,
@@ -118,7 +147,7 @@ class Admitter:
             pinned_tail=_tail(match),
         )
 
-    def taking_over(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
+    def _taking_over(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
         """Of a pinned match whose checkpoint nobody else reads: its slot becomes the request's own,
         and so does its tail page if nobody else needs it.
         """

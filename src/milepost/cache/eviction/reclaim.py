@@ -45,21 +45,16 @@ class Reclaimer:
         self.stats = stats
         self.score = score
         self._page_size = page_size
-        self._strays: OrderedDict[Node, None] = OrderedDict()
-        """Those that became strays first go first."""
-        self._carriers = Buckets(score, self._score_per_page)
-        self._states = self._carriers if storage.pages_a_slot else Buckets(score, score.of)
+        self.strays: OrderedDict[Node, None] = OrderedDict()
+        """Those that became strays first go first; like the other orders right once settled."""
+        self.carriers = Buckets(score, self._score_per_page)
+        self.states = self.carriers if storage.pages_a_slot else Buckets(score, score.of)
         self._unranked: dict[Checkpoint, None] = {}
         """Whose place in the orders has changed."""
         self.version = 0
         """Of what is cached: matches of an earlier one are outdated."""
         self._pages.watch(tree.leaves, tree.changed)
         self._slots.pool.watch(tree.at_slot, tree.changed)
-
-    def candidates(self) -> tuple[OrderedDict[Node, None], Buckets, Buckets]:
-        """The orders of strays, carriers and states; to look at alone."""
-        self.settle()
-        return self._strays, self._carriers, self._states
 
     def change(self) -> None:
         """Note that a verb changes what there is."""
@@ -92,10 +87,8 @@ class Reclaimer:
 
     def _is_carrier_known(self, checkpoint: Checkpoint) -> bool:
         """Whether the carriers are right about a checkpoint, as far as its node goes."""
-        carriers = self._carriers
-        return carriers is self._states or (checkpoint in carriers) == self._carries_page(
-            checkpoint
-        )
+        carriers = self.carriers
+        return carriers is self.states or (checkpoint in carriers) == self._carries_page(checkpoint)
 
     def allocate_pages(self, num: int) -> list[int]:
         """Pages with one live reference each; evicts what is missing.
@@ -119,7 +112,7 @@ class Reclaimer:
         if isinstance(self._storage, UnifiedPool):
             self._free_unit(self._storage)
         elif not self._slots.pool.num_free:
-            self._evict_victim(self._states, "slots")
+            self._evict_victim(self.states, "slots")
         return self._slots.allocate()
 
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
@@ -127,7 +120,7 @@ class Reclaimer:
         if self._slots.pool.num_free:
             return True
         self.settle()
-        least = self._states.victim()
+        least = self.states.victim()
         if least is None:
             return False
         pages = self._storage.pages_a_slot or 1
@@ -141,25 +134,25 @@ class Reclaimer:
     def _rank(self, node: Node) -> None:
         """Bring the orders in step with a node whose children, checkpoints or pins have changed."""
         if not node.num_reaching and self._is_leaf(node):
-            self._strays.setdefault(node)
+            self.strays.setdefault(node)
         else:
-            self._strays.pop(node, None)
+            self.strays.pop(node, None)
 
     def _rank_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Bring the orders in step with one checkpoint."""
         is_kept = self._tree.at_slot.get(checkpoint.slot) is checkpoint
         if not is_kept or self._slots.pool.live_refs(checkpoint.slot):
-            self._states.discard(checkpoint)
-            self._carriers.discard(checkpoint)
+            self.states.discard(checkpoint)
+            self.carriers.discard(checkpoint)
             return
         bucket, place = self.score.bucket(checkpoint)
-        self._states.push(checkpoint, bucket, place)
-        if self._carriers is self._states:
+        self.states.push(checkpoint, bucket, place)
+        if self.carriers is self.states:
             return
         if self._carries_page(checkpoint):
-            self._carriers.push(checkpoint, bucket, place)
+            self.carriers.push(checkpoint, bucket, place)
         else:
-            self._carriers.discard(checkpoint)
+            self.carriers.discard(checkpoint)
 
     def evict_checkpoint(self, checkpoint: Checkpoint, cause: str) -> None:
         """Take a checkpoint out; its slot and tail page lose their cached references."""
@@ -179,7 +172,7 @@ class Reclaimer:
     def evict_everything(self) -> None:
         """Take out every checkpoint and page that no running request holds."""
         self.settle()
-        for checkpoint in list(self._states):
+        for checkpoint in list(self.states):
             self.evict_checkpoint(checkpoint, "reset")
         while (stray := self._pop_stray()) is not None:
             self._evict_strays(stray, len(self._tree.nodes))
@@ -197,7 +190,7 @@ class Reclaimer:
         if stray is not None:
             self._evict_strays(stray, num)
         else:
-            self._evict_victim(self._carriers, "pages")
+            self._evict_victim(self.carriers, "pages")
 
     def _free_unit(self, unified: UnifiedPool) -> None:
         """Evict what is worth least for its bytes until those of a slot are free, and move what is
@@ -209,7 +202,7 @@ class Reclaimer:
             if stray is not None:
                 self._evict_strays(stray, missing)
             elif missing > 0 or not self._clear_unit(unified):
-                self._evict_victim(self._states, "slots")
+                self._evict_victim(self.states, "slots")
 
     def _clear_unit(self, unified: UnifiedPool) -> bool:
         """Move the pages of the unit that holds fewest of them, of those without any that a request
@@ -241,7 +234,7 @@ class Reclaimer:
 
     def _pop_stray(self) -> Node | None:
         self._settle_nodes()
-        return self._strays.popitem(last=False)[0] if self._strays else None
+        return self.strays.popitem(last=False)[0] if self.strays else None
 
     def _evict_strays(self, node: Node, num: int) -> None:
         """Evict a stray and the parents that become strays, so that a path goes in one piece."""
@@ -250,8 +243,8 @@ class Reclaimer:
             if parent.num_children > 1 or not self._is_bare(parent):
                 break
             if len(run) == num:
-                self._strays[parent] = None
-                self._strays.move_to_end(parent, last=False)
+                self.strays[parent] = None
+                self.strays.move_to_end(parent, last=False)
                 break
             run.append(parent)
         self._tree.remove(run)

@@ -53,12 +53,10 @@ class Path:
 
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
         """The deepest checkpoint at or before `limit` whose tail matches the prompt too."""
-        usable_pages = limit // self.chain.page_size
         for node in self._upwards():
-            if node.checkpoints and node.depth <= usable_pages:
-                best = self.deepest_on(node, limit)
-                if best is not None:
-                    return best
+            best = self.deepest_on(node, limit) if node.checkpoints else None
+            if best is not None:
+                return best
         return None
 
     def deepest_on(self, node: Node, limit: int) -> Checkpoint | None:
