@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import log, log2
 from typing import Protocol
@@ -46,12 +45,31 @@ MAX_WALK = 4096
 """Pages looked at to find where a path ended that a request leaves."""
 
 
-@dataclass(slots=True)
-class Fork:
-    """A place where prompts part."""
+class Known:
+    """Places of one kind that requests may return to, the latest, and how often such are."""
 
-    time: int
-    num_returns: int = 0
+    def __init__(self, size: int) -> None:
+        self.places: OrderedDict[bytes, End] = OrderedDict()
+        self.rates = ReturnRates()
+        self._size = size
+
+    def remember(self, digest: bytes, end: End, clock: int) -> None:
+        """Take in a place as the latest one; for the oldest, if there are too many, nobody came."""
+        self.places[digest] = end
+        self.places.move_to_end(digest)
+        if len(self.places) > self._size:
+            _, old = self.places.popitem(last=False)
+            self.observe(old, clock, returned=False)
+
+    def observe(self, end: End, clock: int, *, returned: bool) -> None:
+        """Count how long a place has waited, as far as that isn't counted."""
+        age = clock - end.time
+        self.rates.observe(end.num_returns, end.counted_age, age, returned=returned)
+        end.counted_age = age
+
+    def chance(self, end: End, clock: int) -> float:
+        """Of a return now."""
+        return self.rates.chance(end.num_returns, clock - end.time)
 
 
 class Score(Protocol):
@@ -110,10 +128,8 @@ class Expected:
     def __init__(self, num_slots: int, grid: int) -> None:
         self.clock = 0
         self._grid = grid
-        self._memory = MEMORY * num_slots
-        self._ends: OrderedDict[bytes, End] = OrderedDict()
-        self._forks: OrderedDict[bytes, Fork] = OrderedDict()
-        self._rates = {"end": ReturnRates(), "fork": ReturnRates()}
+        self._ends = Known(MEMORY * num_slots)
+        self._forks = Known(MEMORY * num_slots)
         self._cuts = Cuts()
         self._continued = 0
         self._forked = 0
@@ -135,11 +151,11 @@ class Expected:
         """A prompt holds a known path to its last full page: how often that was returned to. Inside
         the page behind it may part from what was there, and so need an earlier state.
         """
-        before = self._ends.pop(digest, None)
+        before = self._ends.places.pop(digest, None)
         if before is None:
             return 0
         self._continued += 1
-        self._observe_end(before, returned=True)
+        self._ends.observe(before, self.clock, returned=True)
         if last is not None and _has_parted(chain, last, before.position):
             self._forked += 1
             self._cuts.observe(before.position - last.depth * chain.page_size)
@@ -149,9 +165,9 @@ class Expected:
         """A prompt leaves a known path before its end."""
         position = len(nodes) * chain.page_size
         at = floor(position, self._grid) // chain.page_size
-        if at and self._return_to_fork(nodes[at - 1].digest):
+        if at and self._return_to_fork(nodes[at - 1].digest, position):
             return 0
-        before = self._ends.get(_newest_leaf(nodes[-1]).digest)
+        before = self._ends.places.get(_newest_leaf(nodes[-1]).digest)
         if before is None:
             return 0
         cut = max(before.position - position, 0)
@@ -159,40 +175,22 @@ class Expected:
         self._cuts.observe(cut)
         return before.num_returns + 1 if cut < position else 0
 
-    def _return_to_fork(self, digest: bytes) -> bool:
+    def _return_to_fork(self, digest: bytes, position: int) -> bool:
         """Note a fork; whether it was known as one."""
-        fork = self._forks.get(digest)
-        if fork is None:
-            self._forks[digest] = Fork(self.clock)
-            if len(self._forks) > self._memory:
-                _, old = self._forks.popitem(last=False)
-                age = self.clock - old.time
-                self._rates["fork"].observe(old.num_returns, 0, age, returned=False)
-            return False
-        age = self.clock - fork.time
-        self._rates["fork"].observe(fork.num_returns, 0, age, returned=True)
-        fork.num_returns += 1
-        fork.time = self.clock
-        self._forks.move_to_end(digest)
-        return True
+        fork, here = self._forks.places.get(digest), End(position=position, time=self.clock)
+        if fork is not None:
+            self._forks.observe(fork, self.clock, returned=True)
+            here.num_returns = fork.num_returns + 1
+        self._forks.remember(digest, here, self.clock)
+        return fork is not None
 
     def ended(self, end: End, node: Node, position: int) -> None:
         end.position = position
-        self._ends[node.digest] = end
-        self._ends.move_to_end(node.digest)
-        if len(self._ends) > self._memory:
-            _, old = self._ends.popitem(last=False)
-            self._observe_end(old, returned=False)
+        self._ends.remember(node.digest, end, self.clock)
 
     def evicted(self, checkpoint: Checkpoint) -> None:
         if checkpoint.deeper is None:
-            self._observe_end(checkpoint.end, returned=False)
-
-    def _observe_end(self, end: End, *, returned: bool) -> None:
-        """Count how long an end has waited, as far as that isn't counted."""
-        age = self.clock - end.time
-        self._rates["end"].observe(end.num_returns, end.counted_age, age, returned=returned)
-        end.counted_age = age
+            self._ends.observe(checkpoint.end, self.clock, returned=False)
 
     # --- what it is worth -------------------------------------------------------------------------
 
@@ -231,23 +229,20 @@ class Expected:
             return True
         end = checkpoint.end
         age = self.clock - end.time
-        return self._rates["end"].expected(end.num_returns, age, age + within) > EVEN_ODDS
+        return self._ends.rates.expected(end.num_returns, age, age + within) > EVEN_ODDS
 
     def of_page(self, checkpoint: Checkpoint, num_pages: int) -> float:
         return self.of(checkpoint) / num_pages
 
     def _of_unawaited(self, checkpoint: Checkpoint) -> float:
-        end = checkpoint.end
-        chance = self._rates["end"].chance(end.num_returns, self.clock - end.time)
-        score = chance * checkpoint.saved
+        score = self._ends.chance(checkpoint.end, self.clock) * checkpoint.saved
         fork = self._fork_at(checkpoint)
         if fork is not None:
-            chance = self._rates["fork"].chance(fork.num_returns, self.clock - fork.time)
-            score += chance * checkpoint.replay_tokens
+            score += self._forks.chance(fork, self.clock) * checkpoint.replay_tokens
         return score
 
-    def _fork_at(self, checkpoint: Checkpoint) -> Fork | None:
-        return None if checkpoint.tail else self._forks.get(checkpoint.node.digest)
+    def _fork_at(self, checkpoint: Checkpoint) -> End | None:
+        return None if checkpoint.tail else self._forks.places.get(checkpoint.node.digest)
 
     def _saved(self, checkpoint: Checkpoint) -> float:
         """Tokens expected to be saved for each time that the path is continued."""
@@ -260,7 +255,7 @@ class Expected:
     def of_sparse(self, end: End, position: int, above: int) -> float:
         deeper = min(position + SPARSE, end.position)
         needed = self._cut_share(end, position, deeper)
-        return needed * self._rates["end"].chance(end.num_returns, 0) * (position - above)
+        return needed * self._ends.rates.chance(end.num_returns, 0) * (position - above)
 
     def _cut_share(self, end: End, position: int, deeper: int | None) -> float:
         """Returns that need the state at `position`, for each one that continues the path."""

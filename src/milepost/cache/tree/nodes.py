@@ -66,7 +66,9 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class End:
-    """Where the newest request on a path ended, or will: shared by the path's checkpoints."""
+    """Where the newest request on a path ended, or will: shared by the path's checkpoints. Or where
+    paths part, and when one did so last.
+    """
 
     position: int
     time: int
