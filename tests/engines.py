@@ -122,7 +122,7 @@ def steps_until_done(llm: LLM) -> Iterator[int]:
 def num_held(llm: LLM) -> tuple[int, int]:
     """Pages and slots that requests hold."""
     cache = llm.llm_engine.scheduler.cache
-    return cache.pages.num_used, cache.slots.pool.num_used
+    return cache.pages.num_used, cache.slots.num_used
 
 
 @dataclass(slots=True)

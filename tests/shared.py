@@ -72,7 +72,7 @@ def share_memory(llm: LLM, pages_each: int, make: Callable[[Pools, int], Executo
     """Have the engine run on one memory from now on; `make` makes an executor of so many slots."""
     cache, runner = llm.llm_engine.scheduler.cache, llm.llm_engine.runner
     shape = shape_of(llm)
-    num_units = 2 * max(-(-cache.pages.total // pages_each), cache.slots.pool.total)
+    num_units = 2 * max(-(-cache.pages.total // pages_each), cache.slots.total)
     pools = allocate_shared(
         shape, num_units=num_units, pages_each=pages_each, device=runner.pools.device
     )

@@ -40,7 +40,7 @@ def test_exports_of_both_steps_are_given_up_together():
     cache.take_exports(allocation, 300)
     cache.release(allocation)
     check(cache)
-    assert cache.slots.pool.num_free == 8
+    assert cache.slots.num_free == 8
 
 
 def test_a_branch_point_is_asked_for_before_any_step_passes_it():

@@ -93,7 +93,7 @@ def test_one_running_request_holds_one_slot():
     bench.submit(tokens(2000, 0), max_tokens=8)
     plan = bench.scheduler.schedule()
     bench.scheduler.update(plan, bench.runner.run(plan))
-    assert bench.cache.slots.pool.num_used == 1
+    assert bench.cache.slots.num_used == 1
 
 
 def test_own_checkpoints_give_way_under_pressure():

@@ -34,7 +34,7 @@ def hit(cache, seed, num_pages):
 def test_pages_of_a_unit_are_numbered_by_it():
     unified = UnifiedPool(3, 4)
     assert sorted(unified.pages.allocate(12)) == list(range(4, 16))
-    assert unified.slots.pool.num_free == 0
+    assert unified.slots.num_free == 0
 
 
 def test_a_long_run_gets_whole_units_and_the_rest_stands_together():
@@ -42,17 +42,17 @@ def test_a_long_run_gets_whole_units_and_the_rest_stands_together():
     first = unified.pages.allocate(6)
     second = unified.pages.allocate(2)
     assert sorted({page // 4 for page in first}) == sorted({page // 4 for page in first + second})
-    assert unified.slots.pool.num_free == 2
+    assert unified.slots.num_free == 2
 
 
 def test_a_unit_whose_pages_are_free_is_free():
     unified = UnifiedPool(2, 4)
     pages = unified.pages.allocate(5)
-    assert unified.slots.pool.num_free == 0
+    assert unified.slots.num_free == 0
     unified.pages.unpin(pages[4:])
-    assert unified.slots.pool.num_free == 1
+    assert unified.slots.num_free == 1
     unified.pages.unpin(pages[:4])
-    assert (unified.slots.pool.num_free, unified.pages.num_free) == (2, 8)
+    assert (unified.slots.num_free, unified.pages.num_free) == (2, 8)
 
 
 @pytest.mark.parametrize("num_slots", range(5))
@@ -61,7 +61,7 @@ def test_room_is_what_can_be_had_together(num_slots):
     most = 3 * (4 - num_slots)
     assert unified.has_room(most, num_slots)
     assert not unified.has_room(most + 1, num_slots)
-    held = [unified.slots.allocate() for _ in range(num_slots)]
+    held = unified.slots.allocate(num_slots)
     assert len(held) == num_slots
     assert len(unified.pages.allocate(most)) == most
 
@@ -81,15 +81,15 @@ def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
     cache = Cache(storage=UnifiedPool(24, 8), page_size=PAGE_SIZE)
     for seed in range(40):
         serve(cache, 2 * seed, 2)
-    many = cache.slots.pool.num_cached
+    many = cache.slots.num_cached
     for seed in range(100, 104):
         serve(cache, 2 * seed, 80)
-    few = cache.slots.pool.num_cached
+    few = cache.slots.num_cached
     assert hit(cache, 206, 80) == 80 * PAGE_SIZE, "the last long prompt is there"
     for num_pages in (2, 3, 4):
         for seed in range(200, 230):
             serve(cache, 2 * seed, num_pages)
-    again = cache.slots.pool.num_cached
+    again = cache.slots.num_cached
     assert few < many - 5
     assert again > few + 3, (many, few, again)
 
@@ -125,13 +125,13 @@ def test_the_emptiest_unit_that_no_request_holds_is_cleared():
     for ids in kept.values():
         unified.pages.keep(ids)
     unified.pages.unpin([page for page in pages if page not in kept[2]])
-    assert unified.slots.pool.num_free == 0
+    assert unified.slots.num_free == 0
     assert unified.unit_to_clear() == 1, "unit 2 holds fewer pages, but a request holds one"
     sources, targets = zip(*unified.make_way(1), strict=True)
     assert list(sources) == kept[1]
     assert {target // 4 for target in targets} <= {2, 3}
     assert all(unified.pages.cached_refs(target) == 1 for target in targets)
-    assert unified.slots.pool.num_free == 1
+    assert unified.slots.num_free == 1
 
 
 def test_what_moved_is_found_where_it_has_gone():

@@ -113,7 +113,7 @@ def test_answers_are_those_of_the_plain_loop(side, wanted):
             break
     cache = engine.scheduler.cache
     check(cache)
-    assert (cache.pages.num_used, cache.slots.pool.num_used) == (0, 0)
+    assert (cache.pages.num_used, cache.slots.num_used) == (0, 0)
     for wish, _, job in jobs:
         reasons = [answer.request.finish_reason for answer in job.answers]
         for found, expected, reason in zip(token_ids(job), side.alone(wish), reasons, strict=True):

@@ -159,7 +159,7 @@ def test_long_chat_resumes_from_the_next_checkpoint(folder):
 def test_slots_of_one_running_request(llm, row):
     stream = llm.stream(prompt(tokens(2000)), greedy(8))
     next(stream)
-    slots = llm.llm_engine.scheduler.cache.slots.pool
+    slots = llm.llm_engine.scheduler.cache.slots
     row("state slots that a running request holds", "4 blocks of 576", f"{slots.num_used}")
     assert slots.num_used == 1
     assert slots.num_cached == 1, "the end of its prompt; gives way under pressure"

@@ -368,7 +368,7 @@ def test_reset_prefix_cache(llm):
     assert llm.reset_prefix_cache() is True
     cache = llm.llm_engine.scheduler.cache
     assert cache.pages.num_free == cache.pages.total
-    assert cache.slots.pool.num_free == cache.slots.pool.total
+    assert cache.slots.num_free == cache.slots.total
     stream = llm.stream(prompt(tokens(500)), greedy())
     assert next(stream).num_cached_tokens == 0
     assert llm.reset_prefix_cache() is False

@@ -62,7 +62,7 @@ def test_numbers_that_are_given_split_the_memory(tiny):
     for given in ({"num_pages": 64}, {"num_slots": 8}, {"num_pages": 64, "num_slots": 8}):
         cache = cache_of(tiny.open(**given))
         assert isinstance(cache.storage, Split)
-        sizes = {"num_pages": cache.pages.total, "num_slots": cache.slots.pool.total}
+        sizes = {"num_pages": cache.pages.total, "num_slots": cache.slots.total}
         assert given.items() <= sizes.items()
     assert isinstance(cache_of(tiny.open(cache_memory="split")).storage, Split)
 
@@ -119,7 +119,7 @@ def test_answers_under_pressure(tiny, moved):
                 [*prompt, *answer(output), *tokens(9, 50 + wave)]
                 for prompt, output in zip(part, outputs, strict=True)
             ]
-            shares.add(cache_of(llm).slots.pool.num_cached)
+            shares.add(cache_of(llm).slots.num_cached)
     assert moved, "pages moved"
     assert hits, "something came back"
     assert len(shares) > 2, "the boundary moved"

@@ -141,7 +141,7 @@ def answers(wishes: Sequence[Wish], most: int, seed: int = 0) -> tuple[list[Any]
             streams[job] = _joined(streams[job], new) if job in streams else new
         check(engine.scheduler.cache)
     cache = engine.scheduler.cache
-    assert (cache.pages.num_used, cache.slots.pool.num_used) == (0, 0)
+    assert (cache.pages.num_used, cache.slots.num_used) == (0, 0)
     outputs = [replace(job.output(), cache_report=None, num_cached_tokens=0) for job in jobs]
     for job, output in zip(jobs, outputs, strict=True):
         (delta,), (whole,) = streams[job].deltas, output.outputs

@@ -286,7 +286,7 @@ def _open(
         )
     runner = llm.llm_engine.runner
     if is_plain:
-        num_slots = llm.llm_engine.scheduler.cache.slots.pool.capacity
+        num_slots = llm.llm_engine.scheduler.cache.slots.capacity
         runner.executor = PlainExecutor(
             runner.executor.model, runner.pools, num_requests=num_slots, max_model_len=2048
         )

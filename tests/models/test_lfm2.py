@@ -100,7 +100,7 @@ def test_every_page_boundary_hits(tiny, shared, own, marks, expected):
     outputs = [ask(llm, each, params=greedy(4), cache_marks=marks)[0] for each in prompts]
     assert cached(outputs) == expected
     assert metric(llm, "checkpoints_made") == 0
-    assert llm.llm_engine.scheduler.cache.slots.pool.total == 0
+    assert llm.llm_engine.scheduler.cache.slots.total == 0
 
 
 def test_second_turn_of_a_chat(tiny):

@@ -491,7 +491,7 @@ class Fuzz:
             is_whole = len(answer) == len(expected)
             assert is_whole or request.finish_reason is FinishReason.ABORT
         assert not self.scheduler._admission.in_flight._owners, "nobody computes what is claimed"
-        pages, slots = self.cache.pages, self.cache.slots.pool
+        pages, slots = self.cache.pages, self.cache.slots
         assert (pages.num_used, slots.num_used) == (0, 0)
         assert self.cache.reset()
         assert (pages.num_free, slots.num_free) == (pages.total, slots.total)

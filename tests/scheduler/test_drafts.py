@@ -56,7 +56,7 @@ class Bench:
     def finish(self):
         while self.scheduler.has_work:
             self.step()
-        assert self.cache.pages.num_used == self.cache.slots.pool.num_used == 0
+        assert self.cache.pages.num_used == self.cache.slots.num_used == 0
 
 
 @pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, None])

@@ -262,7 +262,7 @@ def test_both_steps_are_taken_back_together():
     loop.scheduler.roll_back(plan)
     check(loop.scheduler.cache)
     assert first.allocation is second.allocation is None
-    assert loop.scheduler.cache.slots.pool.num_used == 0
+    assert loop.scheduler.cache.slots.num_used == 0
     run(loop)
     assert first.output_token_ids == cold_answer([1] * 200, 4, 4)
     assert second.output_token_ids == cold_answer([2] * 20, 4, 4)

@@ -102,7 +102,7 @@ def test_an_aborted_request_holds_its_memory_until_nobody_writes_it(comes):
     (bench.source.bring if comes else bench.source.lose)(0)
     check(bench.cache)
     assert not bench.scheduler.has_work
-    assert bench.cache.pages.num_used == bench.cache.slots.pool.num_used == 0
+    assert bench.cache.pages.num_used == bench.cache.slots.num_used == 0
 
 
 def test_so_many_load_at_a_time_and_the_others_wait_for_their_turn():

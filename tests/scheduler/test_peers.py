@@ -121,7 +121,7 @@ def test_defect_03_match_changes_nothing():
             [n.digest for n in strays],
             [[c.slot for c in order] for order in (carriers, states)],
             [cache.pages.live_refs(page) for page in range(30)],
-            [cache.slots.pool.live_refs(slot) for slot in range(5)],
+            [cache.slots.live_refs(slot) for slot in range(5)],
             repr(cache.stats),
             cache.reclaimer.version,
         )
@@ -221,7 +221,7 @@ def test_defect_08_the_pin_holds_the_node_itself():
     deepest = match.path.nodes[-1]
     assert deepest.page == allocation.page_table[1]
     assert cache.pages.live_refs(deepest.page) == 1
-    assert cache.slots.pool.live_refs(match.checkpoint.slot) == 1
+    assert cache.slots.live_refs(match.checkpoint.slot) == 1
     greedy = cache.chain(tokens(64 * 4, 9))
     assert cache.admit(greedy, cache.match(greedy)) is None, "there are 3 pages left"
     check(cache)
@@ -334,7 +334,7 @@ def test_defect_14_a_full_hit_applies_the_last_token_once(page_size):
     plan = bench.step()
     (sequence,) = plan.sequences
     assert (sequence.start, sequence.tokens) == (129, first.chain.token_bytes(129, 130))
-    assert bench.cache.slots.position(sequence.slot_out) == 130
+    assert request.allocation.state_length == 130
     again = bench.submit(list(first.chain.tokens))
     bench.run()
     assert bench.is_right(request)
@@ -351,9 +351,14 @@ def test_defect_15_a_slot_that_was_not_written_is_not_published():
         cache.commit(allocation, 200, {allocation.slot_out: 200})
     cache = Cache(num_pages=8, num_slots=4)
     allocation = cache.admit(chain, cache.match(chain))
+    cache.take_exports(allocation, 200)
+    with pytest.raises(AssertionError, match="S4"):
+        cache.commit(allocation, 200, {exports[0].slot: 192})
+    cache = Cache(num_pages=8, num_slots=4)
+    allocation = cache.admit(chain, cache.match(chain))
     cache.release(allocation, Kind.ANSWER_END)
     assert cache.match(chain).state_length == 0
-    assert cache.slots.pool.num_free == 4
+    assert cache.slots.num_free == 4
     check(cache)
 
 
@@ -369,8 +374,12 @@ def test_defect_15_a_slot_that_holds_another_position_is_not_published():
 
 def test_defect_15_the_zero_slot_is_never_written():
     cache = Cache(num_pages=8, num_slots=4)
+    chain = cache.chain(tokens(64))
+    allocation = cache.admit(chain, cache.match(chain))
+    cache.take_exports(allocation, 64)
+    allocation.slot_out = ZERO_SLOT
     with pytest.raises(AssertionError, match="S1"):
-        cache.slots.written(ZERO_SLOT, 64)
+        cache.commit(allocation, 64, {ZERO_SLOT: 64})
     bench = Bench()
     for _ in range(3):
         for sequence in _plans_of(bench, tokens(100)):
@@ -415,8 +424,8 @@ def test_step_rolled_back_leaves_nothing_of_what_it_wrote(num_steps):
     bench.scheduler.roll_back(plan)
     check(bench.cache)
     assert not bench.scheduler.running
-    assert all(bench.cache.slots.pool.live_refs(slot) == 0 for slot in outputs)
-    assert all(bench.cache.slots.pool.cached_refs(slot) == 0 for slot in outputs)
+    assert all(bench.cache.slots.live_refs(slot) == 0 for slot in outputs)
+    assert all(bench.cache.slots.cached_refs(slot) == 0 for slot in outputs)
     bench.run()
     assert all(bench.is_right(r) and r.num_output_tokens == 12 for r in requests)
     assert describe(plan)

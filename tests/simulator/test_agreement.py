@@ -109,7 +109,7 @@ def test_the_simulator_plans_what_the_engine_plans(tmp_path, memory):
     plans, asked, engines = run_engine(tmp_path, memory)
     stats, storage = engines.stats, Split(**POOLS)
     if memory is ONE_MEMORY:
-        storage = UnifiedPool(engines.slots.pool.capacity, engines.storage.pages_a_slot)
+        storage = UnifiedPool(engines.slots.capacity, engines.storage.pages_a_slot)
     cache = Cache(storage=storage)
     replay = Replay(
         trace_of(asked, 6), cache, read_cost("hybrid-35b-a3b-h200"), closed=False, **LIMITS

@@ -317,7 +317,7 @@ def random_run(seed, num_operations):
         engine.copier.settle()
     engine.copier.write()
     assert not any(item.pins for tier in (engine.tiers.host, engine.tiers.disk) for item in tier)
-    assert engine.cache.pages.num_used == engine.cache.slots.pool.num_used == 0
+    assert engine.cache.pages.num_used == engine.cache.slots.num_used == 0
     return loaded + sum(engine.cache.stats.loaded.values())
 
 

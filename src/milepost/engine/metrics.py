@@ -43,7 +43,7 @@ def collect(scheduler: Scheduler) -> list[Metric]:
         "spec_decode_num_draft_tokens": steps.num_draft_tokens,
         "spec_decode_num_accepted_tokens": steps.num_accepted_tokens,
     }
-    pools = {"kv_cache": cache.pages, "state_cache": cache.slots.pool}
+    pools = {"kv_cache": cache.pages, "state_cache": cache.slots}
     gauges: dict[str, float] = {
         "num_requests_running": len(scheduler.running),
         "num_requests_waiting": len(scheduler.waiting),

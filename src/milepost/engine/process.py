@@ -260,7 +260,7 @@ def _ready(engine: Engine) -> Ready:
         vocab_size=engine.vocab_size,
         page_size=cache.page_size,
         num_pages=cache.pages.capacity,
-        num_slots=cache.slots.pool.capacity,
+        num_slots=cache.slots.capacity,
         sampling_defaults=dict(engine.sampling_defaults),
         facts=engine.facts,
         identity=cache.identity,

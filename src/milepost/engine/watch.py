@@ -160,7 +160,7 @@ class Watch:
             "page_size": cache.page_size,
             "grid": cache.grid,
             "pages": _pool(cache.pages),
-            "slots": _pool(cache.slots.pool),
+            "slots": _pool(cache.slots),
             "pages_a_slot": cache.storage.pages_a_slot,
             "lost": {reason.value: num for reason, num in cache.stats.lost.items() if num},
             "evicted": cache.stats.checkpoints_evicted,

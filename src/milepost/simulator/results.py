@@ -59,7 +59,7 @@ def slots_row(trace: Trace, policy: str, cache: Cache, bound: float, *, seed: in
     """Of a replay with slots alone limited; its pool has one more, for the running request."""
     return ResultRow(
         seed=seed,
-        num_slots=cache.slots.pool.total - 1,
+        num_slots=cache.slots.total - 1,
         num_pages=None,
         prefill_tokens=cache.stats.queries - cache.stats.hits,
         **_counts(trace, policy, cache.stats, bound),

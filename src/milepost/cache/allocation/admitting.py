@@ -22,7 +22,7 @@ class Admitter:
         self._tree = tree
         self._storage = storage
         self._pages = storage.pages
-        self._slots = storage.slots.pool
+        self._slots = storage.slots
         self._reclaimer = reclaimer
         self._stats = reclaimer.stats
         self._score = reclaimer.score

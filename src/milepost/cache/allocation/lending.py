@@ -31,7 +31,7 @@ def lend(storage: Storage, match: Match, page_size: int) -> Loan:
     slot = checkpoint.slot if checkpoint is not None else None
     storage.pages.pin(pages)
     if slot is not None:
-        storage.slots.pool.pin((slot,))
+        storage.slots.pin((slot,))
     return Loan(position=position, pages=tuple(pages), slot=slot)
 
 
@@ -39,4 +39,4 @@ def take_back(storage: Storage, loan: Loan) -> None:
     """Unpin what was lent."""
     storage.pages.unpin(loan.pages)
     if loan.slot is not None:
-        storage.slots.pool.unpin((loan.slot,))
+        storage.slots.unpin((loan.slot,))

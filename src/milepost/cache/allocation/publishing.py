@@ -61,14 +61,11 @@ class Publisher:
         """Turn a live slot into a checkpoint of the request's path; None, and it is given back, if
         the state is known already.
         """
-        assert self._slots.position(slot) == position, (
-            f"S4: slot {slot} holds {self._slots.position(slot)} tokens, its label says {position}"
-        )
         depth = position // self._page_size
         node = allocation.path[depth - 1] if depth else self._tree.root(allocation.chain.root)
         tail = allocation.chain.token_bytes(depth * self._page_size, position)
         if tail in node.checkpoints:
-            self._slots.pool.unpin((slot,))
+            self._slots.unpin((slot,))
             return None
         tail_page = allocation.page_table[depth] if tail else None
         if tail_page is not None:
@@ -82,8 +79,8 @@ class Publisher:
             tail_page=tail_page,
             end=allocation.end,
         )
-        self._slots.pool.keep((slot,))
-        self._slots.pool.unpin((slot,))
+        self._slots.keep((slot,))
+        self._slots.unpin((slot,))
         self._tree.attach(checkpoint)
         self._stats.checkpoints_made += 1
         allocation.deepest_state = max(allocation.deepest_state, position)

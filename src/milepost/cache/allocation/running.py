@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from milepost.cache.allocation.publishing import Publisher
 from milepost.cache.allocation.states import Allocation, State, Transition
 from milepost.cache.eviction import Reclaimer
-from milepost.cache.memory import Storage
+from milepost.cache.memory import ZERO_SLOT, Storage
 from milepost.cache.placement import Kind, Placement
 from milepost.cache.plans import HOLE, Arrival, Export
 from milepost.cache.tree import CacheConfig, Tree, checkpoint_key
@@ -111,6 +111,8 @@ class Running:
         flight exports lies behind `position`, and stays.
         """
         assert position >= allocation.committed, "A4: what is committed stays so"
+        if self._slots_each and not allocation.is_judging:
+            assert allocation.slot_out in written, "S4: a step that judges nothing writes its state"
         self._change()
         allocation.num_steps -= 1
         allocation.happens(Transition.COMMITTED if allocation.num_steps else Transition.SETTLED)
@@ -133,16 +135,25 @@ class Running:
         passed = [export for export in allocation.exports if export.position <= position]
         del allocation.exports[: len(passed)]
         for export in passed:
-            self._slots.written(export.slot, written[export.slot])
-            self._publisher.publish_state(allocation, export.position, export.slot, export.kind)
+            held = self._held(export.slot, written)
+            assert held == export.position, (
+                f"S4: slot {export.slot} holds {held} tokens, its label says {export.position}"
+            )
+            self._publisher.publish_state(allocation, held, export.slot, export.kind)
+
+    def _held(self, slot: int, written: Mapping[int, int]) -> int:
+        """Tokens that a slot holds by the runner's report."""
+        assert slot != ZERO_SLOT, "S1: slot 0 is never written"
+        assert self._slots.live_refs(slot), f"S2: slot {slot} was written while no request held it"
+        assert not self._slots.cached_refs(slot), f"S3: slot {slot} was written while it was cached"
+        return written[slot]
 
     def _fold(self, allocation: Allocation, written: Mapping[int, int]) -> None:
         """Note how far the state has come."""
         if not self._slots_each:
             allocation.state_length = allocation.committed
-        elif (position := written.get(allocation.slot_out)) is not None:
-            self._slots.written(allocation.slot_out, position)
-            allocation.state_length = position
+        elif allocation.slot_out in written:
+            allocation.state_length = self._held(allocation.slot_out, written)
         assert allocation.state_length <= allocation.committed, "A7: a state holds final tokens"
 
     # --- what comes from outside ------------------------------------------------------------------
@@ -190,7 +201,7 @@ class Running:
         free slot to go on in.
         """
         slot, position = allocation.slot_out, allocation.state_length
-        self._slots.pool.pin((slot,))
+        self._slots.pin((slot,))
         checkpoint = self._publisher.publish_state(allocation, position, slot, Kind.LOADED)
         if checkpoint is None:
             return
@@ -226,7 +237,7 @@ class Running:
         self._pages.unpin(allocation.pinned_tail)
         allocation.pinned_tail, allocation.page_copy = (), None
         if allocation.source is not None:
-            self._slots.pool.unpin((allocation.source.slot,))
+            self._slots.unpin((allocation.source.slot,))
             allocation.source = None
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
@@ -239,7 +250,7 @@ class Running:
         assert kind is None or not allocation.is_in_flight, "A9: a state that is being written"
         allocation.happens(Transition.RELEASED)
         self._change()
-        self._slots.pool.unpin([export.slot for export in allocation.exports])
+        self._slots.unpin([export.slot for export in allocation.exports])
         self._end_reading(allocation)
         if is_ready and allocation.path and kind is not Kind.PREEMPTED:
             self._reclaimer.score.ended(allocation.end, allocation.path[-1], allocation.committed)
@@ -248,6 +259,6 @@ class Running:
                 allocation, allocation.state_length, allocation.slot_out, kind
             )
         elif self._slots_each:
-            self._slots.pool.unpin((allocation.slot_out,))
+            self._slots.unpin((allocation.slot_out,))
         self._pages.unpin(allocation.path_pins)
         self._pages.unpin([page for page in allocation.page_table if page != HOLE])

@@ -45,7 +45,7 @@ class HoldBack:
         self._tree = tree
         self._score = score
         self._pages = storage.pages
-        self._slots = storage.slots.pool
+        self._slots = storage.slots
         self._page_size = page_size
         self._version = -1
         self._ahead: list[Checkpoint] = []

@@ -54,7 +54,7 @@ class Reclaimer:
         self.version = 0
         """Of what is cached: matches of an earlier one are outdated."""
         self._pages.watch(tree.leaves, tree.changed)
-        self._slots.pool.watch(tree.at_slot, tree.changed)
+        self._slots.watch(tree.at_slot, tree.changed)
 
     def change(self) -> None:
         """Note that a verb changes what there is."""
@@ -111,13 +111,14 @@ class Reclaimer:
         """
         if isinstance(self._storage, UnifiedPool):
             self._free_unit(self._storage)
-        elif not self._slots.pool.num_free:
+        elif not self._slots.num_free:
             self._evict_victim(self.states, "slots")
-        return self._slots.allocate()
+        (slot,) = self._slots.allocate(1)
+        return slot
 
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
         """Whether a state that nobody has asked for is worth more than what it would displace."""
-        if self._slots.pool.num_free:
+        if self._slots.num_free:
             return True
         self.settle()
         least = self.states.victim()
@@ -141,7 +142,7 @@ class Reclaimer:
     def _rank_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Bring the orders in step with one checkpoint."""
         is_kept = self._tree.at_slot.get(checkpoint.slot) is checkpoint
-        if not is_kept or self._slots.pool.live_refs(checkpoint.slot):
+        if not is_kept or self._slots.live_refs(checkpoint.slot):
             self.states.discard(checkpoint)
             self.carriers.discard(checkpoint)
             return
@@ -165,7 +166,7 @@ class Reclaimer:
             reservation.checkpoint = None
             reservation.move(checkpoint.above)
         self._tree.detach(checkpoint, score)
-        self._slots.pool.drop(checkpoint.slot)
+        self._slots.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
             self._pages.drop(checkpoint.tail_page)
 
@@ -196,7 +197,7 @@ class Reclaimer:
         """Evict what is worth least for its bytes until those of a slot are free, and move what is
         left between them out of their way.
         """
-        while not self._slots.pool.num_free:
+        while not self._slots.num_free:
             missing = unified.pages_a_slot - unified.num_loose_pages
             stray = self._pop_stray() if missing > 0 else None
             if stray is not None:

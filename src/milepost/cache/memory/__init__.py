@@ -1,7 +1,6 @@
 """Pages and slots: ids with reference counts, in two pools of fixed sizes or in one memory."""
 
-from milepost.cache.memory.pool import Pool
-from milepost.cache.memory.slots import ZERO_SLOT, Slots
+from milepost.cache.memory.pool import ZERO_SLOT, Pool
 from milepost.cache.memory.storage import (
     Split,
     Storage,
@@ -13,7 +12,6 @@ from milepost.cache.memory.storage import (
 __all__ = [
     "ZERO_SLOT",
     "Pool",
-    "Slots",
     "Split",
     "Storage",
     "UnifiedPool",

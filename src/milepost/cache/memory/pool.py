@@ -16,6 +16,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from milepost.cache.memory.free import FreeIds
 
+ZERO_SLOT = 0
+"""Holds zeros, is what a fresh request reads, and is never handed out."""
+
 
 class Pool:
     """The ids of `free`, all free at the start.

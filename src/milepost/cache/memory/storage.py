@@ -11,7 +11,6 @@ from itertools import islice
 
 from milepost.cache.memory.free import FreeList, FreePages
 from milepost.cache.memory.pool import Pool
-from milepost.cache.memory.slots import Slots
 
 USUAL_SHARE = 1 / 8
 """Of a unified pool's units, those that mostly are slots; only how much is remembered depends on
@@ -25,7 +24,7 @@ class Split:
 
     def __init__(self, num_pages: int, num_slots: int) -> None:
         self.pages = Pool(FreeList(num_pages))
-        self.slots = Slots(FreeList(num_slots, first=1))
+        self.slots = Pool(FreeList(num_slots, first=1))
         self.max_pages = num_pages
         """That one request can have when it is alone."""
         self.usual_slots = num_slots
@@ -39,15 +38,15 @@ class Split:
     @property
     def room(self) -> tuple[int, int]:
         """Pages, or slots, that can be had if everything that is only cached gives way."""
-        return self.pages.room, self.slots.pool.room
+        return self.pages.room, self.slots.room
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
         """Whether so much is free at once."""
-        return num_pages <= self.pages.num_free and num_slots <= self.slots.pool.num_free
+        return num_pages <= self.pages.num_free and num_slots <= self.slots.num_free
 
     def has_room(self, num_pages: int, num_slots: int) -> bool:
         """Whether so much can be had if everything that is only cached gives way."""
-        return num_pages <= self.pages.room and num_slots <= self.slots.pool.room
+        return num_pages <= self.pages.room and num_slots <= self.slots.room
 
 
 class UnifiedPool:
@@ -60,7 +59,7 @@ class UnifiedPool:
         self.free_units = FreeList(num_units, first=1)
         self._free_pages = FreePages(self.free_units, pages_each)
         self.pages = Pool(self._free_pages)
-        self.slots = Slots(self.free_units)
+        self.slots = Pool(self.free_units)
         self.pages_a_slot = pages_each
         self.max_pages = (num_units - 1) * pages_each
         self.usual_slots = max(int(num_units * USUAL_SHARE), 1)
@@ -69,7 +68,7 @@ class UnifiedPool:
     @property
     def room(self) -> tuple[int, int]:
         """Slots are counted by their bytes, though not all pages that stay may stand together."""
-        pages = self.pages.room + self.pages_a_slot * self.slots.pool.num_cached
+        pages = self.pages.room + self.pages_a_slot * self.slots.num_cached
         return pages, pages // self.pages_a_slot
 
     def is_free(self, num_pages: int, num_slots: int) -> bool:
@@ -80,7 +79,7 @@ class UnifiedPool:
         """Slots take idle units; pages can have the rest of those, and all that no request holds in
         other units.
         """
-        slots = self.slots.pool
+        slots = self.slots
         if num_pages > self.pages.room + self.pages_a_slot * (slots.num_cached - num_slots):
             return False
         missing = num_slots - slots.room
