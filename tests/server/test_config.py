@@ -4,7 +4,8 @@ import pytest
 
 from milepost.errors import ConfigError
 from milepost.models.folder import find_folder
-from milepost.server.config import read_keys, read_template
+from milepost.server.config import ServerConfig, read_keys, read_template
+from tests.server.inprocess import answered, service
 
 
 @pytest.mark.parametrize("read", [read_keys, read_template])
@@ -24,3 +25,40 @@ def test_a_path_is_not_looked_up_at_the_hub(tmp_path):
         with pytest.raises(ConfigError) as raised:
             find_folder(given, revision=None, with_weights=True)
         assert str(raised.value) == f"model={str(given)!r}: {why}"
+
+
+SAID = [{"role": "user", "content": "the quick"}]
+
+
+def length(config, **own):
+    answer = answered(config, "/tokenize", {"messages": SAID, **own})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["count"]
+
+
+def test_what_templates_are_given_by_default():
+    thinking = ServerConfig(default_chat_template_kwargs='{"enable_thinking": true}')
+    plain = length(ServerConfig())
+    assert length(thinking) > plain
+    assert length(thinking, chat_template_kwargs={"enable_thinking": False}) == plain
+
+
+def test_an_operators_sampling_comes_before_the_checkpoints():
+    config = ServerConfig(override_generation_config='{"temperature": 0.5, "top_k": 7}')
+    assert service(config).sampling_defaults == {"temperature": 0.5, "top_k": 7}
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "words"),
+    [
+        ("default_chat_template_kwargs", "{", "this is not JSON"),
+        ("default_chat_template_kwargs", "[1]", "use a JSON object"),
+        ("default_chat_template_kwargs", '{"thinking": true}', "did you mean enable_thinking"),
+        ("override_generation_config", '{"max_new_tokens": 5}', "'max_new_tokens': use temp"),
+        ("override_generation_config", '{"temperature": -1}', "temperature=-1"),
+    ],
+)
+def test_defaults_that_cannot_be(field, text, words):
+    with pytest.raises(ConfigError, match=field) as raised:
+        service(ServerConfig(**{field: text}))
+    assert words in str(raised.value)

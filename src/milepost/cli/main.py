@@ -24,6 +24,7 @@ from milepost.cli.display import Screen
 from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.simulate import simulate_command
+from milepost.cli.vllm_flags import translated
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
 
@@ -38,8 +39,11 @@ def main(
 ) -> int:
     """Run one command line (by default the process's own) and return its exit status."""
     screen = screen or _process_screen()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     app = build_app(open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server)
     try:
+        if arguments[:1] == ["serve"]:
+            arguments = ["serve", *translated(arguments[1:])]
         status = app(
             arguments,
             exit_on_error=False,

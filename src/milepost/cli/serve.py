@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from milepost.cli.flags import Flags, add_flags
-from milepost.cli.vllm_flags import VllmFlags
 from milepost.config import EngineConfig
 from milepost.engine.tokenizer import without_torch
 from milepost.errors import ConfigError
@@ -25,8 +23,6 @@ SERVER = Flags(
     with_negative=("special_tokens_in_content",),
 )
 ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
-_KNOWN = {field.name for config in (ServerConfig, EngineConfig) for field in fields(config)}
-VLLM = Flags(config=VllmFlags, group=Group("From vLLM", sort_key=3), renamed={}, left_out=_KNOWN)
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +46,12 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         """Serve a model over HTTP, in the shape of OpenAI's API.
 
         The address goes to standard output once requests are taken; logs go to standard error.
+        Command lines of `vllm serve` are taken as they are; what cannot be served is named.
         """
         if checkpoint is not None:
             settings["model"] = checkpoint
-        VLLM.build(settings).into(settings)
+        if settings.get("api_key") is None and settings.get("key_file") is None:
+            settings["api_key"] = _keys_of(os.environ)
         server, engine = SERVER.build(settings), ENGINE.build(settings)
         _log_to_stderr(verbose)
         if sys.stderr.isatty():
@@ -61,7 +59,14 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         return serve(server, engine)
 
     serve_.__name__ = "serve"
-    return add_flags(serve_, [SERVER, ENGINE, VLLM])
+    return add_flags(serve_, [SERVER, ENGINE])
+
+
+def _keys_of(environment: Mapping[str, str]) -> list[str] | None:
+    """The key that stands there. Under vLLM's name too: a server that is started as before must
+    not answer without it."""
+    found = environment.get("MILEPOST_API_KEY") or environment.get("VLLM_API_KEY")
+    return [found] if found else None
 
 
 def run_server(server: ServerConfig, engine: EngineConfig) -> int:

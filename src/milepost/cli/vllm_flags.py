@@ -1,87 +1,250 @@
-"""Flags that people bring from vLLM and that do nothing here, so that its command lines run.
+"""A command line of `vllm serve`, as people have it in their scripts, as one of `milepost serve`.
 
-Those that mean something stand in the configurations under the same names. One that would change
-what is served is taken only with the value that asks for nothing.
+Flags that mean the same stand in the configurations under the same names. Here are the others:
+those that have another name or write their values otherwise, those that nothing here needs, which
+are dropped, and those that would change what is served, which are refused with what to do instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 
+from milepost.config import EngineConfig
 from milepost.errors import ConfigError
+from milepost.server.config import ServerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmFlags:
-    """Raises ConfigError for what is not supported."""
-
-    block_size: int | None = None
-    """The same as --page-size."""
-    kv_offloading_size: float | None = None
-    """The same as --cache-host-gib."""
-    disable_uvicorn_access_log: bool = False
-    """The same as --no-access-log."""
-    trust_remote_code: bool = False
-    """Does nothing: no code of a checkpoint is run."""
-    enable_auto_tool_choice: bool = False
-    """Does nothing: tool calls are parsed where the model writes them."""
-    enable_prompt_tokens_details: bool = False
-    """Does nothing: `usage` always has them."""
-    enable_chunked_prefill: bool | None = None
-    """Does nothing: prefills are always chunked."""
-    enable_log_requests: bool = False
-    """Does nothing: the access log has a line for each request."""
-    disable_log_requests: bool = False
-    """Does nothing: prompts are never logged."""
-    enable_server_load_tracking: bool = False
-    """Does nothing: /load always tells."""
-    uvicorn_log_level: str | None = None
-    """Does nothing: see --verbose."""
-    tokenizer_mode: str = "auto"
-    """Does nothing: tokenizers are fast where they can be."""
-    swap_space: float | None = None
-    """Does nothing."""
-    max_num_partial_prefills: int = 1
-    """Does nothing: as many prefills run in a step as it has tokens for."""
-    language_model_only: bool = False
-    """Does nothing: only text is taken."""
-    limit_mm_per_prompt: str | None = None
-    """Does nothing: only text is taken."""
-    distributed_executor_backend: str | None = None
-    """Does nothing."""
-    pipeline_parallel_size: int = 1
-    """Only 1."""
-    data_parallel_size: int = 1
-    """Only 1: run several servers behind a router."""
-    enable_lora: bool = False
-    """Not supported."""
-    chat_template_content_format: str = "auto"
-    """Does nothing: parts of a message are joined to text."""
-
-    def __post_init__(self) -> None:
-        for name in _ONLY_DEFAULT:
-            value, default = getattr(self, name), _default(name)
-            if value != default:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} {value}: not supported here, leave it out")
-
-    def into(self, settings: dict[str, Any]) -> None:
-        """Put those that have another name here under that, unless it is set too."""
-        if self.block_size is not None:
-            settings.setdefault("page_size", self.block_size)
-        if self.kv_offloading_size is not None:
-            settings.setdefault("cache_host_gib", self.kv_offloading_size)
-        if self.disable_uvicorn_access_log:
-            settings.setdefault("access_log", False)
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-_ONLY_DEFAULT = (
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "enable_lora",
+_SHORT = {"-q": "--quantization", "-pp": "--pipeline-parallel-size", "-O": "--optimization-level"}
+_SHORT |= {"-dp": "--data-parallel-size", "-ep": "--enable-expert-parallel"}
+_SHORT |= {"-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size"}
+_LEVEL = re.compile(r"-O\d")
+
+_SAME = {
+    "block-size": "page-size",
+    "kv-offloading-size": "cache-host-gib",
+    "shutdown-timeout": "shutdown-timeout-s",
+    "disable-uvicorn-access-log": "no-access-log",
+}
+"""Other names for flags of ours."""
+
+_VALUES: Mapping[str, Mapping[str, str | None]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "max-model-len": {"auto": None, "-1": None},
+}
+"""Other words for values; None is our default."""
+_IN_THOUSANDS = ("max-model-len", "max-num-batched-tokens")
+_UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmKM])")
+
+_DROPPED = _names(
+    "trust-remote-code enable-auto-tool-choice enable-prompt-tokens-details enable-chunked-prefill "
+    "enable-log-requests disable-log-requests enable-server-load-tracking enable-reasoning "
+    "language-model-only disable-custom-all-reduce disable-frontend-multiprocessing "
+    "disable-hybrid-kv-cache-manager disable-cascade-attn enable-eplb enable-dbo numa-bind "
+    "use-v2-block-manager multi-step-stream-outputs worker-use-ray engine-use-ray "
+    "exclude-tools-when-tool-choice-none enable-mfu-metrics disable-mm-preprocessor-cache "
+    "enable-flashinfer-autotune skip-mm-profiling use-tqdm-on-load"
+)
+"""Without a value."""
+_DROPPED_WITH_VALUE = _names(
+    "uvicorn-log-level tokenizer-mode swap-space max-num-partial-prefills limit-mm-per-prompt "
+    "max-long-partial-prefills long-prefill-token-threshold distributed-executor-backend "
+    "chat-template-content-format mm-processor-kwargs mm-processor-cache-gb mm-encoder-tp-mode "
+    "compilation-config optimization-level attention-backend moe-backend all2all-backend "
+    "max-seq-len-to-capture max-context-len-to-capture cuda-graph-sizes cudagraph-capture-sizes "
+    "api-server-count max-log-len guided-decoding-backend structured-outputs-config "
+    "prefix-caching-hash-algo num-scheduler-steps num-lookahead-slots preemption-mode "
+    "stream-interval code-revision model-loader-extra-config max-parallel-loading-workers "
+    "safetensors-load-strategy ignore-patterns h11-max-incomplete-event-size "
+    "h11-max-header-count show-hidden-metrics-for-version performance-mode "
+    "disable-access-log-for-endpoints master-addr master-port"
 )
 
+_ROUTER = "run one server for each GPU behind a router (docs/disaggregation.md)"
+_TEXT = "only text generation is served"
+_MERGE = "merge the adapter into the weights"
+_COPY = "edit config.json in a copy of the checkpoint, and serve that folder"
+_ONE_MACHINE = "a server runs on one machine"
+_ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "pipeline-parallel-size": (("1",), "use --tensor-parallel-size"),
+    "data-parallel-size": (("1",), _ROUTER),
+    "data-parallel-size-local": (("1",), _ROUTER),
+    "decode-context-parallel-size": (("1",), "use --tensor-parallel-size"),
+    "prefill-context-parallel-size": (("1",), "use --tensor-parallel-size"),
+    "nnodes": (("1",), _ONE_MACHINE),
+    "node-rank": (("0",), _ONE_MACHINE),
+    "task": (("auto", "generate"), _TEXT),
+    "runner": (("auto", "generate"), _TEXT),
+    "convert": (("auto", "none"), _TEXT),
+    "model-impl": (("auto", "vllm"), "see README.md for the models that are supported"),
+    "cpu-offload-gb": (
+        ("0",),
+        "weights stay on the GPU: use --quantization fp8, or --tensor-parallel-size for more GPUs",
+    ),
+    "hf-overrides": (("{}",), _COPY),
+    "response-role": (("assistant",), "answers have the role assistant"),
+    "logprobs-mode": (
+        ("raw_logprobs",),
+        "logprobs are those of the model, before penalties and temperature",
+    ),
+    "max-logprobs": (("20",), "a request may ask for 20 at most"),
+    "mamba-cache-dtype": (("auto",), "use --mamba-ssm-cache-dtype"),
+    "kv-offloading-backend": (("native",), "use --cache-host-gib"),
+    "ssl-cert-reqs": (("0",), "--ssl-ca-certs makes clients' certificates required"),
+}
+"""Which values ask for nothing; what to do instead of others."""
 
-def _default(name: str) -> Any:
-    return next(field.default for field in fields(VllmFlags) if field.name == name)
+_REFUSED: Mapping[str, tuple[int, str]] = {
+    "enable-lora": (0, _MERGE),
+    "lora-modules": (1, _MERGE),
+    "max-loras": (1, _MERGE),
+    "max-lora-rank": (1, _MERGE),
+    "rope-scaling": (1, _COPY),
+    "rope-theta": (1, _COPY),
+    "hf-config-path": (1, _COPY),
+    "disable-sliding-window": (0, "leave it out"),
+    "headless": (0, _ONE_MACHINE),
+    "data-parallel-rank": (1, _ROUTER),
+    "data-parallel-address": (1, _ROUTER),
+    "data-parallel-backend": (1, _ROUTER),
+    "download-dir": (1, "set the environment variable HF_HUB_CACHE"),
+    "hf-token": (1, "set the environment variable HF_TOKEN"),
+    "tokenizer-revision": (1, "use --tokenizer with a folder"),
+    "num-gpu-blocks-override": (1, "use --num-pages, which counts pages of --page-size tokens"),
+    "calculate-kv-scales": (0, "the scales are the checkpoint's, or 1"),
+    "config": (1, "write what the file says as flags"),
+    "log-config-file": (1, "logs go to standard error; see --verbose and --no-access-log"),
+    "enable-log-outputs": (0, "answers are never logged"),
+    "enable-log-deltas": (0, "answers are never logged"),
+    "middleware": (1, "put a proxy in front of the server"),
+    "otlp-traces-endpoint": (1, "see /metrics and the access log, which has a line per request"),
+    "collect-detailed-traces": (1, "see /metrics and the access log"),
+    "disable-fastapi-docs": (0, "use --api-key: /docs is behind it"),
+    "enable-ssl-refresh": (0, "restart the server for a new certificate"),
+    "enable-force-include-usage": (0, "set stream_options.include_usage in requests"),
+    "return-tokens-as-token-ids": (0, "set return_token_ids in requests"),
+    "trust-request-chat-template": (0, "use --chat-template: requests cannot bring one"),
+    "tool-parser-plugin": (1, "--tool-call-parser lists the formats that there are"),
+    "reasoning-parser-plugin": (1, "--reasoning-parser lists the formats that there are"),
+    "logits-processors": (1, "leave it out"),
+    "scheduler-cls": (1, "leave it out"),
+    "worker-cls": (1, "leave it out"),
+    "worker-extension-cls": (1, "leave it out"),
+    "allowed-local-media-path": (1, _TEXT),
+}
+"""How many values each has, and what to do instead."""
+
+_LISTS = _names(
+    "served-model-name cuda-graph-sizes cudagraph-capture-sizes ignore-patterns lora-modules "
+    "disable-access-log-for-endpoints"
+)
+"""With any number of values."""
+_SWITCHES = frozenset(
+    field.name.replace("_", "-")
+    for config in (ServerConfig, EngineConfig)
+    for field in fields(config)
+    if field.default is False
+)
+"""Flags of ours that are off by default, so that `--no-` before them asks for nothing."""
+
+
+def translated(arguments: Sequence[str]) -> list[str]:
+    """The same in our flags. Raises ConfigError for what is not supported."""
+    found: list[str] = []
+    objects: dict[str, dict[str, str]] = {}
+    todo = list(reversed(arguments))
+    while todo:
+        token = todo.pop()
+        name, sign, value = _split(token)
+        if not name:
+            found.append(token)
+            continue
+        if sign:
+            todo.append(value)
+        whole, _, key = name.partition(".")
+        name = whole = whole.replace("_", "-")
+        if key:  # --speculative-config.method mtp
+            objects.setdefault(whole, {})[key] = _value(todo, name)
+        else:
+            found += _one(name, todo, has_model=bool(found) and not found[0].startswith("-"))
+    for name, parts in objects.items():
+        found += [f"--{name}", json.dumps({key: _json(part) for key, part in parts.items()})]
+    return found
+
+
+def _split(token: str) -> tuple[str, str, str]:
+    """Name without dashes, `=` if there is one, and what is behind it; no name if it is no flag."""
+    if _LEVEL.fullmatch(token):
+        return "optimization-level", "=", token[2:]
+    name, sign, value = token.partition("=")
+    name = _SHORT.get(name, name)
+    if not name.startswith("--") or len(name) == 2:
+        return "", "", ""
+    return name[2:], sign, value
+
+
+def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
+    """One flag in our words; what follows it is taken from `todo`, whose end comes next."""
+    positive = name.removeprefix("no-")
+    if positive in _DROPPED or (positive != name and positive in _SWITCHES):
+        return []
+    if name in _DROPPED_WITH_VALUE:
+        _values(todo, name)
+        return []
+    if name in _REFUSED:
+        num_values, instead = _REFUSED[name]
+        shown = _values(todo, name) if num_values else []
+        raise ConfigError(f"{' '.join([f'--{name}', *shown])} is not supported: {instead}")
+    if name in _ONLY:
+        nothing, instead = _ONLY[name]
+        value = _value(todo, name)
+        if value not in nothing:
+            raise ConfigError(f"--{name} {value} is not supported: {instead}")
+        return []
+    if name == "served-model-name" and has_model:
+        return [part for value in _values(todo, name) for part in (f"--{name}", value)]
+    if name in _VALUES or name in _IN_THOUSANDS:
+        own = _VALUES.get(name, {})
+        value = _value(todo, name)
+        said = own.get(value, _number(value) if name in _IN_THOUSANDS else value)
+        return [] if said is None else [f"--{name}", said]
+    return [f"--{_SAME.get(name, name)}"]
+
+
+def _value(todo: list[str], name: str) -> str:
+    if not todo:
+        raise ConfigError(f"--{name}: a value is missing behind it")
+    return todo.pop()
+
+
+def _values(todo: list[str], name: str) -> list[str]:
+    """One value; of a list those up to the next flag."""
+    found = [_value(todo, name)]
+    while name in _LISTS and todo and not todo[-1].startswith("-"):
+        found.append(todo.pop())
+    return found
+
+
+def _number(text: str) -> str:
+    """`32k` is 32000 and `32K` is 32768."""
+    match = _NUMBER.fullmatch(text)
+    return str(int(float(match[1]) * _UNITS[match[2]])) if match else text
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def known() -> Iterable[str]:
+    """All flags that are taken out, renamed or refused here."""
+    return (*_SAME, *_DROPPED, *_DROPPED_WITH_VALUE, *_ONLY, *_REFUSED)

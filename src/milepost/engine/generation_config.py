@@ -58,6 +58,20 @@ def sampling_defaults(folder: Path, wanted: GenerationConfig) -> dict[str, int |
     return found
 
 
+def overridden(defaults: Mapping[str, int | float], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling defaults with those of an operator before them. Raises ConfigError for fields that
+    are none, and for values that no request could have.
+    """
+    unknown = [name for name in given if name not in _SAMPLING]
+    if unknown:
+        raise ConfigError(f"override_generation_config: {unknown[0]!r}: use {', '.join(_SAMPLING)}")
+    try:
+        SamplingParams(**given)
+    except InvalidRequestError as error:
+        raise ConfigError(f"override_generation_config: {error}") from error
+    return {**defaults, **given}
+
+
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
     """Parameters of a request that sets the fields `given`. Raises InvalidRequestError."""
     return SamplingParams(**{**defaults, **given})

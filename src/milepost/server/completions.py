@@ -27,7 +27,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     model = service.check_model(request.model)
     request = transfer.as_served(service, request)
     form = forms.of_request(request)
-    defaults = service.client.info.sampling_defaults
+    defaults = service.sampling_defaults
     params = forms.apply(parameters.of_completion(request, defaults), form)
     params = await service.checked(params, forms.field_of(request))
     service.check_number(num_prompts(request), params.n)  # before any of them is tokenized

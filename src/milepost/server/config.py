@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from milepost.errors import ConfigError
 from milepost.server.parsing.formats import REASONING, TOOL_CALLS
@@ -31,7 +31,8 @@ class ServerConfig:
     times."""
     api_key: Sequence[str] | None = None
     """Serve only requests that carry one of these keys (except /health and the page's files). May
-    be given several times."""
+    be given several times; by default the key in the environment variable MILEPOST_API_KEY or
+    VLLM_API_KEY, if there is one."""
     admin_key: Sequence[str] | None = None
     """Only these keys open /metrics, /reset_prefix_cache and the page's view of the cache; by
     default the API keys do. May be given several times."""
@@ -67,6 +68,12 @@ class ServerConfig:
     and in the response header `x-milepost-ignored`."""
     chat_template: str | None = None
     """File with a chat template, or the template itself, in place of the tokenizer's own."""
+    default_chat_template_kwargs: str | None = None
+    """What chat templates are given unless a request says otherwise: a JSON object such as
+    {"enable_thinking": false}."""
+    override_generation_config: str | None = None
+    """Sampling parameters for requests that do not set them, before those of the checkpoint: a JSON
+    object such as {"temperature": 0.6}."""
     root_path: str = ""
     """Path under which a proxy in front shows this server."""
     enable_request_id_headers: bool = False
@@ -104,6 +111,8 @@ class ServerConfig:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             default = () if name == "allowed_origins" else ("*",)
             object.__setattr__(self, name, _listed(getattr(self, name)) or default)
+        read_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        read_object("override_generation_config", self.override_generation_config)
         root = self.root_path
         is_path = not root or (root.startswith("/") and not root.endswith("/"))
         _require(is_path, f"root_path={root!r}: begin it with / and do not end it with one")
@@ -144,6 +153,16 @@ def _listed(given: Sequence[str] | None) -> list[str]:
             found += [str(one) for one in json.loads(text)]
         except ValueError as error:
             raise ConfigError(f"{text!r}: this is not a JSON list: {error}") from error
+    return found
+
+
+def read_object(name: str, text: str | None) -> dict[str, Any]:
+    """The JSON object in a setting. Raises ConfigError."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r}: this is not JSON: {error}") from error
+    _require(isinstance(found, dict), f"{name}={text!r}: use a JSON object")
     return found
 
 

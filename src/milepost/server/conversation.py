@@ -59,7 +59,7 @@ async def _begin(
 ) -> ChatTurn:
     request = transfer.as_served(service, request)
     tools = _tools(request)
-    params = parameters.of_chat(request, service.client.info.sampling_defaults)
+    params = parameters.of_chat(request, service.sampling_defaults)
     if service.reads_special_tokens(has_tools=bool(tools)):
         params = replace(params, skip_special_tokens=False)
     prompt, rendered = await prompt_of(service, request, params, http)

@@ -30,7 +30,7 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         model = service.check_model(body.model)
-        params = parameters.of_completion(body, service.client.info.sampling_defaults)
+        params = parameters.of_completion(body, service.sampling_defaults)
         service.check_number(completions.num_prompts(body), params.n)  # before they are tokenized
         work = completions.prompts_of(service, body, params)
         prompts = await unless_disconnected(request, work, lambda: None)
@@ -42,7 +42,7 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
     async def rendered(
         chat: ChatRequest, model: str, request: Request, *, field: str, fits_max_tokens: bool
     ) -> Response:
-        params = parameters.of_chat(chat, service.client.info.sampling_defaults)
+        params = parameters.of_chat(chat, service.sampling_defaults)
         work = conversation.prompt_of(service, chat, params, request)
         prompt, _ = await unless_disconnected(request, work, lambda: None)
         if fits_max_tokens:

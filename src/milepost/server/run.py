@@ -24,13 +24,14 @@ import uvicorn
 from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.client import EngineClient
+from milepost.engine.generation_config import overridden
 from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import vocabulary_of
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError, ServerClosingError
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.server import app
-from milepost.server.config import ServerConfig, read_keys, read_template
+from milepost.server.config import ServerConfig, read_keys, read_object, read_template
 from milepost.server.connections import RESERVED_FILES, protocol, raise_file_limit
 from milepost.server.service import Service
 from milepost.server.started import describe
@@ -64,6 +65,8 @@ def run(
     """
     read_keys(server_config.key_file)
     read_template(server_config.chat_template)
+    given = read_object("override_generation_config", server_config.override_generation_config)
+    overridden({}, given)
     _check_tls(server_config)
     with _listen(server_config) as sock:
         loop_factory = uvicorn.Config(app=None, log_config=None).get_loop_factory()

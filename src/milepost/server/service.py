@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine import chat, heap
 from milepost.engine.client import EngineClient
+from milepost.engine.generation_config import overridden
 from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import check_combination
 from milepost.engine.lengths import FewestTokens
@@ -24,6 +25,7 @@ from milepost.engine.special import special_texts
 from milepost.engine.stream import Stream, StreamBell
 from milepost.engine.text_process import Encoded, Text, Texts
 from milepost.errors import (
+    ConfigError,
     EngineAsleepError,
     EngineDeadError,
     InvalidRequestError,
@@ -31,7 +33,7 @@ from milepost.errors import (
     ServerClosingError,
 )
 from milepost.sampling_params import SamplingParams
-from milepost.server.config import ServerConfig
+from milepost.server.config import ServerConfig, read_object
 from milepost.server.errors import HttpError
 from milepost.server.logprobs import TokenBytes
 from milepost.server.metrics import RequestMetrics
@@ -74,6 +76,14 @@ class Service:
         self.unknown = UnknownFields(strict=config.strict)
         template = getattr(tokenizer, "chat_template", None)
         self.template_variables = variables_of(template)
+        self.sampling_defaults = overridden(
+            client.info.sampling_defaults,
+            read_object("override_generation_config", config.override_generation_config),
+        )
+        self._template_defaults = read_object(
+            "default_chat_template_kwargs", config.default_chat_template_kwargs
+        )
+        self._check_template_defaults()
         self._token_bytes: TokenBytes | None = None
         self._special = None
         if tokenizer is not None and not config.special_tokens_in_content:
@@ -90,6 +100,13 @@ class Service:
         self._lanes = Lanes(tokenizer)
         self._fewest_tokens: FewestTokens | None = None
         self._giving_back: asyncio.TimerHandle | None = None
+
+    def _check_template_defaults(self) -> None:
+        """Raise ConfigError for what the chat template does not read."""
+        try:
+            check_template_kwargs(self._template_defaults, self.template_variables)
+        except HttpError as error:
+            raise ConfigError(f"default_{error.detail}") from error
 
     def _cache_config(self) -> dict[str, object]:
         info, config = self.client.info, self.client.config
@@ -236,7 +253,8 @@ class Service:
     ) -> chat.ChatPrompt:
         """A conversation as token ids and marks."""
         variables = self.template_variables
-        check_template_kwargs(template_kwargs or {}, variables)
+        template_kwargs = {**self._template_defaults, **(template_kwargs or {})}
+        check_template_kwargs(template_kwargs, variables)
         if tools and variables is not None and "tools" not in variables:
             raise HttpError(
                 400,

@@ -1,0 +1,86 @@
+"""Command lines that people have for `vllm serve`."""
+
+import pytest
+
+from milepost.cli.main import main
+from milepost.cli.serve import ENGINE, SERVER
+from milepost.cli.vllm_flags import known, translated
+from milepost.errors import ConfigError
+
+
+def asked(*flags):
+    found = []
+    assert main(["serve", *flags], serve=lambda *configs: found.append(configs) or 0) == 0
+    return found[0]
+
+
+LINES = (
+    "./m --tensor-parallel-size=2 --max_model_len 32K --gpu_memory_utilization=0.85 --dtype half "
+    "--enable-chunked-prefill --max-num-batched-tokens 8k --disable-log-requests --swap-space 4",
+    "./m -tp 2 -pp 1 -dp 1 -O3 --compilation-config {} --no-enable-log-requests --task generate "
+    "--max-model-len auto --tool-call-parser qwen3_coder --enable-auto-tool-choice -q fp8",
+    "--swap-space 4 ./m --cudagraph-capture-sizes 1 2 4 --trust-remote-code --no-enforce-eager",
+    '--model ./m --limit-mm-per-prompt {"image":0} --async-scheduling --seed 0 -ep',
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_are_taken_as_they_are(line):
+    _, engine = asked(*line.split())
+    assert engine.model == "./m"
+
+
+def test_names_and_values_of_vllms_are_ours():
+    line = "./m --max-model-len 32K --max-num-batched-tokens 8k --dtype half --block-size 32"
+    line += " --served-model-name a b --kv-offloading-size 2 --disable-uvicorn-access-log"
+    line += " --shutdown-timeout 7 --speculative-config.method mtp"
+    line += " --speculative-config.num_speculative_tokens 2"
+    server, engine = asked(*line.split())
+    assert (engine.max_model_len, engine.max_num_batched_tokens) == (32768, 8000)
+    assert (engine.dtype, engine.page_size, engine.cache_host_gib) == ("float16", 32, 2)
+    assert (list(server.served_model_name), server.access_log) == (["a", "b"], False)
+    assert server.shutdown_timeout_s == 7
+    assert engine.speculative_config.num_speculative_tokens == 2
+    assert asked("./m", "--max-model-len", "-1")[1].max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--lora-modules a=b c=d --port 1", "--lora-modules a=b c=d is not supported: merge"),
+        ("-dp 4", "--data-parallel-size 4 is not supported: run one server for each GPU"),
+        ("--task embed", "--task embed is not supported: only text"),
+        ("--cpu-offload-gb=10", "--cpu-offload-gb 10 is not supported: weights stay"),
+        ("--download-dir /d", "HF_HUB_CACHE"),
+        ("--swap-space", "--swap-space: a value is missing"),
+    ],
+)
+def test_what_cannot_be_served_is_named(line, words, capsys):
+    assert main(["serve", "./m", *line.split()], serve=lambda *_: 0) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert words in said
+
+
+def test_our_own_lines_stay_as_they_are():
+    line = ["./m", "--port", "0", "--api-key=a=b", "--no-ui", "--no-special-tokens-in-content"]
+    assert translated(line)[:4] == ["./m", "--port", "0", "--api-key"]
+    assert asked(*line)[0].api_key == ["a=b"]
+
+
+def test_no_flag_of_ours_is_taken_out():
+    own = {p.name.replace("_", "-") for flags in (SERVER, ENGINE) for p in flags.parameters()}
+    assert own.isdisjoint(known())
+
+
+def test_a_value_that_is_missing():
+    with pytest.raises(ConfigError, match="value is missing"):
+        translated(["--max-model-len"])
+
+
+@pytest.mark.parametrize("name", ["MILEPOST_API_KEY", "VLLM_API_KEY"])
+def test_a_key_from_the_environment(name, monkeypatch):
+    monkeypatch.setenv(name, "secret")
+    assert asked()[0].api_key == ["secret"]
+    assert asked("--api-key", "other")[0].api_key == ["other"]
+    monkeypatch.setenv(name, "")
+    assert asked()[0].api_key is None
