@@ -183,6 +183,21 @@ def test_a_state_behind_other_tokens_in_the_same_page_is_not_offered():
     assert offer.position <= 98
 
 
+def test_states_that_end_at_the_same_position_cost_one_look(monkeypatch):
+    """First turns of chats that share a system prompt hang on one page, by the thousand."""
+    engine = Engine(num_pages=40, num_slots=8, host=(200, 100))
+    for first in range(60):
+        engine.ask([first % 4, first // 4 % 4, first // 16, 3, 3, 3], 2)
+    assert engine.cache.reset()
+    asked = make_request(engine.cache, "w", [0, 0, 0, 3, 3, 3, *[2] * 6])
+    keys, key_of = [], loads_module.checkpoint_key
+    monkeypatch.setattr(
+        loads_module, "checkpoint_key", lambda *of: (keys.append(of), key_of(*of))[1]
+    )
+    engine.tiers.loads.offer(asked, engine.cache.match(asked.chain))
+    assert len(keys) < PAGE_SIZE
+
+
 def test_an_offer_is_looked_for_again_only_when_something_has_changed():
     """Many wait and are looked at with each step: a walk over their pages each time is too much."""
     engine = Engine(host=(200, 20))
@@ -316,6 +331,9 @@ def random_run(seed, num_operations):
     while engine.copier.storing or engine.copier.loading:
         engine.copier.settle()
     engine.copier.write()
+    if engine.tiers.limits.num_disk_pages:
+        known = {(item.what, item.key) for item in engine.tiers.disk}
+        assert files.held.keys() <= known, "a file that nobody knows takes room for ever"
     assert not any(item.pins for tier in (engine.tiers.host, engine.tiers.disk) for item in tier)
     assert engine.cache.pages.num_used == engine.cache.slots.num_used == 0
     return loaded + sum(engine.cache.stats.loaded.values())

@@ -73,6 +73,13 @@ class Holdings:
         """What is asked for: all else is there because it needs it."""
         return "state" if self.has_states else "page"
 
+    def has(self, tier: Tier, key: bytes, position: int) -> bool:
+        """Whether a state is there with its tail, or a page, if only on its way."""
+        if tier.get(self.head, key) is None:
+            return False
+        has_tail = self.has_states and position % self.page_size > 0
+        return not has_tail or tier.get("tail", key) is not None
+
     def is_on_host(self, what: What, key: bytes) -> bool:
         """Whether something can be read from host memory."""
         return ready(self.host.get(what, key)) is not None

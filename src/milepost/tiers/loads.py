@@ -160,30 +160,24 @@ class Loads:
                     is_there = position <= reach.readable * self._size
                     yield _LoadCandidate(position=position, rest=() if is_there else None)
             return
-        on_host, on_disk = self._holdings.host.heads, self._holdings.disk.heads
+        host, disk = self._holdings.host, self._holdings.disk
         for num_pages in range(reach.known, above // self._size - 1, -1):
             page = digests[num_pages - 1] if num_pages else chain.root
-            if page not in on_host and page not in on_disk:
-                continue
-            found: dict[int, bytes] = {}
-            for heads in (on_host, on_disk):
-                for state in heads.get(page, {}).values():
-                    if above < state.position <= limit and self._agrees(request, state, page):
-                        found[state.position] = state.key
-            for position in sorted(found, reverse=True):
+            positions = {*host.positions(page), *disk.positions(page)}
+            begin = num_pages * self._size
+            for position in sorted(positions, reverse=True):
+                if not above < position <= limit:
+                    continue
+                key = checkpoint_key(page, chain.token_bytes(begin, position))
+                if host.get("state", key) is None and disk.get("state", key) is None:
+                    continue
                 needs: tuple[What, ...] = ("state",)
-                if position > max(num_pages * self._size, match.kv_length, above):
+                if position > max(begin, match.kv_length, above):
                     needs = ("tail", "state")
-                rest = [self._holdings.find(what, found[position]) for what in needs]
+                rest = [self._holdings.find(what, key) for what in needs]
                 is_there = num_pages <= reach.readable and all(rest)
                 there = [item for item in rest if item is not None]
                 yield _LoadCandidate(position=position, rest=there if is_there else None)
-
-    def _agrees(self, request: Request, state: Item, page: bytes) -> bool:
-        """Whether a state is of the prompt's own tokens."""
-        begin = state.position - state.position % self._size
-        tail = request.chain.token_bytes(begin, state.position)
-        return checkpoint_key(page, tail) == state.key
 
     # --- what is brought --------------------------------------------------------------------------
 
@@ -204,8 +198,7 @@ class Loads:
     def _fetch(self, load: _Load, arrival: Arrival, item: Item, *, is_on_disk: bool) -> None:
         host = self._holdings.host
         host.pin((item,))
-        if item.what == "state":
-            host.touch(item)
+        host.touch(item)
         load.pinned.append((host, item))
         load.fetches.append(Fetch(arrival=arrival, item=item, is_on_disk=is_on_disk))
 
@@ -219,17 +212,13 @@ class Loads:
         is_known = len(found) == len(missing) and not any(
             host.get(item.what, item.key) for item in found
         )
-        room = None
-        if is_known:
-            room = host.make_room(len(found) - num_states, num_states, parent)
-        if room is None:
+        if not is_known or not host.make_room(len(found) - num_states, num_states, parent, []):
             load.is_possible = False
             return
         for arrival, item in zip(missing, found, strict=True):
             disk.pin((item,))
             load.pinned.append((disk, item))
-            if item.what == "state":
-                disk.touch(item)
+            disk.touch(item)
             copy = host.add(item.what, item.key, item.parent, item.tokens, item.position)
             self._fetch(load, arrival, copy, is_on_disk=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from milepost.cache import Cache, Kind
 from milepost.cache.events import Cleared, Departure, Event, PagesCached, StateCached
@@ -29,34 +29,27 @@ MAX_QUEUED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Page:
-    """A page on the device, by when it may be copied."""
+class _Source:
+    """Something on the device that may be copied down."""
 
+    what: What
     key: bytes
     parent: bytes
     tokens: bytes
+    """A page's own; of a state the tail."""
     position: int
     id: int
     num_moves: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StoreCandidate:
-    """A state that may go down."""
-
-    key: bytes
-    parent: bytes
-    tail: bytes
-    position: int
-    slot: int
-    tail_page: int | None
-    num_moves: int
+    tail_page: int | None = None
 
 
 class Stores:
-    """Names what of `cache` is copied to host memory; `on_named` is told each head."""
+    """Names what of `cache` is copied to host memory; `on_named` is told each head
+    and its position."""
 
-    def __init__(self, cache: Cache, holdings: Holdings, on_named: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, cache: Cache, holdings: Holdings, on_named: Callable[[bytes, int], None]
+    ) -> None:
         self._cache = cache
         self._holdings = holdings
         self._host = holdings.host
@@ -77,19 +70,19 @@ class Stores:
         for event in events:
             match event:
                 case StateCached() if event.kind in AHEAD:
-                    self._enqueue(event.key, event.id)
+                    self._enqueue(event.key, event.position, event.id)
                     self._pass_over_above(event)
                 case PagesCached() if not self._holdings.has_states:
                     for key, id_ in zip(event.keys, event.ids, strict=True):
-                        self._enqueue(key, id_)
+                        self._enqueue(key, 0, id_)
                 case Departure():
                     self._departures.append(event)
                 case Cleared():
                     self.clear()
                     self._departures.clear()
 
-    def _enqueue(self, key: bytes, id_: int) -> None:
-        if self._host.get(self._holdings.head, key) is None:
+    def _enqueue(self, key: bytes, position: int, id_: int) -> None:
+        if not self._holdings.has(self._host, key, position):
             self._queue[key] = id_
             if len(self._queue) > MAX_QUEUED:
                 self._queue.popitem(last=False)
@@ -122,8 +115,8 @@ class Stores:
             self._keep_leaving(departures, num_moves, stores)
         while queue := self._queue or self._later:
             key, id_ = next(iter(queue.items()))
-            candidate = self._resident(key, id_, num_moves)
-            if candidate is not None and not self._store(candidate, {}, num_moves, stores):
+            source = self._resident(key, id_, num_moves)
+            if source is not None and not self._store(source, {}, num_moves, stores):
                 break
             queue.pop(key, None)
         return tuple(sorted(stores, key=lambda store: store.num_moves))
@@ -133,109 +126,108 @@ class Stores:
     ) -> None:
         leaving = {each.key: each for each in departures if each.what == "page"}
         tails = {each.key: each.id for each in departures if each.what == "tail"}
-        wanted = self._holdings.head
         for each in departures:
-            if each.what != wanted:
+            if each.what != self._holdings.head:
                 continue
             queued = [queue.pop(each.key, None) for queue in (self._queue, self._later)]
-            if self._host.get(each.what, each.key) is not None:
+            if self._holdings.has(self._host, each.key, each.position):
                 continue
-            if wanted == "page":
-                candidate: _StoreCandidate | _Page = _page_of(each)
-            else:
-                if each.score < MIN_SCORE and queued == [None, None]:
-                    continue
-                candidate = _StoreCandidate(
-                    key=each.key,
-                    parent=each.parent,
-                    tail=each.tokens,
-                    position=each.position,
-                    slot=each.id,
-                    tail_page=tails.get(each.key),
-                    num_moves=each.num_moves,
-                )
-            if not self._store(candidate, leaving, num_moves, stores):
+            is_state = each.what == "state"
+            if is_state and each.score < MIN_SCORE and queued == [None, None]:
+                continue
+            source = _leaving(each, tails.get(each.key) if is_state else None)
+            if not self._store(source, leaving, num_moves, stores):
                 self._holdings.stats.too_late += 1
 
-    def _resident(self, key: bytes, id_: int, num_moves: int) -> _StoreCandidate | _Page | None:
+    def _resident(self, key: bytes, id_: int, num_moves: int) -> _Source | None:
         """A state, or a page, that is queued, if it is still where it was."""
-        tree = self._cache.tree
         if not self._holdings.has_states:
-            node = tree.nodes.get(key)
-            if node is None or self._host.get("page", key) is not None:
+            if self._host.get("page", key) is not None:
                 return None
             return self._page(key, {}, num_moves)
-        checkpoint = tree.at_slot.get(id_)
-        if checkpoint is None or checkpoint.key != key or self._host.get("state", key) is not None:
+        checkpoint = self._cache.tree.at_slot.get(id_)
+        if checkpoint is None or checkpoint.key != key:
             return None
-        return _StoreCandidate(
+        if self._holdings.has(self._host, key, checkpoint.position):
+            return None
+        return _Source(
+            what="state",
             key=key,
             parent=checkpoint.node.digest,
-            tail=checkpoint.tail,
+            tokens=checkpoint.tail,
             position=checkpoint.position,
-            slot=checkpoint.slot,
+            id=checkpoint.slot,
+            num_moves=num_moves,
             tail_page=checkpoint.tail_page,
+        )
+
+    def _page(
+        self, key: bytes, leaving: Mapping[bytes, Departure], num_moves: int
+    ) -> _Source | None:
+        """A page on the device, or one that leaves it with this plan."""
+        node = self._cache.tree.nodes.get(key)
+        if node is None:
+            departure = leaving.get(key)
+            return _leaving(departure, None) if departure is not None else None
+        assert node.parent is not None, "a page has a parent"
+        return _Source(
+            what="page",
+            key=key,
+            parent=node.parent.digest,
+            tokens=node.tokens,
+            position=node.depth * self._size,
+            id=node.page,
             num_moves=num_moves,
         )
 
-    def _page(self, key: bytes, leaving: Mapping[bytes, Departure], num_moves: int) -> _Page | None:
-        """A page on the device, or one that leaves it with this plan."""
-        node = self._cache.tree.nodes.get(key)
-        if node is not None:
-            assert node.parent is not None, "a page has a parent"
-            return _Page(
-                key=key,
-                parent=node.parent.digest,
-                tokens=node.tokens,
-                position=node.depth * self._size,
-                id=node.page,
-                num_moves=num_moves,
-            )
-        departure = leaving.get(key)
-        return _page_of(departure) if departure is not None else None
-
     def _store(
         self,
-        candidate: _StoreCandidate | _Page,
+        source: _Source,
         leaving: Mapping[bytes, Departure],
         num_moves: int,
         stores: list[Store],
     ) -> bool:
         """Name the copies that something needs, as many as may be under way; False if it has to be
         tried again, or is lost if it leaves. Pages go before the state that needs them. What finds
-        no room at all is given up.
+        no room at all is given up, and so is what has lost a page.
         """
-        page_key, depth = candidate.parent, candidate.position // self._size
-        missing: list[_Page] = []
-        if isinstance(candidate, _Page):
-            missing, depth = [candidate], depth - 1
-        while depth and self._host.get("page", page_key) is None:
-            page = self._page(page_key, leaving, num_moves)
-            if page is None:
-                return True  # its pages have gone: it is of no use
-            missing.append(page)
-            page_key, depth = page.parent, depth - 1
-        missing.reverse()
-        for page in missing:
-            if not self._may_begin(1, 0):
+        for parts in self._missing(source, leaving, num_moves):
+            num_states = sum(part.what == "state" for part in parts)
+            num_pages = len(parts) - num_states
+            if not self._may_begin(num_pages, num_states):
                 return False
-            if not self._evict(1, 0, page.parent):
+            if not self._host.make_room(num_pages, num_states, parts[0].parent, []):
                 return True
-            self._put("page", page, page.id, page.num_moves, page.tokens, stores)
-        if isinstance(candidate, _Page):
-            self._on_named(candidate.key)
-            return True
-        num_tails = int(candidate.tail_page is not None)
-        if not self._may_begin(num_tails, 1):
-            return False
-        if not self._evict(num_tails, 1, candidate.parent):
-            return True
-        if candidate.tail_page is not None:
-            moves = candidate.num_moves
-            self._put("tail", candidate, candidate.tail_page, moves, candidate.tail, stores)
-        self._put("state", candidate, candidate.slot, candidate.num_moves, candidate.tail, stores)
-        self._on_named(candidate.key)
+            for part in parts:
+                self._put(part, stores)
+        self._on_named(source.key, source.position)
         return True
+
+    def _missing(
+        self, source: _Source, leaving: Mapping[bytes, Departure], num_moves: int
+    ) -> list[list[_Source]]:
+        """What host memory lacks of what something needs, itself last, with its tail; nothing if a
+        page has gone.
+        """
+        found = [[source]]
+        above, depth = source.parent, (source.position - 1) // self._size
+        if source.what == "state":
+            depth = source.position // self._size
+            found = [parts] if (parts := self._with_tail(source)) else []
+        while depth and self._host.get("page", above) is None:
+            page = self._page(above, leaving, num_moves)
+            if page is None:
+                return []
+            found.append([page])
+            above, depth = page.parent, depth - 1
+        found.reverse()
+        return found
+
+    def _with_tail(self, state: _Source) -> list[_Source]:
+        parts = [state] if self._host.get("state", state.key) is None else []
+        if state.tail_page is not None and self._host.get("tail", state.key) is None:
+            parts.insert(0, replace(state, what="tail", id=state.tail_page))
+        return parts
 
     def _may_begin(self, num_pages: int, num_states: int) -> bool:
         """Whether so much more may be on its way."""
@@ -246,24 +238,14 @@ class Stores:
         pages = len(self._under_way) - self._num_states_under_way + num_pages
         return pages <= limits.max_pages_under_way and states <= limits.max_states_under_way
 
-    def _evict(self, num_pages: int, num_states: int, keep: bytes) -> bool:
-        return self._host.make_room(num_pages, num_states, keep) is not None
-
-    def _put(
-        self,
-        what: What,
-        source: _StoreCandidate | _Page,
-        id_: int,
-        num_moves: int,
-        tokens: bytes,
-        stores: list[Store],
-    ) -> None:
-        item = self._host.add(what, source.key, source.parent, tokens, source.position)
+    def _put(self, source: _Source, stores: list[Store]) -> None:
+        what, key = source.what, source.key
+        item = self._host.add(what, key, source.parent, source.tokens, source.position)
         self._host.pin((item,))
-        self._under_way[what, source.key] = item
+        self._under_way[what, key] = item
         self._num_states_under_way += what == "state"
         stores.append(
-            Store(key=source.key, what=what, id=id_, place=item.place, num_moves=num_moves)
+            Store(key=key, what=what, id=source.id, place=item.place, num_moves=source.num_moves)
         )
 
     def stored(self, what: What, key: bytes) -> None:
@@ -276,17 +258,12 @@ class Stores:
         self._end_store(what, key, is_there=False)
 
     def _end_store(self, what: What, key: bytes, *, is_there: bool) -> None:
-        """A state and its tail go together, once neither is on its way."""
         item = self._under_way.pop((what, key))
         self._num_states_under_way -= what == "state"
         self._host.unpin((item,))
         if is_there:
             self._host.fill(item)
-        parts: tuple[What, ...] = ("page",) if what == "page" else ("state", "tail")
-        if any((part, key) in self._under_way for part in parts):
-            return
-        found = [self._host.get(part, key) for part in parts]
-        if not all(part is None or part.is_ready for part in found):
+        else:
             self._host.remove(item)
 
     def forget_all(self) -> None:
@@ -300,12 +277,14 @@ class Stores:
         self._later.clear()
 
 
-def _page_of(departure: Departure) -> _Page:
-    return _Page(
+def _leaving(departure: Departure, tail_page: int | None) -> _Source:
+    return _Source(
+        what=departure.what,
         key=departure.key,
         parent=departure.parent,
         tokens=departure.tokens,
         position=departure.position,
         id=departure.id,
         num_moves=departure.num_moves,
+        tail_page=tail_page,
     )

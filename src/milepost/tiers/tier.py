@@ -9,7 +9,7 @@ is pinned stays: somebody reads or writes it. Pages and states have a budget eac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -69,11 +69,14 @@ class Tier:
         self.num_changes = 0
         """Of what is there and can be read."""
         self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
-        self._heads: dict[bytes, dict[bytes, Item]] = {}
+        self._heads: dict[bytes, dict[int, dict[bytes, Item]]] = {}
+        """States by the page, or the root, that they hang on, by position: of those that end at the
+        same there may be any number, behind different tokens.
+        """
         self._dependents: dict[bytes, int] = {}
         """Pages and states that hang on a page, which may have gone or not be there yet."""
         self._loose: OrderedDict[bytes, Item] = OrderedDict()
-        """Pages that nothing hangs on."""
+        """Pages that nothing hangs on, and tails without a state."""
         self._superseded: OrderedDict[bytes, Item] = OrderedDict()
         self._newest: OrderedDict[bytes, Item] = OrderedDict()
         """The other states, those used longest ago first."""
@@ -93,35 +96,33 @@ class Tier:
         """By key."""
         return self._items["page"]
 
-    @property
-    def heads(self) -> Mapping[bytes, Mapping[bytes, Item]]:
-        """States by the key of the page, or the root, that they hang on, and by their own."""
-        return self._heads
+    def positions(self, page: bytes) -> Collection[int]:
+        """Of the states that hang on a page, or on a root."""
+        return self._heads.get(page, ())
 
     # --- what comes -------------------------------------------------------------------------------
 
-    def make_room(self, num_pages: int, num_states: int, keep: bytes) -> list[Item] | None:
-        """Evict until so much is free; what went, or None if that cannot be. The page `keep`, on
-        which the new items are to hang, stays.
+    def make_room(self, num_pages: int, num_states: int, keep: bytes, gone: list[Item]) -> bool:
+        """Evict until so much is free; False if that cannot be. What went is added to `gone`, even
+        so. The page `keep`, on which the new items are to hang, stays.
         """
         wanted = {"pages": num_pages, "states": num_states}
         if any(wanted[each] > self.budgets[each].capacity for each in wanted):
-            return None
-        gone: list[Item] = []
+            return False
         kept = self._items["page"].get(keep)
         if kept is not None:
             self.pin((kept,))
         try:
             while len(self.budgets["states"].free) < num_states:
                 if not self._evict_state(gone):
-                    return None
+                    return False
             while len(self.budgets["pages"].free) < num_pages:
                 if not (self._evict_page(gone) or self._evict_state(gone)):
-                    return None
+                    return False
         finally:
             if kept is not None:
                 self.unpin((kept,))
-        return gone
+        return True
 
     def add(self, what: What, key: bytes, parent: bytes, tokens: bytes, position: int) -> Item:
         """Something new; there is room. Its contents are not there yet."""
@@ -134,15 +135,20 @@ class Tier:
         self.num_changes += 1
         if what != "tail":
             self._hang(parent, +1)
-        if what == "page":
             self._revive(parent)
-            if key not in self._dependents:
-                self._loose[key] = item
+        if self._is_loose(item):
+            self._loose[key] = item
         elif what == "state":
-            self._heads.setdefault(parent, {})[key] = item
+            self._loose.pop(key, None)  # its tail's
+            self._heads.setdefault(parent, {}).setdefault(position, {})[key] = item
             self._newest[key] = item
             self._supersede(item)
         return item
+
+    def _is_loose(self, item: Item) -> bool:
+        if item.what == "page":
+            return item.key not in self._dependents
+        return item.what == "tail" and item.key not in self._items["state"]
 
     def fill(self, item: Item) -> None:
         """An item's contents are there."""
@@ -154,22 +160,28 @@ class Tier:
         nothing else parts there or before.
         """
         page = newer.parent
-        while True:
-            states = self._heads.get(page, {}).values()
-            shallower = [state for state in states if state.position < newer.position]
-            if shallower or self._dependents[page] > 1:
-                if len(shallower) == 1 and self._dependents[page] == 2:
-                    self._reorder(shallower[0], self._newest, self._superseded)
+        while self._dependents[page] <= 2:
+            shallower = [state for state in self._on(page) if state.position < newer.position]
+            if shallower:
+                self._reorder(shallower[0], self._newest, self._superseded)
                 return
             above = self._items["page"].get(page)
-            if above is None:
+            if above is None or self._dependents[page] > 1:
                 return
             page = above.parent
 
     def _revive(self, page: bytes) -> None:
-        """Something parts here: its state may be asked for again."""
-        for state in self._heads.get(page, {}).values():
-            self._reorder(state, self._superseded, self._newest)
+        """Something parts here: its states may be asked for again. Where more than three things
+        hang they have been revived before.
+        """
+        if self._dependents[page] <= 3:
+            for state in self._on(page):
+                self._reorder(state, self._superseded, self._newest)
+
+    def _on(self, page: bytes) -> Iterator[Item]:
+        """The states that hang on a page."""
+        for states in self._heads.get(page, {}).values():
+            yield from states.values()
 
     @staticmethod
     def _reorder(
@@ -179,8 +191,8 @@ class Tier:
             joined[state.key] = state
 
     def touch(self, item: Item) -> None:
-        """Note that a state was used: its path is likely to be used again."""
-        for order in (self._superseded, self._newest):
+        """Note that a state, or a page, was used: its path is likely to be used again."""
+        for order in (self._loose, self._superseded, self._newest):
             if item.key in order:
                 order.move_to_end(item.key)
 
@@ -195,25 +207,28 @@ class Tier:
             item.pins -= 1
             assert item.pins >= 0, "an item is unpinned as often as it was pinned"
 
-    def remove(self, item: Item) -> list[Item]:
-        """Take something out whatever hangs on it: it is not there any more. A state goes with its
-        tail, and a tail with its state.
-        """
-        gone: list[Item] = []
-        for what in ("state", "tail") if item.what != "page" else ("page",):
-            one = self._items[what].get(item.key)
-            if one is not None:
-                self._take_out(one)
-                gone.append(one)
-        return gone
+    def remove(self, item: Item) -> None:
+        """Take something out whatever hangs on it: it is not there any more."""
+        del self._items[item.what][item.key]
+        self.num_changes += 1
+        self.budgets[where(item.what)].free.append(item.place)
+        if item.what == "state":
+            self._superseded.pop(item.key, None)
+            self._newest.pop(item.key, None)
+            self._take_head(item)
+            tail = self._items["tail"].get(item.key)
+            if tail is not None:
+                self._loose[tail.key] = tail
+        else:
+            self._loose.pop(item.key, None)
+        if item.what != "tail":
+            self._hang(item.parent, -1)
 
-    def clear(self) -> list[Item]:
+    def clear(self) -> None:
         """Take out all that is not pinned."""
-        pinned = {item.key for item in self if item.pins}
-        return [gone for item in list(self) if item.key not in pinned for gone in self._drop(item)]
-
-    def _drop(self, item: Item) -> list[Item]:
-        return self.remove(item) if self._items[item.what].get(item.key) is item else []
+        for item in list(self):
+            if not item.pins:
+                self.remove(item)
 
     def _evict_page(self, gone: list[Item]) -> bool:
         item = next((item for item in self._loose.values() if not item.pins), None)
@@ -231,25 +246,23 @@ class Tier:
         return tail is not None and tail.pins > 0
 
     def _evict(self, item: Item, gone: list[Item]) -> bool:
-        gone += self.remove(item)
+        """With the tail of a state."""
+        tail = self._items["tail"].get(item.key) if item.what == "state" else None
+        for each in (item, tail):
+            if each is not None:
+                self.remove(each)
+                gone.append(each)
         self.num_evicted += 1
         return True
 
-    def _take_out(self, item: Item) -> None:
-        del self._items[item.what][item.key]
-        self.num_changes += 1
-        self.budgets[where(item.what)].free.append(item.place)
-        if item.what == "page":
-            self._loose.pop(item.key, None)
-        elif item.what == "state":
-            self._superseded.pop(item.key, None)
-            self._newest.pop(item.key, None)
-            siblings = self._heads[item.parent]
-            del siblings[item.key]
-            if not siblings:
-                del self._heads[item.parent]
-        if item.what != "tail":
-            self._hang(item.parent, -1)
+    def _take_head(self, state: Item) -> None:
+        on_page = self._heads[state.parent]
+        siblings = on_page[state.position]
+        del siblings[state.key]
+        if not siblings:
+            del on_page[state.position]
+        if not on_page:
+            del self._heads[state.parent]
 
     def _hang(self, page: bytes, num: int) -> None:
         """So many items more hang on a page."""

@@ -10,6 +10,9 @@ from milepost.cache.plans import What
 from milepost.tiers.holdings import Holdings, ready
 from milepost.tiers.tier import Item
 
+MAX_UNWRITTEN = 4096
+"""States that wait to be written; then the oldest is forgotten: a disk may never answer."""
+
 
 class Writes:
     """Names what is written to files, and which files are deleted."""
@@ -21,13 +24,14 @@ class Writes:
         """States, or pages where there are none, that may go down to disk."""
         self._gone: list[Item] = []
 
-    def want(self, key: bytes) -> None:
+    def want(self, key: bytes, position: int) -> None:
         """Something goes down to host memory: it may go on from there."""
-        if (
-            self._holdings.limits.num_disk_pages
-            and self._disk.get(self._holdings.head, key) is None
+        if self._holdings.limits.num_disk_pages and not self._holdings.has(
+            self._disk, key, position
         ):
             self._unwritten[key] = None
+            if len(self._unwritten) > MAX_UNWRITTEN:
+                self._unwritten.popitem(last=False)
 
     @property
     def are_any(self) -> bool:
@@ -76,10 +80,8 @@ class Writes:
         path += [tail, head] if tail is not None else [head]
         path = [item for item in path if self._disk.get(item.what, item.key) is None]
         num_states = sum(item.what == "state" for item in path)
-        gone = self._disk.make_room(len(path) - num_states, num_states, above)
-        if gone is None:
+        if not self._disk.make_room(len(path) - num_states, num_states, above, self._gone):
             return []
-        self._gone += gone
         writes = []
         for item in path:
             copy = self._disk.add(item.what, item.key, item.parent, item.tokens, item.position)
@@ -103,11 +105,8 @@ class Writes:
         if self._disk.get(what, key) is not None:
             return
         num_states = int(what == "state")
-        gone = self._disk.make_room(1 - num_states, num_states, parent)
-        if gone is None:
-            return
-        self._gone += gone
-        self._disk.fill(self._disk.add(what, key, parent, b"", position))
+        if self._disk.make_room(1 - num_states, num_states, parent, self._gone):
+            self._disk.fill(self._disk.add(what, key, parent, b"", position))
 
     def take_gone(self) -> list[Item]:
         """Those whose files are to be deleted, since they were last taken."""
