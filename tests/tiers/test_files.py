@@ -157,13 +157,61 @@ def test_names_that_are_not_ours_are_passed_over(files, tmp_path):
     for name in ("x.page", "-.page", "a-b-c.page", f"{'0' * 32}-{'0' * 32}-0.page", "README"):
         (folder / name).write_text("")
     (folder.parent / "stray").write_text("")
-    left = folder / ".1-2"
+    left = folder / ".1f2e"
     left.write_text("half")
     assert files.names() == [PAGE]
     assert left.exists(), "somebody may be writing it"
     os.utime(left, (0, 0))
     assert files.names() == [PAGE]
     assert not left.exists()
+
+
+def test_a_folder_with_something_left_aside_is_looked_through_until_that_is_stale(files):
+    """Who was killed while it wrote leaves it, and nothing may ever change there again."""
+    written(files)
+    left = files.path(PAGE).parent / ".1f2e"
+    left.write_text("half")
+    for _ in range(2):
+        os.utime(left.parent, ns=(0, 10**9))
+        assert files.names() == [PAGE]
+    os.utime(left, (0, 0))
+    os.utime(left.parent, ns=(0, 10**9))
+    files.names()
+    assert not left.exists()
+
+
+def test_engines_that_write_to_one_folder_at_a_time_are_not_in_each_others_way(
+    files, monkeypatch, caplog
+):
+    """In containers both are process 1."""
+    other, write, begun = Files(files.path(PAGE).parents[2], IDENTITY), os.write, []
+
+    def meanwhile(number, piece):
+        if not begun:
+            begun.append(other)
+            written(other)
+        return write(number, piece)
+
+    monkeypatch.setattr(os, "write", meanwhile)
+    held = written(files)
+    assert files.read(PAGE, found := empty())
+    assert found == held
+    assert caplog.text == ""
+
+
+def test_a_folder_that_cannot_be_looked_through_hides_no_other(files, monkeypatch, caplog):
+    written(files)
+    written(files, STATE, b"")
+    scan = os.scandir
+
+    def refuse(path):
+        if path.name == min(PAGE.key.hex()[:2], STATE.key.hex()[:2]):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert len(files.names()) == 1
+    assert caplog.text.count("Permission denied") == 1
 
 
 def test_only_folders_that_have_changed_are_looked_through_again(files, monkeypatch):

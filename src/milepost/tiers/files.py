@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import FileIO
-from itertools import count, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
+from secrets import token_hex
 from zlib import crc32
 
 from milepost.cache.plans import What
@@ -66,7 +67,6 @@ class Files:
         self._identity = identity
         self._space = directory / identity.hex()
         self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._numbers = count()
         self._seen: dict[str, int] = {}
         """By folder, when it had last changed before it was looked through."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
@@ -83,38 +83,37 @@ class Files:
         time.
         """
         found: list[Name] = []
-        try:
-            for folder in islice(self._folders, num_folders):
-                if self._has_changed(folder):
-                    self._names_in(folder, found)
-        except OSError as error:
-            self._complain("looked through", error)
+        for folder in islice(self._folders, num_folders):
+            try:
+                found += self._news_in(folder)
+            except FileNotFoundError:
+                pass  # nobody has written there
+            except OSError as error:
+                self._complain("looked through", error)
         return sorted(found, key=lambda name: (name.position, name.key, name.what))
 
-    def _has_changed(self, folder: str) -> bool:
-        try:
-            changed_ns = (self._space / folder).stat().st_mtime_ns
-        except FileNotFoundError:
-            return False
+    def _news_in(self, folder: str) -> list[Name]:
+        """Of a folder that has changed."""
+        changed_ns = (self._space / folder).stat().st_mtime_ns
         if self._seen.get(folder) == changed_ns:
-            return False
-        if time.time_ns() - changed_ns > TICK_NS:
-            self._seen[folder] = changed_ns
-        return True
-
-    def _names_in(self, folder: str, found: list[Name]) -> None:
+            return []
+        is_still = time.time_ns() - changed_ns > TICK_NS
+        found: list[Name] = []
         with os.scandir(self._space / folder) as entries:
             for entry in entries:
                 name = _parse(entry.name)
                 if name is not None:
                     found.append(name)
                 elif entry.name.startswith("."):
-                    _remove_stale(entry)
+                    is_still = _remove_stale(entry) and is_still
+        if is_still:
+            self._seen[folder] = changed_ns
+        return found
 
     def write(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bool:
         """Whether the file is there; what stands in the way is said once."""
         path = self.path(name)
-        aside = path.with_name(f".{os.getpid()}-{next(self._numbers)}")
+        aside = path.with_name(f".{token_hex(8)}")  # in containers process ids are the same
         try:
             if path.exists():
                 return True
@@ -250,9 +249,14 @@ def _parse(file: str) -> Name | None:
     )
 
 
-def _remove_stale(entry: os.DirEntry[str]) -> None:
+def _remove_stale(entry: os.DirEntry[str]) -> bool:
+    """Whether what is being written is gone by now; else it has to be looked at again."""
     try:
-        if time.time() - entry.stat().st_mtime > STALE_S:
-            os.unlink(entry.path)
-    except OSError:
+        if time.time() - entry.stat().st_mtime <= STALE_S:
+            return False
+        os.unlink(entry.path)
+    except FileNotFoundError:
         pass  # whoever wrote it has renamed it
+    except OSError:
+        return False
+    return True
