@@ -9,6 +9,7 @@ from milepost.cache.plans import What
 from milepost.scheduler.plans import StepPlan, Store
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.loads import Fetch
+from milepost.tiers.names import Finds, Name
 from milepost.tiers.policy import Tiers
 from milepost.tiers.tier import Item
 from tests.fakes import EMPTY, FakeRunner
@@ -43,8 +44,17 @@ class FakeCopier:
         runner.store = self.store
         scheduler.outside.add_keeper(tiers)
         scheduler.outside.add_source(tiers)
-        for (what, key), (parent, position, _) in self.files.held.items():
-            tiers.writes.found(what, key, parent, position)
+        finds = Finds(tiers.holdings.head, lambda _: False)
+        finds.add(
+            Name(what=what, key=key, parent=parent, position=position)
+            for (what, key), (parent, position, _) in self.files.held.items()
+        )
+        for _ in range(2):
+            news = finds.end_round()
+            for name in news.found:
+                tiers.writes.found(name)
+            for name in news.loose:
+                tiers.writes.found_loose(name)
 
     # --- what a plan says -------------------------------------------------------------------------
 

@@ -7,12 +7,14 @@ import errno
 import os
 import stat
 from array import array
+from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
 
 from milepost.cache.tree import checkpoint_key
-from milepost.tiers.files import ALIGNMENT, NUM_FOLDERS, Files, Name
+from milepost.tiers.files import ALIGNMENT, NUM_FOLDERS, Files
+from milepost.tiers.names import Name
 
 IDENTITY, PARENT = b"i" * 16, b"p" * 16
 TOKENS = array("I", range(16)).tobytes()
@@ -26,12 +28,29 @@ STATE = Name(what="state", key=PARENT, parent=PARENT, position=16)
 TAIL = Name(what="tail", key=checkpoint_key(PARENT, TOKENS[:12]), parent=PARENT, position=19)
 
 
+def in_the_folder_of(name):
+    """Another page that hangs on the same."""
+    for token in range(10_000):
+        tokens = array("I", [token] * 16).tobytes()
+        key = blake2b(PARENT + tokens, digest_size=16).digest()
+        if key[0] == name.key[0]:
+            return replace(name, key=key), tokens
+    raise AssertionError("one in 256 is")
+
+
+SIBLING, SIBLING_TOKENS = in_the_folder_of(PAGE)
+
+
 def contents():
     return [memoryview(bytearray(os.urandom(1000))), memoryview(bytearray(os.urandom(24)))]
 
 
 def empty():
     return [memoryview(bytearray(1000)), memoryview(bytearray(24))]
+
+
+def refuse_all(*_, **__):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.fixture
@@ -50,7 +69,7 @@ def test_what_was_written_is_read(files, name, tokens):
     held, found = written(files, name, tokens), empty()
     assert files.read(name, found)
     assert found == held
-    assert Files(files.path(name).parents[2], IDENTITY).names() == [name]
+    assert Files(files.path(name).parents[2], IDENTITY).look() == ([name], [])
     path = files.path(name)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -62,7 +81,7 @@ def test_another_engine_of_the_same_model_reads_it_and_one_of_another_does_not(f
     written(files)
     assert Files(tmp_path / "kept", IDENTITY).read(PAGE, empty())
     other = Files(tmp_path / "kept", b"o" * 16)
-    assert other.names() == []
+    assert other.look() == ([], [])
     os.makedirs(other.path(PAGE).parent)
     os.link(files.path(PAGE), other.path(PAGE))
     assert not other.read(PAGE, empty()), "a file says itself whose it is"
@@ -124,10 +143,11 @@ def test_a_file_that_is_gone_is_a_miss(files, caplog):
 
 def test_a_directory_that_is_gone_holds_nothing(files, caplog):
     written(files)
+    assert files.look() == ([PAGE], [])
     files.path(PAGE).unlink()
     files.path(PAGE).parent.rmdir()
     files.path(PAGE).parent.parent.rmdir()
-    assert files.names() == []
+    assert files.look() == ([], [PAGE])
     assert not files.read(PAGE, empty())
     assert not files.write(PAGE, TOKENS, contents())
     assert caplog.text.count("No such file or directory") == 1
@@ -144,11 +164,10 @@ def test_what_the_system_refuses_is_said_once(files, number, monkeypatch, caplog
     assert caplog.text.count(os.strerror(number)) == 1
     monkeypatch.undo()
     assert list(files.path(PAGE).parent.iterdir()) == [], "nothing half is left"
+    written(files)
     monkeypatch.setattr(type(files.path(PAGE)), "open", refuse)
     assert not files.read(PAGE, empty())
-    monkeypatch.undo()
-    written(files)
-    assert files.read(PAGE, empty())
+    assert caplog.text.count(os.strerror(number)) == 1
 
 
 def test_names_that_are_not_ours_are_passed_over(files, tmp_path):
@@ -159,10 +178,10 @@ def test_names_that_are_not_ours_are_passed_over(files, tmp_path):
     (folder.parent / "stray").write_text("")
     left = folder / ".1f2e"
     left.write_text("half")
-    assert files.names() == [PAGE]
+    assert files.look() == ([PAGE], [])
     assert left.exists(), "somebody may be writing it"
     os.utime(left, (0, 0))
-    assert files.names() == [PAGE]
+    files.look()
     assert not left.exists()
 
 
@@ -173,10 +192,10 @@ def test_a_folder_with_something_left_aside_is_looked_through_until_that_is_stal
     left.write_text("half")
     for _ in range(2):
         os.utime(left.parent, ns=(0, 10**9))
-        assert files.names() == [PAGE]
+        files.look()
     os.utime(left, (0, 0))
     os.utime(left.parent, ns=(0, 10**9))
-    files.names()
+    files.look()
     assert not left.exists()
 
 
@@ -210,7 +229,7 @@ def test_a_folder_that_cannot_be_looked_through_hides_no_other(files, monkeypatc
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert len(files.names()) == 1
+    assert len(files.look()[0]) == 1
     assert caplog.text.count("Permission denied") == 1
 
 
@@ -221,19 +240,53 @@ def test_only_folders_that_have_changed_are_looked_through_again(files, monkeypa
     monkeypatch.setattr(os, "scandir", lambda path: (looked.append(path.name), scan(path))[1])
     others = Files(files.path(PAGE).parents[2], IDENTITY)
     written(others)
-    assert files.names() == [PAGE]
-    assert files.names() == [PAGE], "it has changed so lately that it may have changed since"
-    os.utime(files.path(PAGE).parent, ns=(0, 10**9))
-    assert files.names() == [PAGE]
+    folder = files.path(PAGE).parent
+    changed_ns = folder.stat().st_mtime_ns
+    assert files.look() == ([PAGE], [])
+    written(others, SIBLING, SIBLING_TOKENS)
+    os.utime(folder, ns=(0, changed_ns))
+    assert files.look() == ([SIBLING], []), (
+        "it has changed so lately that it may have changed since"
+    )
+    os.utime(folder, ns=(0, 10**9))
+    assert files.look() == ([], [])
     looked.clear()
-    assert (files.names(), looked) == ([], [])
+    assert (files.look(), looked) == (([], []), [])
     written(others, STATE, b"")
-    assert files.names() == [STATE]
-    assert looked == [STATE.key.hex()[:2]]
+    others.remove(SIBLING)
+    assert files.look() == ([STATE], [SIBLING])
+    assert sorted(looked) == sorted({name.key.hex()[:2] for name in (STATE, SIBLING)})
+
+
+def test_a_file_that_cannot_be_deleted_is_found_again(files, monkeypatch):
+    """Else it takes room for ever, and nobody knows."""
+    written(files)
+    os.utime(files.path(PAGE).parent, ns=(0, 10**9))
+    assert files.look() == ([PAGE], [])
+    with monkeypatch.context() as refused:
+        refused.setattr(type(files.path(PAGE)), "unlink", refuse_all)
+        files.remove(PAGE)
+    assert files.look() == ([PAGE], [])
+
+
+def test_a_file_that_cannot_be_read_is_deleted(files, monkeypatch):
+    written(files)
+    with monkeypatch.context() as refused:
+        refused.setattr(type(files.path(PAGE)), "open", refuse_all)
+        assert not files.read(PAGE, empty())
+    assert not files.path(PAGE).exists()
+
+
+def test_what_is_no_file_is_no_item(files):
+    """Whoever opens a pipe waits for its other end."""
+    files.path(PAGE).parent.mkdir(parents=True)
+    os.mkfifo(files.path(PAGE))
+    files.path(SIBLING).mkdir()
+    assert files.look() == ([], [])
 
 
 def test_a_part_of_the_folders_is_looked_through_at_a_time(files):
     written(files)
     written(files, STATE, b"")
-    found = [files.names(NUM_FOLDERS // 4) for _ in range(4)]
+    found = [files.look(NUM_FOLDERS // 4)[0] for _ in range(4)]
     assert sorted(map(len, found)) == [0, 0, 1, 1]

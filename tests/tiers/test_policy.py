@@ -28,7 +28,8 @@ FREE = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1
 
 class Engine:
     def __init__(self, *, num_pages=12, num_slots=3, pages_each=0, host=(40, 8), disk=(0, 0),
-                 beside=False, files=None, rates=FREE, under_way=(64, 4)):  # fmt: skip
+                 beside=False, files=None, rates=FREE, under_way=(64, 4),
+                 copier_of=FakeCopier):  # fmt: skip
         kinds = (
             FullAttention(),
             ShortConvolution(grid=PAGE_SIZE) if beside else Recurrent(grid=64),
@@ -48,7 +49,7 @@ class Engine:
             max_pages_under_way=under_way[0], max_states_under_way=under_way[1],
         )  # fmt: skip
         self.tiers = Tiers(self.cache, limits, rates)
-        self.copier = FakeCopier(self.scheduler, self.runner, self.tiers, files)
+        self.copier = copier_of(self.scheduler, self.runner, self.tiers, files)
         self.requests = []
 
     def add(self, prompt, max_tokens=4, **options):

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from milepost.cache.plans import What
 from milepost.errors import EngineDeadError
@@ -50,7 +50,6 @@ class _Loading:
     done: DeviceEvent | None = None
     is_over: bool = False
     """Whether the scheduler knows that all of it is there, or will be for the next step."""
-    begun_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,8 @@ class OnAll:
             raise EngineDeadError("a rank could not copy its part of what is kept outside")
 
     def seconds(self) -> float | None:
-        return None
+        """Of this rank's copies: the others' are as large."""
+        return self.own.seconds()
 
 
 class Copier:
@@ -244,9 +244,8 @@ class Copier:
         self.num_states_brought += num_states
         self.num_pages_brought += len(loading.load.arrivals) - num_states
         seconds = loading.done.seconds()
-        if seconds is None:
-            seconds = time.perf_counter() - loading.begun_s
-        self._tiers.rates.copied(self._num_bytes(loading), seconds)
+        if seconds is not None:
+            self._tiers.rates.copied(self._num_bytes(loading), seconds)
 
     def _num_bytes(self, loading: _Loading) -> int:
         return sum(self.mover.host.of(fetch.item.what).item_bytes for fetch in loading.fetches)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
 from milepost.tiers.arena import Arena
-from milepost.tiers.files import NUM_FOLDERS, Files, Name
+from milepost.tiers.files import NUM_FOLDERS, Files
 from milepost.tiers.loads import Fetch
+from milepost.tiers.names import Finds, Name, News, name_of
 from milepost.tiers.orders import Ask, OnDisk
 from milepost.tiers.policy import Tiers
 from milepost.tiers.tier import Item
@@ -42,7 +43,17 @@ class Reads:
 
     futures: list[tuple[Fetch, list[Future[bool]]]]
     """Of each rank, or of all others at once."""
-    begun_s: float = field(default_factory=time.perf_counter)
+    begun_s: float
+    ended_s: float = 0.0
+    """When the last one was over so far: it is looked at between steps."""
+
+    def __post_init__(self) -> None:
+        for _, futures in self.futures:
+            for future in futures:
+                future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: Future[bool]) -> None:
+        self.ended_s = time.perf_counter()
 
     @property
     def is_over(self) -> bool:
@@ -57,9 +68,11 @@ class Disk:
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tiers-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
         self._writing: deque[tuple[Item, Item, list[Future[bool]]]] = deque()
-        self._scan: Future[list[Name]] | None = self._readers.submit(files.names)
-        self._known: deque[Name] = deque()
+        self._finds = Finds(tiers.holdings.head, self._is_needed)
+        self._num_looked = 0
+        self._known: deque[tuple[Callable[[Name], None], Name]] = deque()
         self._looked_s = time.perf_counter()
+        self._scan: Future[News] | None = self._readers.submit(self._find, NUM_FOLDERS)
         wait([self._scan], timeout=SCAN_S)
         self._take_names(ITEMS_AT_START)
 
@@ -72,20 +85,35 @@ class Disk:
         share = (now_s - self._looked_s) / ROUND_S
         if share * NUM_LOOKS >= 1:
             self._looked_s = now_s
-            self._scan = self._readers.submit(self._news, ceil(min(share, 1) * NUM_FOLDERS))
+            self._scan = self._readers.submit(self._find, ceil(min(share, 1) * NUM_FOLDERS))
 
-    def _news(self, num_folders: int) -> list[Name]:
-        names, known = self._files.names(num_folders), self._tiers.disk
-        return [name for name in names if known.get(name.what, name.key) is None]
+    def _find(self, num_folders: int) -> News:
+        """Look through some folders; what they have is known once all have been looked through."""
+        come, gone = self._files.look(num_folders)
+        known = self._tiers.disk
+        self._finds.add(name for name in come if known.get(name.what, name.key) is None)
+        self._num_looked += num_folders
+        news = News()
+        if self._num_looked >= NUM_FOLDERS:
+            self._num_looked = 0
+            news = self._finds.end_round()
+        news.lost = gone
+        return news
+
+    def _is_needed(self, name: Name) -> bool:
+        return self._tiers.disk.is_needed(name.what, name.key)
 
     def _take_names(self, most: int) -> None:
         """File up to so many of those that are known by now."""
         if self._scan is not None and self._scan.done():
-            self._known.extend(self._scan.result())
+            news, writes = self._scan.result(), self._tiers.writes
             self._scan = None
+            self._known.extend((writes.lost, name) for name in news.lost)
+            self._known.extend((writes.found, name) for name in news.found)
+            self._known.extend((writes.found_loose, name) for name in news.loose)
         for _ in range(min(most, len(self._known))):
-            name = self._known.popleft()
-            self._tiers.writes.found(name.what, name.key, name.parent, name.position)
+            file, name = self._known.popleft()
+            file(name)
 
     @property
     def is_busy(self) -> bool:
@@ -94,16 +122,16 @@ class Disk:
 
     def read(self, fetches: list[Fetch]) -> Reads:
         """Begin to read what fetches need."""
-        return Reads([(fetch, self._read(fetch.item)) for fetch in fetches if fetch.is_on_disk])
+        begun_s = time.perf_counter()
+        futures = [(fetch, self._read(fetch.item)) for fetch in fetches if fetch.is_on_disk]
+        return Reads(futures, begun_s)
 
     def _read(self, item: Item) -> list[Future[bool]]:
         own = self._readers.submit(self._files.read, *self._of(item))
-        return [own, *self._others("read", item)]
+        return [own, *self._others(OnDisk(do="read", name=name_of(item), place=item.place))]
 
-    def _others(self, do: Literal["read", "write", "remove"], item: Item) -> list[Future[bool]]:
-        if self._ask is None:
-            return []
-        return [self._ask(OnDisk(do=do, name=_name(item), tokens=item.tokens, place=item.place))]
+    def _others(self, order: OnDisk) -> list[Future[bool]]:
+        return [] if self._ask is None else [self._ask(order)]
 
     def take(self, reads: Reads) -> bool:
         """Take note of reads that are over; whether all of it is there."""
@@ -116,7 +144,7 @@ class Disk:
                 missing.append((fetch.item.what, fetch.item.key))
         if missing:
             self._tiers.loads.failed(missing)
-        self._tiers.rates.read(num_bytes, time.perf_counter() - reads.begun_s)
+        self._tiers.rates.read(num_bytes, reads.ended_s - reads.begun_s)
         return not missing
 
     def poll(self) -> None:
@@ -129,15 +157,19 @@ class Disk:
         room = MAX_WRITES - len(self._writing)
         if room > 0 and self._tiers.writes.are_any:
             for item, copy in self._tiers.writes.take(room):
-                name, contents = self._of(item)
-                own = self._writer.submit(self._files.write, name, item.tokens, contents)
-                self._writing.append((item, copy, [own, *self._others("write", item)]))
-        for item in self._tiers.writes.take_gone():
-            self._writer.submit(self._files.remove, _name(item))
-            self._others("remove", item)
+                self._writing.append((item, copy, self._write(item)))
+        for name in self._tiers.writes.take_gone():
+            self._writer.submit(self._files.remove, name)
+            self._others(OnDisk(do="remove", name=name))
+
+    def _write(self, item: Item) -> list[Future[bool]]:
+        name, contents = self._of(item)
+        own = self._writer.submit(self._files.write, name, item.tokens, contents)
+        order = OnDisk(do="write", name=name, tokens=item.tokens, place=item.place)
+        return [own, *self._others(order)]
 
     def _of(self, item: Item) -> tuple[Name, list[memoryview]]:
-        return _name(item), self._host.of(item.what).buffers(item.place)
+        return name_of(item), self._host.of(item.what).buffers(item.place)
 
     def close(self) -> None:
         """Write what is ready, for a while."""
@@ -148,7 +180,3 @@ class Disk:
             self.poll()
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
-
-
-def _name(item: Item) -> Name:
-    return Name(what=item.what, key=item.key, parent=item.parent, position=item.position)

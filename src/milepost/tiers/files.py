@@ -15,8 +15,8 @@ import os
 import re
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from io import FileIO
 from itertools import cycle, islice
@@ -26,6 +26,7 @@ from zlib import crc32
 
 from milepost.cache.plans import What
 from milepost.cache.tree import checkpoint_key
+from milepost.tiers.names import Name
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +50,6 @@ class BadFileError(Exception):
     """A file is not what its name says, or not whole."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Name:
-    """What a file holds."""
-
-    what: What
-    key: bytes
-    parent: bytes
-    position: int
-
-
 class Files:
     """The files of one model in a directory. Raises OSError if that cannot be made."""
 
@@ -69,6 +60,10 @@ class Files:
         self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._seen: dict[str, int] = {}
         """By folder, when it had last changed before it was looked through."""
+        self._held: dict[str, set[str]] = {}
+        """By folder, what was there."""
+        self._undeleted: deque[Name] = deque()
+        """They are there, though nobody counts them."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
         self._complained: set[str] = set()
 
@@ -77,38 +72,49 @@ class Files:
         file = f"{key}-{name.parent.hex()}-{name.position}.{name.what}"
         return self._space / key[:2] / file
 
-    def names(self, num_folders: int = NUM_FOLDERS) -> list[Name]:
-        """Those in so many folders, the next ones with each call, if anything has changed there
-        since the last look; what hangs on nothing first. Only names are read. One thread at a
-        time.
+    def look(self, num_folders: int = NUM_FOLDERS) -> tuple[list[Name], list[Name]]:
+        """What has come and what has gone since the last look, in so many folders, the next ones
+        with each call. Only names are read. One thread at a time.
         """
-        found: list[Name] = []
+        come: list[Name] = []
+        gone: list[Name] = []
+        while self._undeleted:
+            path = self.path(self._undeleted.popleft())
+            self._held.get(path.parent.name, set()).discard(path.name)
+            self._seen.pop(path.parent.name, None)
         for folder in islice(self._folders, num_folders):
             try:
-                found += self._news_in(folder)
-            except FileNotFoundError:
-                pass  # nobody has written there
+                files = self._files_in(folder)
             except OSError as error:
                 self._complain("looked through", error)
-        return sorted(found, key=lambda name: (name.position, name.key, name.what))
+                continue
+            if files is not None:
+                known = self._held.pop(folder, set())
+                come += filter(None, map(_parse, sorted(files - known)))
+                gone += filter(None, map(_parse, sorted(known - files)))
+                if files:
+                    self._held[folder] = files
+        return come, gone
 
-    def _news_in(self, folder: str) -> list[Name]:
-        """Of a folder that has changed."""
-        changed_ns = (self._space / folder).stat().st_mtime_ns
+    def _files_in(self, folder: str) -> set[str] | None:
+        """None if nothing has changed there."""
+        try:
+            changed_ns = (self._space / folder).stat().st_mtime_ns
+        except FileNotFoundError:
+            return set()
         if self._seen.get(folder) == changed_ns:
-            return []
+            return None
         is_still = time.time_ns() - changed_ns > TICK_NS
-        found: list[Name] = []
+        files: set[str] = set()
         with os.scandir(self._space / folder) as entries:
             for entry in entries:
-                name = _parse(entry.name)
-                if name is not None:
-                    found.append(name)
-                elif entry.name.startswith("."):
+                if entry.name.startswith("."):
                     is_still = _remove_stale(entry) and is_still
+                elif entry.is_file(follow_symlinks=False):
+                    files.add(entry.name)
         if is_still:
             self._seen[folder] = changed_ns
-        return found
+        return files
 
     def write(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bool:
         """Whether the file is there; what stands in the way is said once."""
@@ -148,7 +154,7 @@ class Files:
 
     def read(self, name: Name, contents: Sequence[memoryview]) -> bool:
         """Fill `contents`; False, and what they hold is nothing, if the file is not there or no
-        good. One that is no good is deleted.
+        good. One that is no good, or cannot be read, is deleted.
         """
         path = self.path(name)
         try:
@@ -158,6 +164,7 @@ class Files:
             return False  # another engine has made room
         except OSError as error:
             self._complain("read from", error)
+            self._unlink(path)
             return False
         except BadFileError as error:
             if str(error) not in self._complained:
@@ -165,7 +172,7 @@ class Files:
                 logger.warning(
                     "tiers: %s is %s, and is deleted, as are others like it", path, error
                 )
-            self.remove(name)
+            self._unlink(path)
             return False
         return True
 
@@ -194,11 +201,17 @@ class Files:
             raise BadFileError("damaged")
 
     def remove(self, name: Name) -> None:
-        """Delete a file, which somebody else may have done."""
+        """Delete a file, which somebody else may have done; one that stays is found again."""
+        if not self._unlink(self.path(name)):
+            self._undeleted.append(name)
+
+    def _unlink(self, path: Path) -> bool:
         try:
-            self.path(name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
             self._complain("deleted from", error)
+            return False
+        return True
 
     def _complain(self, what: str, error: OSError) -> None:
         if error.strerror not in self._complained:

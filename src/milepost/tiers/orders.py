@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from milepost.cache.plans import What
-from milepost.tiers.files import Name
+from milepost.tiers.names import Name
 
 Run = tuple[What, int, int, int]
 """To the device: kind, first id there, first place in host memory, number."""

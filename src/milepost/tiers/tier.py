@@ -96,6 +96,10 @@ class Tier:
         """By key."""
         return self._items["page"]
 
+    def is_needed(self, what: What, key: bytes) -> bool:
+        """Whether something hangs on a page, or a tail's state is there."""
+        return key in (self._items["state"] if what == "tail" else self._dependents)
+
     def positions(self, page: bytes) -> Collection[int]:
         """Of the states that hang on a page, or on a root."""
         return self._heads.get(page, ())
@@ -136,7 +140,7 @@ class Tier:
         if what != "tail":
             self._hang(parent, +1)
             self._revive(parent)
-        if self._is_loose(item):
+        if what != "state" and not self.is_needed(what, key):
             self._loose[key] = item
         elif what == "state":
             self._loose.pop(key, None)  # its tail's
@@ -144,11 +148,6 @@ class Tier:
             self._newest[key] = item
             self._supersede(item)
         return item
-
-    def _is_loose(self, item: Item) -> bool:
-        if item.what == "page":
-            return item.key not in self._dependents
-        return item.what == "tail" and item.key not in self._items["state"]
 
     def fill(self, item: Item) -> None:
         """An item's contents are there."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from milepost.cache.plans import What
 from milepost.tiers.holdings import Holdings, ready
+from milepost.tiers.names import Name, name_of
 from milepost.tiers.tier import Item
 
 MAX_UNWRITTEN = 4096
@@ -23,6 +23,7 @@ class Writes:
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         """States, or pages where there are none, that may go down to disk."""
         self._gone: list[Item] = []
+        self._unneeded: list[Name] = []
 
     def want(self, key: bytes, position: int) -> None:
         """Something goes down to host memory: it may go on from there."""
@@ -100,15 +101,34 @@ class Writes:
         elif self._disk.get(copy.what, copy.key) is copy:
             self._disk.remove(copy)
 
-    def found(self, what: What, key: bytes, parent: bytes, position: int) -> None:
-        """A file that is there at the start, or that another engine has written."""
-        if self._disk.get(what, key) is not None:
+    def found(self, name: Name) -> None:
+        """A file that was there at the start, or that another engine has written."""
+        if self._disk.get(name.what, name.key) is not None:
             return
-        num_states = int(what == "state")
-        if self._disk.make_room(1 - num_states, num_states, parent, self._gone):
-            self._disk.fill(self._disk.add(what, key, parent, b"", position))
+        num_states = int(name.what == "state")
+        if self._disk.make_room(1 - num_states, num_states, name.parent, self._gone):
+            self._file(name)
 
-    def take_gone(self) -> list[Item]:
+    def found_loose(self, name: Name) -> None:
+        """The same of one that nothing needs: nothing else goes for it."""
+        if self._disk.get(name.what, name.key) is not None:
+            return
+        if self._disk.budgets["pages"].free:
+            self._file(name)
+        else:
+            self._unneeded.append(name)
+
+    def _file(self, name: Name) -> None:
+        self._disk.fill(self._disk.add(name.what, name.key, name.parent, b"", name.position))
+
+    def lost(self, name: Name) -> None:
+        """Another engine has deleted a file."""
+        item = self._disk.get(name.what, name.key)
+        if item is not None and not item.pins:
+            self._disk.remove(item)
+
+    def take_gone(self) -> list[Name]:
         """Those whose files are to be deleted, since they were last taken."""
-        gone, self._gone = self._gone, []
+        gone = [name_of(item) for item in self._gone] + self._unneeded
+        self._gone, self._unneeded = [], []
         return gone
