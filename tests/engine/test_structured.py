@@ -123,11 +123,11 @@ def test_a_form_is_compiled_once(llm):
     """Whatever the number of answers and of requests, and wherever it begins."""
     wanted = StructuredOutputs(json={"enum": ["compiled", "once"]})
     answer(llm, wanted, seed=1)
-    num_compiled = llm.llm_engine._forms.num_compiled
+    num_compiled = llm.llm_engine._intake.forms.num_compiled
     params = SamplingParams(structured_outputs=wanted, n=4, seed=2, max_tokens=40)
     llm.generate(["a", "b"], params, use_tqdm=False)
     answer(llm, StructuredOutputs(json={"enum": ["compiled", "once"]}, field="other"), seed=1)
-    assert llm.llm_engine._forms.num_compiled == num_compiled
+    assert llm.llm_engine._intake.forms.num_compiled == num_compiled
 
 
 def test_forms_are_forgotten_and_made_anew(llm, monkeypatch):
@@ -164,7 +164,7 @@ def test_a_form_that_becomes_too_complex_is_an_error(llm, monkeypatch):
     assert output.stop_reason.startswith("response_format: too complex")
     assert "max_lexer_states" in output.stop_reason
     assert answer(llm, StructuredOutputs(choice=["yes"])) == "yes"
-    assert llm.llm_engine._forms.compile(LIMITED).num_followed == 0
+    assert llm.llm_engine._intake.forms.compile(LIMITED).num_followed == 0
 
 
 def test_a_tokenizer_may_have_more_tokens_than_the_model(llm):

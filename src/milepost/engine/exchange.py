@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.params import TransferWish, read
+from milepost.disaggregation.params import Remote, TransferWish, read
 from milepost.engine.bell import Bell
+from milepost.engine.metrics import Metric
 from milepost.engine.prompts import Prompt
+from milepost.engine.requests import Answer, Job
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.runner.runner import Runner
 from milepost.scheduler.outside import Outside
+from milepost.scheduler.plans import Load
 from milepost.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -19,6 +23,81 @@ if TYPE_CHECKING:
     from milepost.kv_events import EventPublisher
 
 INSTALL = "install it with `pip install 'milepost[{}]'`"
+
+
+class Exchange:
+    """What an engine's loop calls. Raises ConfigError. `close` it at the end."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, runner: Runner) -> None:
+        self._cache = scheduler.cache
+        self.bell = Bell() if config.kv_transfer_config is not None else None
+        self._publisher = publishing(config, scheduler.outside)
+        self.connector = connecting(config, scheduler, runner, self.bell)
+        self._looking: dict[int, tuple[Job, Answer]] = {}
+        """Not queued yet: another engine is asked what it has of them."""
+
+    @property
+    def is_looking(self) -> bool:
+        return bool(self._looking)
+
+    def look(self, job: Job, answer: Answer) -> bool:
+        """Ask another engine for what an answer that is to be prefilled here goes on from; False
+        if there is nobody to be asked."""
+        if not job.prefills or self.connector is None:
+            return False
+        number = self.connector.look_elsewhere(answer.request.chain)
+        if number is not None:
+            self._looking[number] = (job, answer)
+        return number is not None
+
+    def want(self, answer: Answer, remote: Remote | None) -> None:
+        """The request of an answer was queued, and may fetch something from there."""
+        if remote is not None and self.connector is not None:
+            self.connector.want(answer.request, remote)
+
+    def found(self) -> Iterator[tuple[Job, Answer, Remote | None]]:
+        """Take in what has come from other engines: answers that can be queued by now, and where
+        something of them is."""
+        if self.connector is None or self.bell is None:
+            return
+        self.bell.clear()
+        for found in self.connector.settle():
+            if found.number in self._looking:
+                yield *self._looking.pop(found.number), found.remote
+            elif found.remote is not None:
+                self.connector.refuse(found.remote)
+
+    def drop(self, job: Job) -> list[Answer]:
+        """Queue none of a job's answers any more; returns those."""
+        numbers = [number for number, known in self._looking.items() if known[0] is job]
+        return [self._looking.pop(number)[1] for number in numbers]
+
+    def fetch(self, loads: tuple[Load, ...], mark: Callable[[], Callable[[], bool]]) -> None:
+        """Have other engines' pages and states fetched, where a plan that was launched says so;
+        `mark` tells when all that was launched before is done."""
+        if self.connector is not None and loads:
+            self.connector.fetch(loads, mark())
+
+    def end_loads(self) -> None:
+        if self.connector is not None:
+            self.connector.end_loads()
+
+    def lend(self, job: Job) -> None:
+        """Keep what was prefilled for other engines, and say where it is."""
+        if self.connector is not None and job.prefills:
+            salt = job.answers[0].request.chain.salt
+            chain = self._cache.chain(job.prompt.packed, salt)
+            job.kv_transfer_params = self.connector.lend(chain)
+
+    def metrics(self) -> list[Metric]:
+        """Counters of what was exchanged."""
+        counters = {} if self.connector is None else self.connector.counters
+        return [Metric(name=f"milepost:{name}", value=n) for name, n in counters.items()]
+
+    def close(self) -> None:
+        for each in (self._publisher, self.connector, self.bell):
+            if each is not None:
+                each.close()
 
 
 def publishing(config: EngineConfig, outside: Outside) -> EventPublisher | None:

@@ -5,15 +5,17 @@ Plain values: no tokenizer, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from milepost.cache import CacheReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logprob:
-    """How likely one token was."""
+class Logprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """How likely one token was. There are many: they are made fast, and the garbage collector has
+    nothing to look for in them."""
 
     logprob: float
     rank: int | None = None
@@ -74,15 +76,12 @@ def token_logprobs(
     logprob: float,
     rank: int | None,
     top_logprobs: Mapping[int, float],
-    decoded: Mapping[int, str] | None = None,
+    text_of: Callable[[int], str | None] = lambda _: None,
 ) -> dict[int, Logprob]:
-    """One token's entry of `CompletionOutput.logprobs`: the chosen token first, then the likeliest.
-
-    `decoded` holds the text of each id that has one.
-    """
-    texts = decoded or {}
-    entry = {token_id: Logprob(logprob=logprob, rank=rank, decoded_token=texts.get(token_id))}
+    """One token's entry of `CompletionOutput.logprobs`: the chosen token first, then the
+    likeliest."""
+    entry = {token_id: Logprob(logprob=logprob, rank=rank, decoded_token=text_of(token_id))}
     for place, (other, value) in enumerate(top_logprobs.items(), start=1):
         if other != token_id:
-            entry[other] = Logprob(logprob=value, rank=place, decoded_token=texts.get(other))
+            entry[other] = Logprob(logprob=value, rank=place, decoded_token=text_of(other))
     return entry

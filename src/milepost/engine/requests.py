@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from milepost.engine.detokenizer import AnswerText
 from milepost.engine.guidance import Guide, Mask, masks_along
 from milepost.engine.outputs import (
@@ -20,6 +18,7 @@ from milepost.engine.outputs import (
     token_logprobs,
 )
 from milepost.engine.prompts import Prompt
+from milepost.engine.token_texts import TokenTexts
 from milepost.runner.choice import SampledToken
 from milepost.runner.prompt_scores import PromptScores
 from milepost.sampling_params import SamplingParams
@@ -99,7 +98,7 @@ class Answer:
         self,
         run: Sequence[SampledToken],
         params: SamplingParams,
-        tokenizer: PreTrainedTokenizerBase | None,
+        texts: TokenTexts | None,
     ) -> list[int]:
         """Take in what was sampled behind the answer; returns the ids that belong to it: those up
         to its end, as far as its form was known, and up to where that would have another.
@@ -111,7 +110,7 @@ class Answer:
             if index and self.guide is not None and not self.guide.allows(sampled.token_id):
                 return token_ids[:index]
             is_last = index + 1 == num_tokens
-            self.ending = self._take(sampled, params, tokenizer, reason if is_last else None)
+            self.ending = self._take(sampled, params, texts, reason if is_last else None)
             if self.ending is not None:
                 return token_ids[: index + 1]
         return token_ids[:num_tokens]
@@ -125,7 +124,7 @@ class Answer:
         self,
         sampled: SampledToken,
         params: SamplingParams,
-        tokenizer: PreTrainedTokenizerBase | None,
+        texts: TokenTexts | None,
         reason: FinishReason | None,
     ) -> FinishReason | None:
         """Take in one token; returns how it ends the answer beyond the `reason` that it may be the
@@ -133,7 +132,7 @@ class Answer:
         """
         token_id = sampled.token_id
         if sampled.logprob is not None:
-            self._add_logprobs(sampled, tokenizer)
+            self._add_logprobs(sampled, texts)
         if reason is FinishReason.STOP and token_id in (params.stop_token_ids or ()):
             self.stop_reason = token_id
         if self.guide is not None:
@@ -159,15 +158,12 @@ class Answer:
             self.text.flush()
         return stop
 
-    def _add_logprobs(
-        self, sampled: SampledToken, tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
+    def _add_logprobs(self, sampled: SampledToken, texts: TokenTexts | None) -> None:
         """Record how likely the token was."""
         assert sampled.logprob is not None, "likelihoods were asked for"
-        top = sampled.top_logprobs or {}
-        ids = {sampled.token_id, *top}
-        decoded = {id_: tokenizer.decode([id_]) for id_ in sorted(ids)} if tokenizer else None
-        entry = token_logprobs(sampled.token_id, sampled.logprob, sampled.rank, top, decoded)
+        likely = sampled.logprob, sampled.rank, sampled.top_logprobs or {}
+        known = {} if texts is None else {"text_of": texts.alone}
+        entry = token_logprobs(sampled.token_id, *likely, **known)
         if self.logprobs is None:
             self.logprobs = []
         self.logprobs.append(entry)

@@ -30,12 +30,20 @@ class TokenTexts:
         self.are_bytes = self._is_raw and _spells_bytes(tokenizer)
         """Whether tokens are strings of bytes."""
         self._whole: dict[int, str] = {}
+        self._alone: dict[int, str] = {}
 
     def decode(self, *, skip_special_tokens: bool) -> Decode:
         """Token ids to text, past the tokenizer's Python layer where that changes nothing."""
         tokenizer = self._tokenizer
         decode = tokenizer.backend_tokenizer.decode if self._is_raw else tokenizer.decode
         return lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def alone(self, token_id: int) -> str:
+        """What decoding a token by itself shows, special or not."""
+        text = self._alone.get(token_id)
+        if text is None:
+            text = self._alone[token_id] = self._tokenizer.decode([token_id])
+        return text
 
     def whole(self, token_id: int) -> str | None:
         """The text of a token, special or not, that is whole characters whatever stands beside it;

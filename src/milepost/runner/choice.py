@@ -18,7 +18,7 @@ from torch import Tensor
 from milepost.sampling_params import SamplingParams
 
 
-class SampledToken(msgspec.Struct, frozen=True):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The chosen token; with `SamplingParams.logprobs`, also how likely it and others were."""
 
     token_id: int

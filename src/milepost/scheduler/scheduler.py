@@ -183,10 +183,13 @@ class Scheduler:
         if not self.has_work:
             return StepPlan(sequences=())
         num_preemptions = self.stats.num_preemptions
-        for request in self._growing():
+        going_on = self._going_on()
+        for request in [request for request in going_on if _grows(request)]:
             self._make_room(request)
-        is_tight = self.stats.num_preemptions > num_preemptions and bool(self.running)
-        return self._plan(self._share_out(0 if is_tight else self.max_num_seqs))
+        if self.stats.num_preemptions > num_preemptions:
+            going_on = [request for request in going_on if request.allocation is not None]
+            return self._plan(self._share_out(going_on, 0 if self.running else self.max_num_seqs))
+        return self._plan(self._share_out(going_on, self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step behind `plan`, which is still running: what its requests do next, and whom
@@ -200,14 +203,15 @@ class Scheduler:
         assert plan is self._steps[0], "F2: it follows the one in flight"
         if self.cache.mode == "all" or (self.cache.mode == "align" and self.waiting):
             return None  # what `plan` publishes is not seen by those that begin beside it
-        if not all(map(self._has_room, self._growing())):
+        going_on = self._going_on()
+        if not all(map(self._has_room, filter(_grows, going_on))):
             return None
-        following = self._plan(self._share_out(self.max_num_seqs))
+        following = self._plan(self._share_out(going_on, self.max_num_seqs))
         return following if following.sequences or following.only_copies else None
 
-    def _growing(self) -> list[Request]:
-        """Whose next tokens may lie behind their page tables."""
-        return [r for r in self.running if r.goes_on and (r.num_output_tokens or r.num_left == 1)]
+    def _going_on(self) -> list[Request]:
+        """Who may have tokens in the next step."""
+        return [request for request in self.running if request.goes_on]
 
     def _has_room(self, request: Request) -> bool:
         """Whether there is memory for a request's next tokens; then it has it."""
@@ -221,12 +225,11 @@ class Scheduler:
         while not self._has_room(request):
             self._preempt(max((r for r in self.running if not r.is_loading), key=lambda r: r.rank))
 
-    def _share_out(self, max_num_seqs: int) -> Budget:
+    def _share_out(self, going_on: Sequence[Request], max_num_seqs: int) -> Budget:
         """Share the tokens of a step among decodes, running prefills, and waiting requests, which
         are admitted while fewer than `max_num_seqs` run.
         """
         step = Budget(self.max_num_batched_tokens, self.cache.grid)
-        going_on = [r for r in self.running if r.goes_on]
         decodes = [r for r in going_on if r.num_left == 1]
         prefills = [r for r in going_on if r.num_left > 1]
         num_seated = sum(request.holds_seat for request in self.running)
@@ -402,6 +405,11 @@ class Scheduler:
             return
         self._give_up(request, Kind.ANSWER_END if keeps_end else None)
         del self._requests[request.number]
+
+
+def _grows(request: Request) -> bool:
+    """Whether the next tokens of one that goes on may lie behind its page table."""
+    return request.num_output_tokens > 0 or request.num_left == 1
 
 
 def _turn(request: Request) -> tuple[int, bool, int]:

@@ -1,0 +1,121 @@
+"""What is asked of an engine: checked, and made into jobs. Queues nothing.
+
+A form is compiled here too, at its first request, and may be from another thread.
+"""
+
+from __future__ import annotations
+
+from milepost.config import EngineConfig
+from milepost.disaggregation.params import Remote
+from milepost.engine.detokenizer import detokenizer_for
+from milepost.engine.exchange import wish_of
+from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
+from milepost.engine.guidance import Guide
+from milepost.engine.prompts import Prompt, check_prompt, check_scores
+from milepost.engine.requests import Answer, Job
+from milepost.engine.setup import EngineParts
+from milepost.engine.token_texts import TokenTexts
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
+from milepost.scheduler.request import Request
+
+
+class Intake:
+    """For an engine of these parts."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts, texts: TokenTexts | None) -> None:
+        self._config = config
+        self._tokenizer = parts.tokenizer
+        self._texts = texts
+        self._vocab_size = parts.vocab_size
+        self._max_model_len = parts.max_model_len
+        self._end_token_ids = parts.end_token_ids
+        self._chain = parts.scheduler.cache.chain
+        self.forms: Forms | None = None
+        """None before the first is wanted."""
+        self._num_jobs = 0
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise InvalidRequestError for what cannot be served, but for the form."""
+        check_prompt(
+            prompt,
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            max_cache_marks=self._config.max_cache_marks,
+        )
+        wish_of(prompt, self._config)
+        params.check_vocab(self._vocab_size)
+        check_scores(prompt, params)
+        check_combination(params)
+        detokenizer_for(self._texts, params)
+
+    def form_of(self, params: SamplingParams) -> Form | None:
+        """The form of the answers, compiled if it is not known; None for any. Raises
+        InvalidRequestError for one that cannot be kept to."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        if self.forms is None:
+            if self._tokenizer is None:
+                raise InvalidRequestError(f"{wanted.field}: no tokenizer is loaded")
+            ends = tuple(self._end_token_ids)
+            self.forms = Forms(vocabulary_of(self._tokenizer, self._vocab_size, ends))
+        return self.forms.compile(wanted)
+
+    def remote(self, prompt: Prompt) -> Remote | None:
+        """Where another engine has something of a prompt."""
+        wish = wish_of(prompt, self._config)
+        return wish.remote if wish is not None else None
+
+    def job(self, prompt: Prompt, params: SamplingParams, priority: int, form: Form | None) -> Job:
+        """A checked prompt with its answers, whose form this is."""
+        number, self._num_jobs = self._num_jobs, self._num_jobs + 1
+        wish = wish_of(prompt, self._config)
+        job = Job(number=number, prompt=prompt, params=params)
+        job.prefills = wish is not None and wish.prefills and len(prompt.token_ids) > 1
+        salt = _salt(prompt, params, number)
+        job.answers = [
+            Answer(
+                index=index,
+                request=self._request(index, job, priority, salt),
+                text=detokenizer_for(self._texts, params),
+                seed=params.sample_seed(
+                    index, engine_seed=self._config.seed, request_number=number
+                ),
+                guide=self._guide(params, form),
+            )
+            for index in range(params.n)
+        ]
+        return job
+
+    def _request(self, index: int, job: Job, priority: int, salt: str) -> Request:
+        prompt, params = job.prompt, job.params
+        length = len(prompt.token_ids) - job.prefills
+        room = self._max_model_len - len(prompt.token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        own = params.stop_token_ids or ()
+        ends = () if params.ignore_eos else self._end_token_ids
+        request = Request(
+            id=f"{job.number}-{index}",
+            chain=self._chain(prompt.packed[:length], salt),
+            max_tokens=max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=frozenset((*own, *ends)),
+            marks=tuple(sorted({mark for mark in prompt.cache_marks if mark <= length})),
+            priority=priority,
+        )
+        request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None
+        request.keeps_history = params.has_penalties
+        return request
+
+    def _guide(self, params: SamplingParams, form: Form | None) -> Guide | None:
+        if form is None:
+            return None
+        after = params.structured_outputs.starts_after
+        return Guide(form, self._vocab_size, self._end_token_ids, after)
+
+
+def _salt(prompt: Prompt, params: SamplingParams, number: int) -> str:
+    """What is to be scored must be computed, all of it: under a salt of its own it hits nothing."""
+    scored = params.prompt_logprobs is not None
+    return f"{prompt.cache_salt}\0scored {number}" if scored else prompt.cache_salt
