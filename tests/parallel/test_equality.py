@@ -3,14 +3,17 @@ own equality tests, with engines of two and of four ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from milepost import LLM
+from milepost import LLM, RequestOutput
 from milepost.engine import setup
 from milepost.errors import EngineDeadError
+from milepost.sampling_params import StructuredOutputs
 from tests import engines
 from tests.engine import test_equality as one
 from tests.engines import THREE_LAYERS, answer, ask, greedy, sampled, save_tiny, tokens
@@ -112,19 +115,45 @@ def test_an_engine_that_loses_a_rank_ends_the_others(checkpoint):
         ask(llm, tokens(70))
 
 
-def test_the_mtp_head_drafts_on_every_rank():
-    """The embedded model has one; drafts that are accepted change no answer."""
-    wanted = {"method": "mtp", "num_speculative_tokens": 2}
-    texts = ["Once upon a time", "The"]
-    outputs = [
-        LLM(
-            tensor_parallel_size=n,
-            dtype="float64",
-            speculative_config=wanted,
-            num_slots=8,
-            num_pages=64,
-        ).generate(texts, greedy(12), use_tqdm=False)
-        for n in (1, 2)
+def test_the_embedded_model_answers_as_on_one_with_all_that_can_be_asked():
+    """Drafts of suffixes and of its head, float8 KV, a form, penalties, likelihoods and stop
+    strings, where memory is so tight that requests are preempted."""
+    forms = StructuredOutputs(regex="(ab|cd){3,6}"), StructuredOutputs(choice=["twice", "once"])
+    text = "def area(w, h): return w * h\n" * 9
+    wishes = [
+        greedy(24),
+        greedy(16, structured_outputs=forms[0]),
+        sampled(24, seed=1, presence_penalty=0.6, repetition_penalty=1.1, logprobs=3),
+        sampled(16, seed=2, structured_outputs=forms[1], logprobs=1),
+        sampled(24, seed=3, stop=["w *"], frequency_penalty=0.2),
     ]
-    accepted = [[each.outputs[0].token_ids for each in found] for found in outputs]
-    assert accepted[0] == accepted[1]
+    told = []
+    for size in (1, 2):
+        llm = LLM(
+            tensor_parallel_size=size,
+            dtype="float64",
+            kv_cache_dtype="fp8",
+            speculative_config={
+                "method": ["suffix", "mtp"],
+                "num_speculative_tokens": 3,
+                "adaptive": False,
+            },
+            num_slots=8,
+            num_pages=4,
+            max_num_seqs=4,
+        )
+        params = [replace(each, ignore_eos=not each.structured_outputs) for each in wishes]
+        outputs = llm.generate([text + str(i) for i in range(5)], params, use_tqdm=False)
+        stats = llm.llm_engine.scheduler.stats
+        assert stats.num_preemptions
+        assert stats.num_accepted_tokens
+        counts = stats.num_steps, stats.num_draft_tokens, stats.num_accepted_by_position
+        told.append(([(_said(each), each.cache_report) for each in outputs], counts))
+    assert told[0] == told[1]
+
+
+def _said(output: RequestOutput) -> tuple[Any, ...]:
+    """All of an answer; likelihoods but for what sums round."""
+    own = output.outputs[0]
+    likely = [{i: round(each.logprob, 6) for i, each in e.items()} for e in own.logprobs or ()]
+    return own.token_ids, own.text, own.finish_reason, own.stop_reason, likely

@@ -209,6 +209,8 @@ QUANTISED: dict[str, Any] = {
     "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256,
 }
+SHARED_BLOCKS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+"""Half a block is on each of two ranks."""
 
 
 @pytest.mark.parametrize(
@@ -227,6 +229,23 @@ def test_quantised_weights_are_split_with_their_scales(form, how, tmp_path):
     found = by_rank(folder, 2, load=load, splits_experts=how == "experts")
     bound = 0.15 if form == "fp8-channels" else 1e-12
     assert relative_error(found[0], whole(folder, **load)) < bound
+
+
+def test_raw_weights_are_rounded_on_ranks_as_on_one(tmp_path):
+    """Where parts are whole blocks."""
+    _, folder = write("qwen3_5_moe", tmp_path, "fp8-blocks", **QUANTISED)
+    load = {"dtype": torch.float64, "quantization": "fp8"}
+    assert relative_error(by_rank(folder, 2, load=load)[0], whole(folder, **load)) < 1e-12
+
+
+def test_parts_of_blocks_are_rounded_over_scales_of_their_own(tmp_path):
+    """So answers are others, and no worse."""
+    _, folder = write("qwen3_5_moe", tmp_path, "fp8-blocks", **QUANTISED | SHARED_BLOCKS)
+    load = {"dtype": torch.float64, "quantization": "fp8"}
+    raw, alone = whole(folder, dtype=torch.float64), whole(folder, **load)
+    found = by_rank(folder, 2, load=load)[0]
+    assert not torch.equal(found, alone)
+    assert relative_error(found, raw) < 1.5 * relative_error(alone, raw)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +277,6 @@ def test_experts_that_do_not_divide_are_refused_by_name(tmp_path):
 
 
 def test_blocks_that_ranks_would_share_are_refused_by_name(tmp_path):
-    sizes = QUANTISED | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-    folder, _ = write("qwen3_5_moe", tmp_path, "fp8-blocks", **sizes)
+    folder, _ = write("qwen3_5_moe", tmp_path, "fp8-blocks", **QUANTISED | SHARED_BLOCKS)
     with pytest.raises(ConfigError, match=r"weight_scale_inv: a rank's part is not whole blocks"):
         load_model(folder, ranks=Ranks(size=2))
