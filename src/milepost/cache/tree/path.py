@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from milepost.cache.tree.chain import TOKEN_BYTES, Chain
 from milepost.cache.tree.nodes import Checkpoint, Node
@@ -10,17 +11,12 @@ from milepost.cache.tree.nodes import Checkpoint, Node
 
 class Path:
     """A prompt's known prefix: its chain and the deepest node that matches, the root itself if need
-    be. To look from there upwards costs what is looked at; `nodes`
-    costs the whole path.
+    be. To look from there upwards costs what is looked at; `nodes` costs the whole path.
     """
-
-    __slots__ = ("_nodes", "_pages", "chain", "end")
 
     def __init__(self, chain: Chain, end: Node | None) -> None:
         self.chain = chain
         self.end = end
-        self._nodes: list[Node] | None = None
-        self._pages: list[int] | None = None
 
     @property
     def num_pages(self) -> int:
@@ -32,20 +28,15 @@ class Path:
         """Tokens in the resident full pages."""
         return self.num_pages * self.chain.page_size
 
-    @property
+    @cached_property
     def nodes(self) -> Sequence[Node]:
         """The nodes that match, without the root, shallowest first."""
-        if self._nodes is None:
-            self._nodes = [node for node in self._upwards() if not node.is_root]
-            self._nodes.reverse()
-        return self._nodes
+        return [node for node in self._upwards() if not node.is_root][::-1]
 
-    @property
+    @cached_property
     def pages(self) -> list[int]:
         """Those of its nodes."""
-        if self._pages is None:
-            self._pages = [node.page for node in self.nodes]
-        return self._pages
+        return [node.page for node in self.nodes]
 
     def _upwards(self) -> Iterator[Node]:
         """The nodes that match, the deepest first, the root last."""
