@@ -152,8 +152,8 @@ def test_what_does_not_come_is_computed_from_what_was_cached(cache):
     source, page_copy = allocation.source, allocation.page_copy
     cache.load_failed(allocation)
     check(cache)
-    assert (allocation.committed, allocation.next_slot_in) == (20, source.slot)
-    assert (allocation.source, allocation.next_page_copy) == (source, page_copy)
+    assert (allocation.committed, allocation.slot_in) == (20, source.slot)
+    assert (allocation.source, allocation.page_copy) == (source, page_copy)
     assert page_copy is not None
     run(cache, allocation, 70)
     cache.release(allocation)

@@ -36,8 +36,7 @@ def plan_sequence(
         longest = request.num_prompt_tokens + request.max_tokens
         memory.extend(allocation, min(end + num_drafts + num_lookahead_tokens, longest))
     # The next step reads what this allocation is before the chunk is planned.
-    fold, slot_in = allocation.num_unfolded, allocation.next_slot_in
-    page_copy = allocation.next_page_copy
+    fold, slot_in, page_copy = allocation.num_unfolded, allocation.slot_in, allocation.page_copy
     is_new = not request.num_planned_pages
     return SequencePlan(
         number=request.number,

@@ -75,6 +75,7 @@ class Running:
         allocation.num_steps += 1
         allocation.planned = end
         allocation.kv_length = end + num_drafts
+        allocation.slot_in, allocation.page_copy = allocation.slot_out, None
         if not self._may_export(allocation, start):
             return []
         num_taken = len(allocation.exports)
@@ -187,6 +188,7 @@ class Running:
         self._change()
         allocation.happens(Transition.LOADED)
         self._end_reading(allocation)
+        allocation.slot_in, allocation.page_copy = allocation.slot_out, None
         allocation.committed = allocation.planned
         allocation.write_from = max(allocation.write_from, allocation.committed)
         self._fold(allocation, {allocation.slot_out: allocation.committed})
@@ -235,7 +237,7 @@ class Running:
     def _end_reading(self, allocation: Allocation) -> None:
         """Unpin the checkpoint that the first step has read."""
         self._pages.unpin(allocation.pinned_tail)
-        allocation.pinned_tail, allocation.page_copy = (), None
+        allocation.pinned_tail = ()
         if allocation.source is not None:
             self._slots.unpin((allocation.source.slot,))
             allocation.source = None

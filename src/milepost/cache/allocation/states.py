@@ -80,9 +80,9 @@ class Allocation:
     path: list[Node]
     """Nodes of the full pages committed so far; the path's pages are pinned."""
     slot_in: int
-    """What the first step reads: the checkpoint's slot, the zero slot, or its own."""
+    """What the next step to be planned reads: the checkpoint's slot, the zero slot, or its own."""
     slot_out: int
-    """Its own: what every step writes, and those behind the first read."""
+    """Its own, which every step writes."""
     state_length: int
     committed: int
     planned: int
@@ -93,7 +93,7 @@ class Allocation:
     source: Checkpoint | None
     """The checkpoint that is read, pinned until the first commit."""
     page_copy: PageCopy | None
-    """Done before the first chunk."""
+    """To be done before the next step to be planned."""
     pinned_tail: tuple[int, ...]
     """The tail page of the checkpoint that is read, pinned until the first commit."""
     end: End
@@ -121,22 +121,12 @@ class Allocation:
         self.state = following
 
     @property
-    def next_slot_in(self) -> int:
-        """What the next step to be planned reads."""
-        return self.slot_in if self.state is State.ADMITTED else self.slot_out
-
-    @property
-    def next_page_copy(self) -> PageCopy | None:
-        """What is to be done before the next step to be planned computes."""
-        return self.page_copy if self.state is State.ADMITTED else None
-
-    @property
     def is_in_flight(self) -> bool:
         return self.state is State.RUNNING
 
     @property
     def has_taken_over(self) -> bool:
-        """Whether what its first step reads lies in the slot that it writes."""
+        """Whether what its first step, not yet planned, reads lies in the slot that it writes."""
         return self.slot_in == self.slot_out != ZERO_SLOT
 
     @property
