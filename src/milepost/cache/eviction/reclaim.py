@@ -97,12 +97,11 @@ class Reclaimer:
         slot may need whole.
         """
         while (missing := num - self._storage.num_loose_pages) > 0:
-            stray = self._pop_stray()
-            if stray is None:
+            if not self._evict_strays(missing):
                 break
-            self._evict_strays(stray, missing)
-        while self._pages.num_free < num:
-            self._free_pages(num - self._pages.num_free)
+        while (missing := num - self._pages.num_free) > 0:
+            if not self._evict_strays(missing):
+                self._evict_victim(self.carriers, "pages")
         return self._pages.allocate(num)
 
     def allocate_slot(self) -> int:
@@ -175,8 +174,8 @@ class Reclaimer:
         self.settle()
         for checkpoint in list(self.states):
             self.evict_checkpoint(checkpoint, "reset")
-        while (stray := self._pop_stray()) is not None:
-            self._evict_strays(stray, len(self._tree.nodes))
+        while self._evict_strays(len(self._tree.nodes)):
+            pass
         self._tree.outbox.cleared()
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
@@ -185,24 +184,14 @@ class Reclaimer:
             return True
         return node.num_reaching == 1 and self._is_leaf(node)
 
-    def _free_pages(self, num: int) -> None:
-        """Evict up to `num` strays of one path, or the checkpoint whose pages are worth least."""
-        stray = self._pop_stray()
-        if stray is not None:
-            self._evict_strays(stray, num)
-        else:
-            self._evict_victim(self.carriers, "pages")
-
     def _free_unit(self, unified: UnifiedPool) -> None:
         """Evict what is worth least for its bytes until those of a slot are free, and move what is
         left between them out of their way.
         """
         while not self._slots.num_free:
             missing = unified.pages_a_slot - unified.num_loose_pages
-            stray = self._pop_stray() if missing > 0 else None
-            if stray is not None:
-                self._evict_strays(stray, missing)
-            elif missing > 0 or not self._clear_unit(unified):
+            found = self._evict_strays(missing) if missing > 0 else self._clear_unit(unified)
+            if not found:
                 self._evict_victim(self.states, "slots")
 
     def _clear_unit(self, unified: UnifiedPool) -> bool:
@@ -233,12 +222,14 @@ class Reclaimer:
         assert found is not None, "E1: what is cached can be reached through the buckets"
         self.evict_checkpoint(found[0], cause)
 
-    def _pop_stray(self) -> Node | None:
+    def _evict_strays(self, num: int) -> bool:
+        """Evict the oldest stray, and of the parents that become strays as many as make `num`, so
+        that a path goes in one piece; False if there is none.
+        """
         self._settle_nodes()
-        return self.strays.popitem(last=False)[0] if self.strays else None
-
-    def _evict_strays(self, node: Node, num: int) -> None:
-        """Evict a stray and the parents that become strays, so that a path goes in one piece."""
+        if not self.strays:
+            return False
+        node, _ = self.strays.popitem(last=False)
         run = [node]
         for parent in islice(node.ancestors(), 1, None):
             if parent.num_children > 1 or not self._is_bare(parent):
@@ -252,6 +243,7 @@ class Reclaimer:
         for gone in run:
             self._pages.drop(gone.page)
         self.stats.pages_evicted += len(run)
+        return True
 
     def _is_leaf(self, node: Node) -> bool:
         """Whether nothing but its checkpoints keeps a page in the cache."""
