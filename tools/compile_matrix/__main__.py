@@ -58,6 +58,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="write what CI starts from")
     parser.add_argument("--kernels", default="", help="only those whose names contain this")
     parser.add_argument("--code", type=Path, help="write each kernel's code to this folder")
+    parser.add_argument("--spilling", action="store_true", help="list what spills registers")
     parser.add_argument("--cache", type=Path, default=Path(".cache/compile_matrix"))
     return parser.parse_args(arguments)
 
@@ -94,6 +95,10 @@ def _run(chip: Chip, options: argparse.Namespace) -> int:
     complaints = [(launch, complaint) for launch, complaint in complaints if complaint]
     for launch, complaint in complaints:
         print(f"{chip.arch}: {json.dumps(launch.describe(), default=str)}: {complaint}")
+    if options.spilling:
+        for launch, result in sorted(found, key=lambda pair: -pair[1].spilled_bytes):
+            if result.spilled_bytes:
+                print(f"{chip.arch}: {result.spilled_bytes} bytes spilled: {launch.describe()}")
     most = max((result.shared_bytes for _, result in found), default=0)
     spilling = sum(result.spilled_bytes > 0 for _, result in found)
     print(
