@@ -36,6 +36,9 @@ _SOME = Tiles(block_m=32, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 _MORE = Tiles(block_m=64, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 _MANY = Tiles(block_m=128, block_n=128, block_k=BLOCK, num_warps=8, num_stages=4)
 _REGIMES = (_FEW, _SOME, _MORE)
+_OF_TENSOR_MEMORY = {_MORE: replace(_MORE, num_warps=8), _MANY: replace(_MANY, block_n=64)}
+"""On sm_100 a step's products come from tensor memory to be scaled: with the other tiles a thread
+of a GEMM spills 650 to 1,200 bytes there, with these none."""
 _INT4_WARPS = 8
 """Numbers of four bits take work in registers, which is spread over more threads."""
 _HOPPER_ROWS, _HOPPER_WEIGHTS = range(1, 2), 1 << 25
@@ -72,7 +75,7 @@ def multiply(
     if cut := _cut_for_hopper(hidden, weight, bias, chip):
         split_k = cut.split_k
     elif num_tokens <= _MORE.block_m and not _is_row(hidden, weight):
-        tiles = _choose(num_tokens, weight).fitted(chip)
+        tiles = _choose_dense(num_tokens, weight, chip)
         split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
     if split_k == 1:
         output = hidden.new_empty(num_tokens, num_outputs)
@@ -120,7 +123,7 @@ def _multiply(
     if _is_row(hidden, weight):
         triton_gemv.multiply(hidden, weight, bias, output, chip)
         return
-    tiles = _choose(len(hidden), weight).fitted(chip)
+    tiles = _choose_dense(len(hidden), weight, chip)
     are_few = tiles.block_m <= _FEW.block_m
     rows, scales = _round(hidden, weight, chip, are_few=are_few)
     triton_gemm.gemm(
@@ -186,6 +189,13 @@ def _choose(num_rows: float, weight: Quantised) -> Tiles:
     if isinstance(weight, Fp8) or tiles == _MANY:
         return tiles
     return replace(tiles, num_warps=_INT4_WARPS)
+
+
+def _choose_dense(num_rows: int, weight: Quantised, chip: Chip) -> Tiles:
+    tiles = _choose(num_rows, weight)
+    if chip.capability[0] == 10:
+        tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
+    return tiles.fitted(chip)
 
 
 def _round(
