@@ -127,6 +127,14 @@ def test_a_report_names_no_state_that_could_have_been_kept(tiny, prompt, lost):
     assert output.cache_report.lost == lost
 
 
+@pytest.mark.parametrize("num_seats", [1, 3])
+def test_more_requests_than_seats_with_steps_ahead(tiny, num_seats):
+    """Who comes next has begun before it is known that the one before is over: no slots bound how
+    many have a page table."""
+    llm = tiny.open(num_pages=64, max_num_seqs=num_seats, async_scheduling=True)
+    tiny.check(ask(llm, *(tokens(60 + n, seed=n) for n in range(3 * num_seats + 1))))
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_hits_change_no_answer(tiny, is_ahead):
     """At boundaries, in one batch with others, and where answers cross them."""

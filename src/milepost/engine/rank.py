@@ -87,7 +87,8 @@ def build_rank(
     max_model_len = max_model_len_of(config, model, shape, cache.capacity)
     pools = sizes.allocate(shape, device)
     logger.info("cache: %s", sizes.describe(shape))
-    num_requests = sizes.num_slots if shape.uses_slots else config.max_num_seqs
+    # Without slots to bound them: those in their seats, and those whose last step is not read yet.
+    num_requests = sizes.num_slots if shape.uses_slots else 2 * config.max_num_seqs
     executor = _executor(model, pools, fused, num_requests, max_model_len)
     runner = Runner(
         executor,
