@@ -201,7 +201,7 @@ class Tree:
 
     def other_salt_depth(self, chain: Chain, depth: int) -> int:
         """Pages of the chain's prefix that are resident under another salt, from `depth` on."""
-        if not self._twins and not chain.salt:
+        if not self.nodes or not (self._twins or chain.salt):
             return depth
         unsalted = chain.unsalted()
         nodes = self.nodes if unsalted is not chain else {}

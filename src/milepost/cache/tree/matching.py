@@ -87,7 +87,8 @@ class Finder:
 
     def _path(self, chain: Chain, version: int) -> Path:
         """A prompt that arrives is looked up twice, most often in one state of the cache: its walk
-        over hundreds of pages is kept."""
+        over hundreds of pages is kept.
+        """
         moment = (chain, len(chain), version)
         if self._last_walk[0] != moment:
             self._last_walk = (moment, self._tree.deepest(chain))
@@ -97,18 +98,13 @@ class Finder:
         self, path: Path, reused: int, resident: int, num_seen: int, limit: int
     ) -> CacheReport:
         num_tokens = len(path.chain)
-        if not self._config.enabled:
-            lost = {Lost.DISABLED: num_tokens}
-            return CacheReport(
-                prompt_tokens=num_tokens, kv_length=0, state_length=0, reused=0, lost=lost
-            )
         num_given_up = path.evicted_position(reused)
         if limit < num_tokens - 1:  # a state behind it has to give way to the request itself
             num_given_up = max(
                 num_given_up, longest_usable(self._config.kinds, path, num_tokens - 1)
             )
         salt_depth = self._tree.other_salt_depth(path.chain, num_seen)
-        return explain(
+        report = explain(
             num_tokens,
             reused=reused,
             kv_length=path.kv_length,
@@ -119,6 +115,7 @@ class Finder:
             evicted=num_seen * self._config.page_size,
             other_salt=salt_depth * self._config.page_size,
         )
+        return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 
     def _tokens_past_nodes(self, path: Path) -> int:
         """Tokens behind the last matching page that agree with a page or tail known there."""
