@@ -10,6 +10,7 @@ run and wait at each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.requests import Request
@@ -202,7 +204,8 @@ class Front:
         path = request.scope["path"]
         keys: tuple[bytes, ...] = ()
         if request.method == "POST" and path.endswith("/completions"):
-            keys = await self._replicas.keys.remote(path, body)
+            with contextlib.suppress(RayActorError):  # who answers it need not be lost as well
+                keys = await self._replicas.keys.remote(path, body)
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope}
         scope |= {"scheme": "http", "client": None, "server": None, "root_path": ""}
@@ -218,6 +221,11 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     as model=...; `replicas`, or `min_replicas` and `max_replicas`; and `num_gpus` of each. Without
     any, one replica of the embedded model. Raises ConfigError.
     """
+    return routed(args, PrefixRouter)
+
+
+def routed(args: Mapping[str, Any], router: type[RequestRouter]) -> serve.Application:
+    """The same by another router."""
     given = dict(args)
     num_gpus = float(given.pop("num_gpus", 0))
     lowest = int(given.pop("min_replicas", given.get("replicas", 1)))
@@ -237,7 +245,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
             target_ongoing_requests=most,
         ),
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter, request_routing_stats_period_s=STATS_S
+            request_router_class=router, request_routing_stats_period_s=STATS_S
         ),
     )
     return Front.bind(replica.bind(options))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -76,17 +77,17 @@ class Worker:
     def forget(self) -> bool:
         return self.engine.reset_prefix_cache()
 
-    def kill_at_read(self, pid: int, is_begun: bool) -> None:
-        """Whom is read from next, just before that or in the middle of it."""
+    def kill_at_read(self, pid: int) -> None:
+        """Whom is read from next, once all is agreed on."""
         transport = self.engine.connector._transport
         begin = transport.begin
 
-        def begin_and_lose(*given: Any) -> Any:
-            transfer = begin(*given) if is_begun else None
+        def lose_and_begin(*given: Any) -> Any:
             os.kill(pid, signal.SIGKILL)
-            return transfer if is_begun else begin(*given)
+            select.select([os.pidfd_open(pid)], [], [])  # until it is dead
+            return begin(*given)
 
-        transport.begin = begin_and_lose
+        transport.begin = lose_and_begin
 
     def check(self) -> tuple[int, int]:
         """Leases that are left, and what they and requests hold; every cache is whole."""
