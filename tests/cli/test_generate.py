@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_prompts_without_a_tokenizer_are_token_ids(session):
         (["x", "--chat", "--skip-tokenizer-init"], "leave out --skip-tokenizer-init"),
         (["x", "--skip-tokenizer-init"], "prompt 'x'"),
         (["--prompt-file", "/no/such/file"], "/no/such/file: No such file"),
-        ([], "prompt=''"),
+        ([], "no prompt: standard input is empty"),
         (["fine", ""], "prompt=''"),
     ],
     ids=str,
@@ -153,6 +154,21 @@ def test_the_engines_end_becomes_a_status(session, error, status):
     session.open_engine = open_engine
     assert session.run("generate", "x") == status
     assert ("milepost: error: " + str(error) in session.err) == (status == 2)
+
+
+def test_ctrl_c_while_the_command_line_is_imported_says_nothing():
+    """It comes when the first of our modules is looked for."""
+    script = (
+        "import os, signal, sys, milepost.__main__ as entry\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'milepost.cli.main': os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "entry.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_version_and_help_need_no_torch():

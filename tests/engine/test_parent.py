@@ -10,6 +10,7 @@ import pytest
 
 from milepost.config import EngineConfig
 from milepost.engine import process
+from milepost.engine.parent import without_interrupts
 from milepost.errors import ConfigError
 from tests.server.test_faults import until
 
@@ -67,3 +68,15 @@ def test_an_engine_is_bound_to_its_parent_before_it_loads(monkeypatch):
     with ours, pytest.raises(SystemExit):
         process.main(EngineConfig(), theirs, make_engine)
     assert done == [number, "loaded"]
+
+
+ASK = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+
+
+def test_what_is_started_without_interrupts_hears_none():
+    def heard():
+        return subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True).stdout
+
+    with without_interrupts():
+        assert heard() == "True\n"
+    assert heard() == "False\n"

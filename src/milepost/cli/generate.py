@@ -131,7 +131,10 @@ def _read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) 
             raise InvalidRequestError(
                 "no prompt: give one as an argument, with --prompt-file, or on standard input"
             )
-        return [stdin.read().removesuffix("\n")]
+        found = stdin.read().removesuffix("\n")
+        if not found:
+            raise InvalidRequestError("no prompt: standard input is empty")
+        return [found]
     return [*prompts, *(_read_file(path, stdin) for path in files)]
 
 

@@ -12,11 +12,13 @@ import multiprocessing
 import socket
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from milepost import errors
 from milepost.config import EngineConfig
 from milepost.engine.metrics import Metric
+from milepost.engine.parent import without_interrupts
 from milepost.engine.prompts import Prompt
 from milepost.engine.stream import Stream, StreamBell
 from milepost.engine.wire import (
@@ -100,7 +102,7 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         arguments = (self.config, theirs, self._make_engine)
         self._process = CONTEXT.Process(target=_run_engine, args=arguments, name="engine")
-        self._starting = asyncio.ensure_future(asyncio.to_thread(self._process.start))
+        self._starting = asyncio.ensure_future(asyncio.to_thread(_start, self._process))
         await asyncio.shield(self._starting)
         theirs.close()
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -334,6 +336,11 @@ class EngineClient:
             await asyncio.to_thread(self._process.join)
         if self._writer is not None:
             self._writer.close()
+
+
+def _start(process: BaseProcess) -> None:
+    with without_interrupts():
+        process.start()
 
 
 def _run_engine(

@@ -1,4 +1,5 @@
-"""Ends a process when the one that started it has ended, whatever either was doing.
+"""What a process has to do with the one that started it: it hears no Ctrl-C, which is the other's
+to handle, and ends when that has ended, whatever either was doing.
 
 A parent that is killed tells nobody. On Linux the kernel is asked to kill its child then;
 elsewhere, and where that came too late, a thread sees that the connection's other end has gone.
@@ -12,8 +13,21 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that are started inside hear no Ctrl-C from their first moment on: what a thread
+    does not take is inherited. They had a traceback each, while they imported."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with_parent(connection: int) -> None:

@@ -31,6 +31,7 @@ import torch
 
 from milepost import errors
 from milepost.config import EngineConfig
+from milepost.engine.parent import without_interrupts
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
@@ -250,8 +251,9 @@ class _News:
 
 def _watch(members: Sequence[_Member], started: threading.Event, news: _News) -> None:
     """Start them all, take their answers, and tell when the first of them ends."""
-    for member in members:
-        member.start()
+    with without_interrupts():
+        for member in members:
+            member.start()
     started.set()
     poll = select.poll()
     by_descriptor = {member.socket.fileno(): member for member in members}

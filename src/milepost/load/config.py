@@ -31,6 +31,8 @@ class DriveConfig:
     """Longest time for one request."""
 
     def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url={self.base_url!r}: begin it with http:// or https://")
         if self.concurrency < 1:
             raise ConfigError(f"concurrency={self.concurrency}: use 1 or more")
         if self.request_rate is not None and self.request_rate <= 0:

@@ -19,6 +19,11 @@ def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) 
     """The folder itself, or the hub's snapshot of it; raises ConfigError if there is neither."""
     folder = Path(model)
     if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ConfigError(
+                f"model={str(model)!r}: this folder has no config.json: name one with a checkpoint "
+                "in Hugging Face's format"
+            )
         return folder
     if folder.is_absolute() or str(model).startswith((".", "~")):
         what = "this is a file, not a folder" if folder.exists() else "there is no such folder"

@@ -101,6 +101,14 @@ def check_split(
         model.placements()
 
 
+def outline(
+    folder: Path, *, dtype: DType | torch.dtype = "auto", quantization: str | None = None
+) -> Decoder:
+    """The model with parameters that have shapes and no memory; needs the folder's `config.json`
+    alone. Raises what `load_model` raises."""
+    return _plan(folder, dtype, "meta", "dummy", "none", quantization, None, ALONE).decoder()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     """What is to be loaded."""
