@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3NextConfig
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels import norm
@@ -32,7 +33,7 @@ from milepost.layers.weights import (
 )
 from milepost.models import load_config
 from milepost.models.loading import load_model
-from milepost.models.quantization import read_quantization
+from milepost.models.quantization import has_fp8_kv, read_quantization
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
 from milepost.parallel import Cut
@@ -368,7 +369,113 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "NVFP4",
     ),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "other": 1}, "other=1"),
+    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int8"}, "pack_dtype='int8'"),
+    ({"quant_method": "gptq", "bits": 4, "format": "qqq"}, "format='qqq'"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": "128"}, "group_size='128'"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:*": {}}}, r"dynamic has '\*'"),
+    ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "act_bits=8"),
+    ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": 8}}, "extra_config.*=8"),
 ]
+FLOAT8 = {"type": "float", "num_bits": 8, "symmetric": True, "observer": None}
+BY_CHANNEL = FLOAT8 | {"strategy": "channel", "dynamic": False, "actorder": None}
+BY_TOKEN = FLOAT8 | {"strategy": "token", "dynamic": True}
+BY_BLOCK = BY_CHANNEL | {"strategy": "block", "block_structure": [128, 128]}
+COMPRESSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"weights": BY_CHANNEL | {"symmetric": False}}, "weights: symmetric=False"),
+    ({}, {"weights": BY_CHANNEL | {"dynamic": True}}, "weights: dynamic=True"),
+    ({}, {"weights": BY_CHANNEL | {"other": 2}}, "g.weights: other=2"),
+    ({}, {"input_activations": BY_TOKEN | {"symmetric": False}}, "input_activations: symm"),
+    ({}, {"input_activations": BY_TOKEN | {"strategy": "tensor"}}, "strategy='tensor'.*dyna"),
+    ({}, {"input_activations": BY_TOKEN | {"dynamic": "local"}}, "dynamic='local'"),
+    ({}, {"weights": BY_BLOCK}, "strategy='token'.*supported are dynamic groups of 128"),
+    ({}, {"output_activations": BY_TOKEN}, "g: output_activations"),
+    ({}, {"format": "marlin-24"}, "format='marlin-24'"),
+    ({}, {"targets": ["Embedding"]}, "targets has 'Embedding'"),
+    (
+        {"format": "pack-quantized"},
+        {"weights": _INT4 | {"group_size": 48}, "input_activations": None},
+        "group_size=48",
+    ),
+    (
+        {"format": "pack-quantized"},
+        {"weights": _INT4 | {"actorder": "group"}, "input_activations": None},
+        "actorder='group'",
+    ),
+    ({"config_groups": {"FP8_DYNAMIC": ["Linear"]}}, {}, r"FP8_DYNAMIC'\]=\['Linear'\] is no map"),
+    ({"ignore": ["re:*gate"]}, {}, r"ignore has '\*gate'"),
+    ({"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "sparse-24-bitmask"),
+    ({"transform_config": {"config_groups": {"u": {}}}}, {}, "transform_config"),
+    ({"other": True}, {}, "other=True"),
+]
+
+
+@pytest.mark.parametrize(("changes", "of_group", "named"), COMPRESSED, ids=lambda e: str(e)[:40])
+def test_settings_of_compressed_tensors_are_refused_by_name(changes, of_group, named) -> None:
+    """What changes how values are read is never passed over."""
+    read_quantization(_compressed({}, {}), (), has_files=False)
+    with pytest.raises(UnsupportedModelError, match=named):
+        read_quantization(_compressed(changes, of_group), (), has_files=False)
+
+
+def _compressed(changes: dict[str, Any], of_group: dict[str, Any]) -> dict[str, Any]:
+    """As they are written, with what says nothing."""
+    group = {
+        "weights": BY_CHANNEL,
+        "input_activations": BY_TOKEN,
+        "output_activations": None,
+        "targets": ["Linear"],
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "float-quantized",
+        "config_groups": {"g": group | of_group},
+        "ignore": ["lm_head", "re:.*gate$"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "global_compression_ratio": None,
+        "version": "0.12.2",
+        **changes,
+    }
+
+
+def test_a_class_among_targets_is_every_projection() -> None:
+    settings = _compressed({}, {"targets": ["Linear", "re:.*q_proj"]})
+    forms = read_quantization(settings, (), has_files=False)
+    assert forms.precision_of("model.layers.0.mlp.up_proj") != Raw()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo='NVFP4'"),
+        ({"kv_cache_scheme": FLOAT8 | {"strategy": "channel"}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": FLOAT8 | {"symmetric": False}}, "symmetric"),
+        ({"kv_cache_scheme": FLOAT8 | {"dynamic": True}}, "dynamic"),
+        ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme='fp8' is no mapping"),
+    ],
+)
+def test_schemes_of_kv_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        has_fp8_kv(Qwen3NextConfig(quantization_config=settings))
+
+
+def test_both_words_for_kv_in_float8_are_read() -> None:
+    for settings in ({"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": FLOAT8}):
+        assert has_fp8_kv(Qwen3NextConfig(quantization_config=settings))
+    assert not has_fp8_kv(Qwen3NextConfig())
+
+
+def test_a_checkpoint_that_does_not_say_how_it_is_quantised_is_refused(tmp_path: Path) -> None:
+    """As ModelOpt's older ones, which say it in a file beside."""
+    stored, _ = write("qwen3_5", tmp_path, "modelopt")
+    config = json.loads((stored / "config.json").read_text())
+    del config["quantization_config"]
+    (stored / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match="input_scale' has no place in the model"):
+        load_model(stored)
 
 
 @pytest.mark.parametrize(("settings", "named"), REFUSED, ids=lambda each: str(each)[:40])

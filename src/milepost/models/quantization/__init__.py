@@ -1,0 +1,140 @@
+"""Reads how a checkpoint is quantised, and says which form each projection has.
+
+Known are the official block FP8 (`quant_method` "fp8"), compressed-tensors' FP8 and four-bit
+weights, ModelOpt's FP8, AWQ, GPTQ and AutoRound. What a checkpoint leaves in the model's type stays
+so: where there are files their tensors decide, without files (dummy weights) the configuration's
+lists do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from milepost.errors import UnsupportedModelError
+from milepost.layers.quantised import Fp8Precision
+from milepost.layers.weights import RAW, Precision
+from milepost.models.quantization.compressed import read_compressed
+from milepost.models.quantization.methods import (
+    read_autoround,
+    read_awq,
+    read_fp8,
+    read_gptq,
+    read_modelopt,
+)
+from milepost.models.quantization.rules import FOUR_BIT_FLOATS, Form, Group, Rule, mapping_of
+
+SKIPPED = (r".*\.[qkv]_scale$", r".*\.kv_scale$", r".*\.prob_scale$")
+"""Scales of what attention multiplies, but for those of KV that have a place (see
+`layers.kv_scales`)."""
+_STAY_RAW = re.compile(
+    r"(.*\.)?(lm_head|embed_tokens|gate|router|shared_expert_gate|in_proj_(a|b|ba)|[abfg]_(a_|b_)?"
+    r"proj|dt_proj|x_proj)$"
+)
+"""Projections that are not rounded on the fly: small, and answers depend on them most."""
+
+_FOUR_BIT_METHODS = ("mxfp4", "modelopt_fp4", "petit_nvfp4")
+_READERS = {
+    "fp8": read_fp8,
+    "compressed-tensors": read_compressed,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "auto-round": read_autoround,
+    "modelopt": read_modelopt,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The forms of a checkpoint's projections."""
+
+    groups: tuple[Group, ...]
+    is_left: Rule
+    """Whether the configuration leaves a projection in the model's type."""
+    names: Container[str] = ()
+    """Of the checkpoint's tensors; none where there are no files."""
+    has_files: bool = False
+
+    def precision_of(self, path: str) -> Precision:
+        """The form of the projection at `path`, or of the experts below it."""
+        examples = [path]
+        if path.endswith(".experts"):
+            examples = [f"{path}.0.{each}" for each in ("gate_proj", "up_proj", "w1")]
+        for group in self.groups:
+            form = group.form
+            if not any(group.targets(each) for each in examples):
+                continue
+            if self.has_files:
+                if self._holds(path, examples, form):
+                    return form
+            elif not any(self.is_left(each) for each in (path, *examples)):
+                return form
+        return RAW
+
+    def _holds(self, path: str, examples: Iterable[str], form: Form) -> bool:
+        if isinstance(form, Fp8Precision) and form.strategy == "none":
+            return not any(self.is_left(each) for each in (path, *examples))
+        found = (f"{each}.{marker}" for each in examples for marker in form.markers)
+        stacked = f"{path}.gate_up_proj_scale_inv"
+        return any(name in self.names for name in found) or stacked in self.names
+
+
+def on_the_fly(method: str) -> Quantization:
+    """For a raw checkpoint whose weights are rounded while they are loaded; raises
+    UnsupportedModelError."""
+    if method != "fp8":
+        raise UnsupportedModelError(
+            f"quantization={method!r} cannot be made on the fly; that can be 'fp8', others come "
+            "with their checkpoints"
+        )
+    is_left = lambda path: _STAY_RAW.fullmatch(path) is not None  # noqa: E731
+    return Quantization((Group(Fp8Precision(strategy="none")),), is_left, has_files=True)
+
+
+def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """The configuration's `quantization_config`; empty if it has none. Of a multimodal checkpoint
+    it is set on the outer one."""
+    own = getattr(config, "quantization_config", None)
+    return own or getattr(config.get_text_config(), "quantization_config", None) or {}
+
+
+def has_fp8_kv(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint is made for KV in float8; raises UnsupportedModelError for KV in what
+    is not supported."""
+    settings = quantization_settings(config)
+    algorithm = settings.get("kv_cache_quant_algo")
+    if algorithm not in (None, "FP8"):
+        raise UnsupportedModelError(
+            f"kv_cache_quant_algo={algorithm!r} is not supported; supported is 'FP8' "
+            "(kv_cache_dtype='bfloat16' keeps KV in the model's type)"
+        )
+    scheme = mapping_of(settings.get("kv_cache_scheme"), "kv_cache_scheme")
+    if not scheme:
+        return algorithm is not None
+    kind = scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy", "tensor")
+    is_plain = not scheme.get("dynamic") and scheme.get("symmetric", True)
+    if kind != ("float", 8, "tensor") or not is_plain:
+        raise UnsupportedModelError(
+            f"kv_cache_scheme={dict(scheme)} is not supported; supported is float with 8 bits, "
+            "by tensor, symmetric, not dynamic (kv_cache_dtype='bfloat16' keeps KV in the model's "
+            "type)"
+        )
+    return True
+
+
+def read_quantization(
+    settings: Mapping[str, Any], names: Container[str], *, has_files: bool
+) -> Quantization:
+    """What `quantization_config` says; raises UnsupportedModelError for what is not supported."""
+    method = settings.get("quant_method")
+    if method not in _READERS:
+        others = f"; {FOUR_BIT_FLOATS}" if method in _FOUR_BIT_METHODS else ""
+        raise UnsupportedModelError(
+            f"quant_method={method!r} is not supported; supported are {', '.join(_READERS)}{others}"
+        )
+    groups, is_left = _READERS[method](settings)
+    return Quantization(groups, is_left, names, has_files)

@@ -1,0 +1,168 @@
+"""Reads the configurations of compressed-tensors: groups of projections, each with how its weights
+and what they multiply are quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from milepost.errors import UnsupportedModelError
+from milepost.layers.quantised import Fp8Precision, Int4Precision
+from milepost.models.quantization.rules import (
+    FOUR_BIT_FLOATS,
+    Form,
+    Group,
+    Read,
+    Rule,
+    any_of,
+    group_size_of,
+    mapping_of,
+    want,
+    want_known,
+    want_nothing,
+)
+
+_KNOWN = {
+    "quant_method",
+    "format",
+    "quantization_status",
+    "config_groups",
+    "ignore",
+    "kv_cache_scheme",
+    "sparsity_config",
+    "transform_config",
+    "global_compression_ratio",
+    "version",
+    "run_compressed",
+}
+_KNOWN_OF_GROUP = {"targets", "weights", "input_activations", "output_activations", "format"}
+_KNOWN_OF_VALUES = {
+    *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure"),
+    *("dynamic", "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+}
+"""Of `weights` and `input_activations`."""
+_FLOAT_FORMATS = ("float-quantized", "naive-quantized", None)
+_BLOCK = [128, 128]
+
+
+def read_compressed(settings: Mapping[str, Any]) -> Read:
+    where = "quantization_config"
+    want_known(settings, _KNOWN, where=where)
+    want(settings, "quantization_status", "compressed", default="compressed")
+    want_nothing(settings, "transform_config", where=where)
+    sparsity = mapping_of(settings.get("sparsity_config"), "sparsity_config")
+    if sparsity.get("format") not in (None, "dense"):
+        raise UnsupportedModelError(
+            f"sparsity_config: format={sparsity['format']!r} is not supported; weights have to be "
+            "dense"
+        )
+    groups = tuple(
+        _read_group(name, mapping_of(group, f"config_groups[{name!r}]"), settings.get("format"))
+        for name, group in mapping_of(settings.get("config_groups"), "config_groups").items()
+    )
+    if not groups and not settings.get("kv_cache_scheme"):
+        raise UnsupportedModelError("quantization_config has no config_groups")
+    return groups, any_of(settings.get("ignore"), "ignore")
+
+
+def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Group:
+    layout = group.get("format") or layout
+    want_known(group, _KNOWN_OF_GROUP, where=name)
+    want_nothing(group, "output_activations", where=name)
+    weights = mapping_of(group.get("weights"), f"{name}.weights")
+    inputs = group.get("input_activations")
+    inputs = None if inputs is None else mapping_of(inputs, f"{name}.input_activations")
+    kind = weights.get("type", "int"), weights.get("num_bits")
+    if kind == ("float", 8):
+        form: Form = _fp8(name, weights, inputs, layout)
+    elif kind == ("int", 4) and inputs is None:
+        form = _int4(name, weights, layout)
+    else:
+        activations = "" if inputs is None else f", {inputs.get('num_bits')}-bit activations"
+        raise UnsupportedModelError(
+            f"{name}: weights of type {kind[0]} with {kind[1]} bits{activations} are not "
+            "supported; supported are float8 weights with float8 activations, and 4-bit "
+            f"integer weights with raw activations; {FOUR_BIT_FLOATS}"
+        )
+    for what, values in (("weights", weights), ("input_activations", inputs or {})):
+        want_known(values, _KNOWN_OF_VALUES, where=f"{name}.{what}")
+    return Group(form, _targets(name, group.get("targets") or ["Linear"]))
+
+
+def _fp8(
+    name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layout: str | None
+) -> Form:
+    strategy = weights.get("strategy")
+    if strategy not in ("block", "channel", "tensor"):
+        raise UnsupportedModelError(
+            f"{name}: strategy={strategy!r} is not supported for float8 weights; supported are "
+            "block, channel, tensor"
+        )
+    if inputs is None or inputs.get("type") != "float" or inputs.get("num_bits") != 8:
+        raise UnsupportedModelError(f"{name}: float8 weights need float8 activations")
+    if strategy == "block" and list(weights.get("block_structure") or ()) != _BLOCK:
+        raise UnsupportedModelError(
+            f"{name}: block_structure={weights.get('block_structure')} is not supported; "
+            "supported is [128, 128]"
+        )
+    if layout not in _FLOAT_FORMATS:
+        raise UnsupportedModelError(f"{name}: format={layout!r} is not supported for float8")
+    for what, values in (("weights", weights), ("input_activations", inputs)):
+        if not values.get("symmetric", True):
+            raise UnsupportedModelError(f"{name}.{what}: symmetric=False is not for float8")
+    want_nothing(weights, "dynamic", "actorder", where=f"{name}.weights")
+    _check_inputs(name, strategy, inputs)
+    return Fp8Precision(strategy=strategy, is_static=not inputs.get("dynamic"))
+
+
+def _check_inputs(name: str, strategy: str, inputs: Mapping[str, Any]) -> None:
+    """Refuse scales of activations that are for other numbers than those that kernels round
+    together."""
+    dynamic, each = inputs.get("dynamic", False), inputs.get("strategy")
+    if strategy == "block":
+        fits = (
+            dynamic is True and each in (None, "group") and inputs.get("group_size") in (None, 128)
+        )
+    elif dynamic:
+        fits = dynamic is True and each in (None, "token")
+    else:
+        fits = each in (None, "tensor")
+    if not fits:
+        raise UnsupportedModelError(
+            f"{name}.input_activations: strategy={each!r} with dynamic={dynamic!r} and group_size="
+            f"{inputs.get('group_size')!r} is not supported; supported are dynamic groups of 128 "
+            "for weights by block, and dynamic by token or static by tensor for others"
+        )
+
+
+def _int4(name: str, weights: Mapping[str, Any], layout: str | None) -> Form:
+    if layout != "pack-quantized" or weights.get("strategy") not in ("group", "channel"):
+        raise UnsupportedModelError(
+            f"{name}: format={layout!r} with strategy={weights.get('strategy')!r} is not "
+            "supported for 4-bit weights; supported is pack-quantized by group or channel"
+        )
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static"):
+        raise UnsupportedModelError(
+            f"{name}.weights: actorder={order!r} is not supported; groups have to be in the "
+            "inputs' own order (None, 'weight' or 'static')"
+        )
+    return Int4Precision(
+        layout="packed",
+        group=group_size_of(weights, None, where=f"{name}.weights"),
+        is_symmetric=bool(weights.get("symmetric", True)),
+        has_order=True,
+    )
+
+
+def _targets(name: str, targets: list[str]) -> Rule:
+    """Of classes only `Linear` is known, which is all projections: there is no telling them apart
+    by a path."""
+    classes = [each for each in targets if each[:1].isupper() and "." not in each]
+    for each in classes:
+        if each != "Linear":
+            raise UnsupportedModelError(
+                f"{name}: targets has {each!r}; supported are 'Linear', modules and 're:' patterns"
+            )
+    return (lambda _: True) if classes else any_of(targets, f"{name}.targets")

@@ -1,0 +1,104 @@
+"""What readers of quantised checkpoints' configurations share: forms with what they are for, and
+how a setting is refused by its name.
+
+Settings that say how values are to be read are known one by one. Others, which a newer writer may
+have added, are refused unless they say nothing: an unread setting could change every weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from milepost.errors import UnsupportedModelError
+from milepost.layers.quantised import Fp8Precision, Int4Precision
+
+Rule = Callable[[str], bool]
+Form = Fp8Precision | Int4Precision
+
+FOUR_BIT_FLOATS = (
+    "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): use the "
+    "model's FP8 or 4-bit integer checkpoint"
+)
+NOTHING = (None, False, "", 0, [], {})
+"""Values of settings that say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Projections of one form."""
+
+    form: Form
+    targets: Rule = field(default=lambda _: True)
+
+
+Read = tuple[tuple[Group, ...], Rule]
+"""Groups, and which projections are left in the model's type."""
+
+
+def want(settings: Mapping[str, Any], name: str, *wanted: Any, default: Any = None) -> None:
+    """Refuse any other value of a setting."""
+    value = settings.get(name, default)
+    if value not in wanted:
+        supported = " and ".join(map(repr, wanted))
+        raise UnsupportedModelError(
+            f"quantization_config: {name}={value!r} is not supported; supported is {supported}"
+        )
+
+
+def want_nothing(settings: Mapping[str, Any], *names: str, where: str) -> None:
+    """Refuse these settings where they say something."""
+    for name in names:
+        if settings.get(name) not in NOTHING:
+            raise UnsupportedModelError(f"{where}: {name}={settings[name]!r} is not supported")
+
+
+def want_known(settings: Mapping[str, Any], known: Container[str], *, where: str) -> None:
+    """Refuse settings that nothing here reads, where they say something."""
+    want_nothing(settings, *(name for name in settings if name not in known), where=where)
+
+
+def mapping_of(value: Any, what: str) -> Mapping[str, Any]:
+    """Settings within settings; empty where there are none."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UnsupportedModelError(f"quantization_config: {what}={value!r} is no mapping")
+    return value
+
+
+def group_size_of(settings: Mapping[str, Any], default: int | None, *, where: str) -> int:
+    """Inputs of a group; -1 for all of a projection's."""
+    size = settings.get("group_size", default)
+    size = -1 if size is None else size
+    if size not in (-1, 32, 64, 128):
+        raise UnsupportedModelError(
+            f"{where}: group_size={size!r} is not supported; supported are 32, 64, 128 and -1"
+        )
+    return int(size)
+
+
+def any_of(patterns: Iterable[str] | None, what: str) -> Rule:
+    """Whether a path is, or is below, one of these modules, or matches `re:` patterns; `what` is
+    the setting's name."""
+    rules = [_matcher(each, what) for each in patterns or ()]
+    return lambda path: any(rule(path) for rule in rules)
+
+
+def expression(pattern: str, what: str) -> re.Pattern[str]:
+    """Refuses what is no regular expression."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UnsupportedModelError(
+            f"quantization_config: {what} has {pattern!r}, which is no regular expression: {error}"
+        ) from error
+
+
+def _matcher(pattern: str, what: str) -> Rule:
+    if pattern.startswith("re:"):
+        found = expression(pattern[3:], what)
+        return lambda path: found.match(path) is not None
+    return lambda path: f".{pattern}." in f".{path}."
