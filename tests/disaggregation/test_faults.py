@@ -249,6 +249,22 @@ def test_a_restarted_engine_is_said_hello_to_again(tiny, fleet):
     fleet.check()
 
 
+def test_an_engine_that_nobody_asks_is_let_go_of(tiny, fleet):
+    """Engines come and go; one that is asked again is said hello to."""
+    first, second = fleet.engines
+    links = second.connector._links
+    fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
+    assert list(links._peers.sockets)
+    clock = links._peers._clock
+    links._peers._clock = lambda: clock() + 3600.0
+    for _ in range(2):  # its thread looks behind what it was told
+        links.end_pulls()
+    assert not list(links._peers.sockets)
+    prompt = tokens(200, 3)
+    assert not is_computed(tiny, fleet, prompt, fleet.prefill(first, prompt))
+    fleet.check()
+
+
 def test_a_hundred_transfers_that_go_wrong_at_random(tiny, transport):
     """At once: aborted, slow, without a lease or interrupted, and nothing is left of any."""
     with running(*open_storm(tiny, transport, 100)) as fleet:

@@ -25,6 +25,8 @@ from milepost.disaggregation.messages import (
 )
 from milepost.disaggregation.transport import TransferError, Transport
 
+IDLE_S = 600.0
+"""After so long without a word a peer is let go of: engines come and go, and addresses change."""
 HINT_S = 2.0
 """So long a prefill waits to hear what another engine has of its prompt."""
 Then = Callable[["Answer | str"], None]
@@ -41,6 +43,8 @@ class Peer:
         self.handle: Any = None
         self.asked: dict[bytes, tuple[float, Then, bool]] = {}
         """By number: until when, who wants the answer, and whether it is no harm if none comes."""
+        self.used_at = 0.0
+        """When it was last spoken to."""
         self._peers = peers
         self._num_asked = 0
         self._is_known = False
@@ -65,6 +69,7 @@ class Peer:
 
     def say(self, beat: Beat) -> None:
         """Without an answer."""
+        self.used_at = self._peers.now
         if self._is_known and not self._over:
             self.socket.send_multipart([b"", b"", ENCODER.encode(beat)])
 
@@ -97,6 +102,7 @@ class Peer:
             then(why)
 
     def _send(self, question: Question, then: Then, is_hint: bool = False) -> None:
+        self.used_at = self._peers.now
         self._num_asked += 1
         number = self._num_asked.to_bytes(8, "big")
         self.asked[number] = self._peers.deadline(is_hint), then, is_hint
@@ -146,6 +152,10 @@ class Peers:
         times = [entry[0] for peer in self._known.values() for entry in peer.asked.values()]
         return min(times, default=None)
 
+    @property
+    def now(self) -> float:
+        return self._clock()
+
     def deadline(self, is_hint: bool) -> float:
         return self._clock() + (min(HINT_S, self._timeout_s) if is_hint else self._timeout_s)
 
@@ -176,9 +186,12 @@ class Peers:
                 peer.end(why)
 
     def give_up_late(self) -> None:
-        """Drop those that have not answered in time."""
+        """Drop those that have not answered in time, and those that nobody asks any more."""
         now = self._clock()
         for peer in list(self._known.values()):
+            if not peer.asked and now - peer.used_at > IDLE_S + self._timeout_s:
+                self.drop(peer, "nothing was asked for long")
+                continue
             late = [number for number, entry in peer.asked.items() if entry[0] <= now]
             if not all(peer.asked[number][2] for number in late):
                 self.drop(peer, f"no answer within {self._timeout_s:g} seconds")
