@@ -110,17 +110,19 @@ class Tier:
         """Evict until so much is free; False if that cannot be. What went is added to `gone`, even
         so. The page `keep`, on which the new items are to hang, stays.
         """
-        wanted = {"pages": num_pages, "states": num_states}
-        if any(wanted[each] > self.budgets[each].capacity for each in wanted):
+        pages, states = self.budgets["pages"], self.budgets["states"]
+        if num_pages <= len(pages.free) and num_states <= len(states.free):
+            return True
+        if num_pages > pages.capacity or num_states > states.capacity:
             return False
         kept = self._items["page"].get(keep)
         if kept is not None:
             self.pin((kept,))
         try:
-            while len(self.budgets["states"].free) < num_states:
+            while len(states.free) < num_states:
                 if not self._evict_state(gone):
                     return False
-            while len(self.budgets["pages"].free) < num_pages:
+            while len(pages.free) < num_pages:
                 if not (self._evict_page(gone) or self._evict_state(gone)):
                     return False
         finally:
@@ -173,7 +175,7 @@ class Tier:
         """Something parts here: its states may be asked for again. Where more than three things
         hang they have been revived before.
         """
-        if self._dependents[page] <= 3:
+        if page in self._heads and self._dependents[page] <= 3:
             for state in self._on(page):
                 self._reorder(state, self._superseded, self._newest)
 
