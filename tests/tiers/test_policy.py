@@ -169,7 +169,9 @@ def test_a_page_on_its_way_down_is_not_offered_nor_what_lies_behind_it():
     engine.crowd_out()
     again = make_request(engine.cache, "w", [*prompt_of(first), 2])
     match, host = engine.cache.match(again.chain), engine.tiers.host
-    host.get("page", again.chain.full_digests()[3]).is_ready = False
+    item = host.get("page", again.chain.full_digests()[3])
+    host.remove(item)
+    host.add(item.what, item.key, item.parent, item.tokens, item.position)
     offer = engine.tiers.loads.offer(again, match)
     assert offer.position < 64
     assert max(end for reason, end in offer.lost if reason == "late_copy") == 103

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -53,8 +54,8 @@ class _Reach:
     """Pages that are on the device, or behind those in any tier and can be read."""
     known: int
     """The same with those whose copies are on their way."""
-    num_far: Sequence[int]
-    """Of the first pages behind the device's, by their number, how many are on disk alone."""
+    far: Sequence[int]
+    """Those that are on disk alone: how many pages are before each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class Loads:
                 continue
             deepest = max(deepest, each.position)
             num_pages = max(each.position // self._size - reach.first, 0)
-            num_far = reach.num_far[num_pages]
+            num_far = bisect_left(reach.far, reach.first + num_pages)
             seconds = self._holdings.load_seconds(num_pages, num_far, each.rest)
             saved = rates.compute_seconds(each.position - here) - seconds
             if saved > best_saved:
@@ -132,21 +133,22 @@ class Loads:
         return {place: num for place, num in tokens.items() if num}
 
     def _reach(self, digests: Sequence[bytes], first: int) -> _Reach:
-        on_host, on_disk = self._holdings.host.pages, self._holdings.disk.pages
-        readable, num_far = first, [0]
+        host, disk = self._holdings.host, self._holdings.disk
+        on_host, on_disk = host.pages, disk.pages
+        known, far = first, []
         for digest in islice(digests, first, None):
-            item = on_host.get(digest)
-            is_far = item is None
-            if item is None:
-                item = on_disk.get(digest)
-            if item is None or not item.is_ready:
-                break
-            num_far.append(num_far[-1] + is_far)
-            readable += 1
-        known = readable
-        while known < len(digests) and (digests[known] in on_host or digests[known] in on_disk):
+            if digest not in on_host:
+                if digest not in on_disk:
+                    break
+                far.append(known)
             known += 1
-        return _Reach(first=first, readable=readable, known=known, num_far=num_far)
+        readable = known
+        if not (host.unready.isdisjoint(digests) and disk.unready.isdisjoint(digests)):
+            for index in range(first, known):
+                if self._holdings.find("page", digests[index]) is None:
+                    readable = index
+                    break
+        return _Reach(first=first, readable=readable, known=known, far=far)
 
     def _candidates(
         self, request: Request, digests: Sequence[bytes], reach: _Reach, match: Match
@@ -160,24 +162,31 @@ class Loads:
                     is_there = position <= reach.readable * self._size
                     yield _LoadCandidate(position=position, rest=() if is_there else None)
             return
-        host, disk = self._holdings.host, self._holdings.disk
+        on_host, on_disk = self._holdings.host.heads, self._holdings.disk.heads
         for num_pages in range(reach.known, above // self._size - 1, -1):
             page = digests[num_pages - 1] if num_pages else chain.root
-            positions = {*host.positions(page), *disk.positions(page)}
+            if page not in on_host and page not in on_disk:
+                continue
             begin = num_pages * self._size
+            positions = {*on_host.get(page, ()), *on_disk.get(page, ())}
             for position in sorted(positions, reverse=True):
                 if not above < position <= limit:
                     continue
                 key = checkpoint_key(page, chain.token_bytes(begin, position))
-                if host.get("state", key) is None and disk.get("state", key) is None:
-                    continue
-                needs: tuple[What, ...] = ("state",)
-                if position > max(begin, match.kv_length, above):
-                    needs = ("tail", "state")
-                rest = [self._holdings.find(what, key) for what in needs]
-                is_there = num_pages <= reach.readable and all(rest)
-                there = [item for item in rest if item is not None]
-                yield _LoadCandidate(position=position, rest=there if is_there else None)
+                has_tail = position > max(begin, match.kv_length, above)
+                rest = self._rest(key, has_tail=has_tail)
+                if rest is not None:
+                    is_there = num_pages <= reach.readable and all(rest)
+                    there = [item for item in rest if item is not None]
+                    yield _LoadCandidate(position=position, rest=there if is_there else None)
+
+    def _rest(self, key: bytes, *, has_tail: bool) -> list[Item | None] | None:
+        """What a state needs beside pages, as far as it can be read; None if there is no such."""
+        holdings = self._holdings
+        if holdings.host.get("state", key) is None and holdings.disk.get("state", key) is None:
+            return None
+        needs: tuple[What, ...] = ("tail", "state") if has_tail else ("state",)
+        return [holdings.find(what, key) for what in needs]
 
     # --- what is brought --------------------------------------------------------------------------
 

@@ -68,6 +68,8 @@ class Tier:
         self.num_evicted = 0
         self.num_changes = 0
         """Of what is there and can be read."""
+        self.unready: set[bytes] = set()
+        """Pages whose contents are not there."""
         self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
         self._heads: dict[bytes, dict[int, dict[bytes, Item]]] = {}
         """States by the page, or the root, that they hang on, by position: of those that end at the
@@ -100,9 +102,10 @@ class Tier:
         """Whether something hangs on a page, or a tail's state is there."""
         return key in (self._items["state"] if what == "tail" else self._dependents)
 
-    def positions(self, page: bytes) -> Collection[int]:
-        """Of the states that hang on a page, or on a root."""
-        return self._heads.get(page, ())
+    @property
+    def heads(self) -> Mapping[bytes, Collection[int]]:
+        """Positions of the states that hang on a page, or on a root."""
+        return self._heads
 
     # --- what comes -------------------------------------------------------------------------------
 
@@ -139,6 +142,8 @@ class Tier:
         assert key not in self._items[what], "an item is there once"
         self._items[what][key] = item
         self.num_changes += 1
+        if what == "page":
+            self.unready.add(key)
         if what != "tail":
             self._hang(parent, +1)
             self._revive(parent)
@@ -154,6 +159,8 @@ class Tier:
     def fill(self, item: Item) -> None:
         """An item's contents are there."""
         item.is_ready = True
+        if item.what == "page":
+            self.unready.discard(item.key)
         self.num_changes += 1
 
     def _supersede(self, newer: Item) -> None:
@@ -222,6 +229,8 @@ class Tier:
                 self._loose[tail.key] = tail
         else:
             self._loose.pop(item.key, None)
+        if item.what == "page":
+            self.unready.discard(item.key)
         if item.what != "tail":
             self._hang(item.parent, -1)
 
