@@ -109,7 +109,7 @@ class Runs:
             while engine.scheduler.has_work or engine.copier.is_busy:
                 self.step(engine)
                 self.check(engine)
-            assert engine.cache.pages.num_used == engine.cache.slots.pool.num_used == 0
+            assert engine.cache.pages.num_used == engine.cache.slots.num_used == 0
             for tier in (engine.tiers.host, engine.tiers.disk):
                 assert not any(item.pins for item in tier)
             self.loaded.update(engine.cache.stats.loaded)
