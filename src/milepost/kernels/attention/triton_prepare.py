@@ -14,6 +14,7 @@ from milepost.kernels.attention.pages import as_bytes
 from milepost.kernels.device import probe
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.strides import check_rows
 from milepost.kernels.triton_float8 import encode, has_fp8
 
 _FEW_TOKENS = 256
@@ -34,6 +35,7 @@ def prepare(
 ) -> Tensor:
     """As `reference.prepare`, with norms of each head or none; `norm_scale` is float32, and
     `kv_rows` [T] int64 say where each token's key goes, -1 for nowhere."""
+    check_rows(projected=projected, norm_scale=norm_scale, kv_rows=kv_rows)
     num_tokens = len(projected)
     _, _, page_size, num_kv_heads, head_dim = pool.shape
     cosines, sines = angles or (None, None)

@@ -21,6 +21,7 @@ from milepost.kernels.moe import few, gemv, grouped_gemm, tall
 from milepost.kernels.moe.activation import is_gated
 from milepost.kernels.moe.grouping import MANY_ROUTED, group_few, group_many
 from milepost.kernels.moe.routing import route
+from milepost.kernels.strides import check_contiguous, check_rows
 from milepost.kernels.tiles import Tiles
 
 __all__ = ["partials", "route"]
@@ -77,6 +78,8 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
     them, `up` [X, 2 * I, H], or [X, I, H] of experts without gates, and `down` [X, H, I]
     contiguous.
     """
+    check_rows(hidden=hidden)
+    check_contiguous(weights=weights, experts=experts, up=up, down=down)
     num_tokens, top_k = experts.shape
     num_routed = experts.numel()
     output = hidden.new_empty(num_tokens, top_k, down.shape[1])

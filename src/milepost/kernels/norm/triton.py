@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.strides import check_rows
 
 _COLUMNS = 1024
 
@@ -19,6 +20,7 @@ def add_norm(
     hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32."""
+    check_rows(hidden=hidden, delta=delta, scale=scale)
     num_tokens, size = hidden.shape
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)

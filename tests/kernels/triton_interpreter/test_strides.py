@@ -1,0 +1,56 @@
+"""Tensors that a fused kernel would read wrongly are refused before it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from milepost.kernels import gated_delta, kda, mamba2
+from milepost.kernels.attention import triton as attention
+from milepost.kernels.attention import triton_prepare
+from milepost.kernels.linear import triton as linear
+from milepost.kernels.mla import triton as mla
+from milepost.kernels.moe import triton as moe
+from milepost.kernels.norm import triton as norm
+
+ROWS, SLOTS = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
+STATES, CONV = torch.zeros(3, 2, 4, 4), torch.zeros(3, 8, 3)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same, with something between any two neighbours."""
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+CALLS: dict[str, tuple[str, Callable[[], object]]] = {
+    "attention": ("gate", lambda: attention.attend(STATES[0], apart(ROWS), None, SLOTS, None, 1)),
+    "prepare": (
+        "projected",
+        lambda: triton_prepare.prepare(apart(ROWS), None, 0, None, STATES, SLOTS, num_heads=1),
+    ),
+    "mla": ("query", lambda: mla.attend(apart(STATES[0]), STATES[0], CONV, SLOTS, None, 1)),
+    "gated_delta": (
+        "projected",
+        lambda: gated_delta.mix(apart(ROWS), None, CONV, STATES, SLOTS, SLOTS),
+    ),
+    "gated_delta's states": (
+        "recurrent_pool",
+        lambda: gated_delta.mix(ROWS, None, CONV, STATES.mT, SLOTS, SLOTS),
+    ),
+    "kda": ("gate", lambda: kda.mix(*[ROWS] * 2, apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0)),
+    "mamba2": ("conv_pool", lambda: mamba2.mix(ROWS, None, CONV.mT, STATES, SLOTS, SLOTS, None)),
+    "norm": ("delta", lambda: norm.add_norm(ROWS, apart(ROWS), ROWS[0], 1e-6)),
+    "linear": ("weight", lambda: linear.multiply(ROWS, ROWS.T, None, None, 1)),
+    "moe": ("down", lambda: moe.partials(ROWS, SLOTS, SLOTS, STATES, STATES.mT)),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS.values(), ids=CALLS)
+def test_a_tensor_that_lies_otherwise_is_refused_by_name(
+    name: str, call: Callable[[], object]
+) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        call()
