@@ -25,6 +25,7 @@ from milepost.kernels.gated_delta import mixer
 from milepost.kernels.gated_delta.layout import VerifyLayout, lay_out_verifies
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
+from milepost.kernels.strides import check_rows, check_slots
 
 __all__ = [
     "CHUNK",
@@ -111,6 +112,8 @@ def mix(
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
         return mixer.mix(projected, weights, *pools, layout, records)
+    check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
+    check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
     if layout is None:
         from milepost.kernels.gated_delta import triton_decode
 

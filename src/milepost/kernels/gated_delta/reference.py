@@ -81,7 +81,7 @@ def prefill(
     goes from chunk to chunk.
     """
     chunks = _wy_fwd(query_key, value, log_decay, beta, layout)
-    return carry(chunks, pool, slot_in, slot_out, layout).to(value.dtype)
+    return chunk_fwd(chunks, pool, slot_in, slot_out, layout).to(value.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Chunks:
         state.mul_(self.decay[rows]).baddbmm_(self.keys[rows].transpose(1, 2), self.u[rows])
 
 
-def carry(
+def chunk_fwd(
     chunks: Chunks, pool: Tensor, slot_in: Tensor, slot_out: Tensor, layout: ChunkRows
 ) -> Tensor:
     """Carry the states from chunk to chunk; returns the outputs [T, V, W] and writes `pool`,

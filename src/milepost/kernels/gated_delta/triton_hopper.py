@@ -19,26 +19,30 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import num_sms
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.gluon import load_box, thread_barrier
+from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-
-STATE_SIZE = 128
-"""Of a key and a value: a thread for each of their channels."""
-_LINE = 32
-"""Numbers of a line, 128 bytes: the most that TMA swizzles. It is to read a state line
-by line, since memory is slower in strides."""
-_BOX = 256
-"""Lines that it copies at a time, the most."""
-_ALIGNMENT = 16
-"""Bytes: TMA's."""
-_MAX_LINES = 2**31
-"""TMA counts lines from the first state to the last."""
+from milepost.kernels.states_gluon import (
+    BY_LINE,
+    STATE,
+    STATE_SIZE,
+    can_describe,
+    convolve,
+    delta_rule,
+    describe_states,
+    fetch,
+    keep_window,
+    load_window,
+    open_places,
+    rms_scale,
+    sigmoid,
+    softplus,
+    take,
+    unit_scale,
+)
 
 
 def suits(recurrent_pool: Tensor) -> bool:
@@ -49,25 +53,6 @@ def suits(recurrent_pool: Tensor) -> bool:
         and recurrent_pool.stride(0) % STATE_SIZE == 0
         and can_describe(recurrent_pool)
     )
-
-
-def can_describe(recurrent_pool: Tensor) -> bool:
-    """Whether TMA reaches all states."""
-    is_aligned = recurrent_pool.data_ptr() % _ALIGNMENT == 0
-    return is_aligned and _num_lines(recurrent_pool) < _MAX_LINES
-
-
-def _num_lines(recurrent_pool: Tensor) -> int:
-    """Lines from the first state to the last, with what lies between."""
-    states = (len(recurrent_pool) - 1) * recurrent_pool.stride(0) + recurrent_pool[0].numel()
-    return states // _LINE
-
-
-def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
-    """Line by line."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    lines = recurrent_pool.as_strided((_num_lines(recurrent_pool), _LINE), (_LINE, 1))
-    return TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
 
 
 def decode(
@@ -143,32 +128,18 @@ def _decode_kernel(
     STAGES: gl.constexpr,
 ):
     """Every so many units, each the value heads of a key head of a sequence."""
-    # A warp holds 32 columns of a state, so sums over rows stay inside it.
-    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0])
-    # The same by lines, four to a row.
-    LINE: gl.constexpr = states.block_type.shape[1]
-    LINES: gl.constexpr = SIZE * SIZE // LINE
-    BY_LINE: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0], [64, 0], [128, 0], [256, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
-        warp_bases=[[1, 0], [2, 0]],
-        block_bases=[],
-        shape=[LINES, LINE],
-    )
-    # A thread holds a channel's inputs: a convolution state is changed in place by who has read it.
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
-    places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(stage), count=1)
+    LINE: gl.constexpr = states.block_type.shape[1]
+    LINES: gl.constexpr = SIZE * SIZE // LINE
+    places, loaded = open_places(states, LINES, STAGES)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = GROUP * ((num_units - first + stride - 1) // stride)
     slot_lines = slot_stride // LINE
     work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
     for ahead in gl.static_range(STAGES):
-        fetch(work, ahead, KEY_HEADS, GROUP, SIZE, STAGES)
+        fetch(work, ahead, KEY_HEADS, GROUP, LINES, STAGES)
 
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -201,8 +172,8 @@ def _decode_kernel(
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
         query, key = convolve(query_window), convolve(key_window)
-        query *= gl.rsqrt(gl.sum(query * query, 0) + 1e-6) * SIZE**-0.5
-        key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
+        query *= unit_scale(query) * SIZE**-0.5
+        key *= unit_scale(key)
         query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
         key = gl.convert_layout(key, gl.SliceLayout(1, STATE))[:, None]
         keep_window(query_window, kept, key_head, is_real, SIZE, TAPS, WINDOW)
@@ -212,83 +183,21 @@ def _decode_kernel(
             head = key_head * GROUP + member
             value = gl.convert_layout(convolve(window), gl.SliceLayout(0, STATE))
             keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
-            beta = 1 / (1 + gl.exp(-strengths[0].to(gl.float32)))
+            beta = sigmoid(strengths[0])
             wide = strengths[1].to(gl.float32) + decays[1]
-            decay = gl.exp(decays[0] * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
+            decay = gl.exp(decays[0] * softplus(wide))
 
-            mbarrier.wait(loaded.index(number % STAGES), number // STAGES & 1)
-            state = places.index(number % STAGES).load(BY_LINE).reshape([SIZE, SIZE])
-            state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
+            state = take(work, number, STATE, BY_LINE, [SIZE, SIZE]) * decay
             # All threads have the state: its place is free.
             thread_barrier()
-            fetch(work, number + STAGES, KEY_HEADS, GROUP, SIZE, STAGES)
+            fetch(work, number + STAGES, KEY_HEADS, GROUP, LINES, STAGES)
             number += 1
-            change = (value - gl.sum(state * key, 0)) * beta
-            state += key * change[None, :]
+            state = delta_rule(state, key, value, beta)
             written_at = written + head * (SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
             gl.store(written_at, state, mask=is_real)
             x = gl.sum(state * query, 0)
-            x *= gl.rsqrt(gl.sum(x * x, 0) / SIZE + norm_eps) * scale
+            x *= rms_scale(x, norm_eps, SIZE) * scale
             gate = gate.to(gl.float32)
             x = gl.where(is_real, x * gate / (1 + gl.exp(-gate)), 0.0)
             output_at = output + (sequence * VALUE_HEADS + head) * SIZE + column
             gl.store(output_at, x.to(output.dtype.element_ty))
-
-
-@gluon.jit
-def fetch(
-    work,
-    number,
-    KEY_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Have this program's state of this number brought to shared memory, if there is one. Of
-    padding nothing is read, and its turn is over at once."""
-    states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded = work
-    BOX: gl.constexpr = states.block_type.shape[0]
-    LINES: gl.constexpr = SIZE * SIZE // states.block_type.shape[1]
-    if number < num_states:
-        unit = first + number // GROUP * stride
-        sequence, head = unit // KEY_HEADS, unit % KEY_HEADS * GROUP + number % GROUP
-        is_real = gl.load(slot_out + sequence) >= 0
-        line = gl.load(slot_in + sequence).to(gl.int32) * slot_lines + head * LINES
-        bar = loaded.index(number % STAGES)
-        place = places.index(number % STAGES)
-        mbarrier.expect(bar, SIZE * SIZE * 4, pred=is_real)
-        mbarrier.arrive(bar, count=1, pred=is_real == 0)
-        for at in gl.static_range(0, LINES, BOX):
-            part = place.slice(at, BOX)
-            load_box(states, [line + at, 0], bar, part, pred=is_real)
-
-
-@gluon.jit
-def load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr):
-    """A head's inputs of the convolution, oldest first, and its weights: [SIZE, BLOCK_TAPS]."""
-    token, weight, source = inputs
-    channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
-    tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
-    taps = gl.load(weight + channel * TAPS + tap, mask=tap < TAPS, other=0.0)
-    older = gl.load(source + channel * (TAPS - 1) + tap, mask=tap < TAPS - 1, other=0.0)
-    newest = gl.load(token + channel)
-    return gl.where(tap == TAPS - 1, newest, older.to(newest.dtype)), taps
-
-
-@gluon.jit
-def convolve(window):
-    """Convolution and SiLU, a channel a thread."""
-    x = gl.sum(window[0].to(gl.float32) * window[1].to(gl.float32), 1)
-    return x / (1 + gl.exp(-x))
-
-
-@gluon.jit
-def keep_window(
-    window, target, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr
-):
-    """Move a head's convolution state on by one input."""
-    channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
-    tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
-    is_kept = is_real & (tap > 0) & (tap < TAPS)
-    at = target + channel * (TAPS - 1) + tap - 1
-    gl.store(at, window[0].to(target.dtype.element_ty), mask=is_kept)

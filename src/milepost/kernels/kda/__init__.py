@@ -23,6 +23,7 @@ from milepost.kernels.device import Chip
 from milepost.kernels.kda import mixer
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
+from milepost.kernels.strides import check_contiguous, check_rows, check_slots
 
 __all__ = ["CHUNK", "KDAOperation", "KDAWeights", "mix"]
 
@@ -91,6 +92,9 @@ def mix(
     inputs, pools = (projected, decay_inputs, gate, weights), (conv_pool, recurrent_pool)
     if isinstance(layout, MixerRows):
         return mixer.mix(*inputs, *pools, layout)
+    check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
+    check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
+    check_contiguous(decay_inputs=decay_inputs, gate=gate)
     if isinstance(layout, DecodeLayout):
         from milepost.kernels.kda import triton_decode
 

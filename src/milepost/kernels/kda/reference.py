@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.chunk_rows import ChunkRows
-from milepost.kernels.gated_delta.reference import Chunks, carry, chunked, normalise
+from milepost.kernels.gated_delta.reference import Chunks, chunk_fwd, chunked, normalise
 
 
 def prefill(
@@ -38,7 +38,7 @@ def prefill(
     slots on the way.
     """
     chunks = _wy_fwd(query_key, value, log_decay, beta, layout)
-    return carry(chunks, pool, slot_in, slot_out, layout).to(value.dtype)
+    return chunk_fwd(chunks, pool, slot_in, slot_out, layout).to(value.dtype)
 
 
 def _wy_fwd(

@@ -10,21 +10,29 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gated_delta.triton_hopper import (
-    STATE_SIZE,
-    convolve,
-    describe_states,
-    fetch,
-    keep_window,
-    load_window,
-)
 from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.states_gluon import (
+    BY_LINE,
+    STATE,
+    STATE_SIZE,
+    convolve,
+    delta_rule,
+    describe_states,
+    fetch,
+    keep_window,
+    load_window,
+    open_places,
+    rms_scale,
+    sigmoid,
+    softplus,
+    take,
+    unit_scale,
+)
 
 
 def decode(
@@ -98,27 +106,15 @@ def _decode_kernel(
     BLOCK_TAPS: gl.constexpr,
 ):
     """Every so many units, each a head of a sequence."""
-    # As in Gated DeltaNet's kernel: a warp holds 32 columns of a state; the same by lines; a thread
-    # holds a channel's inputs.
-    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0])
+    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     LINE: gl.constexpr = states.block_type.shape[1]
     LINES: gl.constexpr = SIZE * SIZE // LINE
-    BY_LINE: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0], [64, 0], [128, 0], [256, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
-        warp_bases=[[1, 0], [2, 0]],
-        block_bases=[],
-        shape=[LINES, LINE],
-    )
-    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
-    places = gl.allocate_shared_memory(gl.float32, [1, LINES, LINE], states.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(loaded.index(0), count=1)
+    places, loaded = open_places(states, LINES, 1)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = (num_units - first + stride - 1) // stride
     slot_lines = slot_stride // LINE
     work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
-    fetch(work, 0, HEADS, 1, SIZE, 1)
+    fetch(work, 0, HEADS, 1, LINES, 1)
 
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -150,9 +146,9 @@ def _decode_kernel(
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
         query, key = convolve(query_window), convolve(key_window)
-        query *= gl.rsqrt(gl.sum(query * query, 0) + 1e-6) * SIZE**-0.5
-        key *= gl.rsqrt(gl.sum(key * key, 0) + 1e-6)
-        decay = gl.exp(rate * gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide))))
+        query *= unit_scale(query) * SIZE**-0.5
+        key *= unit_scale(key)
+        decay = gl.exp(rate * softplus(wide))
         query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
         key = gl.convert_layout(key, gl.SliceLayout(1, STATE))[:, None]
         decay = gl.convert_layout(decay, gl.SliceLayout(1, STATE))[:, None]
@@ -160,19 +156,16 @@ def _decode_kernel(
         keep_window(query_window, kept, head, is_real, SIZE, TAPS, WINDOW)
         keep_window(key_window, kept, HEADS + head, is_real, SIZE, TAPS, WINDOW)
         keep_window(value_window, kept, 2 * HEADS + head, is_real, SIZE, TAPS, WINDOW)
-        beta = 1 / (1 + gl.exp(-strength.to(gl.float32)))
+        beta = sigmoid(strength)
 
-        mbarrier.wait(loaded.index(0), number & 1)
-        state = places.index(0).load(BY_LINE).reshape([SIZE, SIZE])
-        state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
+        state = take(work, number, STATE, BY_LINE, [SIZE, SIZE]) * decay
         # All threads have the state: its place is free.
         thread_barrier()
-        fetch(work, number + 1, HEADS, 1, SIZE, 1)
-        change = (value - gl.sum(state * key, 0)) * beta
-        state += key * change[None, :]
+        fetch(work, number + 1, HEADS, 1, LINES, 1)
+        state = delta_rule(state, key, value, beta)
         written_at = written + head * (SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
         gl.store(written_at, state, mask=is_real)
         x = gl.sum(state * query, 0)
-        x *= gl.rsqrt(gl.sum(x * x, 0) / SIZE + norm_eps) * scale
+        x *= rms_scale(x, norm_eps, SIZE) * scale
         x = gl.where(is_real, x / (1 + gl.exp(-own_gate.to(gl.float32))), 0.0)
         gl.store(output + own + column, x.to(output.dtype.element_ty))

@@ -24,6 +24,7 @@ from milepost.kernels.device import Chip
 from milepost.kernels.mamba2 import mixer
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
+from milepost.kernels.strides import check_rows, check_slots
 
 __all__ = ["Mamba2Operation", "Mamba2Weights", "choose_chunk", "mix"]
 
@@ -94,6 +95,8 @@ def mix(
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
         return mixer.mix(projected, weights, *pools, layout)
+    check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
+    check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
     if isinstance(layout, DecodeLayout):
         from milepost.kernels.mamba2 import triton_decode
 

@@ -12,25 +12,41 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gated_delta.triton_hopper import (
-    can_describe,
-    describe_states,
-    keep_window,
-    load_window,
-)
-from milepost.kernels.gluon import load_box, thread_barrier
+from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.states_gluon import (
+    can_describe,
+    convolve,
+    describe_states,
+    fetch,
+    keep_window,
+    load_window,
+    open_places,
+    softplus,
+    take,
+)
 
 _HEAD_DIM, _STATE_SIZE = 64, 128
 _MOST_HEADS = 16
 """Of a group: its outputs stay in registers until its norm is known."""
 _STAGES = 2
 """Places for states in a program."""
+_STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+"""Of [P, K]: a warp holds whole rows, so sums over columns stay inside it."""
+_BY_LINE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [64, 0], [128, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[_HEAD_DIM * _STATE_SIZE // 32, 32],
+    )
+)
+"""The same by lines, four to a row."""
 
 
 def suits(weights: Mamba2Weights, recurrent_pool: Tensor, num_sequences: int) -> bool:
@@ -129,36 +145,23 @@ def _decode_kernel(
     STAGES: gl.constexpr,
 ):
     """Every so many units, each a group of a sequence, EACH heads."""
-    # A warp holds whole rows of a state, so sums over columns stay inside it; the same by lines,
-    # four to a row; a thread holds a channel's inputs.
-    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     LINE: gl.constexpr = states.block_type.shape[1]
     LINES: gl.constexpr = HEAD_DIM * STATE_SIZE // LINE
-    BY_LINE: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [64, 0], [128, 0]],
-        lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[LINES, LINE],
-    )
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     HEADS: gl.constexpr = GROUPS * EACH
     INNER: gl.constexpr = HEADS * HEAD_DIM
     CHANNELS: gl.constexpr = INNER + 2 * GROUPS * STATE_SIZE
     FIRST_B: gl.constexpr = INNER // STATE_SIZE
-    places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(stage), count=1)
+    places, loaded = open_places(states, LINES, STAGES)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_states = EACH * ((num_units - first + stride - 1) // stride)
     slot_lines = slot_stride // LINE
     work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
     for ahead in gl.static_range(STAGES):
-        _fetch(work, ahead, GROUPS, EACH, LINES, STAGES)
+        fetch(work, ahead, GROUPS, EACH, LINES, STAGES)
 
-    row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, STATE))
-    column = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, STATE))
+    row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, _STATE))
+    column = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, _STATE))
     channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, WINDOW))
     wide_channel = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(1, WINDOW))
     wait_for_inputs()
@@ -178,12 +181,12 @@ def _decode_kernel(
         p_bias = conv_bias
         if conv_bias is not None:
             p_bias = conv_bias + INNER + group * STATE_SIZE + wide_channel
-        b = _convolve(b_window, p_bias)
+        b = convolve(b_window, p_bias)
         if conv_bias is not None:
             p_bias = conv_bias + INNER + (GROUPS + group) * STATE_SIZE + wide_channel
-        c = _convolve(c_window, p_bias)
-        b = gl.convert_layout(b, gl.SliceLayout(0, STATE))[None, :]
-        c = gl.convert_layout(c, gl.SliceLayout(0, STATE))[None, :]
+        c = convolve(c_window, p_bias)
+        b = gl.convert_layout(b, gl.SliceLayout(0, _STATE))[None, :]
+        c = gl.convert_layout(c, gl.SliceLayout(0, _STATE))[None, :]
         keep_window(b_window, kept, FIRST_B + group, is_real, STATE_SIZE, TAPS, WINDOW)
         keep_window(c_window, kept, FIRST_B + GROUPS + group, is_real, STATE_SIZE, TAPS, WINDOW)
         outputs = ()
@@ -194,22 +197,17 @@ def _decode_kernel(
             if conv_bias is not None:
                 p_bias = conv_bias + head * HEAD_DIM + channel
             gate = gl.load(token + head * HEAD_DIM + row).to(gl.float32)
-            wide = gl.load(token + INNER + CHANNELS + head).to(gl.float32)
-            wide += gl.load(dt_bias + head)
-            step = gl.where(wide > 20, wide, gl.log(1 + gl.exp(wide)))
-            step = gl.where(step < dt_low, dt_low, step)
-            step = gl.where(step > dt_high, dt_high, step)
+            p_dt = token + INNER + CHANNELS + head
+            step = _time_step(p_dt, dt_bias + head, dt_low, dt_high)
             decay, own_skip = gl.exp(step * gl.load(rate + head)), gl.load(skip + head)
-            x = gl.convert_layout(_convolve(window, p_bias), gl.SliceLayout(1, STATE))
+            x = gl.convert_layout(convolve(window, p_bias), gl.SliceLayout(1, _STATE))
             keep_window(window, kept, head, is_real, HEAD_DIM, TAPS, WINDOW)
 
             place = number + member
-            mbarrier.wait(loaded.index(place % STAGES), place // STAGES & 1)
-            state = places.index(place % STAGES).load(BY_LINE).reshape([HEAD_DIM, STATE_SIZE])
-            state = gl.convert_layout(state, STATE, assert_trivial=True) * decay
+            state = take(work, place, _STATE, _BY_LINE, [HEAD_DIM, STATE_SIZE]) * decay
             # All threads have the state: its place is free.
             thread_barrier()
-            _fetch(work, place + STAGES, GROUPS, EACH, LINES, STAGES)
+            fetch(work, place + STAGES, GROUPS, EACH, LINES, STAGES)
             state += (x * step)[:, None] * b
             at = (head * HEAD_DIM + row)[:, None] * STATE_SIZE + column[None, :]
             gl.store(written + at, state, mask=is_real)
@@ -221,42 +219,27 @@ def _decode_kernel(
             outputs += ((y, gate),)
         scale = gl.rsqrt(squares / (EACH * HEAD_DIM) + norm_eps)
         for member in gl.static_range(EACH):
-            y, gate = outputs[member]
             o_head = (group * EACH + member) * HEAD_DIM + row
-            y *= scale * gl.load(norm_weight + o_head)
-            if BEFORE_GATE:
-                y *= gate
+            y = _normed(outputs[member], scale, norm_weight + o_head, BEFORE_GATE)
             y = gl.where(is_real, y, 0.0)
             gl.store(output + sequence * INNER + o_head, y.to(output.dtype.element_ty))
 
 
 @gluon.jit
-def _fetch(
-    work,
-    number,
-    GROUPS: gl.constexpr,
-    EACH: gl.constexpr,
-    LINES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """As Gated DeltaNet's, of states of so many lines."""
-    states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded = work
-    LINE: gl.constexpr = states.block_type.shape[1]
-    if number < num_states:
-        unit = first + number // EACH * stride
-        sequence, head = unit // GROUPS, unit % GROUPS * EACH + number % EACH
-        is_real = gl.load(slot_out + sequence) >= 0
-        line = gl.load(slot_in + sequence).to(gl.int32) * slot_lines + head * LINES
-        bar = loaded.index(number % STAGES)
-        mbarrier.expect(bar, LINES * LINE * 4, pred=is_real)
-        mbarrier.arrive(bar, count=1, pred=is_real == 0)
-        load_box(states, [line, 0], bar, places.index(number % STAGES), pred=is_real)
+def _time_step(p_input, p_bias, dt_low, dt_high):
+    """A head's time step, between its limits."""
+    wide = gl.load(p_input).to(gl.float32)
+    wide += gl.load(p_bias)
+    step = softplus(wide)
+    step = gl.where(step < dt_low, dt_low, step)
+    return gl.where(step > dt_high, dt_high, step)
 
 
 @gluon.jit
-def _convolve(window, p_bias):
-    """Convolution and SiLU, a channel a thread."""
-    x = gl.sum(window[0].to(gl.float32) * window[1].to(gl.float32), 1)
-    if p_bias is not None:
-        x += gl.load(p_bias).to(gl.float32)
-    return x / (1 + gl.exp(-x))
+def _normed(output, scale, p_weight, BEFORE_GATE: gl.constexpr):
+    """A head's output and the SiLU of its gate, if that was not taken yet, normed."""
+    y, gate = output
+    y *= scale * gl.load(p_weight)
+    if BEFORE_GATE:
+        y *= gate
+    return y

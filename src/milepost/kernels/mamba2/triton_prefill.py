@@ -2,10 +2,10 @@
 
 1. `convolve`: some channels of a tile in each program; x, B and C.
 2. `discretise`: some heads of a chunk; time steps and decays.
-3. `carry`: a head's state, from chunk to chunk of a sequence, in float32; leaves the state before
-   every chunk, writes exports and final states. (Chunk states and their passing at once: what each
-   chunk adds is never written.)
-4. `scan`: some heads of a group and chunk; outputs from states and tokens.
+3. `chunk_fwd_h`: a head's state, from chunk to chunk of a sequence, in float32; leaves the state
+   before every chunk, writes exports and final states. (Mamba2's chunk states and their passing at
+   once: what each chunk adds is never written.)
+4. `chunk_fwd_o`: some heads of a group and chunk; outputs from states and tokens (its chunk scan).
 5. `norm`: a group of some tokens.
 
 A chunk's arithmetic depends on nothing but its tokens and the state before it: that is what makes
@@ -26,7 +26,7 @@ from milepost.kernels.chunks import TILE, ChunkLayout
 from milepost.kernels.device import num_sms, probe
 from milepost.kernels.mamba2.triton_inputs import convolve, discretise
 from milepost.kernels.mamba2.triton_norm import norm
-from milepost.kernels.mamba2.triton_states import carry, scan
+from milepost.kernels.mamba2.triton_states import chunk_fwd_h_kernel, chunk_fwd_o_kernel
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED
 
@@ -37,17 +37,17 @@ _HEADS = 8
 """Of a program of `discretise`."""
 _ROWS = 64
 """Tiles of products are no narrower, as in Gated DeltaNet; of float32 they are no taller in
-`scan`."""
-_SCANNED = 8
-"""Heads of a program of `scan`, at most."""
-_CARRIED = 64
-"""Columns of the state in one program of `carry`."""
+`chunk_fwd_o`."""
+_O_HEADS = 8
+"""Heads of a program of `chunk_fwd_o`, at most."""
+_H_COLUMNS = 64
+"""Columns of the state in one program of `chunk_fwd_h`."""
 _NORMED = 4096
 """Entries in one program of `norm`."""
 _CONVOLVE = {"num_warps": 4}
 _DISCRETISE = {"num_warps": 4}
-_CARRY = {"num_warps": 8, "num_stages": 3}
-_SCAN_WARPS, _SCAN_STAGES = 4, 3
+_CHUNK_FWD_H = {"num_warps": 8, "num_stages": 3}
+_O_WARPS, _O_STAGES = 4, 3
 """The former for each _ROWS rows; the latter where there is room."""
 _NORM = {"num_warps": 4}
 
@@ -67,7 +67,7 @@ def prefill(
     slots = slot_in, slot_out
     mixed = _convolve(projected[:, inner:], weights, conv_pool, slots, layout)
     steps, sums = _discretise(projected[:, -heads:], weights, layout)
-    y = _scan(mixed, steps, sums, weights.skip, recurrent_pool, slots, layout)
+    y = _chunk_fwd(mixed, steps, sums, weights.skip, recurrent_pool, slots, layout)
     return _norm(y, projected, weights, recurrent_pool, layout)
 
 
@@ -136,7 +136,7 @@ def _discretise(
     return steps, sums
 
 
-def _scan(
+def _chunk_fwd(
     mixed: Tensor,
     steps: Tensor,
     sums: Tensor,
@@ -158,7 +158,7 @@ def _scan(
         "STATE_SIZE": state_size,
         "BLOCK_P": max(_ROWS, triton.next_power_of_2(head_dim)),
     }
-    carry[triton.cdiv(state_size, _CARRIED), heads, len(slots[0])](
+    chunk_fwd_h_kernel[triton.cdiv(state_size, _H_COLUMNS), heads, len(slots[0])](
         num_tokens,
         layout.sequence_chunk,
         layout.chunk_begin,
@@ -173,15 +173,15 @@ def _scan(
         states,
         **sizes,
         C=layout.chunk,
-        BLOCK_K=_CARRIED,
-        **_CARRY,
+        BLOCK_K=_H_COLUMNS,
+        **_CHUNK_FWD_H,
         **OVERLAPPED,
     )
     rows = _ROWS if mixed.dtype == torch.float32 else layout.chunk
     parts = triton.cdiv(layout.chunk, rows)
     block_k = max(_ROWS, triton.next_power_of_2(state_size))
     each = _choose_heads(heads, groups, num_chunks * parts, num_sms(mixed.device))
-    scan[heads // each, num_chunks * parts](
+    chunk_fwd_o_kernel[heads // each, num_chunks * parts](
         num_tokens,
         skip,
         layout.chunk_begin,
@@ -196,7 +196,7 @@ def _scan(
         ROWS=rows,
         EACH=each,
         BLOCK_K=block_k,
-        num_warps=_SCAN_WARPS * rows // _ROWS,
+        num_warps=_O_WARPS * rows // _ROWS,
         num_stages=_choose_stages(sizes["BLOCK_P"], block_k, rows, mixed),
         **OVERLAPPED,
     )
@@ -204,16 +204,16 @@ def _scan(
 
 
 def _choose_stages(block_p: int, block_k: int, rows: int, mixed: Tensor) -> int:
-    """Of `scan`, which holds C and B, and of each head on the way its state and x."""
+    """Of `chunk_fwd_o`, which holds C and B, and of each head on the way its state and x."""
     held = 2 * rows * block_k * mixed.element_size()
     each = block_p * (rows + block_k) * mixed.element_size()
     room = probe(mixed.device).shared_bytes - held
-    return _SCAN_STAGES if room >= _SCAN_STAGES * each else _SCAN_STAGES - 1
+    return _O_STAGES if room >= _O_STAGES * each else _O_STAGES - 1
 
 
 def _choose_heads(heads: int, groups: int, num_tiles: int, num_sms: int) -> int:
-    """Heads of a program of `scan`: as many as leave two programs for each SM."""
-    each = _SCANNED
+    """Heads of a program of `chunk_fwd_o`: as many as leave two programs for each SM."""
+    each = _O_HEADS
     while heads // groups % each or (each > 1 and heads // each * num_tiles < 2 * num_sms):
         each //= 2
     return each

@@ -14,7 +14,7 @@ from milepost.kernels.overlap import let_next_start, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
-def carry(
+def chunk_fwd_h_kernel(
     num_tokens,
     sequence_chunk,
     chunk_begin,
@@ -88,7 +88,7 @@ def carry(
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
-def scan(
+def chunk_fwd_o_kernel(
     num_tokens,
     skip,
     chunk_begin,
@@ -109,7 +109,7 @@ def scan(
     BLOCK_K: tl.constexpr,
 ):
     """ROWS tokens of EACH heads of a group and chunk: what C reads from the states before the chunk
-    and from the chunk's own tokens, and D * x, into `y` [T, I]. The products of C and B are the
+    and from the chunk's own tokens, and D * x, into `y` [T, I]. C times B is the
     group's; how many heads share them changes no bit."""
     first = tl.program_id(0) * EACH
     i_chunk, i_part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -156,7 +156,7 @@ def scan(
 
 @triton.jit
 def _scores(b_c, p_b, j_row, size, is_k, width):
-    """Products of C's rows with those of B, [ROWS, ROWS]."""
+    """C times B transposed, [ROWS, ROWS]."""
     in_b = (j_row < size)[:, None] & is_k[None, :]
     b_b = tl.load(p_b + j_row[:, None] * width, in_b, 0)
     return tl.dot(b_c, tl.trans(b_b), input_precision="ieee")
