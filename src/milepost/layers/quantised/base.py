@@ -5,7 +5,6 @@ Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P sp
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,13 +34,55 @@ def ones(kind: ParameterKind, shape: tuple[int, ...], dtype: torch.dtype) -> nn.
     return nn.Parameter(values, requires_grad=False)
 
 
-class QuantisedMatrix(nn.Module):
-    """A `Weight` by its `form`."""
+class Stack(Protocol):
+    """Matrices of experts, or one matrix, in a quantised form: a module."""
 
     @property
-    @abstractmethod
+    def axes(self) -> Mapping[str, Axes]:
+        """See `Weight`."""
+        ...
+
+    @property
     def form(self) -> Quantised:
         """What the kernels read."""
+        ...
+
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
+        """The tensors of a projection with these `rows` of the matrix `at`; `path` is its own."""
+        ...
+
+    def clear(self, first: int, count: int) -> None:
+        """See `Weight`."""
+        ...
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        """See `Weight`."""
+        ...
+
+
+class QuantisedMatrix(nn.Module):
+    """Projections of one matrix [O, I], a `stack` without experts; a `Weight`."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        return self.stack.axes
+
+    @property
+    def form(self) -> Quantised:
+        return self.stack.form
+
+    def place(self, rows: Tensor, path: str) -> Placements:
+        return self.stack.place_projection(Rows(rows), (), path)
+
+    def clear(self, first: int, count: int) -> None:
+        self.stack.clear(first, count)
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        self.stack.fill(spread, generator)
 
     def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:
         return quantised.multiply(hidden, self.form, bias, lets_next_start=lets_next_start)
@@ -65,17 +106,24 @@ class QuantisedMatrix(nn.Module):
         """They are small as they are."""
 
 
-class Stack(Protocol):
-    """Matrices of experts in one quantised form."""
+class QuantisedExperts(nn.Module):
+    """Each expert's gate and up projection stand in one matrix, `up`; `Experts`."""
 
-    @property
-    def axes(self) -> Mapping[str, Axes]:
-        """See `Weight`."""
-        ...
+    def __init__(
+        self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
+    ) -> None:
+        super().__init__()
+        self.sizes, self.names, self.kind, self.up, self.down = sizes, names, kind, up, down
 
-    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
-        """The tensors of a projection with these `rows` of the matrix `at`; `path` is its own."""
-        ...
+    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
+
+    def placements(self) -> Placements:
+        return place_experts(self.sizes, self.names, self.kind, self.up, self.down)
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        for stack in (self.up, self.down):
+            stack.fill(spread, generator)
 
 
 def shapes_of(sizes: ExpertSizes, names: ExpertNames) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels import quantised
 from milepost.kernels.quantised import BLOCK, FP8, FP8_MAX, Fp8, quantise_fp8
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
@@ -26,10 +25,10 @@ from milepost.layers.placements import (
     cut_one,
 )
 from milepost.layers.quantised.base import (
+    QuantisedExperts,
     QuantisedMatrix,
     empty,
     ones,
-    place_experts,
     place_shared,
     shapes_of,
 )
@@ -66,8 +65,9 @@ class Fp8Precision:
     def has_blocks(self) -> bool:
         return self.strategy in ("block", "none")
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Fp8Matrix:
-        return Fp8Matrix(self, num_outputs, num_inputs, kind)
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
+        rows = BLOCK if self.has_blocks else 1
+        return QuantisedMatrix(Fp8Stack(self, (num_outputs, num_inputs), kind, rows=rows))
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Fp8Experts:
         return Fp8Experts(self, sizes, names, kind)
@@ -196,36 +196,8 @@ class Fp8Stack(nn.Module):
             self.input_scale.data.fill_(0.05)
 
 
-class Fp8Matrix(QuantisedMatrix):
-    """Projections of one matrix [O, I]; a `Weight`."""
-
-    def __init__(
-        self, precision: Fp8Precision, num_outputs: int, num_inputs: int, kind: ParameterKind
-    ) -> None:
-        super().__init__()
-        rows = BLOCK if precision.has_blocks else 1
-        self.stack = Fp8Stack(precision, (num_outputs, num_inputs), kind, rows=rows)
-
-    @property
-    def axes(self) -> Mapping[str, Axes]:
-        return self.stack.axes
-
-    @property
-    def form(self) -> Fp8:
-        return self.stack.form
-
-    def place(self, rows: Tensor, path: str) -> Placements:
-        return self.stack.place_projection(Rows(rows), (), path)
-
-    def clear(self, first: int, count: int) -> None:
-        self.stack.clear(first, count)
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        self.stack.fill(spread, generator)
-
-
-class Fp8Experts(nn.Module):
-    """Each expert's gate and up projection stand in one matrix; `Experts`."""
+class Fp8Experts(QuantisedExperts):
+    """Experts that a checkpoint may stack."""
 
     def __init__(
         self,
@@ -234,21 +206,16 @@ class Fp8Experts(nn.Module):
         names: ExpertNames,
         kind: ParameterKind,
     ) -> None:
-        super().__init__()
-        self.sizes, self.names, self.kind, self.precision = sizes, names, kind, precision
         fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
         rows = BLOCK if precision.has_blocks and fits else 1
-        up, down = shapes_of(sizes, names)
-        self.up = Fp8Stack(precision, up, kind, rows=rows)
-        self.down = Fp8Stack(precision, down, kind, rows=rows)
-
-    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
+        stacks = (Fp8Stack(precision, s, kind, rows=rows) for s in shapes_of(sizes, names))
+        super().__init__(sizes, names, kind, *stacks)
+        self.precision = precision
 
     def placements(self) -> Placements:
         names = self.names
         if not self.kind.has(names.stacked[0]):
-            return place_experts(self.sizes, names, self.kind, self.up, self.down)
+            return super().placements()
         return {
             **self._place_stacked(names.stacked[0], self.up),
             **self._place_stacked(names.stacked[1], self.down),
@@ -286,7 +253,3 @@ class Fp8Experts(nn.Module):
                 placed = cut_one(placed, axes.outputs, join(*[units] * num_parts), name)
             placements[name] = cut_all(placed, self.sizes.experts)
         return placements
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        for stack in (self.up, self.down):
-            stack.fill(spread, generator)

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import UnsupportedModelError, WeightsError
-from milepost.kernels import quantised
 from milepost.kernels.quantised import Int4, lane_of, pack
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements
 from milepost.layers.quantised.base import (
+    QuantisedExperts,
     QuantisedMatrix,
     empty,
     ones,
-    place_experts,
     shapes_of,
 )
 from milepost.layers.quantised.rows import Rows
@@ -57,11 +56,14 @@ class Int4Precision:
         """A projection has one of these tensors if it is of this form."""
         return ("weight_packed",) if self.layout == "packed" else ("qweight",)
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Int4Matrix:
-        return Int4Matrix(self, num_outputs, num_inputs, kind)
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
+        return QuantisedMatrix(_Int4Stack(self, (num_outputs, num_inputs), kind))
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Int4Experts:
-        return Int4Experts(self, sizes, names, kind)
+    def experts(
+        self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind
+    ) -> QuantisedExperts:
+        stacks = (_Int4Stack(self, shape, kind) for shape in shapes_of(sizes, names))
+        return QuantisedExperts(sizes, names, kind, *stacks)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -219,56 +221,3 @@ def split(words: Tensor, dim: int, order: Tensor = _EIGHT) -> Tensor:
     shape[dim + 1] = 8
     numbers = words.unsqueeze(dim + 1) >> shifts.to(words.dtype).view(shape)
     return (numbers & 15).to(torch.uint8).flatten(dim, dim + 1)
-
-
-class Int4Matrix(QuantisedMatrix):
-    """Projections of one matrix [O, I]; a `Weight`."""
-
-    def __init__(
-        self, precision: Int4Precision, num_outputs: int, num_inputs: int, kind: ParameterKind
-    ) -> None:
-        super().__init__()
-        self.stack = _Int4Stack(precision, (num_outputs, num_inputs), kind)
-
-    @property
-    def axes(self) -> Mapping[str, Axes]:
-        return self.stack.axes
-
-    @property
-    def form(self) -> Int4:
-        return self.stack.form
-
-    def place(self, rows: Tensor, path: str) -> Placements:
-        return self.stack.place_projection(Rows(rows), (), path)
-
-    def clear(self, first: int, count: int) -> None:
-        self.stack.clear(first, count)
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        self.stack.fill(spread, generator)
-
-
-class Int4Experts(nn.Module):
-    """Each expert's gate and up projection stand in one matrix; `Experts`."""
-
-    def __init__(
-        self,
-        precision: Int4Precision,
-        sizes: ExpertSizes,
-        names: ExpertNames,
-        kind: ParameterKind,
-    ) -> None:
-        super().__init__()
-        self.sizes, self.names, self.kind = sizes, names, kind
-        up, down = shapes_of(sizes, names)
-        self.up, self.down = (_Int4Stack(precision, shape, kind) for shape in (up, down))
-
-    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
-
-    def placements(self) -> Placements:
-        return place_experts(self.sizes, self.names, self.kind, self.up, self.down)
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        for stack in (self.up, self.down):
-            stack.fill(spread, generator)
