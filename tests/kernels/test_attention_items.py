@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from milepost.kernels.attention import items as work
-from milepost.kernels.attention.items import (
+from milepost.kernels.attention.tiles import (
     BEGIN,
     END,
     FIRST,
@@ -18,6 +18,7 @@ from milepost.kernels.attention.items import (
     POSITION,
     ROW,
     TOKENS,
+    UNIT,
 )
 from milepost.kernels.batch import Capacity
 
@@ -83,7 +84,7 @@ def test_every_token_attends_to_what_it_sees_once(
     seen = np.zeros((len(owners), 2500), int)
     ordinals: list[list[int]] = [[] for _ in owners]
     for item in np.concatenate((items.narrow, items.wide)):
-        assert item[BEGIN] % work.UNIT == 0
+        assert item[BEGIN] % UNIT == 0
         assert item[TOKENS] == 0 or item[BEGIN] < item[END]
         for ahead in range(item[TOKENS]):
             token = item[FIRST] + ahead
@@ -146,7 +147,7 @@ def test_shared_pages_are_read_once_for_neighbours() -> None:
 
 def test_one_long_decode_is_cut_for_all_programs() -> None:
     items = lay_out(Step((2047,), (1,), 0), 8)
-    assert len(items.narrow) == 2048 // work.UNIT
+    assert len(items.narrow) == 2048 // UNIT
 
 
 def test_more_heads_than_rows_are_refused() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.attention import AttentionItems
-from milepost.kernels.attention.items import BEGIN, END, FIRST, POSITION
+from milepost.kernels.attention.tiles import BEGIN, END, FIRST, POSITION
 from milepost.kernels.batch import Batch, Capacity
 from milepost.kernels.sampling import guess
 from milepost.kernels.sampling import rows as layout

@@ -9,14 +9,11 @@ Legend: pages and slots as in the cache; slot 0 is all zeros and nothing writes 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +29,7 @@ from milepost.layers.context import (
     RecurrentState,
     ShortConvSpec,
 )
-
-_ALIGNMENT = 64
-"""Bytes: torch's on a CPU."""
+from milepost.runner.zeroed import drop, zeros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +201,7 @@ class Pools:
         if self.device.type != "cpu":
             return
         for storage in self.storages():
-            _drop(storage.data_ptr(), storage.nbytes())
+            drop(storage.data_ptr(), storage.nbytes())
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory that the tensors lie in, each piece once."""
@@ -251,32 +246,6 @@ def allocate(shape: PoolShape, *, num_pages: int, num_slots: int, device: torch.
         conv = allocate_zeros(shape.dtype, *size, *spec.conv_shape)
         recurrent = allocate_zeros(shape.state_dtype, *size, *spec.recurrent_shape)
     return by_layer(shape, kv, conv, recurrent, beside, carried)
-
-
-def zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] uint8; on a CPU they take no room until they are written."""
-    if device.type != "cpu":
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    # torch would write them all at once.
-    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[first : first + num_bytes])
-
-
-def _drop(address: int, num_bytes: int) -> None:
-    """Zero a range of memory by giving its whole pages back to the system."""
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end <= start:
-        ctypes.memset(address, 0, num_bytes)
-        return
-    ctypes.memset(address, 0, start - address)
-    ctypes.memset(end, 0, address + num_bytes - end)
-    dropped = hasattr(mmap, "MADV_DONTNEED") and not ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED
-    )
-    if not dropped:
-        ctypes.memset(start, 0, end - start)
 
 
 def by_layer(

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from milepost.cache.memory import pages_in_place
-from milepost.runner.pools import Pools, PoolShape, by_layer, zeros
+from milepost.runner.pools import Pools, PoolShape, by_layer
+from milepost.runner.zeroed import zeros
 
 _ALIGNMENT = 1024
 """Bytes: a page and each layer's state begin at multiples of this. Wide loads and TMA

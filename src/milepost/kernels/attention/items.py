@@ -1,5 +1,5 @@
 """Cuts a step's attention into items of work for the GPU's programs: on the host, from what the
-host knows.
+host knows. `tiles` says which tokens work together, `cuts` into how many items.
 
 An item is a tile of neighbouring tokens and a range of one page table's KV that they attend to. The
 query heads of one KV head stand beside each other in a tile's rows, so 128 rows hold 16 tokens
@@ -22,39 +22,33 @@ Legend: T tokens, S sequences, N narrow items, W wide items.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from milepost.kernels.batch import Capacity, Ints
-
-FIRST, TOKENS, ROW, POSITION, BEGIN, END, ORDINAL = range(7)
-"""Columns of an item: first token, number of tokens (0: padding), row of the page tables, position
-of the first token, range of the KV, and which of its tokens' partial results it leaves (-1: all of
-the result). A tile is an item that is not cut yet: its ordinal is that of its first piece."""
-ITEM_SIZE = 8
+from milepost.kernels.attention.cuts import (
+    NARROW_CUT_COST,
+    WAVES,
+    WIDE_CUT_COST,
+    add_pieces,
+    count_pieces,
+    cut,
+)
+from milepost.kernels.attention.tiles import (
+    FIRST,
+    MIN_SHARING,
+    ORDINAL,
+    choose_dequantised,
+    tile_all,
+)
+from milepost.kernels.batch import Capacity
 
 NARROW_ROWS = 16
 MAX_NARROW_ROWS = 64
 _WIDE_ROWS = 128
-UNIT = 128
-"""KV ranges begin at multiples of this."""
-
-_MIN_SHARED = 512
-"""Tokens that neighbours must share to be worth an item of their own."""
-_MIN_SHARING = 4
-"""Sequences, likewise."""
-_ITEM_COST = 0.5
-"""What it costs to begin and end an item, in the time that a unit of KV takes."""
-_NARROW_CUT_COST, _WIDE_CUT_COST = 0.2, 1.0
-"""What it costs to write an item's partial results and read them again, likewise."""
-_COMBINE_COST = 1.5
-"""What it costs to launch the kernel that does so."""
-_WAVES = (1, 2)
-"""Cuts are tried that give every program one or two items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,20 +120,20 @@ def lay_out(
     narrow_tokens, wide_tokens = narrow_rows // heads_per_kv, wide_rows // heads_per_kv
     programs = max(1, num_programs // num_kv_heads)
     narrow_programs = max(1, num_programs * num_beside // num_kv_heads)
-    narrow, wide = _tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
-    dequantised = _gather(wide, page_size, max_dequantised)
+    narrow, wide = tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
+    dequantised = choose_dequantised(wide, page_size, max_dequantised)
     counts = np.zeros(sum(lengths), np.int64)
-    wide_pieces = _count_pieces(wide, programs, _WIDE_CUT_COST)
-    _add(counts, wide, wide_pieces)
+    wide_pieces = count_pieces(wide, programs, WIDE_CUT_COST)
+    add_pieces(counts, wide, wide_pieces)
     narrow[:, ORDINAL] = counts[narrow[:, FIRST]]
-    narrow_pieces = _count_pieces(narrow, narrow_programs, _NARROW_CUT_COST)
-    _add(counts, narrow, narrow_pieces)
+    narrow_pieces = count_pieces(narrow, narrow_programs, NARROW_CUT_COST)
+    add_pieces(counts, narrow, narrow_pieces)
     counts[counts == 1] = 0
     bases = np.zeros(len(counts) + 1, np.int32)
     counts.cumsum(out=bases[1:])
     items = AttentionItems(
-        narrow=_cut(narrow, narrow_pieces, counts),
-        wide=_cut(wide, wide_pieces, counts),
+        narrow=cut(narrow, narrow_pieces, counts),
+        wide=cut(wide, wide_pieces, counts),
         bases=bases,
         narrow_rows=narrow_rows,
         tokens_each=tokens_each,
@@ -156,167 +150,6 @@ def lay_out(
     return _pad(items, capacity, narrow_tokens, wide_tokens, (narrow_programs, programs))
 
 
-def _tile_all(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    rows: Sequence[int],
-    narrow_tokens: int,
-    wide_tokens: int,
-    page_size: int,
-    tables: NDArray[Any] | None,
-) -> tuple[Ints, Ints]:
-    """Narrow and wide tiles."""
-    sequences = _as_tiles(starts, lengths, rows)
-    is_narrow = sequences[:, TOKENS] <= narrow_tokens
-    num_narrow = int(is_narrow.sum())
-    runs = []
-    if tables is not None and num_narrow >= _MIN_SHARING:
-        runs = list(_find_runs(sequences, is_narrow, tables, page_size))
-    if num_narrow == len(sequences) and not runs:
-        return sequences, sequences[:0]
-    wide = _tile(sequences[~is_narrow], wide_tokens)
-    if runs:
-        wide = np.concatenate((wide, _share(sequences, runs, wide_tokens)))
-    return sequences[is_narrow], wide
-
-
-def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Ints:
-    """A tile for each sequence that has tokens, [S, ITEM_SIZE]."""
-    tiles = np.zeros((len(lengths), ITEM_SIZE), np.int64)
-    tiles[:, TOKENS] = lengths
-    tiles[:, FIRST] = tiles[:, TOKENS].cumsum() - tiles[:, TOKENS]
-    tiles[:, ROW] = rows
-    tiles[:, POSITION] = starts
-    tiles[:, END] = tiles[:, POSITION] + tiles[:, TOKENS]
-    return tiles if tiles[:, TOKENS].all() else tiles[tiles[:, TOKENS] > 0]
-
-
-def _tile(sequences: Ints, size: int) -> Ints:
-    """Cut sequences into tiles of `size` tokens; those that attend to the most KV come first."""
-    counts = -(-sequences[:, TOKENS] // size)
-    tiles = sequences.repeat(counts, 0)
-    done = size * _ordinals(counts)
-    tiles[:, FIRST] += done
-    tiles[:, POSITION] += done
-    tiles[:, TOKENS] = np.minimum(tiles[:, TOKENS] - done, size)
-    tiles[:, END] = tiles[:, POSITION] + tiles[:, TOKENS]
-    return tiles[np.argsort(-tiles[:, END], kind="stable")]
-
-
-def _find_runs(
-    sequences: Ints, is_narrow: NDArray[np.bool_], tables: NDArray[Any], page_size: int
-) -> Iterator[tuple[int, int, int]]:
-    """Neighbours that share pages: first and last + 1 sequence, and how many tokens."""
-    longest = int(sequences[is_narrow, POSITION].max()) // page_size
-    pages = tables[sequences[:, ROW], :longest]
-    differs = np.ones((len(pages) - 1, longest + 1), np.bool_)
-    np.not_equal(pages[1:], pages[:-1], out=differs[:, :-1])
-    both = np.minimum(sequences[1:, POSITION], sequences[:-1, POSITION])
-    shared = np.minimum(differs.argmax(1) * page_size, both) // UNIT * UNIT
-    linked = (shared >= _MIN_SHARED) & is_narrow[1:] & is_narrow[:-1]
-    edges = np.flatnonzero(np.diff(linked, prepend=False, append=False))
-    for begin, end in edges.reshape(-1, 2).tolist():
-        if end - begin + 1 >= _MIN_SHARING:
-            yield begin, end + 1, int(shared[begin:end].min())
-
-
-def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints:
-    """Tiles for what runs share; the sequences' own KV begins after it from here on."""
-    whole = np.zeros((len(runs), ITEM_SIZE), np.int64)
-    for tile, (begin, end, shared) in zip(whole, runs, strict=True):
-        sequences[begin:end, BEGIN] = shared
-        tile[FIRST] = sequences[begin, FIRST]
-        tile[TOKENS] = sequences[begin:end, TOKENS].sum()
-        tile[ROW] = sequences[begin, ROW]
-    tiles = _tile(whole, size)
-    # Every token comes after all of the range.
-    tiles[:, END] = sequences[
-        np.searchsorted(sequences[:, FIRST], tiles[:, FIRST], "right") - 1, BEGIN
-    ]
-    tiles[:, POSITION] = tiles[:, END]
-    return tiles
-
-
-def _gather(wide: Ints, page_size: int, most: int) -> NDArray[np.int32]:
-    """`AttentionItems.dequantised` of these tiles, none if they read more pages than `most`; tiles
-    come to name what they are to name."""
-    rows, owners = np.unique(wide[:, ROW], return_inverse=True)
-    ends = np.zeros(len(rows), np.int64)
-    np.maximum.at(ends, owners, wide[:, END])
-    counts = -(-ends // page_size)
-    if counts.sum() > most:
-        return np.zeros((0, 4), np.int32)
-    before = counts.cumsum() - counts
-    wide[:, ROW] = before[owners]
-    return np.stack((rows, counts, before, np.zeros_like(rows)), 1).astype(np.int32)
-
-
-def _count_pieces(tiles: Ints, programs: int, cut_cost: float) -> Ints:
-    """How many pieces to cut each tile into, so that `programs` at a time finish soonest.
-
-    Costs are in units of KV; `cut_cost` is that of a partial result.
-    """
-    units = _units(tiles)
-    best = np.ones_like(units)
-    if not len(units):
-        return best
-    total, longest = int(units.sum()), int(units.max())
-    least = _cost(len(units), total, longest, int(units.min()), _ITEM_COST, programs)
-    for waves in _WAVES:
-        size = -(-total // (programs * waves))
-        if size >= longest:
-            continue
-        # Pieces of equal size may be fewer: 9 units in 6 pieces are 5 of 2.
-        sizes = -(-units // -(-units // size))
-        pieces = -(-units // sizes)
-        extents = total, int(sizes.max()), int(sizes.min())
-        cost = _cost(int(pieces.sum()), *extents, _ITEM_COST + cut_cost, programs) + _COMBINE_COST
-        if cost < least:
-            best, least = pieces, cost
-    return best
-
-
-def _cost(
-    count: int, total: int, longest: int, shortest: int, item_cost: float, programs: int
-) -> float:
-    """When the last of `count` items is done, the longest first and each by the first program that
-    is free."""
-    in_rounds = -(-count // programs) * (longest + item_cost)
-    on_average = (total + count * item_cost) / programs
-    return max(longest + item_cost, min(in_rounds, on_average + shortest + item_cost))
-
-
-def _units(tiles: Ints) -> Ints:
-    return -(-(tiles[:, END] - tiles[:, BEGIN]) // UNIT)
-
-
-def _add(counts: Ints, tiles: Ints, pieces: Ints) -> None:
-    """Count the pieces that each token takes part in; no token is in two of the tiles."""
-    tokens = tiles[:, TOKENS]
-    if len(tiles) == len(counts):
-        counts[tiles[:, FIRST]] += pieces
-        return
-    counts[tiles[:, FIRST].repeat(tokens) + _ordinals(tokens)] += pieces.repeat(tokens)
-
-
-def _cut(tiles: Ints, pieces: Ints, counts: Ints) -> NDArray[np.int32]:
-    """Items from tiles; `counts` holds each token's partial results."""
-    if not len(tiles):
-        return tiles.astype(np.int32)
-    sizes = UNIT * -(-_units(tiles) // pieces)
-    items, size, ordinals = tiles.repeat(pieces, 0), sizes.repeat(pieces), _ordinals(pieces)
-    items[:, BEGIN] += ordinals * size
-    items[:, END] = np.minimum(items[:, END], items[:, BEGIN] + size)
-    items[:, ORDINAL] += ordinals
-    items[counts[items[:, FIRST]] == 0, ORDINAL] = -1
-    return items.astype(np.int32)
-
-
-def _ordinals(counts: Ints) -> Ints:
-    """0, 1 ... count - 1 for each of `counts`."""
-    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-
-
 def _pad(
     items: AttentionItems,
     capacity: Capacity,
@@ -327,11 +160,11 @@ def _pad(
     """The same with arrays as long as any step's that fits; `programs` of narrow and of wide
     items."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    narrow_cuts, cuts = (number * max(_WAVES) for number in programs)
+    narrow_cuts, cuts = (number * max(WAVES) for number in programs)
     narrow = num_sequences + narrow_cuts if narrow_tokens else 0
     # A sequence's last tile, and a run's, may hold few tokens.
     wide = num_tokens // wide_tokens + min(num_sequences, num_tokens // (narrow_tokens + 1))
-    if num_sequences >= _MIN_SHARING:
+    if num_sequences >= MIN_SHARING:
         wide += num_sequences // 2
     wide = wide + cuts if wide else 0
     return AttentionItems(

@@ -10,7 +10,6 @@ Legend: T tokens, H query heads, G KV heads, R = H / G, E head_dim, P partial re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,94 +17,24 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
+from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import MAX_ROWS, as_bytes, as_rows, rows_per_page
+from milepost.kernels.attention.triton_combine import combine
 from milepost.kernels.attention.triton_dequantise import dequantise
-from milepost.kernels.device import Chip, probe, runs_gluon
+from milepost.kernels.attention.triton_load import load, load_words
+from milepost.kernels.attention.triton_parts import dot, fit_float16, load_item, online_softmax
+from milepost.kernels.attention.triton_tiles import KVTiles, choose_shape
+from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.triton_float8 import decode, has_fp8
+from milepost.kernels.strides import check_rows
+from milepost.kernels.triton_float8 import has_fp8
 
 _LOG2_E = 1.4426950408889634
 _MOST_IN_WORDS = 64
 """Rows from which on matrix units read shared memory, and so what is loaded goes back there."""
-_UNPACK = tl.constexpr("""{
-    .reg .b16 low0, high0, low1, high1;
-    .reg .b32 a0, a1, b0, b1;
-    mov.b32 {low0, high0}, $4;
-    mov.b32 {low1, high1}, $5;
-    cvt.rn.f16x2.e4m3x2 a0, low0;
-    cvt.rn.f16x2.e4m3x2 a1, low1;
-    cvt.rn.f16x2.e4m3x2 b0, high0;
-    cvt.rn.f16x2.e4m3x2 b1, high1;
-    prmt.b32 $0, a0, a1, 0x5410;
-    prmt.b32 $1, a0, a1, 0x7632;
-    prmt.b32 $2, b0, b1, 0x5410;
-    prmt.b32 $3, b0, b1, 0x7632;
-}""")
-"""Two words of four float8 to pairs of float16."""
-_COMBINED_AT_ONCE = 32
 _CROWD = 1.25
 """Narrow programs for each SM, from which on they are many."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVTiles:
-    """How a kernel is compiled: KV positions of a block, warps, and stages of the two loops."""
-
-    block: int
-    num_warps: int
-    num_stages: int
-    tail_stages: int
-
-    def shared_bytes(self, rows: int, head_dim: int) -> int:
-        """Shared memory of a program in 16-bit types, no less than it takes: its queries, and
-        the blocks of KV that are under way."""
-        blocks = max(self.num_stages - 1, self.tail_stages + 1) + 0.5
-        return int((rows + blocks * self.block) * head_dim * 2)
-
-
-_TESTED = KVTiles(16, 4, 1, 1)
-"""For float32, whose products are unrolled multiplications, slow to compile."""
-_CROWDED = (KVTiles(64, 4, 2, 2), KVTiles(32, 4, 2, 2))
-"""Several share an SM, and each other's waits."""
-_NARROW_LARGE = (KVTiles(64, 4, 5, 2), KVTiles(32, 4, 4, 2), KVTiles(32, 4, 2, 2))
-"""A page is looked up two blocks before its KV is loaded, and that two before it is used."""
-_NARROW_FLOAT8 = (KVTiles(64, 4, 5, 2), KVTiles(32, 4, 4, 2), KVTiles(32, 4, 2, 2))
-_NARROW = (KVTiles(128, 4, 5, 2), KVTiles(64, 4, 4, 2), KVTiles(64, 4, 2, 2))
-_HALF = (KVTiles(64, 4, 3, 2), KVTiles(32, 4, 3, 2), KVTiles(16, 4, 2, 2))
-_WIDE_LARGE = (KVTiles(64, 8, 3, 2), KVTiles(32, 8, 3, 2), KVTiles(16, 8, 2, 2))
-_WIDE = (KVTiles(128, 8, 3, 2), KVTiles(64, 8, 3, 2), KVTiles(32, 8, 2, 2))
-
-
-def choose_shape(
-    rows: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    chip: Chip,
-    *,
-    are_many: bool = False,
-    is_float8: bool = False,
-) -> KVTiles:
-    """Of the shapes that fit the chip the first: that measured best on an H200 (see
-    bench/kernels/attention.py), then ever smaller ones."""
-    if dtype == torch.float32:
-        return _TESTED
-    large = head_dim > 128
-    if rows <= 2 * NARROW_ROWS and is_float8:
-        shapes = _NARROW_FLOAT8
-    elif rows <= 2 * NARROW_ROWS:
-        shapes = _CROWDED if large and are_many else _NARROW_LARGE if large else _NARROW
-    elif rows < 128:
-        shapes = _HALF
-    else:
-        shapes = _WIDE_LARGE if large else _WIDE
-    block_e = max(16, triton.next_power_of_2(head_dim))
-    room = chip.shared_bytes
-    fitting = (shape for shape in shapes if shape.shared_bytes(rows, block_e) <= room)
-    shape = next(fitting, shapes[-1])
-    stages = chip.choose_stages(shape.num_stages, shape.block * block_e * 2)
-    return replace(shape, num_stages=stages)
 
 
 def attend(
@@ -126,6 +55,7 @@ def attend(
 
     Returns [T, H * E]; rows of tokens that are in no item hold anything.
     """
+    check_rows(query=query, gate=gate, tables=tables)
     num_tokens, num_heads, head_dim = query.shape
     output = query.new_empty(num_tokens, num_heads * head_dim)
     partials = query.new_empty(items.num_partials, num_heads, head_dim, dtype=torch.float32)
@@ -157,28 +87,6 @@ def attend(
     if items.num_combined:
         combine(partials, lse, items, gate, output)
     return output
-
-
-def combine(
-    partials: Tensor, lse: Tensor, items: AttentionItems, gate: Tensor | None, output: Tensor
-) -> None:
-    """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
-    if there is one."""
-    _, num_heads, head_dim = partials.shape
-    _combine_kernel[(items.num_combined, num_heads)](
-        partials,
-        lse,
-        items.bases,
-        gate,
-        output,
-        _stride(gate),
-        HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_E=triton.next_power_of_2(head_dim),
-        STEP=_COMBINED_AT_ONCE,
-        num_warps=4,
-        **OVERLAPPED,
-    )
 
 
 def _in_words(kv: Tensor, block: int, head_dim: int, *, boxed: bool) -> Tensor | TensorDescriptor:
@@ -296,14 +204,8 @@ def _attend_kernel(
     """One item and KV head: ROWS = tokens * GROUP query rows."""
     let_next_start()
     i_h = tl.program_id(0)
-    p_item = items + tl.program_id(1) * 8
-    first = tl.load(p_item)
-    num_tokens = tl.load(p_item + 1)
-    table_row = tl.load(p_item + 2)
-    position = tl.load(p_item + 3)
-    begin = tl.load(p_item + 4)
-    end = tl.load(p_item + 5)
-    ordinal = tl.load(p_item + 6)
+    item = load_item(items, tl.program_id(1))
+    first, num_tokens, table_row, position, begin, end, ordinal = item
     # Padding waits too: a launch that is nothing else must not end before the one before it.
     wait_for_inputs()
     if num_tokens == 0:
@@ -325,7 +227,7 @@ def _attend_kernel(
         scale *= tl.load(kv_scales + i_h) * factor
         value_scale = tl.load(kv_scales + KV_HEADS + i_h) * factor
         if FLOAT8 and query.dtype.element_ty == tl.bfloat16:
-            b_q = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+            b_q = fit_float16(b_q)
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
@@ -347,18 +249,34 @@ def _attend_kernel(
     if words is not None:
         acc = tl.permute(acc.reshape(ROWS, 4, BLOCK_E // 4), (0, 2, 1)).reshape(ROWS, BLOCK_E)
     inside = head[:, None] * HEAD_DIM + o_e[None, :]
+    place = token, head, inside, held, ahead < num_tokens
     if ordinal < 0:
-        if gate is not None:
-            b_g = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
-            acc *= tl.sigmoid(b_g.to(tl.float32))
-        p_o = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
-        tl.store(p_o, acc.to(output.dtype.element_ty), mask=held)
+        _store(output, acc, gate, gate_stride, place, KV_HEADS * GROUP * HEAD_DIM)
     else:
-        base = tl.load(bases + token, mask=ahead < num_tokens, other=0).to(tl.int64) + ordinal
-        p_partial = partials + base[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
-        tl.store(p_partial, acc, mask=held)
-        p_lse = lse + base * (KV_HEADS * GROUP) + head
-        tl.store(p_lse, m + tl.log2(l), mask=ahead < num_tokens)
+        _store_partial(partials, lse, bases, acc, m, l, ordinal, place, KV_HEADS * GROUP, HEAD_DIM)
+
+
+@triton.jit
+def _store(output, acc, gate, gate_stride, place, WIDTH: tl.constexpr):
+    """Results [ROWS, BLOCK_E] to `output` [T, WIDTH], times the sigmoid of `gate` if there is one.
+    `place` are rows' tokens and heads, offsets in a token's row, and which are held."""
+    token, _head, inside, held, _is_held = place
+    if gate is not None:
+        b_g = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
+        acc *= tl.sigmoid(b_g.to(tl.float32))
+    p_o = output + token[:, None] * WIDTH + inside
+    tl.store(p_o, acc.to(output.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _store_partial(
+    partials, lse, bases, acc, m, l, ordinal, place, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Partial results [ROWS, BLOCK_E] to `partials` [P, HEADS, HEAD_DIM], with their LSE."""
+    token, head, inside, held, is_held = place
+    base = tl.load(bases + token, mask=is_held, other=0).to(tl.int64) + ordinal
+    tl.store(partials + base[:, None] * (HEADS * HEAD_DIM) + inside, acc, mask=held)
+    tl.store(lse + base * HEADS + head, m + tl.log2(l), mask=is_held)
 
 
 @triton.jit
@@ -370,141 +288,19 @@ def _step(
     BLOCK: tl.constexpr = SIZES[5]
     end = pages[3]
     o_kv = i_kv + tl.arange(0, BLOCK)
-    b_k = _load(pages, i_kv, 0, SIZES, b_q.dtype)
-    b_s = _dot(b_q, tl.trans(b_k))
+    b_k = load(pages, i_kv, 0, SIZES, b_q.dtype)
+    b_s = dot(b_q, tl.trans(b_k))
     if MASKED:
         seen = (o_kv[None, :] <= position + ahead[:, None]) & (o_kv < end)[None, :]
         b_s = tl.where(seen, b_s, float("-inf"))
     PAGE_SIZE: tl.constexpr = SIZES[4]
     if pages[1] is None:
-        b_v = _load(pages, i_kv, PAGE_SIZE, SIZES, b_q.dtype)
+        b_v = load(pages, i_kv, PAGE_SIZE, SIZES, b_q.dtype)
     else:
-        b_v = _load_words(pages, i_kv, PAGE_SIZE, SIZES)
+        b_v = load_words(pages, i_kv, PAGE_SIZE, SIZES)
     if MASKED:
         # What lies past the end may be NaN, which no share of 0 would silence.
         b_v = tl.where((o_kv < end)[:, None], b_v, 0.0)
-    m_new = tl.maximum(m, tl.max(b_s, 1) * scale)
-    base = m_new
-    if MASKED:
-        # A row that has seen nothing yet has no m to subtract.
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = tl.exp2(b_s * scale - base[:, None])
-    shrink = tl.exp2(m - base)
-    l = l * shrink + tl.sum(b_p, 1)
-    acc = _dot(b_p.to(b_v.dtype), b_v, acc * shrink[:, None])
-    return m_new, l, acc
-
-
-@triton.jit
-def _load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr):
-    """Keys or values [BLOCK, BLOCK_E] of one head from i_kv on, a multiple of BLOCK; they begin
-    FIRST rows behind the beginning of a page. Float8 becomes DTYPE."""
-    kv, _words, table, end, page_rows, i_h = pages
-    BOXED: tl.constexpr = SIZES[0]
-    KV_HEADS: tl.constexpr = SIZES[1]
-    HEAD_DIM: tl.constexpr = SIZES[2]
-    BLOCK_E: tl.constexpr = SIZES[3]
-    PAGE_SIZE: tl.constexpr = SIZES[4]
-    BLOCK: tl.constexpr = SIZES[5]
-    if BOXED:
-        page = tl.load(table + i_kv // PAGE_SIZE)
-        row = page * page_rows + FIRST + i_kv % PAGE_SIZE
-        block = kv.load([row, i_h * HEAD_DIM])
-    else:
-        o_e = tl.arange(0, BLOCK_E)
-        o_kv = i_kv + tl.arange(0, BLOCK)
-        # Past the end the table names pages that are not the sequence's, or none.
-        inside = o_kv < end
-        page = tl.load(table + o_kv // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        row = page * page_rows + FIRST + o_kv % PAGE_SIZE
-        at = (row * KV_HEADS + i_h)[:, None] * HEAD_DIM + o_e[None, :]
-        held = inside[:, None] & (o_e < HEAD_DIM)[None, :]
-        block = tl.load(kv + at, mask=held, other=0)
-    if SIZES[6]:
-        block = decode(block, SIZES[7]).to(DTYPE)
-    return block
-
-
-@triton.jit
-def _load_words(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr):
-    """As `_load` of float8, with columns in the order of `_in_order`: four of a token stand in a
-    word. Matrix units want two tokens of a column side by side; from words that takes one
-    instruction for two numbers, from bytes a load for each."""
-    _kv, words, table, end, page_rows, i_h = pages
-    BOXED: tl.constexpr = SIZES[0]
-    KV_HEADS: tl.constexpr = SIZES[1]
-    PAGE_SIZE: tl.constexpr = SIZES[4]
-    BLOCK: tl.constexpr = SIZES[5]
-    WORDS: tl.constexpr = SIZES[2] // 4
-    if BOXED:
-        page = tl.load(table + i_kv // PAGE_SIZE)
-        row = page * page_rows + FIRST + i_kv % PAGE_SIZE
-        block = words.load([row, i_h * WORDS])
-    else:
-        o_kv = i_kv + tl.arange(0, BLOCK)
-        inside = o_kv < end
-        page = tl.load(table + o_kv // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        row = page * page_rows + FIRST + o_kv % PAGE_SIZE
-        at = (row * KV_HEADS + i_h)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        block = tl.load(words + at, mask=inside[:, None], other=0)
-    first, second, third, fourth = tl.inline_asm_elementwise(
-        _UNPACK, "=r,=r,=r,=r,r,r", [block], (tl.float16,) * 4, is_pure=True, pack=2
-    )
-    # Numbers 0 to 3 of every word become the quarters of a row.
-    halves = tl.join(tl.join(first, second), tl.join(third, fourth))
-    return tl.permute(halves, (0, 3, 2, 1)).reshape(BLOCK, SIZES[2])
-
-
-@triton.jit
-def _dot(left, right, start=None):
-    """Float32 stays float32: the matrix units would round it to 10 bits."""
-    return tl.dot(left, right, start, input_precision="ieee")
-
-
-@triton.jit
-def _combine_kernel(
-    partials,
-    lse,
-    bases,
-    gate,
-    output,
-    gate_stride,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """The result of one token and head: its partial results, each by its share by the LSE."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    base = tl.load(bases + token)
-    count = tl.load(bases + token + 1) - base
-    wait_for_inputs()
-    if count == 0:
-        return
-    o_e = tl.arange(0, BLOCK_E)
-    inside = o_e < HEAD_DIM
-    step = tl.arange(0, STEP)
-    if gate is not None:
-        b_g = tl.load(gate + token * gate_stride + head * HEAD_DIM + o_e, mask=inside, other=0.0)
-    m = float("-inf")
-    l = 0.0
-    acc = tl.zeros([BLOCK_E], tl.float32)
-    # Every token sees the beginning of its KV, so the first LSE is finite.
-    for done in tl.range(0, count, STEP):
-        at = (base + done + step).to(tl.int64) * HEADS + head
-        valid = done + step < count
-        b_lse = tl.load(lse + at, mask=valid, other=float("-inf"))
-        m_new = tl.maximum(m, tl.max(b_lse, 0))
-        b_p = tl.exp2(b_lse - m_new)
-        shrink = tl.exp2(m - m_new)
-        mask = valid[:, None] & inside[None, :]
-        b_o = tl.load(partials + at[:, None] * HEAD_DIM + o_e[None, :], mask=mask, other=0.0)
-        acc = acc * shrink + tl.sum(b_o * b_p[:, None], 0)
-        l = l * shrink + tl.sum(b_p, 0)
-        m = m_new
-    acc = acc / l
-    if gate is not None:
-        acc *= tl.sigmoid(b_g.to(tl.float32))
-    at = (token * HEADS + head) * HEAD_DIM + o_e
-    tl.store(output + at, acc.to(output.dtype.element_ty), mask=inside)
+    m, l, b_p, shrink = online_softmax(m, l, b_s, scale, MASKED)
+    acc = dot(b_p.to(b_v.dtype), b_v, acc * shrink[:, None])
+    return m, l, acc

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from milepost.kernels.device import num_sms, probe, runs_gluon
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.strides import check_contiguous, check_rows
 from milepost.kernels.tiles import Tiles, choose_split_k, num_programs
 
 _FEW_ROWS = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, is_swapped=True)
@@ -38,13 +39,11 @@ def multiply_few(
     `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
     """
     if bias is None and runs_gluon(hidden):
-        from milepost.kernels.linear import triton_hopper
+        from milepost.kernels.linear import hopper_tiles, triton_hopper
 
-        hopper_tiles = triton_hopper.find_tiles(hidden, weight)
-        if hopper_tiles is not None:
-            return triton_hopper.multiply(
-                hidden, weight, hopper_tiles, lets_next_start=lets_next_start
-            )
+        spread = hopper_tiles.find_tiles(hidden, weight)
+        if spread is not None:
+            return triton_hopper.multiply(hidden, weight, spread, lets_next_start=lets_next_start)
     num_tokens, num_outputs = hidden.shape[0], weight.shape[0]
     if num_tokens == 0 or hidden.stride(1) != 1:
         return None
@@ -98,9 +97,9 @@ def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
     gates, if that is faster here than two launches, else None."""
     if not runs_gluon(hidden):
         return None
-    from milepost.kernels.linear import triton_hopper
+    from milepost.kernels.linear import hopper_tiles, triton_hopper
 
-    tiles = triton_hopper.find_tiles(hidden, weight, is_gated=True)
+    tiles = hopper_tiles.find_tiles(hidden, weight, is_gated=True)
     return None if tiles is None else triton_hopper.multiply(hidden, weight, tiles, is_gated=True)
 
 
@@ -122,6 +121,8 @@ def multiply(
 
     Cut along I in S = `split_k` > 1 the partials stay apart: [T, S, O] in float32.
     """
+    check_rows(hidden=hidden)
+    check_contiguous(weight=weight)
     num_tokens, num_inputs = hidden.shape
     num_outputs = weight.shape[0]
     if split_k == 1:

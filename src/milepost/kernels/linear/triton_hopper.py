@@ -5,15 +5,12 @@ The weights do not depend on what runs before. So TMA begins to fetch them while
 kernel is under way whose output is multiplied, which is when memory would be idle. One warp has
 steps brought to shared memory, others multiply; they do not pause between one tile and the next.
 
-The weight is spread evenly: a tile is as wide as leaves each SM one. Tensor cores take
-64 or 128 rows of a weight, so what they make of the rows behind a tile's last is dropped.
+`hopper_tiles` says which GEMMs these are and how wide their tiles.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,123 +26,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import num_sms
 from milepost.kernels.gluon import load_box
+from milepost.kernels.linear.hopper_tiles import BLOCK_K, HopperTiles
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
-_BLOCK_K = 64
-"""Inputs of a step: 128 bytes, the widest rows that TMA swizzles."""
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_NARROWEST = 8
-"""Outputs that a tile can be made wider by: rows of TMA's swizzle."""
 _PRODUCER_REGISTERS = 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopperTiles:
-    """How a GEMM is cut up where tensor cores take the weight as the left operand."""
-
-    block_m: int
-    """Tokens; what others in a tile come to is dropped."""
-    block_n: int
-    """Outputs of a tile, and as many gates: a multiple of 8."""
-    num_stages: int
-    """Steps that are under way at a time."""
-    max_warps: int
-    """That multiply."""
-    programs: int = 1
-    """That share an SM."""
-    split_k: int = 1
-
-    @property
-    def mma_m(self) -> int:
-        """Rows of weight that are multiplied at a time, the tile's first."""
-        return 64 if self.block_n <= 64 else 128
-
-    @property
-    def num_warps(self) -> int:
-        """Each has 16 rows of weight or more."""
-        return min(self.max_warps, self.mma_m // 16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRegime:
-    """Tiles for up to so many rows."""
-
-    wide: HopperTiles
-    """Many outputs. A tile is at most so wide."""
-    gated: HopperTiles
-    """Many outputs with gates. A tile is at most so wide."""
-    long: HopperTiles
-    """Many inputs, few outputs."""
-    square: HopperTiles
-    """Some outputs, and as many inputs."""
-    small: HopperTiles | None
-    """Few outputs, some inputs; None where `triton`'s tiles or torch's GEMM are as fast."""
-
-
-_REGIMES = (
-    LinearRegime(
-        wide=HopperTiles(block_m=16, block_n=128, num_stages=12, max_warps=4),
-        gated=HopperTiles(block_m=16, block_n=128, num_stages=6, max_warps=8),
-        long=HopperTiles(block_m=16, block_n=64, num_stages=10, max_warps=4, programs=2, split_k=4),
-        square=HopperTiles(block_m=16, block_n=64, num_stages=8, max_warps=4, split_k=2),
-        small=None,
-    ),
-    LinearRegime(
-        wide=HopperTiles(block_m=32, block_n=128, num_stages=11, max_warps=8),
-        gated=HopperTiles(block_m=32, block_n=128, num_stages=6, max_warps=8),
-        long=HopperTiles(block_m=32, block_n=64, num_stages=8, max_warps=4, programs=2, split_k=4),
-        square=HopperTiles(block_m=32, block_n=64, num_stages=6, max_warps=4, split_k=2),
-        small=HopperTiles(block_m=32, block_n=64, num_stages=10, max_warps=4, split_k=4),
-    ),
-    LinearRegime(
-        wide=HopperTiles(block_m=64, block_n=128, num_stages=9, max_warps=8),
-        gated=HopperTiles(block_m=64, block_n=128, num_stages=5, max_warps=8),
-        long=HopperTiles(block_m=64, block_n=64, num_stages=12, max_warps=4, split_k=2),
-        square=HopperTiles(block_m=64, block_n=64, num_stages=12, max_warps=4, split_k=2),
-        small=HopperTiles(block_m=64, block_n=64, num_stages=10, max_warps=4, split_k=4),
-    ),
-)
-_FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
-"""Outputs, or inputs, of GEMMs that gain. With more outputs it does not matter when they begin;
-with fewer of both, `triton`'s tiles are as fast."""
-
-
-def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> HopperTiles | None:
-    """Tiles of the GEMM if this kernel can do it and is the faster one."""
-    num_tokens, num_inputs = hidden.shape
-    num_outputs = len(weight) // (2 if is_gated else 1)
-    regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.block_m), None)
-    if regime is None or not (_can_copy(hidden) and _can_copy(weight)):
-        return None
-    tiles: HopperTiles | None = None
-    if num_outputs in _MANY:
-        tiles = _spread(regime.gated if is_gated else regime.wide, num_outputs, hidden.device)
-    elif is_gated:
-        return None
-    elif num_inputs in _MANY and (num_outputs in _FEW or num_outputs in _SOME):
-        tiles = regime.long
-    elif num_inputs in _SOME and num_outputs in _SOME:
-        tiles = regime.square
-    elif num_inputs in _SOME and num_outputs in _FEW:
-        tiles = regime.small
-    if tiles is None or num_inputs % (_BLOCK_K * tiles.split_k) != 0:
-        return None
-    return tiles
-
-
-def _spread(widest: HopperTiles, num_outputs: int, device: torch.device) -> HopperTiles:
-    """The same with tiles just so wide that all SMs get as many."""
-    tiles_at_once = num_sms(device)
-    rounds = triton.cdiv(num_outputs, tiles_at_once * widest.block_n)
-    block_n = triton.cdiv(num_outputs, tiles_at_once * rounds)
-    return replace(widest, block_n=triton.cdiv(block_n, _NARROWEST) * _NARROWEST)
-
-
-def _can_copy(matrix: Tensor) -> bool:
-    """Whether TMA can read it: rows of whole lines of 16 bytes."""
-    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
-    return matrix.stride(1) == 1 and is_aligned
 
 
 def multiply(
@@ -171,8 +57,8 @@ def multiply(
     # What is copied at a time has a power of two of rows.
     box = tiles.block_n & -tiles.block_n
     _gemm_kernel[(min(num_units, tiles.programs * num_sms(hidden.device)),)](
-        TensorDescriptor.from_tensor(hidden, [tiles.block_m, _BLOCK_K], _LAYOUT),
-        TensorDescriptor.from_tensor(weight, [box, _BLOCK_K], _LAYOUT),
+        TensorDescriptor.from_tensor(hidden, [tiles.block_m, BLOCK_K], _LAYOUT),
+        TensorDescriptor.from_tensor(weight, [box, BLOCK_K], _LAYOUT),
         output,
         num_tokens,
         INPUTS=num_inputs,
@@ -180,7 +66,7 @@ def multiply(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         MMA_M=tiles.mma_m,
-        BLOCK_K=_BLOCK_K,
+        BLOCK_K=BLOCK_K,
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
         GATED=is_gated,

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import as_bytes, as_rows, rows_per_page
-from milepost.kernels.attention.triton import combine
+from milepost.kernels.attention.triton_combine import combine
+from milepost.kernels.attention.triton_parts import dot, fit_float16, load_item, online_softmax
 from milepost.kernels.device import Chip, probe
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.strides import check_contiguous, check_rows
 from milepost.kernels.triton_float8 import decode, has_fp8
 
 _LOG2_E = 1.4426950408889634
@@ -68,6 +70,8 @@ def attend(
 ) -> Tensor:
     """As `reference.attend`; `query` is contiguous, rows of tokens that are in no item hold
     anything."""
+    check_contiguous(query=query)
+    check_rows(shared_query=shared_query, tables=tables)
     _, num_heads, latent_dim = query.shape
     output = torch.empty_like(query)
     partials = query.new_empty(items.num_partials, num_heads, latent_dim, dtype=torch.float32)
@@ -143,14 +147,8 @@ def _attend_kernel(
 ):
     """One item: ROWS = tokens * HEADS query rows."""
     let_next_start()
-    p_item = items + tl.program_id(0) * 8
-    first = tl.load(p_item)
-    num_tokens = tl.load(p_item + 1)
-    table_row = tl.load(p_item + 2)
-    position = tl.load(p_item + 3)
-    begin = tl.load(p_item + 4)
-    end = tl.load(p_item + 5)
-    ordinal = tl.load(p_item + 6)
+    item = load_item(items, tl.program_id(0))
+    first, num_tokens, table_row, position, begin, end, ordinal = item
     # Padding waits too: a launch that is nothing else must not end before the one before it.
     wait_for_inputs()
     if num_tokens == 0:
@@ -176,8 +174,8 @@ def _attend_kernel(
         value_scale = tl.load(kv_scale) * (1.0 if NATIVE else 256.0)
         scale *= value_scale
         if query.dtype.element_ty == tl.bfloat16:
-            b_q = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-            b_sq = tl.clamp(b_sq.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+            b_q = fit_float16(b_q)
+            b_sq = fit_float16(b_sq)
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
@@ -236,18 +234,9 @@ def _step(
     if SIZES[6]:
         b_c = decode(b_c, SIZES[7]).to(b_q.dtype)
         b_p = decode(b_p, SIZES[7]).to(b_q.dtype)
-    b_s = tl.dot(b_q, tl.trans(b_c), input_precision="ieee")
-    b_s = tl.dot(b_sq, tl.trans(b_p), b_s, input_precision="ieee")
+    b_s = dot(b_sq, tl.trans(b_p), dot(b_q, tl.trans(b_c)))
     if MASKED:
         seen = (o_kv[None, :] <= position + ahead[:, None]) & inside[None, :]
         b_s = tl.where(seen, b_s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(b_s, 1) * scale)
-    base = m_new
-    if MASKED:
-        # A row that has seen nothing yet has no m to subtract.
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    b_share = tl.exp2(b_s * scale - base[:, None])
-    shrink = tl.exp2(m - base)
-    l = l * shrink + tl.sum(b_share, 1)
-    acc = tl.dot(b_share.to(b_c.dtype), b_c, acc * shrink[:, None], input_precision="ieee")
-    return m_new, l, acc
+    m, l, b_share, shrink = online_softmax(m, l, b_s, scale, MASKED)
+    return m, l, dot(b_share.to(b_c.dtype), b_c, acc * shrink[:, None])

@@ -52,6 +52,17 @@ def _multiply(left, right, acc, SWAPPED: tl.constexpr):
 
 
 @triton.jit
+def _store(output, o_row, o_n, is_row, b_o, WIDTH: tl.constexpr, SWAPPED: tl.constexpr):
+    """A tile of rows that begin at `o_row` of `output`, transposed if SWAPPED."""
+    if SWAPPED:
+        mask = (o_n < WIDTH)[:, None] & is_row[None, :]
+        tl.store(output + o_row[None, :] + o_n[:, None], b_o, mask=mask)
+    else:
+        mask = is_row[:, None] & (o_n < WIDTH)[None, :]
+        tl.store(output + o_row[:, None] + o_n[None, :], b_o, mask=mask)
+
+
+@triton.jit
 def _load(pointers, i_k, o_k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
     """A tile [rows, BLOCK_K] from input i_k on."""
     if INPUTS % BLOCK_K == 0:
@@ -108,13 +119,7 @@ def _up_kernel(
             b_gate = _multiply(b_x, _load(p_gate, i_k, o_k, INPUTS, BLOCK_K), b_gate, SWAPPED)
         b_up = _multiply(b_x, _load(p_up, i_k, o_k, INPUTS, BLOCK_K), b_up, SWAPPED)
     b_o = activate(b_up, b_gate, GATED).to(active.dtype.element_ty)
-    target = o_m.to(tl.int64) * SIZE
-    if SWAPPED:
-        mask = (o_n < SIZE)[:, None] & is_row[None, :]
-        tl.store(active + target[None, :] + o_n[:, None], b_o, mask=mask)
-    else:
-        mask = is_row[:, None] & (o_n < SIZE)[None, :]
-        tl.store(active + target[:, None] + o_n[None, :], b_o, mask=mask)
+    _store(active, o_m.to(tl.int64) * SIZE, o_n, is_row, b_o, SIZE, SWAPPED)
 
 
 def project_down(
@@ -190,12 +195,6 @@ def _down_kernel(
     for i_k in range(0, SIZE, BLOCK_K):
         b_x = _load(p_x, i_k, o_k, SIZE, BLOCK_K)
         acc = _multiply(b_x, _load(p_w, i_k, o_k, SIZE, BLOCK_K), acc, SWAPPED)
-    target = routed.to(tl.int64) * OUTPUTS
-    if SWAPPED:
-        b_o = (acc * weight[None, :]).to(partials.dtype.element_ty)
-        mask = (o_n < OUTPUTS)[:, None] & is_row[None, :]
-        tl.store(partials + target[None, :] + o_n[:, None], b_o, mask=mask)
-    else:
-        b_o = (acc * weight[:, None]).to(partials.dtype.element_ty)
-        mask = is_row[:, None] & (o_n < OUTPUTS)[None, :]
-        tl.store(partials + target[:, None] + o_n[None, :], b_o, mask=mask)
+    weight = weight[None, :] if SWAPPED else weight[:, None]
+    b_o = (acc * weight).to(partials.dtype.element_ty)
+    _store(partials, routed.to(tl.int64) * OUTPUTS, o_n, is_row, b_o, OUTPUTS, SWAPPED)

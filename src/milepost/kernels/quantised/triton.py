@@ -21,6 +21,7 @@ from milepost.kernels.quantised import (
     triton_experts,
     triton_gemm,
     triton_gemv,
+    triton_gemv_experts,
     triton_rounding,
     triton_tall,
     triton_unpack,
@@ -224,8 +225,8 @@ def mix(
     output = hidden.new_empty(num_tokens, num_chosen, down.num_outputs)
     if num_routed <= _FEWEST_ROUTED and triton_gemv.suits(up, down):
         active = hidden.new_empty(num_routed, size)
-        triton_gemv.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
-        triton_gemv.project_down(active, shares, experts, down, output, chip)
+        triton_gemv_experts.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
+        triton_gemv_experts.project_down(active, shares, experts, down, output, chip)
         return output
     if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
         groups = group_many(experts, num_experts, triton_tall.BLOCK_M)

@@ -1,0 +1,128 @@
+"""Tiles of a step's attention: neighbouring tokens of a sequence, or of several that share their
+first pages, that pass over one page table's KV together. They are cut into items by `cuts`.
+
+Legend: S sequences, N tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from milepost.kernels.batch import Ints
+
+FIRST, TOKENS, ROW, POSITION, BEGIN, END, ORDINAL = range(7)
+"""Columns of an item: first token, number of tokens (0: padding), row of the page tables, position
+of the first token, range of the KV, and which of its tokens' partial results it leaves (-1: all of
+the result). A tile is an item that is not cut yet: its ordinal is that of its first piece."""
+ITEM_SIZE = 8
+UNIT = 128
+"""KV ranges begin at multiples of this."""
+_MIN_SHARED = 512
+"""Tokens that neighbours must share to be worth an item of their own."""
+MIN_SHARING = 4
+"""Sequences, likewise."""
+
+
+def tile_all(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    narrow_tokens: int,
+    wide_tokens: int,
+    page_size: int,
+    tables: NDArray[Any] | None,
+) -> tuple[Ints, Ints]:
+    """Narrow and wide tiles [N, ITEM_SIZE] int64 of S sequences (see `items.lay_out`); a narrow one
+    has up to `narrow_tokens`, a wide one up to `wide_tokens`."""
+    sequences = _as_tiles(starts, lengths, rows)
+    is_narrow = sequences[:, TOKENS] <= narrow_tokens
+    num_narrow = int(is_narrow.sum())
+    runs = []
+    if tables is not None and num_narrow >= MIN_SHARING:
+        runs = list(_find_runs(sequences, is_narrow, tables, page_size))
+    if num_narrow == len(sequences) and not runs:
+        return sequences, sequences[:0]
+    wide = _tile(sequences[~is_narrow], wide_tokens)
+    if runs:
+        wide = np.concatenate((wide, _share(sequences, runs, wide_tokens)))
+    return sequences[is_narrow], wide
+
+
+def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Ints:
+    """A tile for each sequence that has tokens, [S, ITEM_SIZE]."""
+    tiles = np.zeros((len(lengths), ITEM_SIZE), np.int64)
+    tiles[:, TOKENS] = lengths
+    tiles[:, FIRST] = tiles[:, TOKENS].cumsum() - tiles[:, TOKENS]
+    tiles[:, ROW] = rows
+    tiles[:, POSITION] = starts
+    tiles[:, END] = tiles[:, POSITION] + tiles[:, TOKENS]
+    return tiles if tiles[:, TOKENS].all() else tiles[tiles[:, TOKENS] > 0]
+
+
+def _tile(sequences: Ints, size: int) -> Ints:
+    """Cut sequences into tiles of `size` tokens; those that attend to the most KV come first."""
+    counts = -(-sequences[:, TOKENS] // size)
+    tiles = sequences.repeat(counts, 0)
+    done = size * ordinals_of(counts)
+    tiles[:, FIRST] += done
+    tiles[:, POSITION] += done
+    tiles[:, TOKENS] = np.minimum(tiles[:, TOKENS] - done, size)
+    tiles[:, END] = tiles[:, POSITION] + tiles[:, TOKENS]
+    return tiles[np.argsort(-tiles[:, END], kind="stable")]
+
+
+def _find_runs(
+    sequences: Ints, is_narrow: NDArray[np.bool_], tables: NDArray[Any], page_size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Neighbours that share pages: first and last + 1 sequence, and how many tokens."""
+    longest = int(sequences[is_narrow, POSITION].max()) // page_size
+    pages = tables[sequences[:, ROW], :longest]
+    differs = np.ones((len(pages) - 1, longest + 1), np.bool_)
+    np.not_equal(pages[1:], pages[:-1], out=differs[:, :-1])
+    both = np.minimum(sequences[1:, POSITION], sequences[:-1, POSITION])
+    shared = np.minimum(differs.argmax(1) * page_size, both) // UNIT * UNIT
+    linked = (shared >= _MIN_SHARED) & is_narrow[1:] & is_narrow[:-1]
+    edges = np.flatnonzero(np.diff(linked, prepend=False, append=False))
+    for begin, end in edges.reshape(-1, 2).tolist():
+        if end - begin + 1 >= MIN_SHARING:
+            yield begin, end + 1, int(shared[begin:end].min())
+
+
+def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints:
+    """Tiles for what runs share; the sequences' own KV begins after it from here on."""
+    whole = np.zeros((len(runs), ITEM_SIZE), np.int64)
+    for tile, (begin, end, shared) in zip(whole, runs, strict=True):
+        sequences[begin:end, BEGIN] = shared
+        tile[FIRST] = sequences[begin, FIRST]
+        tile[TOKENS] = sequences[begin:end, TOKENS].sum()
+        tile[ROW] = sequences[begin, ROW]
+    tiles = _tile(whole, size)
+    # Every token comes after all of the range.
+    tiles[:, END] = sequences[
+        np.searchsorted(sequences[:, FIRST], tiles[:, FIRST], "right") - 1, BEGIN
+    ]
+    tiles[:, POSITION] = tiles[:, END]
+    return tiles
+
+
+def choose_dequantised(wide: Ints, page_size: int, most: int) -> NDArray[np.int32]:
+    """`AttentionItems.dequantised` [S, 4] int32 of these tiles, none if they read more pages than
+    `most`; tiles come to name what they are to name."""
+    rows, owners = np.unique(wide[:, ROW], return_inverse=True)
+    ends = np.zeros(len(rows), np.int64)
+    np.maximum.at(ends, owners, wide[:, END])
+    counts = -(-ends // page_size)
+    if counts.sum() > most:
+        return np.zeros((0, 4), np.int32)
+    before = counts.cumsum() - counts
+    wide[:, ROW] = before[owners]
+    return np.stack((rows, counts, before, np.zeros_like(rows)), 1).astype(np.int32)
+
+
+def ordinals_of(counts: Ints) -> Ints:
+    """0, 1 ... count - 1 for each of `counts`."""
+    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)

@@ -1,0 +1,86 @@
+"""The last launch of attention where KV is cut: partial results become one, by their LSE.
+
+Legend: T tokens, H heads, E head_dim, P partial results.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+
+_COMBINED_AT_ONCE = 32
+
+
+def combine(
+    partials: Tensor, lse: Tensor, items: AttentionItems, gate: Tensor | None, output: Tensor
+) -> None:
+    """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
+    if there is one."""
+    _, num_heads, head_dim = partials.shape
+    _combine_kernel[(items.num_combined, num_heads)](
+        partials,
+        lse,
+        items.bases,
+        gate,
+        output,
+        0 if gate is None else gate.stride(0),
+        HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_E=triton.next_power_of_2(head_dim),
+        STEP=_COMBINED_AT_ONCE,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+@triton.jit
+def _combine_kernel(
+    partials,
+    lse,
+    bases,
+    gate,
+    output,
+    gate_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The result of one token and head: its partial results, each by its share by the LSE."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    base = tl.load(bases + token)
+    count = tl.load(bases + token + 1) - base
+    wait_for_inputs()
+    if count == 0:
+        return
+    o_e = tl.arange(0, BLOCK_E)
+    inside = o_e < HEAD_DIM
+    step = tl.arange(0, STEP)
+    if gate is not None:
+        b_g = tl.load(gate + token * gate_stride + head * HEAD_DIM + o_e, mask=inside, other=0.0)
+    m = float("-inf")
+    l = 0.0
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    # Every token sees the beginning of its KV, so the first LSE is finite.
+    for done in tl.range(0, count, STEP):
+        at = (base + done + step).to(tl.int64) * HEADS + head
+        valid = done + step < count
+        b_lse = tl.load(lse + at, mask=valid, other=float("-inf"))
+        m_new = tl.maximum(m, tl.max(b_lse, 0))
+        b_p = tl.exp2(b_lse - m_new)
+        shrink = tl.exp2(m - m_new)
+        mask = valid[:, None] & inside[None, :]
+        b_o = tl.load(partials + at[:, None] * HEAD_DIM + o_e[None, :], mask=mask, other=0.0)
+        acc = acc * shrink + tl.sum(b_o * b_p[:, None], 0)
+        l = l * shrink + tl.sum(b_p, 0)
+        m = m_new
+    acc = acc / l
+    if gate is not None:
+        acc *= tl.sigmoid(b_g.to(tl.float32))
+    at = (token * HEADS + head) * HEAD_DIM + o_e
+    tl.store(output + at, acc.to(output.dtype.element_ty), mask=inside)
