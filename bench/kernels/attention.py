@@ -23,8 +23,9 @@ import triton
 
 from milepost.kernels.attention.items import AttentionItems, lay_out
 from milepost.kernels.attention.pages import rows_per_page
-from milepost.kernels.attention.triton import KVTiles, attend
+from milepost.kernels.attention.triton import attend
 from milepost.kernels.attention.triton_prepare import prepare
+from milepost.kernels.attention.triton_tiles import KVTiles
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import num_sms
 
