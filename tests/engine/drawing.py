@@ -1,0 +1,194 @@
+"""Engines and requests that are drawn: whatever can be asked for together comes together."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from milepost import LLM, RequestOutput, SamplingParams
+from milepost.engine.prompts import read_prompt
+from milepost.engine.requests import Job
+from milepost.sampling_params import StructuredOutputs
+from tests.invariants import check
+
+MAX_TOKENS = 120
+"""Of the longest answer."""
+WITH_DRAFTS = ("qwen3_5", "qwen3_next")
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "again",
+    "END",
+    "stop",
+]
+FORMS: Sequence[dict[str, Any]] = (
+    {"json": json.dumps({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 4})},
+    {"regex": r"[a-f]{3,9}-[0-9]+( yes| no)?"},
+    {"choice": ["yes indeed", "no", "yes"]},
+)
+
+
+def words(rng: random.Random, num: int) -> str:
+    return " ".join(rng.choices(WORDS, k=num))
+
+
+def engine_options(rng: random.Random, family: str, folder: Path) -> dict[str, Any]:
+    """Of an engine with little memory; `folder` is for what it keeps on disk."""
+    page_size = rng.choice([16, 64, 64, 128])
+    max_model_len = rng.choice([320, 512])
+    options: dict[str, Any] = {
+        "max_num_seqs": rng.choice([1, 2, 3, 5, 12]),
+        "max_num_batched_tokens": rng.choice([96, 130, 200, 512]),
+        "max_model_len": max_model_len,
+        "page_size": page_size,
+        "mamba_cache_mode": rng.choice([*["auto"] * 5, "align", "all"]),
+        "async_scheduling": rng.random() < 0.6,
+    }
+    if rng.random() < 0.5:
+        least = max_model_len // page_size + 2
+        options["num_pages"] = int(least * rng.choice([1, 1, 1.3, 2, 4]))
+        options["num_slots"] = rng.choice([2, 3, 5, 9])
+    else:
+        options["cpu_cache_gib"] = rng.choice([0.004, 0.01, 0.02])
+    if family in WITH_DRAFTS and rng.random() < 0.7:
+        method = rng.choice(["mtp", "suffix", "ngram", ["suffix", "mtp"]])
+        options["speculative_config"] = {
+            "method": method,
+            "num_speculative_tokens": rng.choice([1, 2, 3, 5]),
+            "adaptive": rng.random() < 0.3,
+        }
+    if rng.random() < 0.4:
+        options["cache_host_gib"] = rng.choice([0.002, 0.02])
+    if rng.random() < 0.3:
+        options["cache_dir"] = str(folder)
+    if rng.random() < 0.3:
+        options["kv_cache_dtype"] = "fp8"
+    return options
+
+
+def sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
+    max_tokens = rng.choice([1, 2, 5, 17, 40, 70, MAX_TOKENS])
+    temperature = rng.choice([0, 0, 0.7, 1.0, 1.5])
+    drawn: dict[str, tuple[float, Any]] = {
+        "top_p": (0.4, rng.choice([0.8, 0.95])),
+        "top_k": (0.4, rng.choice([1, 20, 50])),
+        "min_p": (0.2, 0.05),
+        "presence_penalty": (0.3, 1.5),
+        "frequency_penalty": (0.2, -0.5),
+        "repetition_penalty": (0.3, rng.choice([1.1, 1.3, 0.9])),
+        "n": (0.3, rng.choice([2, 3]) if temperature else 1),
+        "logprobs": (0.4, rng.choice([0, 1, 5])),
+        "prompt_logprobs": (0.1, rng.choice([0, 2])),
+        "stop": (0.3, rng.sample(["the", " is", "END", "fox", "again"], 2)),
+        "include_stop_str_in_output": (0.2, True),
+        "stop_token_ids": (0.2, rng.choices(range(vocab_size), k=5)),
+        "logit_bias": (0.2, {rng.randrange(vocab_size): rng.choice([-50.0, 5.0, 3.0])}),
+    }
+    given = {name: value for name, (share, value) in drawn.items() if rng.random() < share}
+    if rng.random() < 0.25:
+        given["structured_outputs"] = StructuredOutputs(**rng.choice(FORMS))
+    else:
+        given["ignore_eos"] = rng.random() < 0.3
+        given["min_tokens"] = min(max_tokens, rng.choice([0, 0, 0, 4, 20]))
+    seed = rng.randrange(1000)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    prompt: dict[str, Any]
+    params: SamplingParams
+    job: Job
+
+
+class Traffic:
+    """Requests that come while others run, go on from each other's prompts and answers, and are
+    given up now and then."""
+
+    def __init__(self, rng: random.Random, llm: LLM, num_requests: int) -> None:
+        self._rng, self._llm, self._left = rng, llm, num_requests
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None
+        self._tokenizer: PreTrainedTokenizerBase = tokenizer
+        self._room = llm.llm_engine.max_model_len - MAX_TOKENS - 1
+        self._known = [words(rng, num) for num in (20, 40, 60)]
+        self.asked: list[Asked] = []
+
+    def run(self) -> list[Asked]:
+        """All that were not given up, with their answers."""
+        live: list[Asked] = []
+        engine, rng = self._llm.llm_engine, self._rng
+        while self._left or live:
+            live += self._newcomers()
+            if live and rng.random() < 0.004:
+                gone = live.pop(rng.randrange(len(live)))
+                engine.abort(gone.job)
+                self.asked.remove(gone)
+            engine.step()
+            for each in [each for each in live if each.job.is_finished]:
+                live.remove(each)
+                if rng.random() < 0.5:
+                    self._known.append(self._tokenizer.decode(self._conversation(each)))
+        engine.flush()
+        check(engine.scheduler.cache)
+        return self.asked
+
+    def _conversation(self, asked: Asked) -> list[int]:
+        return [*asked.prompt["prompt_token_ids"], *asked.job.output().outputs[0].token_ids]
+
+    def _newcomers(self) -> Iterator[Asked]:
+        rng = self._rng
+        while self._left and rng.random() < 0.45:
+            self._left -= 1
+            base = rng.choice(self._known)
+            cut = rng.choice([len(base), rng.randint(0, len(base))])
+            text = f"{base[:cut]} {words(rng, rng.randint(1, 30))}"
+            self._known += [text] if rng.random() < 0.3 else []
+            ids = self._tokenizer.encode(text)[: self._room]
+            prompt: dict[str, Any] = {"prompt_token_ids": ids}
+            if rng.random() < 0.15:
+                prompt["cache_salt"] = rng.choice("ab")
+            if rng.random() < 0.2:
+                prompt["cache_marks"] = sorted({rng.randint(1, len(ids)) for _ in range(3)})
+            params = sampling(rng, len(self._tokenizer))
+            read = read_prompt(prompt, self._tokenizer)
+            job = self._llm.llm_engine.add(read, params, priority=rng.choice([0, 0, 0, -1, 2]))
+            asked = Asked(prompt, params, job)
+            self.asked.append(asked)
+            yield asked
+
+
+def differences(asked: Asked, plain: LLM) -> list[str]:
+    """In what the answer is another than the one that a plain engine gives to this alone."""
+    ids = {"prompt_token_ids": asked.prompt["prompt_token_ids"]}
+    (expected,) = plain.generate([ids], asked.params, use_tqdm=False)
+    found = asked.job.output()
+    pairs = zip(_said(found), _said(expected), strict=True)
+    different = [f"{left} is not {right}" for left, right in pairs if left != right]
+    for left, right in zip(_likelihoods(found), _likelihoods(expected), strict=True):
+        if left.keys() != right.keys() or any(abs(left[t] - right[t]) > 1e-6 for t in left):
+            different.append(f"log-probabilities {left} are not {right}")
+    return different
+
+
+def _said(output: RequestOutput) -> list[tuple[object, ...]]:
+    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
+
+
+def _likelihoods(output: RequestOutput) -> list[dict[int, float]]:
+    entries = [entry for each in output.outputs for entry in each.logprobs or ()]
+    entries += [entry for entry in output.prompt_logprobs or () if entry]
+    return [{token: each.logprob for token, each in entry.items()} for entry in entries]
