@@ -3,6 +3,8 @@ a state comes back; and the bytes of pages and states are the same on their way.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from tests.engines import (
     greedy,
     num_held,
     prompt,
+    sampled,
     save_tiny,
     tokens,
 )
@@ -255,6 +258,33 @@ def test_a_restart_goes_on_from_what_was_written(tiny, tmp_path, device):
     outputs += ask(again, follow_up(first, 40))
     assert list(loaded(outputs[1])) == ["host"]
     tiny.check(outputs)
+
+
+def test_several_answers_salts_a_full_queue_and_aborts_from_disk(tiny, tmp_path):
+    """Eight at once wait for three seats, and for little memory."""
+    rng = random.Random(4)
+    several, own = sampled(8, n=2), {}
+    known = [tokens(150 + 30 * index, seed=index) for index in range(4)]
+    for turn in range(2):
+        llm = kept(tiny, tmp_path, num_pages=16, num_slots=5)
+        engine, aborted = llm.llm_engine, []
+        for base in known:
+            cut = rng.choice([len(base), 100])
+            abandoned = Prompt(token_ids=[*base[:cut], *tokens(20, seed=77)], cache_salt="a")
+            aborted.append(engine.add(abandoned, greedy()))
+        for _ in range(3):
+            engine.step()
+        for job in aborted:
+            engine.abort(job)
+        outputs = [ask(llm, *known, params=several, cache_salt=salt) for salt in ("a", "b")]
+        tiny.check([output for group in outputs for output in group], several)
+        own[turn] = sum(sum(loaded(output).values()) for group in outputs for output in group)
+        assert num_held(llm) == (0, 0)
+        known = [
+            [*base, *answer(output, 1)] for base, output in zip(known, outputs[0], strict=True)
+        ]
+        end(llm)
+    assert own[1] > 600, "the second engine goes on where the first one was"
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "swapped"])
