@@ -195,3 +195,17 @@ def test_where_there_is_nothing_to_judge_little_is_worked_out(monkeypatch):
         policy.note(2, judged, 1.0)
         policy.allot(two if judged else [Standing(0, 9), Standing(2, 9)])
         assert len(calls) == 2
+
+
+def test_that_no_draft_pays_stands_for_a_while_too(monkeypatch):
+    policy = Adaptive(3)
+    machine = Machine(policy, [0.0] * 8, num_drafts=3)
+    machine.run(200)
+    asked = []
+    chances = Acceptance.chances
+    monkeypatch.setattr(
+        Acceptance, "chances", lambda self, *of: asked.append(of) or chances(self, *of)
+    )
+    num_judged = machine.num_judged
+    machine.run(64)
+    assert len(asked) <= 8 * (64 / 16 + 1 + machine.num_judged - num_judged)

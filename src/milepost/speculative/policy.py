@@ -104,8 +104,8 @@ class Adaptive:
         """Requests whose drafts the last step has judged."""
         self._probed: dict[int, int] = {}
         """Request number -> probes so far."""
-        self._decided: tuple[list[int], list[int]] | None = None
-        """The requests of the last decision, and how many drafts each has."""
+        self._decided: tuple[list[int], list[int] | None] | None = None
+        """The requests of the last decision, and how many drafts each has; None where none pay."""
         self._num_left = 0
         """Steps for which it stands yet."""
 
@@ -116,14 +116,18 @@ class Adaptive:
         numbers = [each.number for each in standings]
         if self._decided is not None and self._num_left and numbers == self._decided[0]:
             self._num_left -= 1
-            return self._decided[1]
+        else:
+            self._decided, self._num_left = (numbers, self._decide(standings, plain)), _STANDS
+        allotted = self._decided[1]
+        return self._probe(standings, plain) if allotted is None else allotted
+
+    def _decide(self, standings: Sequence[Standing], plain: float) -> list[int] | None:
+        """How many drafts each is worth; None if no draft pays."""
         chances = [self._acceptance.chances(each.number, each.length) for each in standings]
         least = self._threshold(chances, plain)
         if least is None:
-            return self._probe(standings, plain)
-        allotted = [sum(c >= least for c in each[: self._reach]) for each in chances]
-        self._decided, self._num_left = (numbers, allotted), _STANDS
-        return allotted
+            return None
+        return [sum(c >= least for c in each[: self._reach]) for each in chances]
 
     def _threshold(self, chances: Sequence[Sequence[float]], plain: float) -> float | None:
         """The least chance of a draft that pays; None if none does."""

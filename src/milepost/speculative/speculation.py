@@ -76,6 +76,11 @@ class Speculation:
         """Hand in drafts for the next step that is planned."""
         requests = [r for r in self._scheduler.running if r.num_output_tokens and r.may_go_on]
         wanted = self.policy.allot([Standing(r.number, r.num_tokens) for r in requests])
+        if not any(wanted):  # mostly, where drafts don't pay
+            self._allotted = {}
+            for request in requests:
+                request.awaits_drafts = False
+            return
         self._allotted = {r.number: most for r, most in zip(requests, wanted, strict=True)}
         wishes = []
         for request, most in zip(requests, wanted, strict=True):
