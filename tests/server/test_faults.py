@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -104,6 +105,13 @@ def test_a_second_ctrl_c_ends_what_runs(folder):
             list(stream)
         assert server.process.wait(DEADLINE_S) == 0
     assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_the_engine_hears_no_ctrl_c(server):
+    """From its first moment on: it had a traceback while it imported."""
+    status = Path(f"/proc/{server.engine_pid}/status").read_text()
+    (blocked,) = re.findall(r"^SigBlk:\s*(\w+)", status, re.MULTILINE)
+    assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
 
 
 def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):

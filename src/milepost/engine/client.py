@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import socket
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -339,6 +340,7 @@ class EngineClient:
 
 
 def _start(process: BaseProcess) -> None:
+    resource_tracker.ensure_running()  # its own start lets interrupts through again
     with without_interrupts():
         process.start()
 
