@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cache
+from math import inf
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,7 @@ from milepost.speculative_config import SpeculativeConfig, read_speculative_conf
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+_DISK_GIB = 64.0
 GenerationConfig = Literal["auto", "none", "vllm"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 CacheMemory = Literal["auto", "shared", "split"]
@@ -93,7 +95,7 @@ class EngineConfig:
     cache_dir: str | None = None
     """Directory for what leaves the device's memory: it outlives the engine, and engines of the
     same model may share it. What is there passes through host memory, by default 1 GiB."""
-    cache_disk_gib: float = 64.0
+    cache_disk_gib: float = _DISK_GIB
     """The most that this engine keeps in `cache_dir`, in GiB."""
 
     max_model_len: int | None = None
@@ -156,10 +158,14 @@ class EngineConfig:
             f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
         _require(
-            self.cache_host_gib is None or self.cache_host_gib > 0,
+            self.cache_host_gib is None or 0 < self.cache_host_gib < inf,
             f"cache_host_gib={self.cache_host_gib}: use more than 0, or leave it out",
         )
-        _require(self.cache_disk_gib > 0, f"cache_disk_gib={self.cache_disk_gib}: use more than 0")
+        _require(
+            0 < self.cache_disk_gib < inf,
+            f"cache_disk_gib={self.cache_disk_gib}: use more than 0",
+        )
+        _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
         _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
             value = getattr(self, name)
@@ -174,6 +180,11 @@ class EngineConfig:
             not self.has_tiers or (self.enable_prefix_caching and self.mamba_cache_mode != "none"),
             f"cache_host_gib={self.cache_host_gib}, cache_dir={self.cache_dir!r}: prefix caching "
             "is off; leave them out",
+        )
+        _require(
+            self.cache_dir is not None or self.cache_disk_gib == _DISK_GIB,
+            f"cache_disk_gib={self.cache_disk_gib}: nothing is kept on disk without cache_dir; "
+            "name a directory, or leave it out",
         )
         _require(
             not (self.has_tiers and self.record_plans),

@@ -3,6 +3,7 @@ a state comes back; and the bytes of pages and states are the same on their way.
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -185,6 +186,10 @@ def test_an_engine_whose_host_memory_is_refused_serves_without(tiny, monkeypatch
     ("options", "named"),
     [
         ({"cache_host_gib": 0}, "use more than 0"),
+        ({"cache_host_gib": math.inf}, "use more than 0, or leave it out"),
+        ({"cache_dir": "kept", "cache_disk_gib": math.inf}, "use more than 0"),
+        ({"cache_dir": ""}, "name a directory"),
+        ({"cache_disk_gib": 5.0}, "nothing is kept on disk without cache_dir"),
         ({"cache_host_gib": 1.0, "enable_prefix_caching": False}, "prefix caching is off"),
         ({"cache_host_gib": 1.0, "mamba_cache_mode": "none"}, "prefix caching is off"),
         ({"cache_host_gib": 1.0, "record_plans": "plans"}, "leave out cache_host_gib"),
