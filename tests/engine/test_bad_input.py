@@ -343,7 +343,7 @@ def test_quantized_checkpoint(copy):
 
 def test_missing_config(copy):
     (copy / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"this folder has no config\.json: name one"):
         open_llm(copy)
 
 

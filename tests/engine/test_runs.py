@@ -84,6 +84,9 @@ class ScriptedRunner:
     def sample(self, flight: Flight, sampling: StepSampling) -> None:  # noqa: ARG002
         self.rows = {row.number: row for row in sampling.rows}
 
+    def mark(self) -> None:
+        raise AssertionError("nothing is fetched from elsewhere")
+
     def collect(self, flight: Flight) -> RunnerOutput:
         sampled: dict[int, Sequence[SampledToken]] = {}
         for sequence in flight.plan.sequences:

@@ -98,7 +98,9 @@ class Engine:
     """As much of a client as the application asks."""
 
     death = None
-    info = SimpleNamespace(page_size=64, max_model_len=64, vocab_size=8, facts=INFO.facts)
+    info = SimpleNamespace(
+        page_size=64, max_model_len=64, vocab_size=8, facts=INFO.facts, sampling_defaults={}
+    )
 
     async def state(self):
         return b"{}"
