@@ -308,7 +308,12 @@ def save(
 ) -> PreTrainedModel:
     """Build the model and save it in `folder`."""
     model = build(name, dtype, **changes)
+    write(model, name, folder)
+    return model
+
+
+def write(model: PreTrainedModel, name: str, folder: Path) -> None:
+    """Save a model that `build` returned under this name."""
     # Its own format has convolutions cut in thirds, whatever their sizes.
     own = {"save_original_format": False} if name == "olmo_hybrid" else {}
     model.save_pretrained(folder, **own)
-    return model

@@ -16,7 +16,7 @@ from milepost.models import load_model
 from milepost.runner.choice import SampledToken
 from milepost.runner.sampling import SamplingRow, choose
 from tests.batches import Part, build_pools
-from tests.checkpoints import build
+from tests.checkpoints import build, write
 from tests.invariants import check
 
 VOCAB_SIZE = 320
@@ -228,7 +228,7 @@ def save_tiny(folder: Path, name: str, dtype: torch.dtype, **changes: Any) -> Ti
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("A_log"):
             torch.nn.init.uniform_(parameter, -9, -5)
-    model.save_pretrained(folder)
+    write(model, name, folder)
     return Tiny(folder, dtype)
 
 

@@ -51,7 +51,7 @@ def engine_options(rng: random.Random, family: str, folder: Path) -> dict[str, A
     max_model_len = rng.choice([320, 512])
     options: dict[str, Any] = {
         "max_num_seqs": rng.choice([1, 2, 3, 5, 12]),
-        "max_num_batched_tokens": rng.choice([96, 130, 200, 512]),
+        "max_num_batched_tokens": max(rng.choice([96, 130, 200, 512]), page_size),
         "max_model_len": max_model_len,
         "page_size": page_size,
         "mamba_cache_mode": rng.choice([*["auto"] * 5, "align", "all"]),
