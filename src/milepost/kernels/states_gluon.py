@@ -7,9 +7,9 @@ projection has ended: the states were written in an earlier step. A convolution 
 place by the thread that has read it.
 
 `work` are (states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded): the
-TMA descriptor, lines of a slot, the slots, the program's first unit and those it leaves out after
-each, its states, shared memory for STAGES of them, barriers. A unit is EACH of a sequence's states,
-of which there are UNITS * EACH.
+TMA descriptor, lines of a slot, the slots, the program's first unit and the distance to its next,
+how many states it has, shared memory for some of them, barriers. A unit is EACH of a sequence's
+states, of which there are UNITS * EACH.
 
 Legend: D sequences, C channels, J taps, K rows and W columns of a state.
 """
@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.gluon import load_box
+from milepost.kernels.gluon import load_box, thread_barrier
 
 STATE_SIZE = 128
 """Of a key and a value of Gated DeltaNet and KDA: a thread for each of their channels."""
@@ -69,7 +69,32 @@ def describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
-def open_places(states, LINES: gl.constexpr, STAGES: gl.constexpr):
+def begin_work(
+    states,
+    slot_stride,
+    slot_in,
+    slot_out,
+    num_units,
+    SHAPE: gl.constexpr,
+    UNITS: gl.constexpr,
+    EACH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """This program's `work` on states [K, W] of this SHAPE, with places for STAGES of them, to
+    which the first are on their way."""
+    LINE: gl.constexpr = states.block_type.shape[1]
+    places, loaded = _open_places(states, SHAPE[0] * SHAPE[1] // LINE, STAGES)
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    num_states = EACH * ((num_units - first + stride - 1) // stride)
+    slot_lines = slot_stride // LINE
+    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
+    for ahead in gl.static_range(STAGES):
+        fetch(work, ahead, UNITS, EACH)
+    return work
+
+
+@gluon.jit
+def _open_places(states, LINES: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory for STAGES states of so many lines, and a barrier for each."""
     LINE: gl.constexpr = states.block_type.shape[1]
     places = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], states.layout)
@@ -80,19 +105,14 @@ def open_places(states, LINES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch(
-    work,
-    number,
-    UNITS: gl.constexpr,
-    EACH: gl.constexpr,
-    LINES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def fetch(work, number, UNITS: gl.constexpr, EACH: gl.constexpr):
     """Have this program's state of this number brought to shared memory, if there is one. Of
     padding nothing is read, and its turn is over at once."""
     states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded = work
     BOX: gl.constexpr = states.block_type.shape[0]
-    LINE: gl.constexpr = states.block_type.shape[1]
+    STAGES: gl.constexpr = places.type.shape[0]
+    LINES: gl.constexpr = places.type.shape[1]
+    LINE: gl.constexpr = places.type.shape[2]
     if number < num_states:
         unit = first + number // EACH * stride
         sequence, head = unit // UNITS, unit % UNITS * EACH + number % EACH
@@ -108,14 +128,29 @@ def fetch(
 
 
 @gluon.jit
-def take(work, number, LAYOUT: gl.constexpr, LINE_LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
-    """The state of this number in registers, as soon as it has come. Its place is free once all
-    threads have it."""
+def take(
+    work,
+    number,
+    LAYOUT: gl.constexpr,
+    LINE_LAYOUT: gl.constexpr,
+    SHAPE: gl.constexpr,
+    UNITS: gl.constexpr,
+    EACH: gl.constexpr,
+    decay=None,
+):
+    """The state of this number in registers as soon as it has come, times its decay; what comes
+    next takes its place in shared memory."""
     places, loaded = work[7], work[8]
     STAGES: gl.constexpr = places.type.shape[0]
     mbarrier.wait(loaded.index(number % STAGES), number // STAGES & 1)
     state = places.index(number % STAGES).load(LINE_LAYOUT).reshape(SHAPE)
-    return gl.convert_layout(state, LAYOUT, assert_trivial=True)
+    state = gl.convert_layout(state, LAYOUT, assert_trivial=True)
+    if decay is not None:
+        state *= decay
+    # All threads have the state: its place is free.
+    thread_barrier()
+    fetch(work, number + STAGES, UNITS, EACH)
+    return state
 
 
 @gluon.jit
@@ -152,6 +187,20 @@ def keep_window(
 
 
 @gluon.jit
+def unit_vectors(query, key, SIZE: gl.constexpr):
+    """Both as unit vectors, the query shorter by SIZE ** -0.5."""
+    query *= unit_scale(query) * SIZE**-0.5
+    key *= unit_scale(key)
+    return query, key
+
+
+@gluon.jit
+def by_row(x):
+    """[K, 1], a number for each row of a state [K, W]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, STATE))[:, None]
+
+
+@gluon.jit
 def unit_scale(x):
     """What makes `x` a unit vector."""
     return gl.rsqrt(gl.sum(x * x, 0) + 1e-6)
@@ -168,11 +217,38 @@ def sigmoid(x):
 
 
 @gluon.jit
+def decay_of(inputs, rate, bias):
+    """What a head's state is multiplied by before a token."""
+    return gl.exp(rate * softplus(inputs.to(gl.float32) + bias))
+
+
+@gluon.jit
+def times_silu(x, gate):
+    gate = gate.to(gl.float32)
+    return x * gate / (1 + gl.exp(-gate))
+
+
+@gluon.jit
 def delta_rule(state, key, value, beta):
     """A decayed state [K, W] behind a token, whose key is [K, 1]."""
     change = (value - gl.sum(state * key, 0)) * beta
     state += key * change[None, :]
     return state
+
+
+@gluon.jit
+def pass_token(work, number, token, target, UNITS: gl.constexpr, EACH: gl.constexpr):
+    """Take the state [K, W] of this number past a token and store it; returns what the token's
+    query reads of it, [W]. `token` are (query [K, 1], key [K, 1], value [W], beta, decay), `target`
+    the slot that is written, the head, rows, columns, and whether there is a sequence."""
+    query, key, value, beta, decay = token
+    written, head, row, column, is_real = target
+    SIZE: gl.constexpr = query.shape[0]
+    state = take(work, number, STATE, BY_LINE, [SIZE, SIZE], UNITS, EACH, decay)
+    state = delta_rule(state, key, value, beta)
+    written += head * (SIZE * SIZE)
+    gl.store(written + row[:, None] * SIZE + column[None, :], state, mask=is_real)
+    return gl.sum(state * query, 0)
 
 
 @gluon.jit

@@ -22,26 +22,24 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import num_sms
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
-    BY_LINE,
     STATE,
     STATE_SIZE,
+    begin_work,
+    by_row,
     can_describe,
     convolve,
-    delta_rule,
+    decay_of,
     describe_states,
-    fetch,
     keep_window,
     load_window,
-    open_places,
+    pass_token,
     rms_scale,
     sigmoid,
-    softplus,
-    take,
-    unit_scale,
+    times_silu,
+    unit_vectors,
 )
 
 
@@ -131,15 +129,10 @@ def _decode_kernel(
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
-    LINE: gl.constexpr = states.block_type.shape[1]
-    LINES: gl.constexpr = SIZE * SIZE // LINE
-    places, loaded = open_places(states, LINES, STAGES)
-    first, stride = gl.program_id(0), gl.num_programs(0)
-    num_states = GROUP * ((num_units - first + stride - 1) // stride)
-    slot_lines = slot_stride // LINE
-    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
-    for ahead in gl.static_range(STAGES):
-        fetch(work, ahead, KEY_HEADS, GROUP, LINES, STAGES)
+    work = begin_work(
+        states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], KEY_HEADS, GROUP, STAGES
+    )
+    first, stride = work[4], work[5]
 
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -162,42 +155,29 @@ def _decode_kernel(
             window = load_window(inputs, 2 * KEY_HEADS + head, SIZE, TAPS, WINDOW)
             gate = gl.load(token + CHANNELS + head * SIZE + column)
             gates = token + CHANNELS + VALUE_HEADS * SIZE + head
-            strengths = gl.load(gates), gl.load(gates + VALUE_HEADS)
-            decays = gl.load(decay_rate + head), gl.load(decay_bias + head)
-            members += ((window, gate, strengths, decays),)
+            b_in, a_in = gl.load(gates), gl.load(gates + VALUE_HEADS)
+            rate, bias = gl.load(decay_rate + head), gl.load(decay_bias + head)
+            members += ((window, gate, b_in, a_in, rate, bias),)
         is_real = target >= 0
         kept = conv_pool + target.to(gl.int64) * conv_stride
         written = pool + target.to(gl.int64) * slot_stride
         following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        query, key = convolve(query_window), convolve(key_window)
-        query *= unit_scale(query) * SIZE**-0.5
-        key *= unit_scale(key)
-        query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
-        key = gl.convert_layout(key, gl.SliceLayout(1, STATE))[:, None]
+        query, key = unit_vectors(convolve(query_window), convolve(key_window), SIZE)
+        query, key = by_row(query), by_row(key)
         keep_window(query_window, kept, key_head, is_real, SIZE, TAPS, WINDOW)
         keep_window(key_window, kept, KEY_HEADS + key_head, is_real, SIZE, TAPS, WINDOW)
         for member in gl.static_range(GROUP):
-            window, gate, strengths, decays = members[member]
+            window, gate, b_in, a_in, rate, bias = members[member]
             head = key_head * GROUP + member
             value = gl.convert_layout(convolve(window), gl.SliceLayout(0, STATE))
             keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
-            beta = sigmoid(strengths[0])
-            wide = strengths[1].to(gl.float32) + decays[1]
-            decay = gl.exp(decays[0] * softplus(wide))
-
-            state = take(work, number, STATE, BY_LINE, [SIZE, SIZE]) * decay
-            # All threads have the state: its place is free.
-            thread_barrier()
-            fetch(work, number + STAGES, KEY_HEADS, GROUP, LINES, STAGES)
+            own = query, key, value, sigmoid(b_in), decay_of(a_in, rate, bias)
+            own_target = written, head, row, column, is_real
+            x = pass_token(work, number, own, own_target, KEY_HEADS, GROUP)
             number += 1
-            state = delta_rule(state, key, value, beta)
-            written_at = written + head * (SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
-            gl.store(written_at, state, mask=is_real)
-            x = gl.sum(state * query, 0)
             x *= rms_scale(x, norm_eps, SIZE) * scale
-            gate = gate.to(gl.float32)
-            x = gl.where(is_real, x * gate / (1 + gl.exp(-gate)), 0.0)
+            x = gl.where(is_real, times_silu(x, gate), 0.0)
             output_at = output + (sequence * VALUE_HEADS + head) * SIZE + column
             gl.store(output_at, x.to(output.dtype.element_ty))

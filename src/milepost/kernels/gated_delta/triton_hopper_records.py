@@ -56,18 +56,10 @@ def load_strengths(stream, gates, kept_gates, place, VALUE_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def keep_inputs(
-    stream,
-    kept,
-    head,
-    last,
-    num_new,
-    is_real,
-    SIZE: gl.constexpr,
-    TAPS: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
-    """Move a head's convolution state on to a place, and record the drafts' inputs."""
+def keep_inputs(stream, head, target, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr):
+    """Move a head's convolution state on to a place, and record the drafts' inputs. `target` are
+    the state that is written, the place, the step's tokens, and whether there is a sequence."""
+    kept, last, num_new, is_real = target
     token, projected_stride, recorded, record_stride, _read, _num_folded, _num = stream
     window = load_window(stream, head, last, SIZE, TAPS, WINDOW)
     channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))

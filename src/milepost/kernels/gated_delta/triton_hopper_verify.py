@@ -34,16 +34,16 @@ from milepost.kernels.states_gluon import (
     BY_LINE,
     STATE,
     STATE_SIZE,
+    begin_work,
     convolve,
+    decay_of,
     delta_rule,
     describe_states,
-    fetch,
-    open_places,
     rms_scale,
     sigmoid,
-    softplus,
     take,
-    unit_scale,
+    times_silu,
+    unit_vectors,
 )
 
 _UNSPECIALISED = ["begin", "length", "fold", "row", "slot_in", "slot_out"]
@@ -134,24 +134,20 @@ def _verify_kernel(
     STAGES: gl.constexpr,
 ):
     """Every so many units, each the value heads of a key head of a sequence."""
-    LINE: gl.constexpr = states.block_type.shape[1]
-    LINES: gl.constexpr = SIZE * SIZE // LINE
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     queries = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
     keys = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
-    places, loaded = open_places(states, LINES, STAGES)
-    first, stride = gl.program_id(0), gl.num_programs(0)
-    num_states = GROUP * ((num_units - first + stride - 1) // stride)
-    work = states, slot_stride // LINE, slot_in, slot_out, first, stride, num_states, places, loaded
-    for ahead in gl.static_range(STAGES):
-        fetch(work, ahead, KEY_HEADS, GROUP, LINES, STAGES)
+    work = begin_work(
+        states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], KEY_HEADS, GROUP, STAGES
+    )
+    first, stride = work[4], work[5]
 
     o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
-    scale = gl.load(norm_weight + o_v)
+    norm = gl.load(norm_weight + o_v), norm_eps
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
     number = 0
@@ -170,12 +166,10 @@ def _verify_kernel(
         # Behind the step's last token there may be nobody's memory: a step may have none at all.
         stream = token, projected_stride, recorded, record_stride, read, num_folded, num_places
 
-        _keep_keys(stream, conv_weight, key_head, queries, keys, KEY_HEADS, SIZE, TAPS, WINDOW)
-        thread_barrier()
-        for part in gl.static_range(2):
-            head = part * KEY_HEADS + key_head
-            keep_inputs(stream, kept, head, last, num_new, is_real, SIZE, TAPS, WINDOW)
-
+        target_at = kept, last, num_new, is_real
+        _keep_keys(
+            stream, conv_weight, key_head, queries, keys, target_at, KEY_HEADS, SIZE, TAPS, WINDOW
+        )
         for member in gl.static_range(GROUP):
             head = key_head * GROUP + member
             value_head = 2 * KEY_HEADS + head
@@ -189,21 +183,16 @@ def _verify_kernel(
             window = load_window(stream, value_head, 0, SIZE, TAPS, WINDOW)
             b_in, a_in = load_strengths(stream, gates, kept_gates, 0, VALUE_HEADS)
 
-            state = take(work, number, STATE, BY_LINE, [SIZE, SIZE])
-            # All threads have the state: its place is free.
-            thread_barrier()
-            fetch(work, number + STAGES, KEY_HEADS, GROUP, LINES, STAGES)
+            state = take(work, number, STATE, BY_LINE, [SIZE, SIZE], KEY_HEADS, GROUP)
             number += 1
-            target_at = written, head, o_k, o_v, last, is_real
             inputs = window, value_taps, b_in, a_in, rate, bias, gates, kept_gates, gate_at
-            norm = scale, norm_eps
             _walk(
-                stream, state, inputs, queries, keys, value_head, target_at, norm, output_at,
-                VALUE_HEADS, SIZE, TAPS, WINDOW,
+                stream, state, inputs, queries, keys, value_head, norm, output_at,
+                (written, head, o_k, o_v, last, is_real), VALUE_HEADS, SIZE, TAPS, WINDOW,
             )  # fmt: skip
             # All that is read of the records and of the convolution's state has been.
             thread_barrier()
-            keep_inputs(stream, kept, value_head, last, num_new, is_real, SIZE, TAPS, WINDOW)
+            keep_inputs(stream, value_head, target_at, SIZE, TAPS, WINDOW)
             record_strengths(stream, gates, kept_gates, num_new, VALUE_HEADS)
 
 
@@ -214,12 +203,13 @@ def _keep_keys(
     key_head,
     queries,
     keys,
+    target,
     KEY_HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
-    """A key head's queries and keys, for all tokens, in shared memory."""
+    """A key head's queries and keys, for all tokens, in shared memory; then `keep_inputs`."""
     num_places = stream[6]
     query_taps = load_taps(conv_weight, key_head, SIZE, TAPS, WINDOW)
     key_taps = load_taps(conv_weight, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
@@ -230,10 +220,12 @@ def _keep_keys(
         following = gl.minimum(place + 1, num_places - 1)
         query_window = load_window(stream, key_head, following, SIZE, TAPS, WINDOW)
         key_window = load_window(stream, KEY_HEADS + key_head, following, SIZE, TAPS, WINDOW)
-        query *= unit_scale(query) * SIZE**-0.5
-        key *= unit_scale(key)
+        query, key = unit_vectors(query, key, SIZE)
         queries.index(place).store(query)
         keys.index(place).store(key)
+    thread_barrier()
+    for part in gl.static_range(2):
+        keep_inputs(stream, part * KEY_HEADS + key_head, target, SIZE, TAPS, WINDOW)
 
 
 @gluon.jit
@@ -244,9 +236,9 @@ def _walk(
     queries,
     keys,
     value_head,
-    target,
     norm,
     p_output,
+    target,
     VALUE_HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
@@ -261,9 +253,7 @@ def _walk(
     for place in range(num_places):
         new, is_new = place - num_folded, place >= num_folded
         gate = gl.load(p_gate + new * projected_stride, mask=is_new, other=0.0)
-        beta = sigmoid(b_in)
-        wide = a_in.to(gl.float32) + bias
-        decay = gl.exp(rate * softplus(wide))
+        beta, decay = sigmoid(b_in), decay_of(a_in, rate, bias)
         value = gl.convert_layout(convolve((window, value_taps)), gl.SliceLayout(0, STATE))
         query = queries.index(place).load(gl.SliceLayout(1, STATE))[:, None]
         key = keys.index(place).load(gl.SliceLayout(1, STATE))[:, None]
@@ -278,6 +268,5 @@ def _walk(
         if is_new:
             x = gl.sum(state * query, 0)
             x *= rms_scale(x, norm_eps, SIZE) * scale
-            gated = gate.to(gl.float32)
-            x = x * gated / (1 + gl.exp(-gated))
-            gl.store(p_output + new * (VALUE_HEADS * SIZE), x.to(p_output.dtype.element_ty))
+            x = times_silu(x, gate).to(p_output.dtype.element_ty)
+            gl.store(p_output + new * (VALUE_HEADS * SIZE), x)

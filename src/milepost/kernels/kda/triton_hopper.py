@@ -12,26 +12,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
-    BY_LINE,
     STATE,
     STATE_SIZE,
+    begin_work,
+    by_row,
     convolve,
-    delta_rule,
     describe_states,
-    fetch,
     keep_window,
     load_window,
-    open_places,
+    pass_token,
     rms_scale,
     sigmoid,
     softplus,
-    take,
-    unit_scale,
+    unit_vectors,
 )
 
 
@@ -107,14 +104,8 @@ def _decode_kernel(
 ):
     """Every so many units, each a head of a sequence."""
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
-    LINE: gl.constexpr = states.block_type.shape[1]
-    LINES: gl.constexpr = SIZE * SIZE // LINE
-    places, loaded = open_places(states, LINES, 1)
-    first, stride = gl.program_id(0), gl.num_programs(0)
-    num_states = (num_units - first + stride - 1) // stride
-    slot_lines = slot_stride // LINE
-    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
-    fetch(work, 0, HEADS, 1, LINES, 1)
+    work = begin_work(states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], HEADS, 1, 1)
+    first, stride = work[4], work[5]
 
     row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
@@ -128,16 +119,16 @@ def _decode_kernel(
         number = (unit - first) // stride
         sequence, head = (unit // HEADS).to(gl.int64), unit % HEADS
         token = projected + sequence * projected_stride
-        own = sequence * (HEADS * SIZE) + head * SIZE
+        first_own = sequence * (HEADS * SIZE) + head * SIZE
         # Everything is asked for before anything is used.
         inputs = token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
         query_window = load_window(inputs, head, SIZE, TAPS, WINDOW)
         key_window = load_window(inputs, HEADS + head, SIZE, TAPS, WINDOW)
         value_window = load_window(inputs, 2 * HEADS + head, SIZE, TAPS, WINDOW)
-        wide = gl.load(decay_inputs + own + channel).to(gl.float32)
+        wide = gl.load(decay_inputs + first_own + channel).to(gl.float32)
         wide += gl.load(decay_bias + head * SIZE + channel)
         rate = gl.load(decay_rate + head)
-        own_gate = gl.load(gate + own + column)
+        own_gate = gl.load(gate + first_own + column)
         strength = gl.load(token + 3 * HEADS * SIZE + head)
         is_real = target >= 0
         kept = conv_pool + target.to(gl.int64) * conv_stride
@@ -145,27 +136,17 @@ def _decode_kernel(
         following = gl.minimum(unit + stride, num_units - 1) // HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        query, key = convolve(query_window), convolve(key_window)
-        query *= unit_scale(query) * SIZE**-0.5
-        key *= unit_scale(key)
+        query, key = unit_vectors(convolve(query_window), convolve(key_window), SIZE)
         decay = gl.exp(rate * softplus(wide))
-        query = gl.convert_layout(query, gl.SliceLayout(1, STATE))[:, None]
-        key = gl.convert_layout(key, gl.SliceLayout(1, STATE))[:, None]
-        decay = gl.convert_layout(decay, gl.SliceLayout(1, STATE))[:, None]
+        query, key, decay = by_row(query), by_row(key), by_row(decay)
         value = gl.convert_layout(convolve(value_window), gl.SliceLayout(0, STATE))
         keep_window(query_window, kept, head, is_real, SIZE, TAPS, WINDOW)
         keep_window(key_window, kept, HEADS + head, is_real, SIZE, TAPS, WINDOW)
         keep_window(value_window, kept, 2 * HEADS + head, is_real, SIZE, TAPS, WINDOW)
         beta = sigmoid(strength)
 
-        state = take(work, number, STATE, BY_LINE, [SIZE, SIZE]) * decay
-        # All threads have the state: its place is free.
-        thread_barrier()
-        fetch(work, number + 1, HEADS, 1, LINES, 1)
-        state = delta_rule(state, key, value, beta)
-        written_at = written + head * (SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
-        gl.store(written_at, state, mask=is_real)
-        x = gl.sum(state * query, 0)
+        own = query, key, value, beta, decay
+        x = pass_token(work, number, own, (written, head, row, column, is_real), HEADS, 1)
         x *= rms_scale(x, norm_eps, SIZE) * scale
         x = gl.where(is_real, x / (1 + gl.exp(-own_gate.to(gl.float32))), 0.0)
-        gl.store(output + own + column, x.to(output.dtype.element_ty))
+        gl.store(output + first_own + column, x.to(output.dtype.element_ty))

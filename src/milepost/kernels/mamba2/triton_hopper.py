@@ -14,18 +14,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
+    begin_work,
     can_describe,
     convolve,
     describe_states,
-    fetch,
     keep_window,
     load_window,
-    open_places,
     softplus,
     take,
 )
@@ -145,20 +143,16 @@ def _decode_kernel(
     STAGES: gl.constexpr,
 ):
     """Every so many units, each a group of a sequence, EACH heads."""
-    LINE: gl.constexpr = states.block_type.shape[1]
-    LINES: gl.constexpr = HEAD_DIM * STATE_SIZE // LINE
     WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     HEADS: gl.constexpr = GROUPS * EACH
     INNER: gl.constexpr = HEADS * HEAD_DIM
     CHANNELS: gl.constexpr = INNER + 2 * GROUPS * STATE_SIZE
     FIRST_B: gl.constexpr = INNER // STATE_SIZE
-    places, loaded = open_places(states, LINES, STAGES)
-    first, stride = gl.program_id(0), gl.num_programs(0)
-    num_states = EACH * ((num_units - first + stride - 1) // stride)
-    slot_lines = slot_stride // LINE
-    work = states, slot_lines, slot_in, slot_out, first, stride, num_states, places, loaded
-    for ahead in gl.static_range(STAGES):
-        fetch(work, ahead, GROUPS, EACH, LINES, STAGES)
+    SHAPE: gl.constexpr = [HEAD_DIM, STATE_SIZE]
+    work = begin_work(
+        states, slot_stride, slot_in, slot_out, num_units, SHAPE, GROUPS, EACH, STAGES
+    )
+    first, stride = work[4], work[5]
 
     row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, _STATE))
     column = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, _STATE))
@@ -178,36 +172,25 @@ def _decode_kernel(
         written = pool + target * slot_stride
         b_window = load_window(inputs, FIRST_B + group, STATE_SIZE, TAPS, WINDOW)
         c_window = load_window(inputs, FIRST_B + GROUPS + group, STATE_SIZE, TAPS, WINDOW)
-        p_bias = conv_bias
-        if conv_bias is not None:
-            p_bias = conv_bias + INNER + group * STATE_SIZE + wide_channel
-        b = convolve(b_window, p_bias)
-        if conv_bias is not None:
-            p_bias = conv_bias + INNER + (GROUPS + group) * STATE_SIZE + wide_channel
-        c = convolve(c_window, p_bias)
+        b = convolve(b_window, _bias_of(conv_bias, INNER, group, STATE_SIZE, wide_channel))
+        bias = _bias_of(conv_bias, INNER, GROUPS + group, STATE_SIZE, wide_channel)
+        c = convolve(c_window, bias)
         b = gl.convert_layout(b, gl.SliceLayout(0, _STATE))[None, :]
         c = gl.convert_layout(c, gl.SliceLayout(0, _STATE))[None, :]
         keep_window(b_window, kept, FIRST_B + group, is_real, STATE_SIZE, TAPS, WINDOW)
         keep_window(c_window, kept, FIRST_B + GROUPS + group, is_real, STATE_SIZE, TAPS, WINDOW)
-        outputs = ()
-        squares = 0.0
+        outputs, squares = (), 0.0
         for member in gl.static_range(EACH):
             head = group * EACH + member
             window = load_window(inputs, head, HEAD_DIM, TAPS, WINDOW)
-            if conv_bias is not None:
-                p_bias = conv_bias + head * HEAD_DIM + channel
             gate = gl.load(token + head * HEAD_DIM + row).to(gl.float32)
-            p_dt = token + INNER + CHANNELS + head
-            step = _time_step(p_dt, dt_bias + head, dt_low, dt_high)
+            bias = _bias_of(conv_bias, 0, head, HEAD_DIM, channel)
+            step = _time_step(token + INNER + CHANNELS + head, dt_bias + head, dt_low, dt_high)
             decay, own_skip = gl.exp(step * gl.load(rate + head)), gl.load(skip + head)
-            x = gl.convert_layout(convolve(window, p_bias), gl.SliceLayout(1, _STATE))
+            x = gl.convert_layout(convolve(window, bias), gl.SliceLayout(1, _STATE))
             keep_window(window, kept, head, is_real, HEAD_DIM, TAPS, WINDOW)
 
-            place = number + member
-            state = take(work, place, _STATE, _BY_LINE, [HEAD_DIM, STATE_SIZE]) * decay
-            # All threads have the state: its place is free.
-            thread_barrier()
-            fetch(work, place + STAGES, GROUPS, EACH, LINES, STAGES)
+            state = take(work, number + member, _STATE, _BY_LINE, SHAPE, GROUPS, EACH, decay)
             state += (x * step)[:, None] * b
             at = (head * HEAD_DIM + row)[:, None] * STATE_SIZE + column[None, :]
             gl.store(written + at, state, mask=is_real)
@@ -218,11 +201,17 @@ def _decode_kernel(
             squares += gl.sum(y * y, 0)
             outputs += ((y, gate),)
         scale = gl.rsqrt(squares / (EACH * HEAD_DIM) + norm_eps)
-        for member in gl.static_range(EACH):
-            o_head = (group * EACH + member) * HEAD_DIM + row
-            y = _normed(outputs[member], scale, norm_weight + o_head, BEFORE_GATE)
-            y = gl.where(is_real, y, 0.0)
-            gl.store(output + sequence * INNER + o_head, y.to(output.dtype.element_ty))
+        target = output, sequence, group, row, is_real
+        _store_group(outputs, scale, norm_weight, target, EACH, INNER, BEFORE_GATE)
+
+
+@gluon.jit
+def _bias_of(conv_bias, FIRST: gl.constexpr, number, SIZE: gl.constexpr, channel):
+    """Where a convolution's bias lies of the channels of this number, if there is one."""
+    p_bias = conv_bias
+    if conv_bias is not None:
+        p_bias = conv_bias + FIRST + number * SIZE + channel
+    return p_bias
 
 
 @gluon.jit
@@ -236,10 +225,24 @@ def _time_step(p_input, p_bias, dt_low, dt_high):
 
 
 @gluon.jit
-def _normed(output, scale, p_weight, BEFORE_GATE: gl.constexpr):
-    """A head's output and the SiLU of its gate, if that was not taken yet, normed."""
-    y, gate = output
-    y *= scale * gl.load(p_weight)
-    if BEFORE_GATE:
-        y *= gate
-    return y
+def _store_group(
+    outputs,
+    scale,
+    norm_weight,
+    target,
+    EACH: gl.constexpr,
+    INNER: gl.constexpr,
+    BEFORE_GATE: gl.constexpr,
+):
+    """Norm what a group's heads have read, and store it. `outputs` are theirs, each with the SiLU
+    of its gate, if that was not taken yet."""
+    output, sequence, group, row, is_real = target
+    HEAD_DIM: gl.constexpr = row.shape[0]
+    for member in gl.static_range(EACH):
+        o_head = (group * EACH + member) * HEAD_DIM + row
+        y, gate = outputs[member]
+        y *= scale * gl.load(norm_weight + o_head)
+        if BEFORE_GATE:
+            y *= gate
+        y = gl.where(is_real, y, 0.0)
+        gl.store(output + sequence * INNER + o_head, y.to(output.dtype.element_ty))
