@@ -49,7 +49,8 @@ class StructuredOutputs:
 class SamplingParams:
     """Parameters of one request; raises InvalidRequestError for values that contradict each other.
 
-    `stop` and `stop_token_ids` are stored as tuples, whatever they were given as.
+    `stop`, `stop_token_ids`, `allowed_token_ids` and `bad_words` are stored as tuples, whatever
+    they were given as.
     """
 
     temperature: float = 1.0
@@ -87,6 +88,13 @@ class SamplingParams:
     """Above 1, makes tokens of the prompt and the answer less likely."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of single token ids; from -100 to 100."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only token ids that may come."""
+    bad_words: Sequence[str] | None = None
+    """Texts that the answer may not have: the last token of one may not come behind its others, as
+    it is spelled at the beginning of a text or behind a space."""
+    thinking_token_budget: int | None = None
+    """Most tokens between `<think>` and `</think>`; then the reasoning is closed."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer keeps to."""
     detokenize: bool = True
@@ -103,6 +111,8 @@ class SamplingParams:
         self._check_seed()
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "stop_token_ids", self._checked_stop_token_ids())
+        object.__setattr__(self, "allowed_token_ids", self._checked_allowed_token_ids())
+        object.__setattr__(self, "bad_words", self._checked_bad_words())
 
     @property
     def is_greedy(self) -> bool:
@@ -131,6 +141,7 @@ class SamplingParams:
         """Raise InvalidRequestError if a token id is not one of the model's `vocab_size`."""
         _check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         _check_ids("logit_bias", self.logit_bias or (), vocab_size)
+        _check_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
 
     def _check_shape_of_distribution(self) -> None:
         _check_number("temperature", self.temperature, 0, math.inf, "0 for greedy, or more")
@@ -161,6 +172,8 @@ class SamplingParams:
         _check_int("n", self.n, 1, "1 or more")
         if self.n > 1 and self.is_greedy:
             _refuse("n", self.n, "n=1 with temperature=0: greedy answers are all the same")
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, 0, "0 or more")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is None:
@@ -190,6 +203,23 @@ class SamplingParams:
         for token_id in token_ids:
             _check_int("stop_token_ids", token_id, 0, "token ids")
         return token_ids
+
+    def _checked_allowed_token_ids(self) -> tuple[int, ...] | None:
+        if self.allowed_token_ids is None:
+            return None
+        token_ids = tuple(self.allowed_token_ids)
+        for token_id in token_ids:
+            _check_int("allowed_token_ids", token_id, 0, "token ids")
+        if not token_ids:
+            _refuse("allowed_token_ids", [], "at least one token id, or None for all")
+        return token_ids
+
+    def _checked_bad_words(self) -> tuple[str, ...] | None:
+        words = tuple(self.bad_words or ())
+        for word in words:
+            if not isinstance(word, str) or not word:
+                _refuse("bad_words", word, "strings that are not empty")
+        return words or None
 
 
 _ABOVE_ZERO = "a finite number above 0; 1 is off"

@@ -8,7 +8,7 @@ import pytest
 
 from milepost import LLM, SamplingParams
 from milepost.engine import grammars
-from milepost.engine.guidance import Guide, masks
+from milepost.engine.guidance import FormGuide, form_masks
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import StructuredOutputs
 from tests import chatmodel
@@ -174,7 +174,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(llm):
     vocabulary = grammars.vocabulary_of(tokenizer, size, ())
     assert vocabulary.num_tokens == len(tokenizer)
     form = grammars.Forms(vocabulary).compile(StructuredOutputs(choice=["yes"]))
-    (mask,) = masks([Guide(form, size, (0,), None)])
+    (mask,) = form_masks([FormGuide(form, size, (0,), None)])
     assert len(mask) == -(-size // 32)
     assert 0 < int(np.unpackbits(mask.view(np.uint8)).sum()) < 10
 

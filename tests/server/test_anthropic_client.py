@@ -118,6 +118,16 @@ def test_thinking_comes_in_blocks_of_its_own(official):
     assert [block.type for block in off.content] == ["text"]
 
 
+def test_thinking_ends_with_its_budget(official):
+    thinking = {"type": "enabled", "budget_tokens": 3}
+    said = official.messages.create(messages=HELLO, thinking=thinking, **GREEDY)
+    assert [block.type for block in said.content] == ["thinking", "text"]
+    free = official.messages.create(
+        messages=HELLO, thinking={**thinking, "budget_tokens": 1024}, **GREEDY
+    )
+    assert free.content[0].thinking.startswith(said.content[0].thinking)
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 def test_a_tool_is_called(official, choice):
     options = {**GREEDY, "max_tokens": 200, "tools": [TOOL], "tool_choice": choice}

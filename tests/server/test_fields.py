@@ -121,9 +121,11 @@ def test_strict_refuses_unknown_fields_by_name(changes, param):
         ("guided_choice", ["a"]),
         ("guided_grammar", "start: /a/"),
         ("use_beam_search", True),
-        ("bad_words", ["a"]),
-        ("allowed_token_ids", [1]),
-        ("thinking_token_budget", 5),
+        ("structural_tag", "{}"),
+        ("thinking_token_budget", -1),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1] * 1025),
+        ("bad_words", ["a"] * 257),
         ("prompt_embeds", "AA=="),
     ],
 )
@@ -134,6 +136,34 @@ def test_what_would_change_the_answer_is_refused_by_name(http, name, value):
     assert error["param"] == name
     if name.startswith("guided_"):
         assert "structured_outputs" in error["message"]
+
+
+def test_what_an_answer_may_not_have(http):
+    (letter,) = http.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
+    likes = {"logit_bias": {str(letter): 100}}
+    assert text_of(chat(http, **likes)) == "aaaa"
+    held = chat(http, **likes, bad_words=["a"], return_token_ids=True).json()["choices"][0]
+    assert letter not in held["token_ids"]
+    allowed = chat(http, allowed_token_ids=[70, 71], return_token_ids=True).json()["choices"][0]
+    assert set(allowed["token_ids"]) <= {70, 71}
+
+
+def test_reasoning_has_a_budget(http):
+    thinking = {"enable_thinking": True}
+    for budget in (0, 3):
+        response = chat(
+            http,
+            max_tokens=12,
+            chat_template_kwargs=thinking,
+            thinking_token_budget=budget,
+            return_token_ids=True,
+            ignore_eos=True,
+        )
+        (choice,) = response.json()["choices"]
+        message = choice["message"]
+        assert bool(message.get("reasoning_content")) == bool(budget)
+        assert message["content"]
+        assert len(choice["token_ids"]) == 12
 
 
 def test_usage_in_every_chunk(client):

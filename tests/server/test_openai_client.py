@@ -196,7 +196,7 @@ def test_refusals_name_the_field(client, changes, status, param):
         ({"tool_choice": "required"}, None),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
-        ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
+        ({"extra_body": {"bad_words": [""]}}, "bad_words[0]"),
         ({"extra_body": {"chat_template": "{{ x }}"}}, "chat_template"),
         (
             {"extra_body": {"chat_template_kwargs": {"chat_template": "{{ x }}"}}},

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from msgspec import structs
 
-from milepost.engine.guidance import masks
+from milepost.engine.guide import masks
 from milepost.engine.requests import Answer, Job
 from milepost.engine.token_texts import TokenTexts
 from milepost.runner.runner import RunnerOutput
@@ -36,7 +36,7 @@ class Answers:
         self._counts_are_kept = counts_are_kept
         self._known: dict[int, tuple[Job, Answer]] = {}
         self._held: set[int] = set()
-        """Requests of which a token is sampled only when the one before is known."""
+        """Requests of which a token may have to be known before the next is sampled."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -44,7 +44,7 @@ class Answers:
     def add(self, job: Job, answer: Answer) -> None:
         number = answer.request.number
         self._known[number] = (job, answer)
-        if answer.waits_for_tokens(job.params, counts_are_kept=self._counts_are_kept):
+        if answer.guide is not None or job.params.has_penalties:
             self._held.add(number)
 
     def forget(self, job: Job) -> list[Request]:
@@ -54,11 +54,19 @@ class Answers:
         found = [self._known.pop(number, None) for number in numbers]
         return [known[1].request for known in found if known is not None]
 
-    def wait_for_tokens(self, sequences: Sequence[SequencePlan]) -> bool:
-        """Whether any of those that are ahead has to know every token before the next is
-        sampled."""
+    def wait_for(self, num_ahead: int, sequences: Sequence[SequencePlan]) -> bool:
+        """Whether any of those that are ahead has to know its last so many tokens before the next
+        is sampled."""
         held = self._held
-        return bool(held) and any(s.is_ahead and s.number in held for s in sequences)
+        return bool(held) and any(
+            self._waits(sequence.number, num_ahead)
+            for sequence in sequences
+            if sequence.is_ahead and sequence.number in held
+        )
+
+    def _waits(self, number: int, num_ahead: int) -> bool:
+        job, answer = self._known[number]
+        return answer.waits_for(num_ahead, job.params, counts_are_kept=self._counts_are_kept)
 
     def choices(self, plan: StepPlan, num_ahead: int) -> tuple[SamplingPlan, ...]:
         """What the choice of each token that a step samples depends on. Of its sequences that are

@@ -246,7 +246,7 @@ class Engine:
             return None
         ahead = self.runner.launch(plan, before=flight)
         self._exchange.fetch(plan.loads, self.runner.mark)
-        if not self._answers.wait_for_tokens(plan.sequences):
+        if not self._answers.wait_for(1, plan.sequences):
             self._sample(ahead, num_ahead=1)
         self._pace.note_planning(plan, perf_counter() - began_s, is_late=ahead.is_late)
         return ahead

@@ -1,7 +1,6 @@
 """Follows one answer that keeps to a JSON schema, a regular expression, a choice or a grammar.
 
-A guide belongs to one answer and follows its tokens; before each choice it says which tokens may
-come. How a form is compiled is `grammars`' affair.
+How a form is compiled is `grammars`' affair; `guide` joins this with what else an answer keeps to.
 
 Legend: W words of a mask, 32 tokens each.
 """
@@ -21,7 +20,7 @@ from milepost.engine.grammars import Form, llguidance, problem_of
 Mask = NDArray[np.int32]
 
 
-class Guide:
+class FormGuide:
     """Follows one answer."""
 
     def __init__(
@@ -48,7 +47,7 @@ class Guide:
         """Whether the answer has come to its form."""
         return self._starts_after is None
 
-    def copy(self) -> Guide:
+    def copy(self) -> FormGuide:
         """One that goes its own way, for tokens that are not certain."""
         guide = copy(self)
         guide.matcher = self.matcher.deep_copy()
@@ -113,11 +112,11 @@ class Guide:
             self._form.wear_out()
 
 
-def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
+def form_masks(guides: Sequence[FormGuide | None]) -> list[Mask | None]:
     """For each answer the tokens that may come now, [W]: bit i of word w is token 32 w + i. None
     where all may. Found side by side, on other threads.
 
-    A form that turns out too complex to follow lets its answer end; `Guide.problem` says so.
+    A form that turns out too complex to follow lets its answer end; `FormGuide.problem` says so.
     """
     bound = {i: guide for i, guide in enumerate(guides) if guide is not None and guide.is_bound}
     found: list[Mask | None] = [None] * len(guides)
@@ -137,26 +136,6 @@ def masks(guides: Sequence[Guide | None]) -> list[Mask | None]:
         else:
             guide.spell(words[i])
             found[i] = words[i]
-    return found
-
-
-def masks_along(
-    guide: Guide | None, drafts: Sequence[int], first: Mask | None
-) -> list[Mask | None]:
-    """The tokens that may come behind each of an answer's drafts, if those before it come; `first`
-    is what may come now. As many as can be told: none behind a draft that may not come, nor where
-    the form turns out too complex, which the answer itself has to find.
-    """
-    if guide is None:
-        return [first] * (1 + len(drafts))
-    found, guide = [first], guide.copy()
-    for draft in drafts:
-        if not guide.follows(draft):
-            break
-        (mask,) = masks([guide])
-        if guide.matcher.is_error():
-            break
-        found.append(mask)
     return found
 
 

@@ -5,14 +5,18 @@ A form is compiled here too, at its first request, and may be from another threa
 
 from __future__ import annotations
 
+import numpy as np
+
 from milepost.config import EngineConfig
 from milepost.disaggregation.params import Remote
 from milepost.engine.detokenizer import detokenizer_for
 from milepost.engine.exchange import wish_of
 from milepost.engine.grammars import Form, Forms, check_combination, vocabulary_of
-from milepost.engine.guidance import Guide
+from milepost.engine.guidance import FormGuide
+from milepost.engine.guide import Guide
 from milepost.engine.prompts import Prompt, check_prompt, check_scores
 from milepost.engine.requests import Answer, Job
+from milepost.engine.restrictions import Restriction, RuleBook
 from milepost.engine.setup import EngineParts
 from milepost.engine.token_texts import TokenTexts
 from milepost.errors import InvalidRequestError
@@ -31,6 +35,7 @@ class Intake:
         self._max_model_len = parts.max_model_len
         self._end_token_ids = parts.end_token_ids
         self._chain = parts.scheduler.cache.chain
+        self._rules = RuleBook(parts.tokenizer, parts.vocab_size)
         self.forms: Forms | None = None
         """None before the first is wanted."""
         self._num_jobs = 0
@@ -47,6 +52,7 @@ class Intake:
         params.check_vocab(self._vocab_size)
         check_scores(prompt, params)
         check_combination(params)
+        self._rules.rules_of(params)
         detokenizer_for(self._texts, params)
 
     def form_of(self, params: SamplingParams) -> Form | None:
@@ -82,7 +88,7 @@ class Intake:
                 seed=params.sample_seed(
                     index, engine_seed=self._config.seed, request_number=number
                 ),
-                guide=self._guide(params, form),
+                guide=self._guide(prompt, params, form),
             )
             for index in range(params.n)
         ]
@@ -108,11 +114,17 @@ class Intake:
         request.keeps_history = params.has_penalties
         return request
 
-    def _guide(self, params: SamplingParams, form: Form | None) -> Guide | None:
-        if form is None:
+    def _guide(self, prompt: Prompt, params: SamplingParams, form: Form | None) -> Guide | None:
+        rules = self._rules.rules_of(params)
+        if form is None and rules is None:
             return None
-        after = params.structured_outputs.starts_after
-        return Guide(form, self._vocab_size, self._end_token_ids, after)
+        own = None
+        if form is not None:
+            after = params.structured_outputs.starts_after
+            own = FormGuide(form, self._vocab_size, self._end_token_ids, after)
+        if rules is None:
+            return Guide(own, None)
+        return Guide(own, Restriction(rules, np.frombuffer(prompt.packed, np.uint32)))
 
 
 def _salt(prompt: Prompt, params: SamplingParams, number: int) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.engine.detokenizer import AnswerText
-from milepost.engine.guidance import Guide, Mask, masks_along
+from milepost.engine.guidance import Mask
+from milepost.engine.guide import Guide, masks_along
 from milepost.engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -40,7 +41,7 @@ class Answer:
     """Of the whole prompt once it is computed, if that was asked for; the first token has none."""
     stop_reason: int | str | None = None
     guide: Guide | None = None
-    """Keeps the answer to a form, if one was asked for."""
+    """Keeps the answer to its form and what else was asked for."""
     ending: FinishReason | None = None
     """How its text or its form has ended it, which the scheduler does not know of."""
     num_draft_tokens: int = 0
@@ -50,11 +51,13 @@ class Answer:
     _num_known: int | None = None
     """Tokens of the run under way that were sampled as its form has it; None for all."""
 
-    def waits_for_tokens(self, params: SamplingParams, *, counts_are_kept: bool) -> bool:
-        """Whether the host has to know every token before it can have the next one sampled; with
-        `counts_are_kept` penalties don't ask for that.
+    def waits_for(self, num_tokens: int, params: SamplingParams, *, counts_are_kept: bool) -> bool:
+        """Whether the host has to know the last so many tokens before it can have the next one
+        sampled; with `counts_are_kept` penalties don't ask for that.
         """
-        return self.guide is not None or (params.has_penalties and not counts_are_kept)
+        if params.has_penalties and not counts_are_kept:
+            return True
+        return self.guide is not None and self.guide.waits_for(num_tokens)
 
     def samplings(
         self, params: SamplingParams, *, drafts: Sequence[int], mask: Mask | None

@@ -30,6 +30,7 @@ from milepost.server.parts import (
 
 MAX_MESSAGES = 16384
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
 MAX_STOPS = 64
 Messages = Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
@@ -56,6 +57,12 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
     """Token id, as a string, to what is added to its logit."""
+    allowed_token_ids: Annotated[Many[TokenId], Field(max_length=MAX_BIASES)] | None = None
+    """The only ones that may come."""
+    bad_words: Annotated[Many[StopText], Field(max_length=MAX_BAD_WORDS)] | None = None
+    """Texts that the answer may not have."""
+    thinking_token_budget: Count | None = None
+    """Most tokens of reasoning."""
     min_tokens: Count | None = None
     stop_token_ids: Annotated[Many[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
@@ -95,14 +102,11 @@ class Sampling(Body):
     # What would change the answer, and is not done here.
     use_beam_search: only(False) = None
     length_penalty: only(1, 1.0) = None
-    allowed_token_ids: only([]) = None
-    bad_words: only([]) = None
     logit_processors: only([]) = None
     logits_processors: only([]) = None
     logprob_token_ids: only([]) = None
     return_tokens_as_token_ids: only(False) = None
     spaces_between_special_tokens: only(True) = None
-    thinking_token_budget: only() = None
     repetition_detection: only() = None
     prompt_embeds: only() = None
     guided_json: instead("structured_outputs.json") = None

@@ -21,6 +21,7 @@ from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import check_combination
 from milepost.engine.lengths import FewestTokens
 from milepost.engine.prompts import Prompt, check_prompt
+from milepost.engine.restrictions import think_ids
 from milepost.engine.special import special_texts
 from milepost.engine.stream import Stream, StreamBell
 from milepost.engine.text_process import Encoded, Text, Texts
@@ -95,6 +96,8 @@ class Service:
             model_type=client.info.facts.model_type,
         )
         self._special_tags = special_tags(self.format, tokenizer)
+        self.counts_thinking = None not in think_ids(tokenizer)
+        """Whether the engine can count the tokens of this model's reasoning."""
         self.is_closing = False
         self.is_asleep = False
         self._lanes = Lanes(tokenizer)

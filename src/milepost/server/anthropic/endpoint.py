@@ -88,7 +88,10 @@ def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatR
         raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     thinking = request.thinking
     if thinking is not None and thinking.budget_tokens is not None:
-        service.unknown.tell(["thinking.budget_tokens"], http.scope)
+        if thinking.type == "enabled" and service.counts_thinking:
+            chat.thinking_token_budget = thinking.budget_tokens
+        else:
+            service.unknown.tell(["thinking.budget_tokens"], http.scope)
     if thinking is not None and thinking.type != "disabled" and chat.reasoning_effort is None:
         chat.chat_template_kwargs = service.switched_on("enable_thinking")
     return chat

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from milepost.server.parts import MAX_INT, MAX_PARTS, Body, CacheControl, Many, StopText, only
+from milepost.server.parts import (
+    MAX_INT,
+    MAX_PARTS,
+    Body,
+    CacheControl,
+    Count,
+    Many,
+    StopText,
+    only,
+)
 from milepost.server.protocol import MAX_MESSAGES, MAX_STOPS
 
 
@@ -79,7 +88,7 @@ class ToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Count | None = None
     display: Any = None
 
 

@@ -1,0 +1,208 @@
+"""Keeps an answer to allowed_token_ids, bad_words and thinking_token_budget, as vLLM names them.
+
+Rules are the same for all answers with the same parameters; a Restriction follows one answer's
+tokens and says before each choice which of all tokens may come.
+
+Legend: W words of a mask, 32 tokens each: bit i of word w is token 32 w + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from milepost.errors import InvalidRequestError
+from milepost.sampling_params import SamplingParams
+
+Mask = NDArray[np.int32]
+
+THINK = ("<think>", "</think>")
+"""The tokens between which models reason."""
+MAX_RULES = 64
+"""Sets of rules that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rules:
+    """What holds for all answers with the same parameters."""
+
+    allowed: Mask | None
+    """[W], the tokens that may come whatever has come before; None for all."""
+    runs: tuple[tuple[tuple[int, ...], int], ...]
+    """Tokens, two or more in all, of which the last may not come behind the others."""
+    budget: int | None
+    """Most tokens between `opens` and `closes`."""
+    opens: int | None
+    closes: int | None
+    closing: Mask
+    """[W], nothing but `closes`."""
+    every: Mask
+    """[W], all of the model's tokens."""
+
+    @property
+    def reach(self) -> int:
+        """How many of the newest tokens the runs read."""
+        return max((len(before) for before, _ in self.runs), default=0)
+
+
+class Restriction:
+    """Follows one answer."""
+
+    def __init__(self, rules: Rules, prompt: NDArray[np.uint32]) -> None:
+        self._rules = rules
+        self._newest: tuple[int, ...] = ()
+        self._num_thought = 0
+        self._is_thinking = rules.budget is not None and _is_open(rules, prompt)
+
+    def waits_for(self, num_tokens: int) -> bool:
+        """Whether what may come next depends on the last so many tokens, which are not known."""
+        rules = self._rules
+        if rules.runs:
+            return True
+        return rules.budget is not None and self._num_thought + num_tokens >= rules.budget
+
+    def copy(self) -> Restriction:
+        """One that goes its own way, for tokens that are not certain."""
+        return copy(self)
+
+    def mask(self) -> Mask | None:
+        """[W], the tokens that may come now, not to be written to; None where all may."""
+        rules = self._rules
+        if self._has_thought_enough:
+            return rules.closing
+        banned = [last for before, last in rules.runs if self._ends_with(before)]
+        if not banned:
+            return rules.allowed
+        less = _without(rules.every if rules.allowed is None else rules.allowed, banned)
+        # Of one token that is allowed and no other, a word that is not is made.
+        return less if less.any() else rules.allowed
+
+    def allows(self, token_id: int) -> bool:
+        """Whether a token may come now."""
+        mask = self.mask()
+        return mask is None or bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come, one behind the other."""
+        ahead = self.copy()
+        for num, token_id in enumerate(token_ids):
+            if not ahead.allows(token_id):
+                return num
+            ahead.accept(token_id)
+        return len(token_ids)
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the token that was chosen."""
+        rules = self._rules
+        if rules.runs:
+            self._newest = (*self._newest, token_id)[-rules.reach :]
+        if rules.budget is None:
+            return
+        if self._is_thinking and token_id != rules.closes:
+            self._num_thought += 1
+        self._is_thinking = token_id == rules.opens or (
+            self._is_thinking and token_id != rules.closes
+        )
+
+    @property
+    def _has_thought_enough(self) -> bool:
+        budget = self._rules.budget
+        return budget is not None and self._is_thinking and self._num_thought >= budget
+
+    def _ends_with(self, before: tuple[int, ...]) -> bool:
+        return self._newest[-len(before) :] == before
+
+
+class RuleBook:
+    """Makes the rules of one model's requests. Raises InvalidRequestError for what none can keep.
+
+    `vocab_size` is the model's; without a tokenizer only token ids can be named.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._known = lru_cache(MAX_RULES)(self._rules)
+
+    def rules_of(self, params: SamplingParams) -> Rules | None:
+        """None where nothing is asked for."""
+        allowed, words = params.allowed_token_ids, params.bad_words
+        if allowed is None and not words and params.thinking_token_budget is None:
+            return None
+        return self._known(allowed, words or (), params.thinking_token_budget)
+
+    def _rules(
+        self, ids: tuple[int, ...] | None, words: tuple[str, ...], budget: int | None
+    ) -> Rules:
+        opens, closes = self._think_ids(budget)
+        runs = self._spellings(words)
+        banned = [run[0] for run in runs if len(run) == 1]
+        every = _mask(self._vocab_size, range(self._vocab_size))
+        allowed = _without(every if ids is None else _mask(self._vocab_size, ids), banned)
+        if not allowed.any():
+            raise InvalidRequestError("bad_words: they leave no token that may come")
+        return Rules(
+            allowed=None if ids is None and not banned else allowed,
+            runs=tuple((run[:-1], run[-1]) for run in runs if len(run) > 1),
+            budget=budget,
+            opens=opens,
+            closes=closes,
+            closing=_mask(self._vocab_size, () if closes is None else (closes,)),
+            every=every,
+        )
+
+    def _think_ids(self, budget: int | None) -> tuple[int | None, int | None]:
+        """Of the tokens that open and close the reasoning, if anything depends on them."""
+        if budget is None:
+            return None, None
+        opens, closes = think_ids(self._tokenizer)
+        if closes is None:
+            raise InvalidRequestError(
+                f"thinking_token_budget={budget}: this model has no token {THINK[1]}"
+            )
+        return opens, closes
+
+    def _spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens of each word at the beginning of a text and behind a space."""
+        if not words:
+            return []
+        if self._tokenizer is None:
+            raise InvalidRequestError("bad_words: no tokenizer is loaded, so use logit_bias")
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        found = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return list(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+
+def think_ids(tokenizer: Any) -> tuple[int | None, int | None]:
+    """Ids of the tokens that open and close the reasoning, as far as a tokenizer has them."""
+    added = {} if tokenizer is None else tokenizer.get_added_vocab()
+    opens, closes = (added.get(tag) for tag in THINK)
+    return opens, closes
+
+
+def _is_open(rules: Rules, prompt: NDArray[np.uint32]) -> bool:
+    """Whether a prompt ends within the reasoning that its last `opens` begins."""
+    if rules.opens is None:
+        return False
+    tags = np.flatnonzero((prompt == rules.opens) | (prompt == rules.closes))
+    return bool(len(tags)) and int(prompt[tags[-1]]) == rules.opens
+
+
+def _mask(vocab_size: int, token_ids: Sequence[int]) -> Mask:
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def _without(mask: Mask, token_ids: Sequence[int]) -> Mask:
+    """`mask` less these tokens."""
+    ids = np.array(token_ids, np.uint32)
+    less = mask.copy()
+    np.bitwise_and.at(less.view(np.uint32), ids >> 5, ~(np.uint32(1) << (ids & 31)))
+    return less
