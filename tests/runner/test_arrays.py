@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,28 @@ def steps(*sequences: SequencePlan, ended: tuple[int, ...] = ()) -> StepPlan:
 @pytest.fixture
 def tables() -> HostTables:
     return HostTables(8, max_pages=16, page_size=64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_float8_kv", "num_tokens", "rows"),
+    [
+        ((8, 0), True, 200, 64),
+        ((8, 0), True, 600, 128),
+        ((8, 0), False, 200, 128),
+        ((8, 9), True, 200, 128),
+    ],
+    ids=["taken_apart", "dequantised_first", "16_bits", "float8"],
+)
+def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
+    tables, capability: tuple[int, int], has_float8_kv: bool, num_tokens: int, rows: int
+) -> None:
+    chip = replace(GEOMETRY.chip, arch="sm", capability=capability, shared_bytes=163 << 10)
+    large = replace(ATTENTION, head_dim=256)
+    geometry = replace(GEOMETRY, operations=(large,), chip=chip, has_float8_kv=has_float8_kv)
+    plan = steps(sequence(0, [1] * num_tokens, 1))
+    tables.update(plan)
+    step = build(plan, tables, geometry, exact_capacity(plan))
+    assert step.layouts[large].wide_rows == rows
 
 
 def test_tokens_positions_and_kv_rows(tables):

@@ -19,6 +19,8 @@ _GLUON_TRITONS = ((3, 6), (3, 9))
 every Triton."""
 _OLDEST = (8, 0)
 """Compute capability from which on there is arithmetic in bfloat16."""
+_FLOAT8 = (8, 9)
+"""And from which on there is float8."""
 _UNLIMITED = 1 << 30
 _AMD_SHARED_BYTES = 64 << 10
 """Of AMD's chips for which torch does not say."""
@@ -48,6 +50,17 @@ class Chip:
         """Whether boxes of a tensor come to shared memory by themselves; elsewhere Triton makes a
         descriptor's loads of so many instructions that plain addresses are better."""
         return self.capability >= (9, 0)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the chip knows float8 as OCP defines it; Triton's interpreter rounds another
+        way."""
+        return self.capability >= _FLOAT8 and self.arch != "cpu"
+
+    @property
+    def unpacks_fp8(self) -> bool:
+        """Whether it has NVIDIA's matrix units and registers, and no float8."""
+        return not self.has_fp8 and not self.is_amd
 
     def choose_stages(self, wanted: int, step_bytes: int) -> int:
         """How many steps of a loop may be under way, each with so many bytes in shared memory: one

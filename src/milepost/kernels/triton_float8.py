@@ -5,16 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.device import Chip
 from milepost.kernels.float8 import FP8_MAX
 
 LARGEST = tl.constexpr(FP8_MAX)
-_CAPABILITY = (8, 9)
-
-
-def has_fp8(chip: Chip) -> bool:
-    """Whether the chip knows float8 as OCP defines it; Triton's interpreter rounds another way."""
-    return chip.capability >= _CAPABILITY and chip.arch != "cpu"
 
 
 @triton.jit

@@ -94,6 +94,17 @@ def test_attend_as_cut_for_chips_with_less_room(monkeypatch, head_dim: int, chip
     assert error(replace(case, dtype=torch.float16)) < 2e-3
 
 
+def test_float8_of_large_heads_on_a_chip_without_float8(monkeypatch) -> None:
+    """Half as many rows as in 16 bits: a thread of all of them spills 1,720 bytes."""
+    chip = replace(HOPPER, arch="sm_80", capability=(8, 0), num_sms=108, shared_bytes=163 << 10)
+    monkeypatch.setattr(attention, "probe", lambda _: chip)
+    rows = choose_wide_rows(256, chip.shared_bytes, takes_apart=chip.unpacks_fp8)
+    shape = attention.choose_shape(rows, 256, torch.bfloat16, chip, is_float8=True)
+    assert (rows, shape.num_warps) == (64, 8)
+    case = replace(CASES["large_heads"], dtype=torch.bfloat16, has_float8=True, wide_rows=rows)
+    assert error(case) < 4e-3
+
+
 def test_attend_without_boxes_matches_reference(monkeypatch) -> None:
     """As where there are more rows than TMA counts."""
     monkeypatch.setattr(attention, "MAX_ROWS", 1)

@@ -23,7 +23,6 @@ from milepost.kernels.quantised import (
 )
 from milepost.kernels.quantised.forms import multiply, quantise_rows
 from milepost.kernels.tiles import Tiles
-from milepost.kernels.triton_float8 import has_fp8
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -191,4 +190,4 @@ def test_experts_that_no_kernel_takes_do_not_ask_what_was_chosen() -> None:
 @pytest.mark.parametrize(("arch", "native"), [((8, 0), False), ((8, 9), True), ((0, 0), False)])
 def test_a_chip_without_float8_is_told(arch: tuple[int, int], native: bool) -> None:
     chip = Chip(arch="sm", capability=arch, is_amd=False, num_sms=108, shared_bytes=166912)
-    assert has_fp8(chip) == native
+    assert chip.has_fp8 == native

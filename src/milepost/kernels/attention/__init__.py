@@ -63,6 +63,8 @@ class AttentionOperation:
         """Items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
             return reference.lay_out(batch, self.first_row)
+        max_dequantised = _max_dequantised(batch)
+        takes_apart = batch.has_float8_kv and not max_dequantised
         return items.lay_out(
             batch.starts,
             batch.lengths,
@@ -75,11 +77,15 @@ class AttentionOperation:
                 self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
             ),
             tokens_each=1 + batch.capacity.num_drafts,
-            wide_rows=choose_wide_rows(self.head_dim, batch.chip.shared_bytes),
+            wide_rows=choose_wide_rows(
+                self.head_dim,
+                batch.chip.shared_bytes,
+                takes_apart=takes_apart and batch.chip.unpacks_fp8,
+            ),
             num_programs=batch.chip.num_sms,
             num_beside=_FLOAT8_BESIDE if batch.has_float8_kv else 1,
             capacity=None if batch.capacity.is_exact else batch.capacity,
-            max_dequantised=_max_dequantised(batch),
+            max_dequantised=max_dequantised,
         )
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002

@@ -49,6 +49,7 @@ from milepost.kernels.batch import Capacity
 NARROW_ROWS = 16
 MAX_NARROW_ROWS = 64
 _WIDE_ROWS = 128
+_SMALL_HEAD = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,13 @@ def choose_narrow_rows(heads_per_kv: int, tokens_each: int) -> int:
     return max(rows, NARROW_ROWS) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
 
 
-def choose_wide_rows(head_dim: int, shared_bytes: int) -> int:
-    """Rows of wide items on a chip: queries take up to half of a program's shared memory."""
+def choose_wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = False) -> int:
+    """Rows of wide items on a chip: queries take up to half of a program's shared memory. Float8
+    that no instruction takes apart is in the way of large heads: a thread of as many rows spills
+    1,720 bytes on sm_80, of half as many none."""
     fit = shared_bytes // 2 >= _WIDE_ROWS * head_dim * 2
-    return _WIDE_ROWS if fit else _WIDE_ROWS // 2
+    crowded = takes_apart and head_dim > _SMALL_HEAD
+    return _WIDE_ROWS if fit and not crowded else _WIDE_ROWS // 2
 
 
 def lay_out(

@@ -28,7 +28,6 @@ from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_rows
-from milepost.kernels.triton_float8 import has_fp8
 
 _LOG2_E = 1.4426950408889634
 _MOST_IN_WORDS = 64
@@ -74,7 +73,8 @@ def attend(
         if hopper:
             hopper(items.wide, *common)
         else:
-            shape = wide_shape or choose_shape(items.wide_rows, *kind, chip)
+            is_float8 = pages[0].dtype == FP8
+            shape = wide_shape or choose_shape(items.wide_rows, *kind, chip, is_float8=is_float8)
             _launch(items.wide, items.wide_rows, shape, *common)
     if len(items.narrow):
         # Decodes are most of them; how many items are padding is not known here.
@@ -131,7 +131,7 @@ def _launch(
     # TMA moves boxes: a block must lie in one page, and no wider than the head.
     boxed = chip.has_tma and page_size >= shape.block
     boxed = boxed and block_e == head_dim and len(kv) < MAX_ROWS
-    is_native = is_float8 and has_fp8(chip)
+    is_native = is_float8 and chip.has_fp8
     in_words = is_native and rows < _MOST_IN_WORDS and block_e == head_dim >= 64
     _attend_kernel[(num_kv_heads, len(work))](
         query,

@@ -17,7 +17,7 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import as_bytes, rows_per_page
 from milepost.kernels.device import probe
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.triton_float8 import decode, has_fp8
+from milepost.kernels.triton_float8 import decode
 
 _BLOCK = 8192
 """Numbers of a program."""
@@ -45,7 +45,7 @@ def dequantise(
         ROW=num_kv_heads * head_dim,
         NUMBERS=numbers,
         BLOCK=_BLOCK,
-        NATIVE=has_fp8(probe(pool.device)),
+        NATIVE=probe(pool.device).has_fp8,
         num_warps=4,
         **OVERLAPPED,
     )

@@ -15,7 +15,7 @@ from milepost.kernels.device import probe
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_rows
-from milepost.kernels.triton_float8 import encode, has_fp8
+from milepost.kernels.triton_float8 import encode
 
 _FEW_TOKENS = 256
 """Up to here, tokens are handed out one by one, so that all of the chip takes part."""
@@ -64,7 +64,7 @@ def prepare(
         HALF=0 if cosines is None else cosines.shape[-1],
         BLOCK_E=triton.next_power_of_2(head_dim),
         TOKENS=tokens,
-        NATIVE=is_float8 and has_fp8(probe(projected.device)),
+        NATIVE=is_float8 and probe(projected.device).has_fp8,
         num_warps=1 if tokens == 1 else _NUM_WARPS,
         **OVERLAPPED,
     )

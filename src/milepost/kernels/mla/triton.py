@@ -24,7 +24,7 @@ from milepost.kernels.device import Chip, probe
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_contiguous, check_rows
-from milepost.kernels.triton_float8 import decode, has_fp8
+from milepost.kernels.triton_float8 import decode
 
 _LOG2_E = 1.4426950408889634
 
@@ -106,7 +106,7 @@ def attend(
             PAGE_SIZE=pool.shape[2],
             ROWS=rows,
             BLOCK=shape.block,
-            NATIVE=is_float8 and has_fp8(chip),
+            NATIVE=is_float8 and chip.has_fp8,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             **OVERLAPPED,

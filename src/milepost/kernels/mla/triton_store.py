@@ -13,7 +13,7 @@ from milepost.kernels.attention.pages import as_bytes
 from milepost.kernels.device import probe
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.triton_float8 import encode, has_fp8
+from milepost.kernels.triton_float8 import encode
 
 
 def store(
@@ -40,7 +40,7 @@ def store(
         SHARED=width - size,
         BLOCK_R=triton.next_power_of_2(size),
         BLOCK_P=triton.next_power_of_2(max(1, width - size)),
-        NATIVE=is_float8 and has_fp8(probe(projected.device)),
+        NATIVE=is_float8 and probe(projected.device).has_fp8,
         num_warps=1,
         **OVERLAPPED,
     )

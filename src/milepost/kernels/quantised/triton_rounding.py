@@ -16,7 +16,7 @@ from milepost.kernels.device import Chip
 from milepost.kernels.float8 import FP8
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import LEAST_SCALE
-from milepost.kernels.triton_float8 import LARGEST, decode, encode, has_fp8
+from milepost.kernels.triton_float8 import LARGEST, decode, encode
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _PART = 2048
@@ -25,7 +25,7 @@ _PART = 2048
 
 def readable(values: Tensor, chip: Chip) -> Tensor:
     """Float8 as kernels take it: its bits where the chip has no arithmetic for it."""
-    return values if values.dtype != FP8 or has_fp8(chip) else values.view(torch.uint8)
+    return values if values.dtype != FP8 or chip.has_fp8 else values.view(torch.uint8)
 
 
 def quantise(rows: Tensor, depth: int, chip: Chip, *, num_padded: int = 0) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def quantise(rows: Tensor, depth: int, chip: Chip, *, num_padded: int = 0) -> tu
         DEPTH=depth,
         PARTS=parts,
         BLOCK=block,
-        NATIVE=has_fp8(chip),
+        NATIVE=chip.has_fp8,
         num_warps=max(1, min(8, parts * block // 512)),
         **OVERLAPPED,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from milepost.kernels.device import Chip
 from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
 from milepost.kernels.quantised.triton_rounding import readable, scale_of
-from milepost.kernels.triton_float8 import decode, encode, has_fp8
+from milepost.kernels.triton_float8 import decode, encode
 
 
 def operands(weight: Quantised, chip: Chip) -> tuple[Any, Any, Any]:
@@ -42,7 +42,7 @@ def constants(weight: Quantised, chip: Chip) -> dict[str, int]:
             "GROUP": 0,
             "SCALE_ROWS": weight.rows,
             "BLOCK_SCALES": weight.depth == BLOCK,
-            "NATIVE": has_fp8(chip),
+            "NATIVE": chip.has_fp8,
         }
     return {"BLOCK_K": BLOCK, "DEPTHS": weight.scales.shape[-1], **form}
 

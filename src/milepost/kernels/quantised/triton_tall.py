@@ -20,7 +20,7 @@ from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
 from milepost.kernels.quantised.triton_rounding import readable, scale_of
-from milepost.kernels.triton_float8 import decode, encode, has_fp8
+from milepost.kernels.triton_float8 import decode, encode
 
 BLOCK_M = 128
 _SHARED_BYTES = 200 << 10
@@ -78,7 +78,7 @@ def project_up(
         GATED=is_gated,
         BLOCK_M=BLOCK_M,
         BLOCK=BLOCK,
-        NATIVE=has_fp8(chip),
+        NATIVE=chip.has_fp8,
         IS_BFLOAT=is_bfloat,
         num_warps=8,
         num_stages=_NUM_STAGES,
@@ -221,7 +221,7 @@ def project_down(
         BLOCK_M=BLOCK_M,
         BLOCK=BLOCK,
         PROGRAMS=chip.num_sms,
-        NATIVE=has_fp8(chip),
+        NATIVE=chip.has_fp8,
         num_warps=8,
         num_stages=_NUM_STAGES,
     )
