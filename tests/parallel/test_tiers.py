@@ -12,6 +12,7 @@ import torch
 from milepost.engine import setup
 from milepost.errors import EngineDeadError
 from milepost.parallel.tickets import Tickets
+from milepost.tiers import disk as disk_module
 from milepost.tiers.porter import Porter
 from milepost.tiers.rates import MeasuredRates
 from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tokens
@@ -85,7 +86,8 @@ def gate(monkeypatch):
     gate.set()
     run = Porter._run
     monkeypatch.setattr(Porter, "_run", lambda *given: gate.wait(WAIT_S) and run(*given))
-    return gate
+    yield gate
+    gate.set()
 
 
 def test_nothing_is_there_before_all_ranks_have_it(tiny, gate):
@@ -122,6 +124,25 @@ def test_nothing_is_there_before_all_ranks_have_it(tiny, gate):
     ask(llm, tokens(300, seed=5))
     assert num_looks == [0] * 3
     assert tiering.tiers.stats.stored > num_stored
+
+
+def test_a_rank_whose_files_do_not_come_is_not_waited_for(tiny, tmp_path, monkeypatch):
+    """What it reads later goes where nobody else has put anything."""
+    monkeypatch.setattr(disk_module, "STALL_S", 0.05)
+    llm = opened(tiny, cache_dir=str(tmp_path))
+    (first,) = ask(llm, tokens(300))
+    llm.llm_engine.close()
+    llm = opened(tiny, cache_dir=str(tmp_path))
+    gate, on_disk = threading.Event(), Porter._on_disk
+    monkeypatch.setattr(Porter, "_on_disk", lambda *given: gate.wait(WAIT_S) and on_disk(*given))
+    tiers = llm.llm_engine._tiering.tiers
+    ask_again(llm, tiny, first, {})
+    assert tiers.stats.disk_rests == 1
+    assert any(item.pins for item in tiers.host)
+    gate.set()
+    while llm.llm_engine.tend() or tiers.holdings.disk_rests:
+        pass
+    assert not any(item.pins for item in tiers.host)
 
 
 def test_a_rank_that_cannot_copy_ends_the_engine(tiny, monkeypatch):

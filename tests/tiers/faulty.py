@@ -144,7 +144,7 @@ class Opened:
 class Threads:
     """In place of an executor: jobs wait until `run`, those of several threads in any order."""
 
-    def __init__(self, num_threads: int, **_: object) -> None:
+    def __init__(self, num_threads: int, *_: object) -> None:
         self._num_threads = num_threads
         self.jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
@@ -156,9 +156,10 @@ class Threads:
     def run(self, rng: random.Random) -> None:
         self.jobs.rotate(-rng.randrange(min(self._num_threads, len(self.jobs))))
         future, job = self.jobs.popleft()
-        future.set_result(job())
+        if future.set_running_or_notify_cancel():
+            future.set_result(job())
 
-    def shutdown(self, **_: object) -> None:
+    def close(self) -> None:
         self.jobs.clear()
 
 
@@ -253,6 +254,7 @@ class FaultyCopier:
             Arena(pages=self.host.pages, states=self.host.states), self.host, self.link, (0, 0)
         )
         self.files = Files(folder, IDENTITY)
+        self.files.make()
         self.disk = Disk(self.files, tiers, self.host)
         self.copier = Copier(scheduler, runner, tiers, mover, self.disk)
         self.threads: tuple[Threads, ...] = (self.disk._readers, self.disk._writer)
@@ -320,7 +322,7 @@ def _flip(path: pathlib.Path, rng: random.Random) -> None:
 def patch(monkeypatch: Any, faults: Faults) -> None:
     """Have all that this module stands in for used."""
     faults.patch(monkeypatch)
-    monkeypatch.setattr(disk_module, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(disk_module, "Threads", Threads)
     monkeypatch.setattr(disk_module, "wait", lambda *_, **__: None)
     monkeypatch.setattr(disk_module, "ROUND_S", 1e-9)
     monkeypatch.setattr(disk_module, "ceil", lambda _: 32)  # folders with each look

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from milepost.scheduler.request import FinishReason
+from milepost.tiers import disk as disk_module
 from milepost.tiers import files as files_module
 from milepost.tiers.names import name_of
 from tests.fakes import cold_answer
@@ -21,8 +22,11 @@ from tests.tiers.test_policy import Engine
 class Runs:
     """Engines one after the other, or two at a time, on one directory."""
 
-    def __init__(self, folder, seed, faults):
+    def __init__(self, folder, seed, faults, monkeypatch):
         self.folder, self.rng, self.faults = folder, random.Random(seed), faults
+        self.monkeypatch = monkeypatch
+        self.is_well = False
+        self.num_rests = 0
         self.known = [[]]
         self.num_killed = 0
         self.loaded = Counter()
@@ -67,6 +71,7 @@ class Runs:
         self.check(engine)
 
     def step(self, engine):
+        self.be_patient(is_patient=self.is_well or self.rng.random() < 0.95)
         engine.step()
         try:
             with self.faults.about():
@@ -85,6 +90,7 @@ class Runs:
         self.replace(engine)
 
     def replace(self, engine):
+        self.num_rests += engine.tiers.stats.disk_rests
         self.loaded.update(engine.cache.stats.loaded)
         self.engines.remove(engine)
         if not self.engines:
@@ -102,13 +108,21 @@ class Runs:
                 del self.known[:-12]
             engine.requests.remove((request, prompt))
 
+    def be_patient(self, *, is_patient):
+        """Or find every read that is not over, and every write, to hang."""
+        self.monkeypatch.setattr(disk_module, "STALL_S", 1e9 if is_patient else -1.0)
+        self.monkeypatch.setattr(disk_module, "LATE", 1e9 if is_patient else 0.0)
+        self.monkeypatch.setattr(disk_module, "IDLE_STALL_S", 1e9 if is_patient else 0.0)
+
     def settle(self):
         """All is well again, and everything comes to its end."""
         self.faults.every = self.faults.kills = 0
+        self.is_well = True
         for engine in self.engines[:]:
             while engine.scheduler.has_work or engine.copier.is_busy:
                 self.step(engine)
                 self.check(engine)
+            assert not engine.tiers.holdings.disk_rests
             assert engine.cache.pages.num_used == engine.cache.slots.num_used == 0
             for tier in (engine.tiers.host, engine.tiers.disk):
                 assert not any(item.pins for item in tier)
@@ -129,7 +143,7 @@ def random_run(folder, seed, num_operations, monkeypatch):
     faults = Faults(folder, rng)
     patch(monkeypatch, faults)
     folder.mkdir()
-    runs = Runs(folder, seed, faults)
+    runs = Runs(folder, seed, faults, monkeypatch)
     for _ in range(num_operations):
         faults.kills = rng.choice([0, 100, 1000])
         runs.operate()
@@ -150,5 +164,6 @@ def test_random_operations_with_a_directory_that_fails(tmp_path, seed, monkeypat
     runs, faults = random_run(tmp_path / "kept", seed, 1000, monkeypatch)
     assert runs.loaded["disk"] > 20
     assert runs.num_killed > 2
+    assert runs.num_rests > 2
     assert sum(faults.refused.values()) > 20
     assert len(caplog.records) < 10 * runs.num_engines

@@ -55,7 +55,9 @@ def refuse_all(*_, **__):
 
 @pytest.fixture
 def files(tmp_path):
-    return Files(tmp_path / "kept", IDENTITY)
+    files = Files(tmp_path / "kept", IDENTITY)
+    files.make()
+    return files
 
 
 def written(files, name=PAGE, tokens=TOKENS):

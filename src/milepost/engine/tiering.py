@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+MAKE_S = 5.0
+"""So long the start waits for a directory to be made."""
 MIN_PAGES_UNDER_WAY = 64
 MIN_STATES_UNDER_WAY, MAX_STATES_UNDER_WAY = 2, 8
 SHARE_UNDER_WAY = 1 / 16
@@ -137,6 +140,7 @@ class Tiering:
             "tier_loads": stats.loads,
             "tier_failed_loads": stats.failed_loads,
             "tier_states_too_late": stats.too_late,
+            "tier_disk_rests": stats.disk_rests,
         }
         found = [Metric(name=f"milepost:{name}", value=value) for name, value in counters.items()]
         for name, tier in (("host", self.tiers.host), ("disk", self.tiers.disk)):
@@ -264,10 +268,17 @@ def _files(directory: str | None, identity: bytes, rank: int) -> Files | None:
     if directory is None:
         return None
     from milepost.tiers.files import Files
+    from milepost.tiers.threads import Threads
 
     if rank:
         identity = blake2b(identity + rank.to_bytes(4, "little"), digest_size=16).digest()
-    try:
-        return Files(Path(directory).expanduser(), identity)
-    except OSError as error:
-        raise ConfigError(f"cache_dir={directory!r}: {error.strerror or error}") from error
+    files = Files(Path(directory).expanduser(), identity)
+    made = Threads(1, "tiers-make").submit(files.make)
+    wait([made], timeout=MAKE_S)
+    error = made.exception() if made.done() else None
+    if error is not None:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cache_dir={directory!r}: {why}") from error
+    if not made.done():
+        logger.error("tiers: %s does not answer: the engine starts without", files.directory)
+    return files

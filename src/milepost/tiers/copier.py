@@ -204,10 +204,11 @@ class Copier:
     def _end_reads(self, loading: _Loading, reads: Reads) -> bool:
         """What was on disk goes on to the device; whether anything has changed."""
         assert self._disk is not None, "what is on disk has a disk"
-        if not reads.is_over:
+        is_over = reads.is_over
+        if not is_over and not self._disk.give_up(reads):
             return False
         loading.reads = None
-        if self._disk.take(reads):
+        if is_over and self._disk.take(reads):
             self._bring(loading)
             return True
         return self._fail(loading)

@@ -1,15 +1,17 @@
 """Reads and writes files beside the steps: one thread that writes and deletes, some that read.
 
-Of several ranks each has files of its own, and something is there once all of them have it.
+Of several ranks each has files of its own, and something is there once all of them have it. A
+directory that does not answer rests until it does: nothing is asked of it, and nobody waits.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import ceil
 
@@ -19,7 +21,10 @@ from milepost.tiers.loads import Fetch
 from milepost.tiers.names import Finds, Name, News, name_of
 from milepost.tiers.orders import Ask, OnDisk
 from milepost.tiers.policy import Tiers
+from milepost.tiers.threads import Threads
 from milepost.tiers.tier import Item
+
+logger = logging.getLogger(__name__)
 
 NUM_READERS = max(4, min(16, os.cpu_count() or 4))
 """A checksum takes longer than a read from the system's cache, and more reads at a time are faster
@@ -34,7 +39,16 @@ and files so many at the start, and with each look at what is over.
 ROUND_S, NUM_LOOKS = 10.0, 32
 """What other engines have written is looked for in so many parts, all of them in so long."""
 CLOSE_S = 20.0
-"""So long an engine that is ended may write."""
+"""So long an engine that is ended may write,"""
+CHECK_S = 0.1
+"""and so often it looks whether it gets on."""
+STALL_S = 5.0
+"""A load whose files stop coming for so long, and twice what all of them should take, is given up;
+"""
+LATE = 10.0
+"""so is one that takes so many times what it should, if it could have been computed meanwhile."""
+IDLE_STALL_S = 30.0
+"""The same of writes, and of folders that are looked through: no request waits for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +58,10 @@ class Reads:
     futures: list[tuple[Fetch, list[Future[bool]]]]
     """Of each rank, or of all others at once."""
     begun_s: float
+    stall_s: float = STALL_S
+    """They are given up when none has come for so long,"""
+    most_s: float = float("inf")
+    """or not all in so long."""
     ended_s: float = 0.0
     """When the last one was over so far: it is looked at between steps."""
 
@@ -52,12 +70,27 @@ class Reads:
             for future in futures:
                 future.add_done_callback(self._note_end)
 
-    def _note_end(self, _: Future[bool]) -> None:
-        self.ended_s = time.perf_counter()
+    def _note_end(self, future: Future[bool]) -> None:
+        if not future.cancelled():
+            self.ended_s = time.perf_counter()
 
     @property
     def is_over(self) -> bool:
         return all(future.done() for _, futures in self.futures for future in futures)
+
+    @property
+    def is_overdue(self) -> bool:
+        now_s, last_s = time.perf_counter(), max(self.ended_s, self.begun_s)
+        return now_s - last_s > self.stall_s or now_s - self.begun_s > self.most_s
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """An item of host memory, what stands for it on disk, and the files of all ranks."""
+
+    item: Item
+    copy: Item
+    futures: list[Future[bool]]
 
 
 class Disk:
@@ -65,16 +98,22 @@ class Disk:
 
     def __init__(self, files: Files, tiers: Tiers, host: Arena, ask: Ask | None = None) -> None:
         self._files, self._tiers, self._host, self._ask = files, tiers, host, ask
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tiers-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
-        self._writing: deque[tuple[Item, Item, list[Future[bool]]]] = deque()
+        self._readers = Threads(NUM_READERS, "tiers-read")
+        self._writer = Threads(1, "tiers-write")
+        self._writing: deque[_Write] = deque()
+        self._late: list[Reads] = []
+        """Given up, but somebody may still write to their places."""
+        self._idle_since_s = self._looked_s = time.perf_counter()
+        """When a write or a folder was last known to be over, or nothing was under way."""
+        self._num_folders = 0
         self._finds = Finds(tiers.holdings.head, self._is_needed)
         self._num_looked = 0
         self._known: deque[tuple[Callable[[Name], None], Name]] = deque()
-        self._looked_s = time.perf_counter()
         self._scan: Future[News] | None = self._readers.submit(self._find, NUM_FOLDERS)
         wait([self._scan], timeout=SCAN_S)
         self._take_names(ITEMS_AT_START)
+
+    # --- what is there ----------------------------------------------------------------------------
 
     def _look(self) -> None:
         """See what others have written, a part of it at a time, and what was there at the start."""
@@ -115,16 +154,22 @@ class Disk:
             file, name = self._known.popleft()
             file(name)
 
-    @property
-    def is_busy(self) -> bool:
-        is_writing = bool(self._writing or self._tiers.writes.are_any)
-        return is_writing or bool(self._known) or self._scan is not None
+    # --- reads ------------------------------------------------------------------------------------
 
     def read(self, fetches: list[Fetch]) -> Reads:
         """Begin to read what fetches need."""
         begun_s = time.perf_counter()
-        futures = [(fetch, self._read(fetch.item)) for fetch in fetches if fetch.is_on_disk]
-        return Reads(futures, begun_s)
+        far = [fetch for fetch in fetches if fetch.is_on_disk]
+        rates, num_bytes = self._tiers.rates, sum(map(self._bytes, far))
+        expected_s = num_bytes / rates.disk_bytes_per_s
+        num_pages = sum(fetch.item.what == "page" for fetch in far)
+        compute_s = rates.compute_seconds(num_pages * self._tiers.holdings.page_size)
+        return Reads(
+            [(fetch, self._read(fetch.item)) for fetch in far],
+            begun_s,
+            stall_s=STALL_S + 2 * expected_s,
+            most_s=STALL_S + max(LATE * expected_s, compute_s),
+        )
 
     def _read(self, item: Item) -> list[Future[bool]]:
         own = self._readers.submit(self._files.read, *self._of(item))
@@ -135,32 +180,84 @@ class Disk:
 
     def take(self, reads: Reads) -> bool:
         """Take note of reads that are over; whether all of it is there."""
-        missing, num_bytes = [], 0
+        missing = []
         for fetch, futures in reads.futures:
             if all(future.result() for future in futures):
                 self._tiers.host.fill(fetch.item)
-                num_bytes += self._host.of(fetch.item.what).item_bytes
             else:
                 missing.append((fetch.item.what, fetch.item.key))
         if missing:
             self._tiers.loads.failed(missing)
-        self._tiers.rates.read(num_bytes, reads.ended_s - reads.begun_s)
+        self._measure(reads)
         return not missing
 
+    def _measure(self, reads: Reads) -> None:
+        """Note how long what has come took."""
+        num_bytes = sum(
+            self._bytes(fetch)
+            for fetch, futures in reads.futures
+            if all(not future.cancelled() and future.result() for future in futures)
+        )
+        self._tiers.rates.read(num_bytes, reads.ended_s - reads.begun_s)
+
+    def give_up(self, reads: Reads) -> bool:
+        """Whether reads that are not over are not waited for any more. Then their load fails, and
+        their places stay theirs until nobody writes there."""
+        if not (self._tiers.holdings.disk_rests or reads.is_overdue):
+            return False
+        self._tiers.loads.failed(())
+        for fetch, futures in reads.futures:
+            if not self._is_cancelled(futures):
+                self._tiers.host.pin((fetch.item,))
+        self._late.append(reads)
+        self._rest("could not be read from")
+        return True
+
+    def _throw_away(self, reads: Reads) -> None:
+        """What was given up is over, and may have come."""
+        host = self._tiers.host
+        for fetch, futures in reads.futures:
+            if not all(future.cancelled() for future in futures):
+                host.unpin((fetch.item,))
+                if not fetch.item.pins:
+                    host.remove(fetch.item)
+        self._measure(reads)
+
+    def _is_cancelled(self, futures: list[Future[bool]]) -> bool:
+        """Whether nobody will do what is asked for; what others were asked to do they do."""
+        return len(futures) == 1 and futures[0].cancel()
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to be done for it."""
+        if self._tiers.holdings.disk_rests:
+            return False
+        is_writing = bool(self._writing or self._tiers.writes.are_any)
+        return is_writing or bool(self._known) or self._scan is not None
+
     def poll(self) -> None:
-        """Take note of writes that are over, and begin others."""
+        """Take note of what is over, and begin other writes."""
+        self._take_written()
+        self._check()
+        if self._tiers.holdings.disk_rests:
+            return
         self._look()
-        while self._writing and all(future.done() for future in self._writing[0][2]):
-            item, copy, futures = self._writing.popleft()
-            is_there = all(future.result() for future in futures)
-            self._tiers.writes.written(item, copy, is_there=is_there)
         room = MAX_WRITES - len(self._writing)
         if room > 0 and self._tiers.writes.are_any:
             for item, copy in self._tiers.writes.take(room):
-                self._writing.append((item, copy, self._write(item)))
+                self._writing.append(_Write(item, copy, self._write(item)))
         for name in self._tiers.writes.take_gone():
             self._writer.submit(self._files.remove, name)
             self._others(OnDisk(do="remove", name=name))
+
+    def _take_written(self) -> None:
+        while self._writing and all(future.done() for future in self._writing[0].futures):
+            write = self._writing.popleft()
+            is_there = all(future.result() for future in write.futures)
+            self._tiers.writes.written(write.item, write.copy, is_there=is_there)
+            self._idle_since_s = time.perf_counter()
 
     def _write(self, item: Item) -> list[Future[bool]]:
         name, contents = self._of(item)
@@ -171,12 +268,55 @@ class Disk:
     def _of(self, item: Item) -> tuple[Name, list[memoryview]]:
         return name_of(item), self._host.of(item.what).buffers(item.place)
 
+    def _bytes(self, fetch: Fetch) -> int:
+        return self._host.of(fetch.item.what).item_bytes
+
+    # --- a directory that does not answer ---------------------------------------------------------
+
+    def _check(self) -> None:
+        """See whether it answers."""
+        for reads in self._late[:]:
+            if reads.is_over:
+                self._late.remove(reads)
+                self._throw_away(reads)
+        now_s, is_scanned = time.perf_counter(), self._scan is None or self._scan.done()
+        is_idle = not self._writing and is_scanned
+        if is_idle or self._num_folders != self._files.num_looked:
+            self._idle_since_s, self._num_folders = now_s, self._files.num_looked
+        if self._tiers.holdings.disk_rests:
+            if is_idle and not self._late:
+                self._tiers.holdings.wake_disk()
+                logger.warning("tiers: %s answers again", self._files.directory)
+        elif now_s - self._idle_since_s > IDLE_STALL_S:
+            self._rest(
+                "has not been written to" if self._writing else "has not been looked through"
+            )
+
+    def _rest(self, what: str) -> None:
+        """Ask nothing of it until all is over that was asked."""
+        if self._tiers.holdings.disk_rests:
+            return
+        self._tiers.holdings.rest_disk()
+        logger.error(
+            "tiers: %s does not answer (it %s): until it does, what it has is computed, and "
+            "nothing is written there",
+            self._files.directory, what,
+        )  # fmt: skip
+        writing, self._writing = self._writing, deque()
+        for write in writing:
+            if self._is_cancelled(write.futures):
+                self._tiers.writes.put_off(write.item, write.copy)
+            else:
+                self._writing.append(write)
+
     def close(self) -> None:
         """Write what is ready, for a while."""
         end_s = time.perf_counter() + CLOSE_S
         self.poll()
         while self._writing and time.perf_counter() < end_s:
-            wait(self._writing[0][2], timeout=CLOSE_S)
+            wait(self._writing[0].futures, timeout=CHECK_S)
             self.poll()
-        self._readers.shutdown(wait=True, cancel_futures=True)
-        self._writer.shutdown(wait=True, cancel_futures=True)
+            if self._tiers.holdings.disk_rests:
+                break
+        self._readers.close()
+        self._writer.close()

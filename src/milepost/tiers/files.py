@@ -51,13 +51,14 @@ class BadFileError(Exception):
 
 
 class Files:
-    """The files of one model in a directory. Raises OSError if that cannot be made."""
+    """The files of one model in a directory, once `make` has been called by somebody."""
 
     def __init__(self, directory: Path, identity: bytes) -> None:
         assert len(identity) == 16, "files outlive the process, and so does the identity"
         self._identity = identity
         self._space = directory / identity.hex()
-        self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.num_looked = 0
+        """Folders that were looked through."""
         self._seen: dict[str, int] = {}
         """By folder, when it had last changed before it was looked through."""
         self._held: dict[str, set[str]] = {}
@@ -66,6 +67,15 @@ class Files:
         """They are there, though nobody counts them."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
         self._complained: set[str] = set()
+
+    @property
+    def directory(self) -> Path:
+        """Of this model."""
+        return self._space
+
+    def make(self) -> None:
+        """Make the directory. Raises OSError if that cannot be."""
+        self._space.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: Name) -> Path:
         key = name.key.hex()
@@ -83,6 +93,7 @@ class Files:
             self._held.get(path.parent.name, set()).discard(path.name)
             self._seen.pop(path.parent.name, None)
         for folder in islice(self._folders, num_folders):
+            self.num_looked += 1
             try:
                 files = self._files_in(folder)
             except OSError as error:

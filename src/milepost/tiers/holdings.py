@@ -51,6 +51,8 @@ class TierStats:
     failed_loads: int = 0
     too_late: int = 0
     """States that left the device before there was room to copy them."""
+    disk_rests: int = 0
+    """Times that the disk did not answer."""
 
 
 class Holdings:
@@ -67,6 +69,8 @@ class Holdings:
         """Whether recurrent states are in slots; else there are pages alone."""
         self.host = Tier(num_pages=limits.num_host_pages, num_states=limits.num_host_states)
         self.disk = Tier(num_pages=limits.num_disk_pages, num_states=limits.num_disk_states)
+        self.disk_rests = False
+        """Whether the disk does not answer: what is only there cannot be read."""
 
     @property
     def head(self) -> What:
@@ -87,7 +91,20 @@ class Holdings:
     def find(self, what: What, key: bytes) -> Item | None:
         """Where something can be read; nowhere while it is on its way to host memory."""
         on_host = self.host.get(what, key)
-        return ready(on_host if on_host is not None else self.disk.get(what, key))
+        if on_host is None and not self.disk_rests:
+            return ready(self.disk.get(what, key))
+        return ready(on_host)
+
+    def rest_disk(self) -> None:
+        """It does not answer: offer nothing that is only there."""
+        self.disk_rests = True
+        self.stats.disk_rests += 1
+        self.disk.num_changes += 1
+
+    def wake_disk(self) -> None:
+        """It answers again."""
+        self.disk_rests = False
+        self.disk.num_changes += 1
 
     def load_seconds(self, num_pages: int, num_pages_from_disk: int, rest: Iterable[Item]) -> float:
         """Of a load of so many pages, some of which are on disk, and of the rest."""

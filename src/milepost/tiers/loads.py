@@ -102,11 +102,12 @@ class Loads:
         digests = request.chain.full_digests()
         reach = self._reach(digests, match.path.num_pages)
         best: Offer | None = None
-        best_saved, deepest, late = 0.0, here, here
-        for each in islice(self._candidates(request, digests, reach, match), MAX_CANDIDATES):
+        best_saved, deepest, late, num_compared = 0.0, here, here, 0
+        for each in self._candidates(request, digests, reach, match):
             if each.rest is None:
                 late = max(late, each.position)
                 continue
+            num_compared += 1
             deepest = max(deepest, each.position)
             num_pages = max(each.position // self._size - reach.first, 0)
             num_far = bisect_left(reach.far, reach.first + num_pages)
@@ -116,6 +117,8 @@ class Loads:
                 best_saved = saved
                 tokens = self._by_tier(each, here, num_far)
                 best = Offer(source=self._source, position=each.position, tokens=tokens)
+            if num_compared == MAX_CANDIDATES:
+                break
         if best is not None:
             return best
         lost = [(Lost.NOT_WORTH_LOADING, deepest)] if deepest > here else []
@@ -143,7 +146,8 @@ class Loads:
                 far.append(known)
             known += 1
         readable = known
-        if not (host.unready.isdisjoint(digests) and disk.unready.isdisjoint(digests)):
+        are_ready = host.unready.isdisjoint(digests) and disk.unready.isdisjoint(digests)
+        if self._holdings.disk_rests or not are_ready:
             for index in range(first, known):
                 if self._holdings.find("page", digests[index]) is None:
                     readable = index
@@ -214,14 +218,12 @@ class Loads:
     def _promote(self, load: _Load, missing: Sequence[Arrival]) -> None:
         """Make places for what is to be read from disk."""
         host, disk = self._holdings.host, self._holdings.disk
-        sources = [ready(disk.get(each.what, each.key)) for each in missing]
+        sources = [self._holdings.find(each.what, each.key) for each in missing]
         found = [item for item in sources if item is not None]
         num_states = sum(item.what == "state" for item in found)
         parent = found[0].parent if found else b""
-        is_known = len(found) == len(missing) and not any(
-            host.get(item.what, item.key) for item in found
-        )
-        if not is_known or not host.make_room(len(found) - num_states, num_states, parent, []):
+        are_all = len(found) == len(missing)
+        if not are_all or not host.make_room(len(found) - num_states, num_states, parent, []):
             load.is_possible = False
             return
         for arrival, item in zip(missing, found, strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load, Store
@@ -16,6 +15,7 @@ from milepost.tiers.disk import NUM_READERS
 from milepost.tiers.files import Files
 from milepost.tiers.mover import DeviceEvent, Mover
 from milepost.tiers.orders import Bring, OnDisk, Order, Stored
+from milepost.tiers.threads import Threads
 
 
 class Porter:
@@ -34,8 +34,7 @@ class Porter:
         self._stores: deque[DeviceEvent] = deque()
         self._loads: dict[int, tuple[Load, DeviceEvent]] = {}
         self._down, self._up, self._writer, self._readers = (
-            ThreadPoolExecutor(num, thread_name_prefix="tiers", initializer=begin_thread)
-            for num in (1, 1, 1, NUM_READERS)
+            Threads(num, "tiers", begin_thread) for num in (1, 1, 1, NUM_READERS)
         )
 
     def store(self, stores: Sequence[Store]) -> None:
@@ -60,7 +59,7 @@ class Porter:
                 pool = self._readers if order.do == "read" else self._writer
                 pool.submit(self._run, ticket, lambda: self._on_disk(order))
 
-    def _await(self, pool: ThreadPoolExecutor, ticket: int, event: DeviceEvent) -> None:
+    def _await(self, pool: Threads, ticket: int, event: DeviceEvent) -> None:
         def wait() -> bool:
             event.synchronize()
             return True

@@ -101,6 +101,12 @@ class Writes:
         elif self._disk.get(copy.what, copy.key) is copy:
             self._disk.remove(copy)
 
+    def put_off(self, item: Item, copy: Item) -> None:
+        """A write has not begun: what it was for waits again."""
+        self.written(item, copy, is_there=False)
+        if item.what == self._holdings.head:
+            self.want(item.key, item.position)
+
     def found(self, name: Name) -> None:
         """A file that was there at the start, or that another engine has written."""
         if self._disk.get(name.what, name.key) is not None:

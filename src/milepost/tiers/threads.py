@@ -1,0 +1,64 @@
+"""Threads that nobody waits for: a directory may never answer, and the process ends all the same.
+
+An executor's threads are joined when the interpreter ends, so one that hangs in a read of a network
+file system would keep it from ending.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+Returned = TypeVar("Returned")
+
+
+class Threads:
+    """Up to `most` threads, each begun when there is something to do, which do what is submitted in
+    that order. `begin` is called first in each."""
+
+    def __init__(self, most: int, name: str, begin: Callable[[], object] = int) -> None:
+        self._most, self._name, self._begin = most, name, begin
+        self._num_threads = 0
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._finalizer = weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, call: Callable[..., Returned], *args: Any) -> Future[Returned]:
+        """Have it called; what it returns or raises. It can be cancelled until it has begun."""
+        future: Future[Returned] = Future()
+        self._jobs.put((future, call, args))
+        if self._num_threads < self._most:
+            self._num_threads += 1
+            name = f"{self._name}-{self._num_threads}"
+            given = self._jobs, self._begin
+            Thread(target=_run, args=given, name=name, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Begin nothing more. What is being done goes on, and is not waited for."""
+        try:
+            while job := self._jobs.get_nowait():
+                job[0].cancel()
+        except Empty:
+            pass
+        self._finalizer()
+
+
+_Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+def _run(jobs: SimpleQueue[_Job | None], begin: Callable[[], object]) -> None:
+    begin()
+    while (job := jobs.get()) is not None:
+        future, call, args = job
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:  # noqa: BLE001
+            future.set_exception(error)
+        del job, future, call, args  # they may keep memory
+    jobs.put(None)  # for the others
