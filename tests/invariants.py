@@ -44,13 +44,14 @@ def _check_tree(cache: Cache) -> None:
         home = cache.tree.roots if parent.is_root else cache.tree.nodes
         assert home.get(parent.digest) is parent, "T6: a resident page's parent is resident"
         children[parent] += 1
-        is_fork = parent.num_children > 1
-        assert is_fork == (parent.fork is not None), "T10: a fork knows its children"
-        assert node is parent.last_child or node in (parent.fork or ()), "T10: an only child, too"
+        assert parent.child(node.tokens) is node, "T10: a node knows its children by their tokens"
     assert len(cache.tree.at_page) == len(cache.tree.nodes), "T1: a page has one node"
     for node in [*cache.tree.roots.values(), *cache.tree.nodes.values()]:
-        assert node.num_children == children[node], "T7: num_children is exact"
-        assert not (node.is_root and not node.num_children and not node.checkpoints), (
+        assert len(node.children) == children[node], "T7: a node's children are resident"
+        assert node.children == sorted(node.children, key=lambda n: n.tokens), "T10: in order"
+        if len(node.children) == 1:
+            assert node.last_child is node.children[0], "T10: an only child is the newest"
+        assert not (node.is_root and not node.children and not node.checkpoints), (
             "T8: an empty root is pruned"
         )
 
@@ -179,7 +180,7 @@ def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
     expected = [
         node
         for node in cache.tree.nodes.values()
-        if not (node.num_children or node.num_reaching or cache.pages.live_refs(node.page))
+        if not (node.children or node.num_reaching or cache.pages.live_refs(node.page))
     ]
     orders = cache.reclaimer
     orders.settle()
@@ -189,7 +190,7 @@ def _check_orders(cache: Cache, checkpoints: list[Checkpoint]) -> None:
     assert set(unread) == set(states), "E1: states"
     for checkpoint in unread:
         node, tail_page = checkpoint.node, checkpoint.tail_page
-        leaf = not (node.is_root or node.num_children or cache.pages.live_refs(node.page))
+        leaf = not (node.is_root or node.children or cache.pages.live_refs(node.page))
         carries = leaf and len(node.checkpoints) == 1
         carries = carries or (tail_page is not None and tail_page not in cache.tree.at_page)
         carries = carries or cache.storage.pages_a_slot > 0

@@ -38,7 +38,7 @@ class Planted:
     def cut(self, chain: Chain) -> None:
         """Take out the deepest node of a path, if nothing hangs on it."""
         path = walk(self.tree, chain)
-        if path and not path[-1].num_children:
+        if path and not path[-1].children:
             self.tree.remove(path[-1:])
 
 

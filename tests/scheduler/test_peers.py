@@ -113,7 +113,7 @@ def test_defect_03_match_changes_nothing():
         strays, carriers, states = orders.strays, orders.carriers, orders.states
         nodes = [*cache.tree.roots.values(), *cache.tree.nodes.values()]
         return (
-            [(n.digest, n.page, n.num_children, n.num_reaching) for n in nodes],
+            [(n.digest, n.page, len(n.children), n.num_reaching) for n in nodes],
             [
                 (c.position, c.slot, c.used_at, c.end, c.saved, c.num_uses)
                 for n in nodes

@@ -121,7 +121,7 @@ class _Surveyor:
         left = self._visits
         for node in nodes:
             left -= 1
-            if node.num_children != 1:
+            if len(node.children) != 1:
                 self._add(node)
                 left -= _RUN_VISITS
             if left <= 0:
@@ -158,7 +158,7 @@ class _Surveyor:
                     left = self._visits
                     yield
                 parent = top.parent
-                if parent is None or parent.num_children != 1 or parent in ends:
+                if parent is None or len(parent.children) != 1 or parent in ends:
                     break
                 if parent.parent is None:
                     break

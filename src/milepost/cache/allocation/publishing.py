@@ -30,23 +30,17 @@ class Publisher:
         chain, path = allocation.chain, allocation.path
         num_full = allocation.committed // self._page_size
         if len(path) == num_full:
-            return
-        nodes, digests = self._tree.nodes, chain.digests(num_full)
-        first = len(path)
-        while first < num_full:
-            known = nodes.get(digests[first])
-            if known is not None:
-                self._join(allocation, known)
-                first += 1
-                continue
-            end = first + 1
-            while end < num_full and digests[end] not in nodes:
-                end += 1
+            return  # most often
+        for digest in chain.digests(num_full)[len(path) : num_full]:
+            known = self._tree.nodes.get(digest)
+            if known is None:
+                break
+            self._join(allocation, known)
+        pages = allocation.page_table[len(path) : num_full]
+        if pages:  # behind a page that is not there none is
             parent = path[-1] if path else self._tree.root(chain.root)
-            pages = allocation.page_table[first:end]
             path.extend(self._tree.insert(chain, parent, pages))
             self._pages.keep(pages)
-            first = end
 
     def _join(self, allocation: Allocation, node: Node) -> None:
         """Follow a node that another request published; the page computed here stays our own."""

@@ -232,7 +232,7 @@ class Reclaimer:
         node, _ = self.strays.popitem(last=False)
         run = [node]
         for parent in islice(node.ancestors(), 1, None):
-            if parent.num_children > 1 or not self._is_bare(parent):
+            if len(parent.children) > 1 or not self._is_bare(parent):
                 break
             if len(run) == num:
                 self.strays[parent] = None

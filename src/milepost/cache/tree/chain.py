@@ -70,11 +70,10 @@ class Chain:
         """Digests of the first pages, as many as need not be computed any more."""
         return self._digests
 
-    def learn(self, first: int, digests: Sequence[bytes]) -> None:
-        """Note the digests of the pages from `first` on, where what is known ends; whoever tells
-        them holds the same tokens.
+    def learn(self, digests: Sequence[bytes]) -> None:
+        """Note the digests of the first pages whose own aren't known; whoever tells them holds the
+        same tokens, behind the same.
         """
-        assert first == len(self._digests), "digests are known one after the other"
         self._digests.extend(digests)
 
     def full_digests(self) -> list[bytes]:

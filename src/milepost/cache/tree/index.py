@@ -7,7 +7,7 @@ callers. Every walk is a loop; a path may be 100,000 nodes deep.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -43,10 +43,8 @@ class Tree:
 
     def deepest(self, chain: Chain) -> Node | None:
         """Where the longest known prefix ends, at the root if need be; None without a root. Costs
-        the logarithm of the pages whose digests are known, and the other pages that match.
-
-        A page that holds the same tokens as the newest one there has its digest too, which need not
-        be computed: most prompts go on where the last one did.
+        the logarithm of the pages whose digests are known, and the other pages that match: those
+        have the digests of the pages there, which need not be computed.
         """
         root, known = self.roots.get(chain.root), chain.known_digests()
         # Only leaves are evicted, so behind a page that is not here none is.
@@ -54,17 +52,16 @@ class Tree:
         node = self.nodes[known[depth - 1]] if depth else root
         if depth < len(known) or node is None:
             return node
-        pages = chain.page_bytes(depth, len(chain) // chain.page_size)
-        while node.depth < depth + len(pages):
-            run = _newest_run(node, pages, node.depth - depth)
-            if run:
-                chain.learn(node.depth, [newest.digest for newest in run])
-                node = run[-1]
-                continue
-            following = self.nodes.get(chain.digests(node.depth + 1)[node.depth])
-            if following is None:
-                break
-            node = following
+        run = []
+        for tokens in chain.page_bytes(depth, len(chain) // chain.page_size):
+            child = node.last_child  # most often
+            if child is None or child.tokens != tokens:
+                child = node.child(tokens)
+                if child is None:
+                    break
+            run.append(child)
+            node = child
+        chain.learn([child.digest for child in run])
         return node
 
     def root(self, digest: bytes) -> Node:
@@ -87,10 +84,7 @@ class Tree:
             node = Node(digest, page, parent, held)
             self.nodes[digest] = node
             self.at_page[page] = node
-            parent.num_children += 1
-            if parent.num_children > 1:
-                _fork(parent, node)
-            parent.last_child = node
+            parent.add_child(node)
             run.append(node)
             parent = node
         self.leaves[parent.page] = parent
@@ -111,22 +105,18 @@ class Tree:
         assert above is not None, "T4: a root is not evicted"
         del self.leaves[run[0].page]
         for node in run:
-            assert node.num_children == 0, "T2: only a leaf is evicted"
+            assert not node.children, "T2: only a leaf is evicted"
             assert not node.checkpoints, "T3: a node with checkpoints is not evicted"
             parent = node.parent
             assert parent is not None, "T4: a root is not evicted"
             del self.nodes[node.digest]
             del self.at_page[node.page]
             self._remember(node.digest)
-            parent.num_children -= 1
-            if parent.last_child is node:
-                parent.last_child = None
-            if parent.fork is not None:
-                _unfork(parent, node)
+            parent.remove_child(node)
             if node.twin is not None:
                 self._forget_twin(node.twin)
         self.changed.extend(self.at_tail.get(run[-1].page, ()))
-        if not above.num_children and not above.is_root:
+        if not above.children and not above.is_root:
             self.leaves[above.page] = above
             self.changed.append(above)
         self._prune(above)
@@ -210,14 +200,6 @@ class Tree:
     def forget_history(self) -> None:
         self._history.clear()
 
-    def alike(self, node: Node, tokens: bytes) -> list[bytes]:
-        """Tokens of those children of a node that begin most like `tokens`; two at most."""
-        fork = node.fork
-        if fork is None:
-            return [node.last_child.tokens] if node.last_child is not None else []
-        place = bisect_left(fork, tokens, key=_tokens)
-        return [child.tokens for child in fork[max(place - 1, 0) : place + 1]]
-
     def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
         sharing = self.at_tail[page]
         sharing.remove(checkpoint)
@@ -242,12 +224,8 @@ class Tree:
             del self._twins[twin]
 
     def _prune(self, node: Node) -> None:
-        if node.is_root and not node.num_children and not node.checkpoints:
+        if node.is_root and not node.children and not node.checkpoints:
             self.roots.pop(node.digest, None)
-
-
-def _tokens(node: Node) -> bytes:
-    return node.tokens
 
 
 def _num_known(
@@ -267,34 +245,3 @@ def _num_known(
         lo=start,
         key=lambda digest: digest not in nodes and digest not in others,
     )
-
-
-def _fork(parent: Node, node: Node) -> None:
-    """Take a further child in among the others."""
-    if parent.fork is None:
-        assert parent.last_child is not None, "T10: an only child is known"
-        parent.fork = [parent.last_child]
-    insort(parent.fork, node, key=_tokens)
-
-
-def _unfork(parent: Node, node: Node) -> None:
-    """Take a child out; a node with one child left is no fork any more."""
-    fork = parent.fork
-    assert fork is not None
-    del fork[bisect_left(fork, node.tokens, key=_tokens)]
-    if len(fork) == 1:
-        parent.last_child, parent.fork = fork[0], None
-
-
-def _newest_run(node: Node, pages: Sequence[bytes], first: int) -> list[Node]:
-    """The newest pages one behind the other below a node, as long as they hold the tokens of
-    `pages` from `first` on.
-    """
-    run: list[Node] = []
-    for index in range(first, len(pages)):
-        newest = node.last_child
-        if newest is None or newest.tokens != pages[index]:
-            break
-        run.append(newest)
-        node = newest
-    return run

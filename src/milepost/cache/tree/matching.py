@@ -125,5 +125,5 @@ class Finder:
         start = path.kv_length
         rest = path.chain.token_bytes(start, start + self._config.page_size)
         known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
-        known += self._tree.alike(end, rest)
+        known += [child.tokens for child in end.alike(rest)]
         return max((common_tokens(rest, tokens) for tokens in known), default=0)

@@ -7,6 +7,7 @@ no resume can ever use the node's page for a state: it is a stray.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,18 +20,17 @@ class Node:
     """A full page of a known prefix, or a root (depth 0, no page). Compared and hashed by identity.
 
     `checkpoints` are keyed by their tails: several continuations may have ended inside the next
-    page. `fork` holds the children where there are several, in the order of their tokens, so that
-    those most alike stand side by side; `last_child` is the newest, or the only one.
+    page. `children` stand in the order of their tokens, so that those most alike are side by side;
+    `last_child` is the newest, or the only one.
     """
 
     __slots__ = (
         "checkpoints",
+        "children",
         "depth",
         "digest",
         "evicted_tail",
-        "fork",
         "last_child",
-        "num_children",
         "num_reaching",
         "page",
         "parent",
@@ -44,10 +44,9 @@ class Node:
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent else 0
         self.tokens = tokens
-        self.num_children = 0
         self.num_reaching = 0
+        self.children: list[Node] = NO_CHILDREN
         self.last_child: Node | None = None
-        self.fork: list[Node] | None = None
         self.checkpoints: dict[bytes, Checkpoint] = NO_CHECKPOINTS
         self.evicted_tail: bytes | None = None
         self.twin: bytes | None = None
@@ -55,6 +54,29 @@ class Node:
     @property
     def is_root(self) -> bool:
         return self.parent is None
+
+    def child(self, tokens: bytes) -> Node | None:
+        """The one that holds these tokens."""
+        return next((child for child in self.alike(tokens) if child.tokens == tokens), None)
+
+    def alike(self, tokens: bytes) -> list[Node]:
+        """Those children that begin most like `tokens`; two at most."""
+        place = bisect_left(self.children, tokens, key=_tokens)
+        return self.children[max(place - 1, 0) : place + 1]
+
+    def add_child(self, node: Node) -> None:
+        if self.children:
+            insort(self.children, node, key=_tokens)
+        else:
+            self.children = [node]
+        self.last_child = node
+
+    def remove_child(self, node: Node) -> None:
+        del self.children[bisect_left(self.children, node.tokens, key=_tokens)]
+        if len(self.children) == 1:
+            self.last_child = self.children[0]
+        elif self.last_child is node:
+            self.last_child = None
 
     def ancestors(self) -> Iterator[Node]:
         """This node, then its parents up to the root."""
@@ -141,6 +163,11 @@ class Checkpoint:
         return self.position - (self.above.position if self.above is not None else 0)
 
 
+def _tokens(node: Node) -> bytes:
+    return node.tokens
+
+
 NO_PAGE: Final = -1
+NO_CHILDREN: Final[list[Node]] = []
 NO_CHECKPOINTS: Final[dict[bytes, Checkpoint]] = {}
-"""Shared by the many nodes without checkpoints; never written."""
+"""Shared by the many nodes without children or checkpoints; never written."""
