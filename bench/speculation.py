@@ -14,6 +14,7 @@ drafting takes; dummy weights, any model.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -30,7 +31,8 @@ from milepost.speculative import DraftWish
 
 Row = dict[str, Any]
 RATES = [0.8, 0.65, 0.5]
-NUM_OUT = 256
+NUM_OUT = (32, 288)
+"""Tokens of a short and a long answer; what differs between the two is decoding alone."""
 
 
 class Anything:
@@ -105,26 +107,31 @@ def speculating(num_drafts: int, method: Any = "ngram", **fields: Any) -> dict[s
     return {"speculative_config": config}
 
 
-def compare(llm: LLM, run: Callable[[int], list[list[int]]], turns: int, equal: bool) -> Row:
+Run = Callable[[int], list[list[int]]]
+"""Answers, by one side of a comparison; it is told which turn it is."""
+
+
+def compare(llm: LLM, run: Run, turns: int, *, equal: bool, less: Run | None = None) -> Row:
     """Tokens a second of one engine with drafts and without, in turn, and their ratio, also that of
-    this process's own time; refuses answers that differ. `run` is told which turn it is."""
+    this process's own time; refuses answers that differ. What `less` does is subtracted, in tokens
+    and in time."""
     engine = llm.llm_engine
     sides = {"plain": None, "drafts": engine.speculation}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     own_seconds: dict[str, list[float]] = {side: [] for side in sides}
     answers: dict[str, list[list[int]]] = {}
+    num_tokens = 0
     for turn in range(1 + turns):
         for side, speculation in sides.items():
             engine.speculation = speculation
-            llm.reset_prefix_cache()
-            start, own_start = time.perf_counter(), time.process_time()
-            answers[side] = run(turn)
+            base, base_s, base_own_s = _timed(llm, less, turn) if less else ([], 0.0, 0.0)
+            answers[side], whole_s, own_s = _timed(llm, run, turn)
+            num_tokens = sum(map(len, answers[side])) - sum(map(len, base))
             if turn:
-                seconds[side].append(time.perf_counter() - start)
-                own_seconds[side].append(time.process_time() - own_start)
+                seconds[side].append(whole_s - base_s)
+                own_seconds[side].append(own_s - base_own_s)
         if equal and answers["plain"] != answers["drafts"]:
             raise SystemExit("refused: answers with drafts are others")
-    num_tokens = sum(map(len, answers["plain"]))
     stats = engine.scheduler.stats
     row = {side: num_tokens / statistics.median(own) for side, own in seconds.items()}
     return {
@@ -135,6 +142,14 @@ def compare(llm: LLM, run: Callable[[int], list[list[int]]], turns: int, equal: 
         "accepted": stats.num_accepted_tokens,
         "by_position": stats.num_accepted_by_position,
     }
+
+
+def _timed(llm: LLM, run: Run, turn: int) -> tuple[list[list[int]], float, float]:
+    """With nothing cached: the answers, seconds, and those of this process."""
+    llm.reset_prefix_cache()
+    start, own_start = time.perf_counter(), time.process_time()
+    answers = run(turn)
+    return answers, time.perf_counter() - start, time.process_time() - own_start
 
 
 # --- the embedded model, on a CPU -----------------------------------------------------------------
@@ -246,14 +261,17 @@ def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: An
             {"prompt_token_ids": rng.choices(range(10, vocab_size), k=128)} for _ in range(batch)
         ]
 
-        def run(_turn: int, prompts: list[Any] = prompts) -> list[list[int]]:
+        def run(
+            _turn: int, prompts: list[Any] = prompts, num_out: int = NUM_OUT[1]
+        ) -> list[list[int]]:
             params = SamplingParams(
-                temperature=0.0, max_tokens=NUM_OUT, ignore_eos=True, detokenize=False
+                temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False
             )
             outputs = llm.generate(prompts, params, use_tqdm=False)
             return [list(output.outputs[0].token_ids) for output in outputs]
 
-        row = compare(llm, run, arguments.turns, equal=False)
+        short = functools.partial(run, num_out=NUM_OUT[0])
+        row = compare(llm, run, arguments.turns, equal=False, less=short)
         yield {"model": Path(arguments.model).name, "sequences": batch, **row}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -86,3 +88,18 @@ def test_free_memory_of_a_cpu_is_what_the_system_says(tmp_path, monkeypatch):
     assert loading._free_bytes(torch.device("cpu")) == 7 * 1024
     monkeypatch.setattr(loading, "_MEMINFO", tmp_path / "none")
     assert loading._free_bytes(torch.device("cpu")) is None
+
+
+def test_what_nobody_holds_any_more_is_freed_before_memory_is_counted(checkpoint):
+    """An engine that is gone for its user may lie in cycles, with all of its memory."""
+    gone = SimpleNamespace()
+    gone.itself = gone
+    known = weakref.ref(gone)
+    gc.disable()
+    try:
+        del gone
+        assert known() is not None
+        load_model(checkpoint)
+        assert known() is None
+    finally:
+        gc.enable()

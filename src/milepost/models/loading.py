@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -273,7 +274,9 @@ def _advise(kind: ParameterKind, needed: int, free: int) -> str:
 
 def _free_bytes(device: torch.device) -> int | None:
     """Memory that can be taken on a device; None where that is not known."""
+    gc.collect()  # an engine that nobody holds any more may still be there, in cycles
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu" or not _MEMINFO.exists():
         return None
