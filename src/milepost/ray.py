@@ -97,7 +97,7 @@ class Replica:
         self._socket.connect(endpoint)
         self._service: Service = await load(config, engine, self._client)
         self._app = http.build(self._service)
-        self._pages: set[bytes] = set()
+        self._pages: dict[str, set[bytes]] = {}
         self._following = asyncio.create_task(self._follow())
 
     async def keys(self, path: str, body: bytes) -> tuple[bytes, ...]:
@@ -143,7 +143,7 @@ class Replica:
             await asyncio.wait([serving])
 
     def record_routing_stats(self) -> dict[str, Any]:
-        return {"pages": frozenset(self._pages)}
+        return {"pages": frozenset().union(*self._pages.values())}
 
     async def check_health(self) -> None:
         if self._client.death is not None:
@@ -183,13 +183,15 @@ class Replica:
         while True:
             _, _, payload = await self._socket.recv_multipart()
             for event in msgspec.msgpack.decode(payload)[1]:
-                keys = {key[:KEY_BYTES] for key in event.get("block_hashes", ())}
-                if event["type"] == "BlockStored":
-                    self._pages |= keys
-                elif event["type"] == "BlockRemoved":
-                    self._pages -= keys
-                else:
+                if event["type"] == "AllBlocksCleared":
                     self._pages.clear()
+                    continue
+                keys = {key[:KEY_BYTES] for key in event["block_hashes"]}
+                there = self._pages.setdefault(event["medium"], set())
+                if event["type"] == "BlockStored":
+                    there |= keys
+                else:
+                    there -= keys
 
 
 @serve.deployment(max_ongoing_requests=10_000)

@@ -1,4 +1,5 @@
-"""Who knows a server by what it publishes alone, as a router does: a longest prefix of pages."""
+"""Who knows a server by what it publishes alone, as a router does: a longest prefix of pages that
+some memory of it has."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ class Router:
     def __init__(self, block_size: int) -> None:
         self.blocks: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
         """By hash: parent and tokens."""
+        self.media: dict[bytes, set[str]] = {}
         self.block_size = block_size
         self._children: dict[tuple[bytes | None, tuple[int, ...]], bytes] = {}
 
@@ -21,24 +23,29 @@ class Router:
 
     def _take(self, event: dict) -> None:
         if event["type"] == "AllBlocksCleared":
-            self.blocks.clear()
-            self._children.clear()
+            for known in (self.blocks, self.media, self._children):
+                known.clear()
             return
-        assert event["medium"] == "GPU"
+        medium = event["medium"]
+        assert medium in ("GPU", "CPU", "STORAGE")
         if event["type"] == "BlockRemoved":
             for key in event["block_hashes"]:
-                del self._children[self.blocks.pop(key)]
+                self.media[key].remove(medium)
+                if not self.media[key]:
+                    del self.media[key]
+                    del self._children[self.blocks.pop(key)]
             return
         parent = event["parent_block_hash"]
         assert event["block_size"] == self.block_size
-        assert parent is None or parent in self.blocks, "it stands behind what is known"
+        assert parent is None or medium in self.media[parent], "it stands behind what is known"
         assert (event["lora_id"], event["lora_name"]) == (None, None)
         tokens = event["token_ids"]
         assert len(tokens) == self.block_size * len(event["block_hashes"])
         for index, key in enumerate(event["block_hashes"]):
             held = tuple(tokens[self.block_size * index : self.block_size * (index + 1)])
-            assert key not in self.blocks
-            self.blocks[key] = parent, held
+            assert medium not in self.media.setdefault(key, set())
+            assert self.blocks.setdefault(key, (parent, held)) == (parent, held)
+            self.media[key].add(medium)
             self._children[parent, held] = key
             parent = key
 
@@ -51,6 +58,9 @@ class Router:
                 break
             parent, length = key, length + self.block_size
         return length
+
+    def held_by(self, medium: str) -> set[bytes]:
+        return {key for key, media in self.media.items() if medium in media}
 
 
 class Following:

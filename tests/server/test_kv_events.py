@@ -10,6 +10,7 @@ import pytest
 
 from tests.kv_events.router import Following
 from tests.server.conftest import serving
+from tests.server.test_tiers import wait_until
 
 
 @pytest.fixture
@@ -72,3 +73,29 @@ def test_what_is_predicted_is_hit_within_a_page(followed):
     assert http.post("/reset_prefix_cache").status_code == 200
     following.catch_up()
     assert not router.blocks
+
+
+def test_what_a_directory_holds_is_predicted_after_a_restart(folder, tmp_path):
+    """And what only host memory still has, as the device forgets."""
+    random = Random(6)
+    tokens = [random.randrange(300) for _ in range(300)]
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/pub",
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+    }
+    flags = ["--kv-events-config", json.dumps(config), "--cache-dir", str(tmp_path / "kept")]
+    flags += ["--cache-host-gib", "0.05", "--num-pages", "40", "--num-slots", "10"]
+    with serving(folder, *flags) as server, server.http() as http:
+        answer, _ = ask(http, tokens, 128)
+        tokens += answer
+    with serving(folder, *flags) as server, server.http() as http:
+        following = Following(config["replay_endpoint"])
+        router = following.router
+        wait_until(lambda: following.catch_up() or len(router.held_by("STORAGE")) == 4)
+        assert router.media.keys() == router.held_by("STORAGE")
+        predicted = router.hit([*tokens, 1])
+        answer, hit = ask(http, [*tokens, 1], 128)
+        assert predicted == 256 <= hit < 256 + router.block_size
+        wait_until(lambda: following.catch_up() or len(router.held_by("CPU")) >= 4)
+        following.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from milepost.cache.plans import What
 from milepost.scheduler.plans import StepPlan, Store
@@ -25,6 +25,14 @@ class Files:
 
     held: dict[tuple[What, bytes], tuple[bytes, int, Contents]]
     """Parent, position and contents by name."""
+    tokens: dict[bytes, bytes] = field(default_factory=dict)
+    """What the heads of pages' files say."""
+
+    def lose(self, rng: random.Random) -> None:
+        """Another engine has made room."""
+        for what, key in [name for name in self.held if rng.random() < 0.1]:
+            del self.held[what, key]
+            self.tokens.pop(key, None)
 
 
 class FakeCopier:
@@ -107,9 +115,13 @@ class FakeCopier:
             if not is_full:
                 held = self.arena[_place(item.what, item.place)]
                 self.files.held[item.what, item.key] = (item.parent, item.position, held)
+                if item.what == "page":
+                    self.files.tokens[item.key] = item.tokens
             self.tiers.writes.written(item, copy, is_there=not is_full)
         for item in self.tiers.writes.take_gone():
             self.files.held.pop((item.what, item.key), None)
+            if item.what == "page":
+                self.files.tokens.pop(item.key, None)
 
     def settle(self, rng: random.Random | None = None, share: float = 1.0) -> None:
         """Some copies end, in any order, one in ten of them badly; without `rng` all, and well."""

@@ -10,9 +10,16 @@ Events can be sent as bytes. Token ids are packed little-endian uint32.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from milepost.cache.plans import What
+
+Where = Literal["device", "host", "disk"]
+"""A memory that states are in. Events of the cache are of the device's; who keeps states in others
+may tell the same of those.
+"""
 
 
 class PagesCached(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):
@@ -54,14 +61,18 @@ class PagesReachable(
     tokens: bytes
     position: int
     is_salted: bool
+    where: Where = "device"
+    """Where the checkpoint is. The pages may be elsewhere."""
 
 
 class PagesUnreachable(
     msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False
 ):
-    """None of these can be used by now, though they may be cached; the first behind the others."""
+    """None of these can be used by a checkpoint there by now, though they may be cached; the first
+    behind the others."""
 
     keys: tuple[bytes, ...]
+    where: Where = "device"
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True, gc=False):

@@ -107,7 +107,8 @@ class Tiering:
             plan = self._scheduler.plan_copies()
             if plan.only_copies:
                 self._runner.copy(plan)
-        return self.copier.is_busy or self.copier.is_writing or outside.has_stores
+        is_busy = self.copier.is_busy or self.copier.is_writing or self.tiers.is_behind
+        return is_busy or outside.has_stores
 
     def flush(self) -> None:
         """Wait until all that is to go down is there, and nothing comes up for who is over."""

@@ -1,9 +1,10 @@
 """The cache's events as vLLM's publish them: what a router reads.
 
-A page is announced while a checkpoint at or behind its end can be resumed from, and withdrawn when
-the last one goes, wherever the page itself is by then. So for a prompt that goes on where a state
-was kept, the longest run of announced pages is what it hits, up to a page. Pages under a salt are
-kept quiet: routers cannot know whose they are. Pure: no socket, no clock.
+A page is announced for a memory while a checkpoint there, at or behind its end, can be resumed
+from, and withdrawn when the last one goes, wherever the page itself is by then. So for a prompt
+that goes on where a state was kept, the longest run of announced pages is what it hits, up to a
+page. Pages under a salt are kept quiet: routers cannot know whose they are. Pure: no socket, no
+clock.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable
+from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable, Where
 from milepost.cache.tree import TOKEN_BYTES
 
 _ENCODER = msgspec.msgpack.Encoder()
-MEDIUM = "GPU"
-"""What routers call the memory that an engine computes in, whatever it is."""
+MEDIA: dict[Where, str] = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+"""What routers call them; the memory that an engine computes in is GPU, whatever it is."""
 
 MAX_EVENTS, MAX_BLOCKS = 1000, 2048
 """Of one message: routers refuse those of more than 4096 events or 16 MiB, and then forget all that
@@ -63,7 +64,8 @@ class Messages:
                 self._salted.difference_update(event.keys)
                 for first in range(0, len(keys), MAX_BLOCKS):
                     own = keys[first : first + MAX_BLOCKS]
-                    yield "BlockRemoved", {"block_hashes": own, "medium": MEDIUM}
+                    fields = {"block_hashes": own, "medium": MEDIA[event.where]}
+                    yield "BlockRemoved", fields
             case Cleared():
                 self._salted.clear()
                 yield "AllBlocksCleared", {}
@@ -80,7 +82,7 @@ class Messages:
             "token_ids": array("I", tokens).tolist(),
             "block_size": self._page_size,
             "lora_id": None,
-            "medium": MEDIUM,
+            "medium": MEDIA[event.where],
             "lora_name": None,
         }
 

@@ -64,15 +64,23 @@ class Source(Protocol):
 
 
 class Keeper(Protocol):
-    """Decides what is worth keeping outside the device, and hears of all events."""
+    """Decides what is worth keeping outside the device, and hears of all events first."""
 
     @property
     def has_stores(self) -> bool:
         """Whether it wants something copied, plan or not."""
         ...
 
+    def listen(self) -> None:
+        """Somebody wants to be told what it keeps, from now on."""
+        ...
+
     def note(self, events: tuple[Event, ...]) -> None:
         """What came and went."""
+        ...
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What has become true of what it keeps: nothing unless somebody listens."""
         ...
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:
@@ -103,18 +111,30 @@ class Outside:
     def add_keeper(self, keeper: Keeper) -> None:
         assert self._keeper is None, "one keeper decides what leaves"
         self._keeper = keeper
-        self.add_listener(keeper.note)
+        self.cache.listen()
+        if self._listeners:
+            keeper.listen()
 
     def add_listener(self, listener: Callable[[tuple[Event, ...]], None]) -> None:
-        """Have all that comes and goes told, at least with each plan: first what is there already.
-        All listeners are added before the first request comes.
+        """Have all that comes and goes told, on the device and in what the keeper keeps, at least
+        with each plan: first what is there already. All listeners are added before the first
+        request comes.
         """
         self._listeners.append(listener)
         self.cache.listen()
+        if self._keeper is not None:
+            self._keeper.listen()
 
     def tell(self) -> None:
         """Tell what has come and gone since the last time."""
-        if self._listeners and (events := self.cache.take_events()):
+        if self._keeper is None and not self._listeners:
+            return
+        events = self.cache.take_events()
+        if self._keeper is not None:
+            if events:
+                self._keeper.note(events)
+            events += self._keeper.take_events()
+        if events:
             for listener in self._listeners:
                 listener(events)
 

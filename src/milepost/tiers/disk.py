@@ -38,6 +38,8 @@ and files so many at the start, and with each look at what is over.
 """
 ROUND_S, NUM_LOOKS = 10.0, 32
 """What other engines have written is looked for in so many parts, all of them in so long."""
+HEADS_EACH = 256
+"""Files whose tokens are read at a time, for who is told what there is: a load waits for them."""
 CLOSE_S = 20.0
 """So long an engine that is ended may write,"""
 CHECK_S = 0.1
@@ -109,6 +111,7 @@ class Disk:
         self._finds = Finds(tiers.holdings.head, self._is_needed)
         self._num_looked = 0
         self._known: deque[tuple[Callable[[Name], None], Name]] = deque()
+        self._heads: Future[list[tuple[Name, bytes | None]]] | None = None
         self._scan: Future[News] | None = self._readers.submit(self._find, NUM_FOLDERS)
         wait([self._scan], timeout=SCAN_S)
         self._take_names(ITEMS_AT_START)
@@ -153,6 +156,24 @@ class Disk:
         for _ in range(min(most, len(self._known))):
             file, name = self._known.popleft()
             file(name)
+
+    def _learn(self) -> None:
+        """Read whose files those are that were found by their names, if anybody wants to know."""
+        reach = self._tiers.reach
+        if reach is None:
+            return
+        if self._heads is not None and self._heads.done():
+            for name, tokens in self._heads.result():
+                if tokens is None:
+                    self._tiers.writes.lost(name)
+                else:
+                    reach.learn(name.key, tokens)
+            self._heads = None
+        if self._heads is None and reach.are_unread:
+            names = reach.take_unread(HEADS_EACH)
+            self._heads = self._readers.submit(
+                lambda: [(name, self._files.tokens(name)) for name in names]
+            )
 
     # --- reads ------------------------------------------------------------------------------------
 
@@ -235,7 +256,8 @@ class Disk:
         if self._tiers.holdings.disk_rests:
             return False
         is_writing = bool(self._writing or self._tiers.writes.are_any)
-        return is_writing or bool(self._known) or self._scan is not None
+        is_looking = bool(self._known) or self._scan is not None or self._heads is not None
+        return is_writing or is_looking
 
     def poll(self) -> None:
         """Take note of what is over, and begin other writes."""
@@ -244,6 +266,7 @@ class Disk:
         if self._tiers.holdings.disk_rests:
             return
         self._look()
+        self._learn()
         room = MAX_WRITES - len(self._writing)
         if room > 0 and self._tiers.writes.are_any:
             for item, copy in self._tiers.writes.take(room):
@@ -279,8 +302,9 @@ class Disk:
             if reads.is_over:
                 self._late.remove(reads)
                 self._throw_away(reads)
-        now_s, is_scanned = time.perf_counter(), self._scan is None or self._scan.done()
-        is_idle = not self._writing and is_scanned
+        now_s, looks = time.perf_counter(), (self._scan, self._heads)
+        are_over = all(look is None or look.done() for look in looks)
+        is_idle = not self._writing and are_over
         if is_idle or self._num_folders != self._files.num_looked:
             self._idle_since_s, self._num_folders = now_s, self._files.num_looked
         if self._tiers.holdings.disk_rests:

@@ -16,12 +16,13 @@ import re
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from io import FileIO
 from itertools import cycle, islice
 from pathlib import Path
 from secrets import token_hex
+from typing import TypeVar
 from zlib import crc32
 
 from milepost.cache.plans import What
@@ -29,6 +30,7 @@ from milepost.cache.tree import checkpoint_key
 from milepost.tiers.names import Name
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAGIC = b"milepost"
 VERSION = 1
@@ -167,49 +169,60 @@ class Files:
         """Fill `contents`; False, and what they hold is nothing, if the file is not there or no
         good. One that is no good, or cannot be read, is deleted.
         """
+        return self._opened(name, lambda file: self._read(file, name, contents)) is not None
+
+    def tokens(self, name: Name) -> bytes | None:
+        """The token ids that a file says it is of, packed; None as `read` returns False."""
+        return self._opened(name, lambda file: self._read_head(file, name)[0])
+
+    def _opened(self, name: Name, use: Callable[[FileIO], T]) -> T | None:
         path = self.path(name)
         try:
             with path.open("rb", buffering=0) as file:
-                self._read(file, name, contents)
+                return use(file)
         except FileNotFoundError:
-            return False  # another engine has made room
+            return None  # another engine has made room
         except OSError as error:
             self._complain("read from", error)
-            self._unlink(path)
-            return False
         except BadFileError as error:
             if str(error) not in self._complained:
                 self._complained.add(str(error))
                 logger.warning(
                     "tiers: %s is %s, and is deleted, as are others like it", path, error
                 )
-            self._unlink(path)
-            return False
-        return True
+        self._unlink(path)
+        return None
 
-    def _read(self, file: FileIO, name: Name, contents: Sequence[memoryview]) -> None:
+    def _read_head(self, file: FileIO, name: Name) -> tuple[bytes, int, int, int]:
+        """Token ids, bytes of the head and of the contents, and the contents' checksum."""
         head = file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             raise BadFileError("cut short")
-        fields = _HEAD.unpack(head)
-        num_tokens_bytes, num_bytes, checksum = fields[7:10]
+        num_tokens_bytes, num_bytes, checksum = _HEAD.unpack(head)[7:10]
         if num_tokens_bytes > 2**20:
             raise BadFileError("not what it should be")
         tokens = file.read(num_tokens_bytes)
-        expected = _packed(self._identity, name, tokens, sum(p.nbytes for p in contents), checksum)
+        expected = _packed(self._identity, name, tokens, num_bytes, checksum)
         if head + tokens != expected[: len(head) + len(tokens)]:
             raise BadFileError("not what it should be")
         if not _is_key(name, tokens):
             raise BadFileError("of other tokens")
-        if os.fstat(file.fileno()).st_size != len(expected) + num_bytes:
+        return tokens, len(expected), num_bytes, checksum
+
+    def _read(self, file: FileIO, name: Name, contents: Sequence[memoryview]) -> bytes:
+        tokens, start, num_bytes, checksum = self._read_head(file, name)
+        if num_bytes != sum(piece.nbytes for piece in contents):
+            raise BadFileError("not what it should be")
+        if os.fstat(file.fileno()).st_size != start + num_bytes:
             raise BadFileError("cut short")
-        file.seek(len(expected))
+        file.seek(start)
         found = 0
         for piece in contents:
             _read_into(file, piece)
             found = crc32(piece, found)
         if found != checksum:
             raise BadFileError("damaged")
+        return tokens
 
     def remove(self, name: Name) -> None:
         """Delete a file, which somebody else may have done; one that stays is found again."""

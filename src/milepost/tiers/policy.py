@@ -16,6 +16,7 @@ from milepost.scheduler.request import Request
 from milepost.tiers.holdings import Holdings, Limits, TierStats
 from milepost.tiers.loads import Loads
 from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.reach import Reach
 from milepost.tiers.stores import Stores
 from milepost.tiers.tier import Tier
 from milepost.tiers.writes import Writes
@@ -36,6 +37,9 @@ class Tiers:
         self.loads = Loads(self.holdings, self.name)
         self.writes = Writes(self.holdings)
         self.stores = Stores(cache, self.holdings, self.writes.want)
+        self.reach: Reach | None = None
+        """Once somebody listens."""
+        self._cache = cache
 
     @property
     def host(self) -> Tier:
@@ -79,8 +83,22 @@ class Tiers:
 
     # --- the keeper -------------------------------------------------------------------------------
 
+    def listen(self) -> None:
+        if self.reach is None:
+            self.reach = Reach(self._cache, self.holdings)
+
     def note(self, events: tuple[Event, ...]) -> None:
         self.stores.note(events)
+        if self.reach is not None:
+            self.reach.note(events)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to be told."""
+        return self.reach is not None and self.reach.is_behind
+
+    def take_events(self) -> tuple[Event, ...]:
+        return () if self.reach is None else self.reach.take_events()
 
     @property
     def has_stores(self) -> bool:

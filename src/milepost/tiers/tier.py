@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from milepost.cache.plans import What
 
@@ -42,6 +42,12 @@ def where(what: What) -> Where:
     return "states" if what == "state" else "pages"
 
 
+class OnChange(Protocol):
+    """Told of what can be read from a tier, and of what can be no more."""
+
+    def __call__(self, what: What, key: bytes, *, is_there: bool) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class FreePlaces:
     """Places of one kind."""
@@ -68,6 +74,7 @@ class Tier:
         self.num_evicted = 0
         self.num_changes = 0
         """Of what is there and can be read."""
+        self.on_change: OnChange | None = None
         self.unready: set[bytes] = set()
         """Pages whose contents are not there."""
         self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
@@ -162,6 +169,8 @@ class Tier:
         if item.what == "page":
             self.unready.discard(item.key)
         self.num_changes += 1
+        if self.on_change is not None:
+            self.on_change(item.what, item.key, is_there=True)
 
     def _supersede(self, newer: Item) -> None:
         """The next shallower state on the way up will hardly be asked for any more, as long as
@@ -233,6 +242,8 @@ class Tier:
             self.unready.discard(item.key)
         if item.what != "tail":
             self._hang(item.parent, -1)
+        if item.is_ready and self.on_change is not None:
+            self.on_change(item.what, item.key, is_there=False)
 
     def clear(self) -> None:
         """Take out all that is not pinned."""

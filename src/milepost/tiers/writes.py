@@ -80,6 +80,8 @@ class Writes:
         tail = self._host.get("tail", head.key) if head.what == "state" else None
         path += [tail, head] if tail is not None else [head]
         path = [item for item in path if self._disk.get(item.what, item.key) is None]
+        if not all(item.tokens or item.what == "state" for item in path):
+            return []  # it came from a file that has gone, whose name alone was read
         num_states = sum(item.what == "state" for item in path)
         if not self._disk.make_room(len(path) - num_states, num_states, above, self._gone):
             return []

@@ -4,7 +4,7 @@ requests it has sent there that are not over, and which pages an engine says can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable
@@ -34,32 +34,36 @@ class Pages:
 
     def __init__(self, num_engines: int) -> None:
         self._holders: dict[bytes, int] = {}
-        self._own: list[set[bytes]] = [set() for _ in range(num_engines)]
+        self._own: list[dict[bytes, int]] = [{} for _ in range(num_engines)]
+        """By how many of its memories each is usable."""
 
     def listener(self, engine: int) -> Callable[[tuple[Event, ...]], None]:
         """What an engine's events are told to."""
         holders, own, bit = self._holders, self._own[engine], 1 << engine
 
-        def drop(keys: Iterable[bytes]) -> None:
-            for key in keys:
-                left = holders[key] & ~bit
-                if left:
-                    holders[key] = left
-                else:
-                    del holders[key]
+        def drop(key: bytes) -> None:
+            left = holders[key] & ~bit
+            if left:
+                holders[key] = left
+            else:
+                del holders[key]
 
         def take(events: tuple[Event, ...]) -> None:
             for event in events:
                 match event:
                     case PagesReachable():
-                        own.update(event.keys)
                         for key in event.keys:
+                            own[key] = own.get(key, 0) + 1
                             holders[key] = holders.get(key, 0) | bit
                     case PagesUnreachable():
-                        own.difference_update(event.keys)
-                        drop(event.keys)
+                        for key in event.keys:
+                            own[key] -= 1
+                            if not own[key]:
+                                del own[key]
+                                drop(key)
                     case Cleared():
-                        drop(own)
+                        for key in own:
+                            drop(key)
                         own.clear()
 
         return take
