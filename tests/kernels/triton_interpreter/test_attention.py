@@ -101,6 +101,8 @@ def test_float8_of_large_heads_on_a_chip_without_float8(monkeypatch) -> None:
     rows = choose_wide_rows(256, chip.shared_bytes, takes_apart=chip.unpacks_fp8)
     shape = attention.choose_shape(rows, 256, torch.bfloat16, chip, is_float8=True)
     assert (rows, shape.num_warps) == (64, 8)
+    small = attention.choose_shape(128, 128, torch.bfloat16, chip, is_float8=True)
+    assert small.block < attention.choose_shape(128, 128, torch.bfloat16, chip).block
     case = replace(CASES["large_heads"], dtype=torch.bfloat16, has_float8=True, wide_rows=rows)
     assert error(case) < 4e-3
 

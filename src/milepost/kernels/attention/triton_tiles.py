@@ -37,7 +37,8 @@ _NARROW_FLOAT8 = (KVTiles(64, 4, 5, 2), KVTiles(32, 4, 4, 2), KVTiles(32, 4, 2, 
 _NARROW = (KVTiles(128, 4, 5, 2), KVTiles(64, 4, 4, 2), KVTiles(64, 4, 2, 2))
 _HALF = (KVTiles(64, 4, 3, 2), KVTiles(32, 4, 3, 2), KVTiles(16, 4, 2, 2))
 _HALF_UNPACKED = (KVTiles(32, 8, 3, 2), KVTiles(16, 8, 2, 2))
-"""Of large heads in float8 that no instruction takes apart: over four warps it spills."""
+"""Of large heads in float8 that no instruction takes apart: over four warps it spills. Of other
+heads the longest blocks would."""
 _WIDE_LARGE = (KVTiles(64, 8, 3, 2), KVTiles(32, 8, 3, 2), KVTiles(16, 8, 2, 2))
 _WIDE = (KVTiles(128, 8, 3, 2), KVTiles(64, 8, 3, 2), KVTiles(32, 8, 2, 2))
 
@@ -62,8 +63,10 @@ def choose_shape(
         shapes = _CROWDED if large and are_many else _NARROW_LARGE if large else _NARROW
     elif rows < 128:
         shapes = _HALF_UNPACKED if large and is_float8 and chip.unpacks_fp8 else _HALF
+    elif large:
+        shapes = _WIDE_LARGE
     else:
-        shapes = _WIDE_LARGE if large else _WIDE
+        shapes = _WIDE[1:] if is_float8 and chip.unpacks_fp8 else _WIDE
     block_e = max(16, triton.next_power_of_2(head_dim))
     room = chip.shared_bytes
     fitting = (shape for shape in shapes if shape.shared_bytes(rows, block_e) <= room)
