@@ -26,6 +26,7 @@ from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
 from milepost.kernels.attention.triton_hopper_parts import (
     add_values,
     clean,
+    load_item,
     online_softmax,
     score,
     store,
@@ -216,12 +217,7 @@ def _consume(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    first = gl.load(item)
-    num_tokens = gl.load(item + 1)
-    position = gl.load(item + 3)
-    begin = gl.load(item + 4)
-    end = gl.load(item + 5)
-    ordinal = gl.load(item + 6)
+    first, num_tokens, position, begin, end, ordinal = load_item(item)
 
     queries = queries.index(half)
     row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))

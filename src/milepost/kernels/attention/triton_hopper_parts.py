@@ -16,6 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
+def load_item(item):
+    """First token, number of tokens, position of the first token, begin and end of the KV, and
+    ordinal (see `tiles`)."""
+    first = gl.load(item)
+    num_tokens = gl.load(item + 1)
+    position = gl.load(item + 3)
+    begin = gl.load(item + 4)
+    end = gl.load(item + 5)
+    ordinal = gl.load(item + 6)
+    return first, num_tokens, position, begin, end, ordinal
+
+
+@gluon.jit
 def score(
     queries,
     keys,

@@ -13,6 +13,7 @@ from torch import Tensor
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.triton_chunks import export_state, load_state, store_state
 
 _COLUMNS = 32
 """Of the state in one program."""
@@ -100,9 +101,8 @@ def _chunk_fwd_h_kernel(
     in_h = is_k[:, None] & is_v[None, :]
     state_size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     o_h = (i_hv * KEY_DIM + o_k[:, None]) * VALUE_DIM + o_v[None, :]
-    source = tl.load(slot_in + i_n).to(tl.int64) * slot_stride
     # What an earlier step wrote may be read before the kernels of this one have ended.
-    b_h = tl.load(pool + source + o_h, in_h, 0).to(tl.float32)
+    b_h = load_state(pool, slot_stride, slot_in, i_n, o_h, in_h)
     wait_for_inputs()
     tokens = tl.cast(num_tokens, tl.int64)
     key_row = (KEY_HEADS + i_hv // (VALUE_HEADS // KEY_HEADS)) * tokens
@@ -139,13 +139,8 @@ def _chunk_fwd_h_kernel(
             b_vg = (b_v * tl.exp(b_g_last - b_g)[:, None]).to(b_k.dtype)
             b_h *= tl.exp(b_g_last)
         b_h += tl.dot(tl.trans(b_k), b_vg, input_precision="ieee")
-        slot = tl.load(chunk_slot + i_t).to(tl.int64)
-        if slot >= 0:
-            exported = b_h.to(pool.dtype.element_ty)
-            tl.store(pool + slot * slot_stride + o_h, exported, in_h)
+        export_state(pool, slot_stride, chunk_slot, i_t, o_h, in_h, b_h)
         following = tl.minimum(i_t + 1, last - 1)
         begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
 
-    tl.debug_barrier()
-    target = tl.load(slot_out + i_n).to(tl.int64) * slot_stride
-    tl.store(pool + target + o_h, b_h.to(pool.dtype.element_ty), in_h)
+    store_state(pool, slot_stride, slot_out, i_n, o_h, in_h, b_h)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.overlap import let_next_start, wait_for_inputs
+from milepost.kernels.triton_chunks import export_state, load_state, store_state
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
@@ -49,9 +50,8 @@ def chunk_fwd_h_kernel(
     is_p, is_k = o_p < HEAD_DIM, o_k < STATE_SIZE
     in_state = is_p[:, None] & is_k[None, :]
     o_state = (i_head * HEAD_DIM + o_p[:, None]) * STATE_SIZE + o_k[None, :]
-    source = tl.load(slot_in + i_sequence).to(tl.int64) * slot_stride
     # What an earlier step wrote may be read before the kernels of this one have ended.
-    b_state = tl.load(pool + source + o_state, in_state, 0).to(tl.float32)
+    b_state = load_state(pool, slot_stride, slot_in, i_sequence, o_state, in_state)
     wait_for_inputs()
     width = HEADS * HEAD_DIM + 2 * GROUPS * STATE_SIZE
     p_x = mixed + i_head * HEAD_DIM + row[:, None] * width + o_p[None, :]
@@ -75,16 +75,11 @@ def chunk_fwd_h_kernel(
         b_x = (b_x.to(tl.float32) * weight[:, None]).to(b_b.dtype)
         b_state *= tl.exp(total)
         b_state += tl.dot(tl.trans(b_x), b_b, input_precision="ieee")
-        slot = tl.load(chunk_slot + chunk).to(tl.int64)
-        if slot >= 0:
-            exported = b_state.to(pool.dtype.element_ty)
-            tl.store(pool + slot * slot_stride + o_state, exported, in_state)
+        export_state(pool, slot_stride, chunk_slot, chunk, o_state, in_state, b_state)
         following = tl.minimum(chunk + 1, last - 1)
         begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
 
-    tl.debug_barrier()
-    target = tl.load(slot_out + i_sequence).to(tl.int64) * slot_stride
-    tl.store(pool + target + o_state, b_state.to(pool.dtype.element_ty), in_state)
+    store_state(pool, slot_stride, slot_out, i_sequence, o_state, in_state, b_state)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
