@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -92,7 +93,7 @@ def test_free_memory_of_a_cpu_is_what_the_system_says(tmp_path, monkeypatch):
 
 def test_what_nobody_holds_any_more_is_freed_before_memory_is_counted(checkpoint):
     """An engine that is gone for its user may lie in cycles, with all of its memory."""
-    gone = SimpleNamespace()
+    gone = threading.Event()
     gone.itself = gone
     known = weakref.ref(gone)
     gc.disable()
