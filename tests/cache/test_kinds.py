@@ -119,3 +119,19 @@ def test_a_window_of_some_layers_frees_nothing():
     cache = Cache(num_pages=40, num_slots=4, page_size=PAGE_SIZE, kinds=kinds, mode="none")
     allocation, _ = serve(cache, range(300))
     assert HOLE not in allocation.page_table
+
+
+@pytest.mark.parametrize(("num_tokens", "position"), [(20, 16), (32, 31), (33, 32)])
+def test_what_attention_alone_has_cached_can_be_lent(num_tokens, position):
+    """A prompt's last token is computed for its logits, so one that fills its pages is resumed
+    inside the last of them; that page has no state's tail.
+    """
+    cache = Cache(num_pages=8, num_slots=0, page_size=PAGE_SIZE, kinds=(FullAttention(),))
+    allocation, _ = serve(cache, range(num_tokens))
+    cache.release(allocation, Kind.ANSWER_END)
+    loan = cache.lend(cache.chain(range(num_tokens)))
+    check(cache)
+    path = cache.match(cache.chain(range(40))).path
+    assert (loan.position, list(loan.pages), loan.slot) == (position, path.pages, None)
+    cache.take_back(loan)
+    check(cache)

@@ -10,8 +10,8 @@ from milepost.cache.tree import Match
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loan:
-    """`position` tokens' pages, the last of them a tail's if they end inside one, and their state.
-    Pinned until it is given back; nobody writes what it names.
+    """`position` tokens' pages, which may hold more at the end, and their state. Pinned until it is
+    given back; nobody writes what it names.
     """
 
     position: int
@@ -22,17 +22,11 @@ class Loan:
 
 def lend(storage: Storage, match: Match, page_size: int) -> Loan:
     """Pin what a match would resume from."""
-    position, checkpoint = match.state_length, match.checkpoint
-    pages = [node.page for node in match.path.nodes[: position // page_size]]
-    if position % page_size:
-        assert checkpoint is not None, "C3: a state inside a page has its tail"
-        assert checkpoint.tail_page is not None, "C3: a state inside a page has its tail"
-        pages.append(checkpoint.tail_page)
-    slot = checkpoint.slot if checkpoint is not None else None
+    num_pages = -(-match.state_length // page_size)
+    pages = (*match.path.pages, *match.tail)[:num_pages]
     storage.pages.pin(pages)
-    if slot is not None:
-        storage.slots.pin((slot,))
-    return Loan(position=position, pages=tuple(pages), slot=slot)
+    storage.slots.pin(match.slots)
+    return Loan(position=match.state_length, pages=pages, slot=next(iter(match.slots), None))
 
 
 def take_back(storage: Storage, loan: Loan) -> None:

@@ -34,6 +34,17 @@ class Match:
     def kv_length(self) -> int:
         return self.path.kv_length
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Of the checkpoint to resume from, if there is one."""
+        return (self.checkpoint.slot,) if self.checkpoint is not None else ()
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The page of that checkpoint's last tokens, if it has one."""
+        page = self.checkpoint.tail_page if self.checkpoint is not None else None
+        return (page,) if page is not None else ()
+
 
 class Finder:
     """Looks prompts up in `tree`. Where nothing is cached, nothing is ever found."""
