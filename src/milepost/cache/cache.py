@@ -77,14 +77,8 @@ class Cache:
         self.score: Score = score or Expected(storage.usual_slots, self.grid)
         self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.score, page_size)
         self._finder = Finder(self.tree, self.config)
-        self._admitter = Admitter(self.config, self.tree, storage, self.reclaimer)
-        self._running = Running(
-            self.config,
-            self.tree,
-            storage,
-            self.reclaimer,
-            placement or POLICIES[mode],
-        )
+        self._admitter = Admitter(self.config, self.reclaimer)
+        self._running = Running(self.config, self.reclaimer, placement or POLICIES[mode])
 
     @property
     def capacity(self) -> int:
@@ -120,7 +114,7 @@ class Cache:
         `forget`.
         """
         reservation = Reservation(due=self.score.clock + num_ahead + 1)
-        self.reclaimer.claim(reservation, self._finder.source(chain, self.reclaimer.version))
+        self.refresh(reservation, self.match(chain))
         return reservation
 
     def refresh(self, reservation: Reservation, match: Match) -> None:

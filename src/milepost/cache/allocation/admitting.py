@@ -6,27 +6,24 @@ from bisect import bisect_left
 
 from milepost.cache.allocation.states import Allocation, State
 from milepost.cache.eviction import HoldBack, Reclaimer
-from milepost.cache.memory import ZERO_SLOT, Storage
+from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import PageCopy
-from milepost.cache.tree import CacheConfig, Checkpoint, End, Match, Tree
+from milepost.cache.tree import CacheConfig, Checkpoint, End, Match
 
 
 class Admitter:
-    """Takes pages and slots of `storage`, which the reclaimer frees."""
+    """Takes pages and slots, which the reclaimer frees."""
 
-    def __init__(
-        self, config: CacheConfig, tree: Tree, storage: Storage, reclaimer: Reclaimer
-    ) -> None:
+    def __init__(self, config: CacheConfig, reclaimer: Reclaimer) -> None:
         self._config = config
-        self._tree = tree
-        self._storage = storage
-        self._pages = storage.pages
-        self._slots = storage.slots
         self._reclaimer = reclaimer
-        self._stats = reclaimer.stats
+        self._tree = reclaimer.tree
+        self._storage = reclaimer.storage
+        self._pages = reclaimer.storage.pages
+        self._slots = reclaimer.storage.slots
         self._score = reclaimer.score
-        self._hold_back = HoldBack(tree, storage, self._score, config.page_size)
+        self._hold_back = HoldBack(self._tree, self._storage, self._score, config.page_size)
         self._page_size = config.page_size
         self._slots_each = config.slots_each
 
@@ -45,7 +42,7 @@ class Admitter:
         if checkpoint is None:
             allocation = self._from_nothing(match, end)
         else:
-            self._stats.checkpoints_used += 1
+            self._reclaimer.stats.checkpoints_used += 1
             self._tree.use(checkpoint, end)
             make = self._taking_over if takes_over else self._resumed
             allocation = make(match, checkpoint, end)
@@ -90,42 +87,36 @@ class Admitter:
         if not slots:
             return False
         # Taken over, the checkpoint leaves its slot, and its tail, which needs no copy then.
-        return self._storage.has_room(wanted_pages - len(_tail(match)), slots)
+        return self._storage.has_room(wanted_pages - len(match.tail), slots)
 
     def _revived(self, match: Match) -> tuple[int, int]:
         """Pages and slots of a match that are only cached, and no room once they are pinned."""
-        path, checkpoint = match.path, match.checkpoint
-        pages, nodes, digests = self._pages, self._tree.nodes, path.chain.digests(path.num_pages)
+        path, pages, nodes = match.path, self._pages, self._tree.nodes
+        digests = path.chain.digests(path.num_pages)
         # Whoever holds a page holds all before it.
         first = bisect_left(
             range(path.num_pages),
             True,
             key=lambda index: not pages.live_refs(nodes[digests[index]].page),
         )
-        num_pages = path.num_pages - first
-        if checkpoint is None:
-            return num_pages, 0
-        num_pages += sum(1 for page in _tail(match) if not pages.live_refs(page))
-        return num_pages, int(not self._slots.live_refs(checkpoint.slot))
+        num_tails = sum(not pages.live_refs(page) for page in match.tail)
+        num_slots = sum(not self._slots.live_refs(slot) for slot in match.slots)
+        return path.num_pages - first + num_tails, num_slots
 
     def _pin(self, match: Match) -> None:
-        self._pages.pin(match.path.pages)
-        if match.checkpoint is not None:
-            self._slots.pin((match.checkpoint.slot,))
-            self._pages.pin(_tail(match))
+        self._pages.pin([*match.path.pages, *match.tail])
+        self._slots.pin(match.slots)
 
     def _unpin(self, match: Match) -> None:
-        self._pages.unpin(match.path.pages)
-        if match.checkpoint is not None:
-            self._slots.unpin((match.checkpoint.slot,))
-            self._pages.unpin(_tail(match))
+        self._pages.unpin([*match.path.pages, *match.tail])
+        self._slots.unpin(match.slots)
 
     def _can_take_over(self, match: Match, fresh: int) -> bool:
         """Whether using up the (pinned) checkpoint itself makes the room that is missing."""
         if match.checkpoint is None or self._slots.live_refs(match.checkpoint.slot) > 1:
             return False
         pages = self._pages
-        num_own = sum(pages.live_refs(id_) == pages.cached_refs(id_) == 1 for id_ in _tail(match))
+        num_own = sum(pages.live_refs(id_) == pages.cached_refs(id_) == 1 for id_ in match.tail)
         return self._storage.has_room(fresh - num_own, 0)
 
     # --- one of three ways ------------------------------------------------------------------------
@@ -144,7 +135,7 @@ class Admitter:
             slot_in=checkpoint.slot,
             slot_out=self._slot(),
             source=checkpoint,
-            pinned_tail=_tail(match),
+            pinned_tail=match.tail,
         )
 
     def _taking_over(self, match: Match, checkpoint: Checkpoint, end: End) -> Allocation:
@@ -152,7 +143,7 @@ class Admitter:
         and so does its tail page if nobody else needs it.
         """
         self._reclaimer.evict_checkpoint(checkpoint, "taken")
-        slot, tail = checkpoint.slot, _tail(match)
+        slot, tail = checkpoint.slot, match.tail
         if match.state_length <= match.kv_length:  # a full page that matches has its KV
             self._pages.unpin(tail)
             tail = ()
@@ -215,11 +206,3 @@ class Admitter:
                 grid=self._config.grid,
             ),
         )
-
-
-def _tail(match: Match) -> tuple[int, ...]:
-    """The tail page of the checkpoint to resume from, if it has one."""
-    checkpoint = match.checkpoint
-    if checkpoint is None or checkpoint.tail_page is None:
-        return ()
-    return (checkpoint.tail_page,)

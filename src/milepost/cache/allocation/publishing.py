@@ -7,21 +7,20 @@ the request still holds.
 from __future__ import annotations
 
 from milepost.cache.allocation.states import Allocation
-from milepost.cache.memory import Storage
+from milepost.cache.eviction import Reclaimer
 from milepost.cache.placement import Kind
-from milepost.cache.report import Stats
-from milepost.cache.tree import Checkpoint, Node, Tree
+from milepost.cache.tree import Checkpoint, Node
 
 
 class Publisher:
-    """Publishes into `tree` what lies in `storage`."""
+    """Publishes into the tree what lies in the pools."""
 
-    def __init__(self, page_size: int, tree: Tree, storage: Storage, stats: Stats) -> None:
+    def __init__(self, page_size: int, reclaimer: Reclaimer) -> None:
         self._page_size = page_size
-        self._tree = tree
-        self._pages = storage.pages
-        self._slots = storage.slots
-        self._stats = stats
+        self._tree = reclaimer.tree
+        self._pages = reclaimer.storage.pages
+        self._slots = reclaimer.storage.slots
+        self._stats = reclaimer.stats
 
     def publish_pages(self, allocation: Allocation) -> None:
         """Give each page that has become full its node; a page that another request published first

@@ -7,32 +7,25 @@ from collections.abc import Mapping
 from milepost.cache.allocation.publishing import Publisher
 from milepost.cache.allocation.states import Allocation, State, Transition
 from milepost.cache.eviction import Reclaimer
-from milepost.cache.memory import ZERO_SLOT, Storage
+from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Kind, Placement
 from milepost.cache.plans import HOLE, Arrival, Export
-from milepost.cache.tree import CacheConfig, Tree, checkpoint_key
+from milepost.cache.tree import CacheConfig, checkpoint_key
 
 
 class Running:
     """Changes allocations, and what of the memory and the tree they bear on."""
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        tree: Tree,
-        storage: Storage,
-        reclaimer: Reclaimer,
-        place: Placement,
-    ) -> None:
+    def __init__(self, config: CacheConfig, reclaimer: Reclaimer, place: Placement) -> None:
         self._config = config
         self._page_size = config.page_size
         self._slots_each = config.slots_each
-        self._storage = storage
-        self._pages = storage.pages
-        self._slots = storage.slots
         self._reclaimer = reclaimer
+        self._storage = reclaimer.storage
+        self._pages = reclaimer.storage.pages
+        self._slots = reclaimer.storage.slots
         self._stats = reclaimer.stats
-        self._publisher = Publisher(config.page_size, tree, storage, reclaimer.stats)
+        self._publisher = Publisher(config.page_size, reclaimer)
         self._place = place
         self._change = reclaimer.change
 

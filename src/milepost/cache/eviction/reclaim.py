@@ -31,15 +31,10 @@ class Reclaimer:
     """Evicts from `tree` to free ids of `pages` and `slots`."""
 
     def __init__(
-        self,
-        tree: Tree,
-        storage: Storage,
-        stats: Stats,
-        score: Score,
-        page_size: int,
+        self, tree: Tree, storage: Storage, stats: Stats, score: Score, page_size: int
     ) -> None:
-        self._tree = tree
-        self._storage = storage
+        self.tree = tree
+        self.storage = storage
         self._pages = storage.pages
         self._slots = storage.slots
         self.stats = stats
@@ -73,7 +68,7 @@ class Reclaimer:
 
     def _settle_nodes(self) -> None:
         """The strays alone: what becomes of checkpoints while a path goes is asked at its end."""
-        changed, unranked = self._tree.changed, self._unranked
+        changed, unranked = self.tree.changed, self._unranked
         for thing in dict.fromkeys(changed):
             if isinstance(thing, Checkpoint):
                 unranked[thing] = None
@@ -96,7 +91,7 @@ class Reclaimer:
         The caller has checked that there is room. Strays go before a free unit is broken, which a
         slot may need whole.
         """
-        while (missing := num - self._storage.num_loose_pages) > 0:
+        while (missing := num - self.storage.num_loose_pages) > 0:
             if not self._evict_strays(missing):
                 break
         while (missing := num - self._pages.num_free) > 0:
@@ -108,8 +103,8 @@ class Reclaimer:
         """A slot with one live reference; evicts if none is free. The caller has checked that there
         is room.
         """
-        if isinstance(self._storage, UnifiedPool):
-            self._free_unit(self._storage)
+        if isinstance(self.storage, UnifiedPool):
+            self._free_unit(self.storage)
         elif not self._slots.num_free:
             self._evict_victim(self.states, "slots")
         (slot,) = self._slots.allocate(1)
@@ -123,12 +118,12 @@ class Reclaimer:
         least = self.states.victim()
         if least is None:
             return False
-        pages = self._storage.pages_a_slot or 1
+        pages = self.storage.pages_a_slot or 1
         return self.score.of_sparse(end, position, above) / pages > least[1]
 
     def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
         """Hang a waiting request's reservation on what it would resume from; None: on nothing."""
-        self._tree.changed += [c for c in (reservation.checkpoint, checkpoint) if c is not None]
+        self.tree.changed += [c for c in (reservation.checkpoint, checkpoint) if c is not None]
         reservation.move(checkpoint)
 
     def _rank(self, node: Node) -> None:
@@ -140,7 +135,7 @@ class Reclaimer:
 
     def _rank_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Bring the orders in step with one checkpoint."""
-        is_kept = self._tree.at_slot.get(checkpoint.slot) is checkpoint
+        is_kept = self.tree.at_slot.get(checkpoint.slot) is checkpoint
         if not is_kept or self._slots.live_refs(checkpoint.slot):
             self.states.discard(checkpoint)
             self.carriers.discard(checkpoint)
@@ -164,7 +159,7 @@ class Reclaimer:
         for reservation in waiting:
             reservation.checkpoint = None
             reservation.move(checkpoint.above)
-        self._tree.detach(checkpoint, score)
+        self.tree.detach(checkpoint, score)
         self._slots.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
             self._pages.drop(checkpoint.tail_page)
@@ -174,13 +169,13 @@ class Reclaimer:
         self.settle()
         for checkpoint in list(self.states):
             self.evict_checkpoint(checkpoint, "reset")
-        while self._evict_strays(len(self._tree.nodes)):
+        while self._evict_strays(len(self.tree.nodes)):
             pass
-        self._tree.outbox.cleared()
+        self.tree.outbox.cleared()
 
     def _carries_page(self, checkpoint: Checkpoint) -> bool:
         node, tail_page = checkpoint.node, checkpoint.tail_page
-        if tail_page is not None and tail_page not in self._tree.at_page:
+        if tail_page is not None and tail_page not in self.tree.at_page:
             return True
         return node.num_reaching == 1 and self._is_leaf(node)
 
@@ -202,14 +197,14 @@ class Reclaimer:
         if unit is None:
             return False
         for source, target in unified.make_way(unit):
-            self._tree.move(source, target)
+            self.tree.move(source, target)
         return True
 
     def _score_per_page(self, checkpoint: Checkpoint) -> float:
         """What is lost for each page that becomes free, now or as a stray, or that its slot can
         become. That its page has come into use is seen when its bucket is next looked at.
         """
-        pages = self._storage.pages_a_slot or 1
+        pages = self.storage.pages_a_slot or 1
         node = checkpoint.node
         is_used = not node.is_root and self._pages.live_refs(node.page)
         if not checkpoint.below and not is_used:
@@ -239,7 +234,7 @@ class Reclaimer:
                 self.strays.move_to_end(parent, last=False)
                 break
             run.append(parent)
-        self._tree.remove(run)
+        self.tree.remove(run)
         for gone in run:
             self._pages.drop(gone.page)
         self.stats.pages_evicted += len(run)
@@ -247,7 +242,7 @@ class Reclaimer:
 
     def _is_leaf(self, node: Node) -> bool:
         """Whether nothing but its checkpoints keeps a page in the cache."""
-        is_leaf = self._tree.leaves.get(node.page) is node
+        is_leaf = self.tree.leaves.get(node.page) is node
         return is_leaf and not self._pages.live_refs(node.page)
 
     def _is_bare(self, node: Node) -> bool:

@@ -27,7 +27,8 @@ class Pool:
     """
 
     def __init__(self, free: FreeIds) -> None:
-        self.first = free.first
+        self.first, self.end = free.first, free.end
+        """Ids that there may ever be, and the one above them."""
         self.num_used = 0
         self.num_cached = 0
         self.num_let_go = 0
@@ -56,11 +57,6 @@ class Pool:
     def capacity(self) -> int:
         """The most ids that there may be."""
         return self.end - self.first
-
-    @property
-    def end(self) -> int:
-        """Above the highest id that there may ever be."""
-        return len(self._live_refs)
 
     @property
     def room(self) -> int:

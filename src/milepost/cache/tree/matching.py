@@ -66,9 +66,10 @@ class Finder:
         position = longest_usable(self._config.kinds, path, limit)
         resident = path.kv_length + self._tokens_past_nodes(path)
         num_seen = self._tree.num_seen(chain, path.num_pages) if self._config.enabled else 0
+        has_state = position > 0 and self._config.slots_each > 0
         return Match(
             path=path,
-            checkpoint=self._checkpoint(path, position),
+            checkpoint=path.deepest_checkpoint(position) if has_state else None,
             state_length=position,
             branch_points=self._branch_points(min(resident, last), position),
             num_seen=num_seen,
@@ -86,15 +87,6 @@ class Finder:
         found = (on_grid,) if on_grid > position else ()
         is_short = gives_up_too_much(shared, max(on_grid, position))
         return (*found, shared) if is_short else found
-
-    def source(self, chain: Chain, version: int) -> Checkpoint | None:
-        """The checkpoint that a prompt would resume from."""
-        path = self._path(chain, version)
-        return self._checkpoint(path, longest_usable(self._config.kinds, path, len(chain) - 1))
-
-    def _checkpoint(self, path: Path, position: int) -> Checkpoint | None:
-        """The one that a resume at the position reads."""
-        return path.deepest_checkpoint(position) if position and self._config.slots_each else None
 
     def _path(self, chain: Chain, version: int) -> Path:
         """A prompt that arrives is looked up twice, most often in one state of the cache: its walk

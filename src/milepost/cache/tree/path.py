@@ -68,15 +68,11 @@ class Path:
         none is known.
         """
         for node in self._upwards():
-            if (node.depth + 1) * self.chain.page_size <= above:
+            start, tail = node.depth * self.chain.page_size, node.evicted_tail
+            if start + self.chain.page_size <= above:
                 break
-            if node.evicted_tail is not None and self._continues(node, node.evicted_tail):
-                return self._position(node, node.evicted_tail)
+            if tail is not None:
+                position = start + len(tail) // TOKEN_BYTES
+                if self.chain.token_bytes(start, position) == tail:
+                    return position
         return 0
-
-    def _continues(self, node: Node, tail: bytes) -> bool:
-        start = node.depth * self.chain.page_size
-        return self.chain.token_bytes(start, self._position(node, tail)) == tail
-
-    def _position(self, node: Node, tail: bytes) -> int:
-        return node.depth * self.chain.page_size + len(tail) // TOKEN_BYTES
