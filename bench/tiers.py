@@ -18,9 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,28 +112,32 @@ def unique(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def agents(bench: Bench, num: int = 64, length: int = 6000) -> Iterator[dict[str, Any]]:
-    """Conversations that don't fit the device: a second turn of each, with tiers and without."""
+    """Conversations that don't fit the device: further turns of all, with tiers and then without.
+
+    `--option num_pages=1552 --option num_slots=40` has room for a quarter of them on a 35B-A3B.
+    """
     histories = [bench.tokens(length) for _ in range(num)]
     _, outputs = bench.ask(histories, 8)
-    bench.llm.llm_engine.flush()
-    for name in ("with", "without"):
-        prompts = [
+    taken: dict[str, list[float]] = {"with": [], "without": []}
+    for name in ("with", "with", "without", "without"):
+        bench.llm.llm_engine.flush()
+        histories = [
             [*history, *output.outputs[0].token_ids, *bench.tokens(200)]
             for history, output in zip(histories, outputs, strict=True)
         ]
-        if name == "with":
-            seconds, found = bench.ask(prompts, 24)
-        else:
-            with bench.paused():
-                seconds, found = bench.ask(prompts, 24)
-        reused = sum(output.cache_report.reused for output in found)
+        with nullcontext() if name == "with" else bench.paused():
+            seconds, outputs = bench.ask(histories, 24)
+        taken[name].append(seconds)
+        reports = [output.cache_report for output in outputs]
         yield {
             "tiers": name,
             "seconds": seconds,
-            "hit_rate": reused / sum(map(len, prompts)),
-            "loaded": sum(sum(output.cache_report.loaded.values()) for output in found),
+            "hit_rate": sum(each.reused for each in reports) / sum(map(len, histories)),
+            "loaded": sum(sum(each.loaded.values()) for each in reports),
+            "lost": dict(sum((Counter(each.lost) for each in reports), Counter())),
             "stats": repr(bench.tiers.stats),
         }
+    yield {"ratio": statistics.median(taken["without"]) / statistics.median(taken["with"])}
 
 
 def disk(bench: Bench) -> Iterator[dict[str, Any]]:

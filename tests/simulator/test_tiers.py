@@ -62,6 +62,24 @@ def test_what_host_memory_has_no_room_for_comes_from_the_disk():
     assert disk.hits > host.hits
 
 
+def test_prompts_that_are_loaded_are_no_backlog():
+    """Of more conversations than fit, all that fit run at once: nobody is held back, as behind
+    prompts that were to be computed, lest what the device has of others is evicted."""
+    maker = Maker()
+    prompts = [maker.pages(30) for _ in range(40)]
+    for turn in range(3):
+        for prompt in prompts:
+            maker.ask(prompt, arrival_s=1000.0 * turn, output_length=24)
+            prompt += maker.pages(2)
+    trace = maker.trace()
+    seconds = []
+    for tiers in (None, TierSizes(host_bytes=int(1e11))):
+        cache = Cache(num_pages=12 * 36, num_slots=40, page_size=64)
+        done = Replay(trace, cache, COST, closed=False, tiers=tiers).run()
+        seconds.append(done.end_s - 2000.0)
+    assert seconds[1] < 0.5 * seconds[0]
+
+
 def test_copies_are_over_one_behind_the_other():
     """Two that come at once share the link: the second waits for the first."""
     maker = Maker()

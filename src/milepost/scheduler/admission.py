@@ -180,7 +180,9 @@ class Admission:
 
     def _offer(self, request: Request, match: Match) -> Offer | None:
         """What of a request can come from outside."""
-        return self.outside.find(request, match) if self.outside is not None else None
+        offer = self.outside.find(request, match) if self.outside is not None else None
+        request.offered = offer.position if offer is not None else 0
+        return offer
 
     def _begin_loading(
         self, request: Request, match: Match, turn: AdmissionRound, offer: Offer

@@ -49,7 +49,8 @@ class Queue:
         """Tokens to compute once it is admitted, as far as is known: more may be cached since."""
         assert request.reservation is not None
         source = request.reservation.checkpoint
-        return request.num_tokens - (source.position if source is not None else 0)
+        cached = source.position if source is not None else 0
+        return request.num_tokens - max(cached, request.offered)
 
     def looks(self, request: Request) -> bool:
         """Whether anything was admitted since the request last looked at what others compute. It
@@ -63,7 +64,7 @@ class Queue:
         self.remove(request)
         self._num_admitted += 1
         request.blocked_at = request.awaits = request.passed_over_s = None
-        request.num_bypasses = 0
+        request.num_bypasses = request.offered = 0
 
     def refresh(self, request: Request, match: Match) -> None:
         """Note what a request would resume from by now."""

@@ -66,6 +66,8 @@ class Request:
     """Of its page table, how many plans have named."""
     awaits: Shared | None = None
     """The prefix that it waited for when it last looked at what others compute."""
+    offered: int = 0
+    """Tokens of it that could be loaded from outside, when it last looked there while it waits."""
     num_bypasses: int = 0
     """Times that a later request was admitted while this one waits and found no tokens or no room.
     """
