@@ -201,11 +201,6 @@ class EngineConfig:
             f"cache_memory='shared' with num_pages={self.num_pages}, num_slots={self.num_slots}: "
             "numbers split the memory; leave them out",
         )
-        _require(
-            self.kv_transfer_config is None or self.tensor_parallel_size == 1,
-            f"tensor_parallel_size={self.tensor_parallel_size} with kv_transfer_config: another "
-            "engine would get one rank's part of the KV; leave one of them out",
-        )
 
     @property
     def has_tiers(self) -> bool:

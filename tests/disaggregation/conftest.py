@@ -26,13 +26,23 @@ SMALL = {
 }
 
 
-def save_small(folder):
-    return save_tiny(folder, "qwen3_next", torch.float64, **SMALL)
+DIVIDES = {"num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+"""By two ranks."""
+
+
+def save_small(folder, **changes):
+    return save_tiny(folder, "qwen3_next", torch.float64, **(SMALL | changes))
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     return save_small(tmp_path_factory.mktemp("fleet"))
+
+
+@pytest.fixture(scope="session")
+def tiny_of_two(tmp_path_factory):
+    """That two ranks can share."""
+    return save_small(tmp_path_factory.mktemp("ranks"), **DIVIDES)
 
 
 @pytest.fixture(params=["socket", "nixl"])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.messages import Layout
 from milepost.engine.core import Engine
 from milepost.engine.prompts import Prompt
 from milepost.engine.requests import Job
@@ -26,6 +25,7 @@ def open_engine(folder: Path, transport: str, **options: Any) -> Engine:
     given = {"num_pages": 200, "num_slots": 24, "max_num_seqs": 4, "skip_tokenizer_init": True}
     extra = {"transport": transport, "timeout_s": 10.0, **options.pop("extra", {})}
     transfer = {"kv_port": 0, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    transfer["kv_ip"] = options.pop("ip", "127.0.0.1")
     return Engine(EngineConfig(model=str(folder), kv_transfer_config=transfer, **(given | options)))
 
 
@@ -109,10 +109,10 @@ def running(*engines: Engine) -> Iterator[Fleet]:
 
 
 def sizes(engine: Engine) -> tuple[int, int]:
-    """Bytes of a page and of a state."""
-    layout: Layout = engine.connector._links.hello.layout
-    pages, slots = map(sum, layout.piece_bytes)
-    return pages, slots
+    """Bytes of a page and of a state, on all ranks."""
+    hello = engine.connector._links.hello
+    pages, slots = map(sum, hello.layout.piece_bytes)
+    return pages * hello.num_ranks, slots * hello.num_ranks
 
 
 def lacking(engine: Engine, tokens: Sequence[int], position: int, salt: str = "") -> int:

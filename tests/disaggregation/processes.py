@@ -1,6 +1,7 @@
 """Engines in processes of their own that exchange KV and states, and random requests to them.
 
-    python -m tests.disaggregation.processes [--engines 4] [--transport nixl] [--requests 1000]
+    python -m tests.disaggregation.processes [--engines 4] [--ranks 2] [--transport nixl]
+        [--requests 1000]
 
 Each request is prefilled by one and decoded by another, or by one alone; each answer is one
 engine's, and no byte moves that was there. `make test-nightly` runs it on two and on four.
@@ -219,18 +220,20 @@ class Traffic:
 
 
 def main() -> int:
-    from tests.disaggregation.conftest import save_small
+    from tests.disaggregation.conftest import DIVIDES, save_small
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--transport", choices=("nixl", "socket"), default="nixl")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="of each engine")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        tiny = save_small(Path(folder))
-        engines = [Process(tiny.folder, arguments.transport, {}) for _ in range(arguments.engines)]
+        tiny = save_small(Path(folder), **(DIVIDES if arguments.ranks > 1 else {}))
+        given = tiny.folder, arguments.transport, {"tensor_parallel_size": arguments.ranks}
+        engines = [Process(*given) for _ in range(arguments.engines)]
         for engine in engines:
             stack.callback(engine.close)
         counts = Traffic(tiny, engines, arguments.seed).run(arguments.requests)

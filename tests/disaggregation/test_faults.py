@@ -287,6 +287,7 @@ def hello(**own):
         ({"version": VERSION + 1}, "version"),
         ({"transport": "socket"}, "transport"),
         ({"identity": b"b"}, "model"),
+        ({"num_ranks": 2}, "tensor_parallel_size=2, and here it is 1"),
         ({"layout": Layout([MemoryRows(0, 32, 32, 10)], [MemoryRows(0, 8, 8, 3)])}, "page size"),
     ],
 )
@@ -314,7 +315,7 @@ def test_leases_go_by_their_clock():
     leases = Leases(30.0, lambda: now[0])
     loans = [Loan(position=n, pages=(n,), slot=n) for n in range(3)]
     for number, loan in enumerate(loans):
-        leases.grant(str(number), loan, b"", b"")
+        leases.grant(str(number), loan, b"", b"", lambda: True)
     now[0] = 29.0
     leases.prolong(["1", "none"])
     assert leases.take_over() == []
@@ -340,6 +341,17 @@ def test_an_address_that_cannot_be_had_is_one_error():
             clock=lambda: 0.0,
             ring=lambda: None,
         )
+
+
+def test_memory_is_read_where_engines_are_reached(tiny):
+    """Over TCP at the engine's own address, as what engines say to each other."""
+    engine = open_engine(tiny.folder, "socket", ip="127.0.0.2")
+    with running(engine, open_engine(tiny.folder, "socket")) as fleet:
+        host, _ = msgspec.msgpack.decode(engine.connector._transport.metadata())
+        assert host == "127.0.0.2"
+        fleet.decode(fleet.engines[1], tokens(200), fleet.prefill(engine, tokens(200)))
+        assert fleet.engines[1].connector.num_fetched == 1
+        fleet.check()
 
 
 def test_nothing_is_written_to_standard_output(tiny, transport, capfd):

@@ -47,11 +47,14 @@ def test_random_requests_and_engines_that_are_killed(tiny, transport):
             each.close()
 
 
-@pytest.mark.parametrize("num_engines", [2, 4])
-def test_a_thousand_random_requests(tiny, transport, num_engines):
+@pytest.mark.parametrize(("num_engines", "num_ranks"), [(2, 1), (4, 1), (2, 2)])
+def test_a_thousand_random_requests(tiny, tiny_of_two, transport, num_engines, num_ranks):
     """Answers are one engine's, and what moves is what was lacking."""
+    if num_ranks > 1:
+        tiny = tiny_of_two
     with contextlib.ExitStack() as stack:
-        engines = [Process(tiny.folder, transport, {}) for _ in range(num_engines)]
+        options = {"tensor_parallel_size": num_ranks}
+        engines = [Process(tiny.folder, transport, options) for _ in range(num_engines)]
         for each in engines:
             stack.callback(each.close)
         counts = Traffic(tiny, engines, seed=0).run(1000)

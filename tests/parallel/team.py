@@ -12,11 +12,10 @@ import msgspec
 from milepost.config import EngineConfig
 from milepost.engine.rank import build_rank
 from milepost.engine.rank_process import serve
-from milepost.engine.team import RankOrder, Told
+from milepost.engine.team import Order, RankOrder, Told
 from milepost.errors import EngineDeadError
 from milepost.parallel import Ranks
 from milepost.parallel.tickets import Tickets
-from milepost.tiers.orders import Order
 from tests.parallel.threads import Meeting, ThreadLink
 
 
@@ -77,7 +76,7 @@ def _run(
     decoder = msgspec.msgpack.Decoder(Told)
     try:
         told = map(decoder.decode, iter(orders.get, b""))
-        serve(told, build_rank(config, ranks), tickets.answer)
+        serve(told, build_rank(config, ranks), tickets.answer, tickets.fail)
     except threading.BrokenBarrierError:
         pass
     except BaseException:

@@ -12,21 +12,24 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
+from milepost.disaggregation.orders import ReadPart
 from milepost.engine import setup, team
 from milepost.engine.client import EngineClient
 from milepost.engine.process import Engine, Loop
 from milepost.engine.prompts import Prompt
 from milepost.engine.rank_process import follow
-from milepost.engine.team import Team
+from milepost.engine.team import RankOrder, Team, Told
 from milepost.errors import ConfigError, EngineDeadError
 from milepost.kernels import norm
 from milepost.parallel.gloo import GlooLink, open_store
 from milepost.parallel.gpu import far_behind
+from milepost.parallel.records import received
 from milepost.scheduler.plans import StepPlan, StepResult
 from tests.parallel.team import ThreadTeam
 
@@ -114,6 +117,23 @@ def test_a_rank_that_hangs_is_given_up():
             first.all_reduce(torch.ones(2))
 
 
+def test_what_several_threads_tell_ranks_comes_whole():
+    """The engine's, and the one that speaks with other engines."""
+    ours, theirs = socket.socketpair()
+    team = object.__new__(Team)
+    team._telling, team._encoder = threading.Lock(), msgspec.msgpack.Encoder()
+    team._members = [Mock(socket=ours)]
+    long = ReadPart(transfer=1, peer=1, local=list(range(300_000)), remote=[])
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(lambda: [team.write(RankOrder(5, long)) for _ in range(3)])
+        frames = received(theirs)
+        for _ in range(12):
+            assert msgspec.msgpack.decode(next(frames), type=Told) == RankOrder(5, long)
+    ours.close()
+    theirs.close()
+
+
 @pytest.mark.parametrize("takes_orders", [True, False])
 def test_a_rank_that_ends_while_it_starts_ends_the_start(monkeypatch, takes_orders):
     """At once, though the ranks wait long for each other then; also before it is told anything."""
@@ -171,13 +191,6 @@ def test_signals_of_a_lost_rank_are_ahead_of_all_turns(turn):
         ({"tensor_parallel_size": 3}, "num_key_heads=4 is not a multiple"),
         ({"tensor_parallel_size": 8}, "num_key_heads=4 is not a multiple"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: use 1 or more"),
-        (
-            {
-                "tensor_parallel_size": 2,
-                "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
-            },
-            "tensor_parallel_size=2 with kv_transfer_config",
-        ),
     ],
 )
 def test_a_size_that_does_not_divide_starts_no_process(options, named, monkeypatch):

@@ -63,6 +63,9 @@ class ThreadLink:
     def least(self, value: int) -> int:
         return min(self.meeting.exchange(self.rank, value))
 
+    def gather(self, body: bytes) -> list[bytes]:
+        return self.meeting.exchange(self.rank, body)
+
 
 def run_ranks(size: int, work: Callable[[Ranks], Any], *, splits_experts: bool = False) -> list:
     """What `work` returns on each rank."""

@@ -18,14 +18,13 @@ from typing import Any
 
 from milepost.cache import Cache, Match
 from milepost.cache.tree import Chain, checkpoint_key
+from milepost.disaggregation.access import SOURCE, Access
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.links import Links
-from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import VERSION, Find, Gone, Granted, Hello
 from milepost.disaggregation.outcomes import Asked, Pulled, Read, RemoteMatch
 from milepost.disaggregation.params import Remote, written
 from milepost.disaggregation.pulls import Pull
-from milepost.disaggregation.transport import make
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.scheduler.outside import Offer
 from milepost.scheduler.plans import Load
@@ -43,28 +42,30 @@ MAX_READERS = 2**16
 class Connector:
     """A source of the scheduler's. Raises ConfigError. `close` it at the end.
 
-    `filled` is told a slot whose state has come, and how many tokens it holds.
+    `filled` is told a slot whose state has come, and how many tokens it holds; `mark` returns
+    whether all that is launched by now is done.
     """
 
-    name = "remote"
+    name = SOURCE
 
     def __init__(
         self,
         config: KVTransferConfig,
         scheduler: Scheduler,
-        memory: RegisteredMemory,
+        access: Access,
         *,
         filled: Callable[[int, int], None],
+        mark: Callable[[], Callable[[], bool]],
         clock: Callable[[], float],
         ring: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
-        self._note_state = filled
+        self._note_state, self._mark = filled, mark
         cache = scheduler.cache
         assert isinstance(cache, Cache), "comparisons lend nothing"
         self._cache = cache
-        self.engine_id = config.engine_id or uuid.uuid4().hex
-        self._transport = make(config.transport, memory, self.engine_id, config.backends)
+        self.engine_id, self._transport = access.engine_id, access.transport
+        self._num_ranks = len(access.doors)
         self.leases = Leases(config.lease_s, clock)
         hello = Hello(
             version=VERSION,
@@ -73,7 +74,8 @@ class Connector:
             transport=self._transport.name,
             host=config.kv_ip,
             port=config.kv_port,
-            layout=memory.layout,
+            layout=access.doors[0].layout,
+            num_ranks=self._num_ranks,
         )
         self._links = Links(
             hello,
@@ -178,7 +180,7 @@ class Connector:
             lease=granted.lease,
             position=granted.position,
         )
-        return written(remote, granted.pages, granted.slot)
+        return written(remote, granted.pages, granted.slot, self._num_ranks)
 
     def _grant(self, chain: Chain, least: int = 1) -> Granted | None:
         loan = self._cache.lend(chain)
@@ -191,7 +193,7 @@ class Connector:
         page = chain.digests(depth)[depth - 1] if depth else chain.root
         tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
         key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
-        self.leases.grant(id_, loan, key, page)
+        self.leases.grant(id_, loan, key, page, self._mark())
         return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
 
     # --- the next turn ----------------------------------------------------------------------------

@@ -17,11 +17,13 @@ from milepost.cache.allocation import Loan
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A loan, the key of what is lent, and that of its last full page."""
+    """A loan, the key of what is lent, that of its last full page, and whether the devices have
+    come to the end of computing it."""
 
     loan: Loan
     key: bytes
     page: bytes
+    is_ready: Callable[[], bool]
     expires_at: float
 
 
@@ -37,10 +39,14 @@ class Leases:
         self.num_granted = 0
         self.num_expired = 0
 
-    def grant(self, id_: str, loan: Loan, key: bytes, page: bytes) -> None:
+    def grant(
+        self, id_: str, loan: Loan, key: bytes, page: bytes, is_ready: Callable[[], bool]
+    ) -> None:
         with self._lock:
             expires_at = self._clock() + self._length_s
-            self._leases[id_] = Lease(loan=loan, key=key, page=page, expires_at=expires_at)
+            self._leases[id_] = Lease(
+                loan=loan, key=key, page=page, is_ready=is_ready, expires_at=expires_at
+            )
             self.num_granted += 1
 
     def find(self, id_: str) -> Lease | None:

@@ -64,6 +64,8 @@ class Lender:
         """Who asks here."""
         self._readers: dict[str, float] = {}
         """Leases that somebody may be reading under, and since when."""
+        self._claims: list[tuple[Callable[[], bool], bytes, bytes, Granted]] = []
+        """That wait until what is lent has been computed."""
 
     def _bind(self, hello: Hello) -> int:
         try:
@@ -100,7 +102,7 @@ class Lender:
             case _ if who not in self._hellos:
                 self.reply(who, number, Declined("say hello first"))
             case Claim(lease=id_):
-                self.reply(who, number, self._claimed(id_))
+                self._claim(who, number, id_)
             case Beat(leases=ids):
                 self._leases.prolong(ids)
             case Release(lease=id_):
@@ -123,15 +125,30 @@ class Lender:
             engine_id=self.hello.engine_id, layout=self.hello.layout, metadata=self._metadata()
         )
 
-    def _claimed(self, id_: str) -> Granted | Gone:
+    def _claim(self, who: bytes, number: bytes, id_: str) -> None:
         lease = self._leases.find(id_)
         if lease is None:
-            return Gone()
+            self.reply(who, number, Gone())
+            return
         self._readers[id_] = self._clock()
         loan = lease.loan
-        return Granted(
+        granted = Granted(
             lease=id_, position=loan.position, key=lease.key, pages=loan.pages, slot=loan.slot
         )
+        self._claims.append((lease.is_ready, who, number, granted))
+        self.grant_ready()
+
+    def grant_ready(self) -> None:
+        """Answer claims of what the devices have come to the end of by now, and let go of those
+        whose answer nobody waits for any more."""
+        for claim in self._claims.copy():
+            is_ready, who, number, granted = claim
+            is_wanted = granted.lease in self._readers
+            if is_wanted and not is_ready():
+                continue
+            self._claims.remove(claim)
+            if is_wanted:
+                self.reply(who, number, granted)
 
     def _released(self, id_: str, hello: Hello) -> Released:
         self._readers.pop(id_, None)

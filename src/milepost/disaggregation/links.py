@@ -23,14 +23,8 @@ from milepost.disaggregation.outcomes import Asked, Outcome, RemoteMatch
 from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.pulls import Pull, Pulls
-from milepost.disaggregation.transport import TransferError, Transport
+from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.errors import ConfigError
-
-LOOK_S = (50e-6, 1e-3)
-"""Between two looks at what is being read, least and most: what has taken long is looked at less
-often."""
-LOOKS = 16
-"""The time between two looks is so small a part of what a transfer has taken so far."""
 
 ALIVE_S = 1.0
 """So often who waits for the thread looks whether there is one."""
@@ -68,12 +62,14 @@ class Links:
         self.hello = self._lender.hello
         self._peers = Peers(self._context, self.hello, transport, timeout_s, clock)
         self._borrowed = Borrowed(self._peers, lease_s, clock)
-        self._pulls = Pulls(self.hello.layout, transport, self._peers, self._borrowed, **timed)
+        self._pulls = Pulls(self.hello, transport, self._peers, self._borrowed, **timed)
         self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._ear.bind("inproc://bell")
         self._bell.connect("inproc://bell")
         self._rung_for: float | None = None
         """The end of a lease that the engine has been told of."""
+        self._is_read = False
+        """Whether others may be reading here."""
         self._is_open = True
         self._death: Exception | None = None
         """Of the thread."""
@@ -143,8 +139,7 @@ class Links:
             self._transport.enter()
             while self._is_open:
                 self._hear()
-                if self._lender.begun_at():
-                    self._transport.go_on()
+                self._serve()
                 self._pulls.look()
                 self._peers.give_up_late()
                 self._borrowed.beat()
@@ -169,6 +164,15 @@ class Links:
             else:
                 self._peers.read(socket)
 
+    def _serve(self) -> None:
+        """Let others read what is lent to them."""
+        was_read, self._is_read = self._is_read, bool(self._lender.begun_at())
+        self._lender.grant_ready()
+        if self._is_read:
+            self._transport.go_on()
+        elif was_read:
+            self._transport.rest()
+
     def _note_ends(self) -> None:
         """Wake the engine for a lease that is over, once."""
         next_end = self._leases.next_end
@@ -178,11 +182,8 @@ class Links:
 
     def _look_s(self) -> float | None:
         """Until the next look at what is being read, here or from here; None if nothing is."""
-        youngest = max((*self._pulls.begun_at(), *self._lender.begun_at()), default=None)
-        if youngest is None:
-            return None
-        least, most = LOOK_S
-        return min(max((self._clock() - youngest) / LOOKS, least), most)
+        begun_at = (*self._pulls.begun_at(), *self._lender.begun_at())
+        return look_s(self._clock(), begun_at)
 
     def _wait_ms(self) -> float | None:
         next_end = self._leases.next_end

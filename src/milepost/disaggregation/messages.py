@@ -45,6 +45,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     port: int
     """Where the sender is asked in turn."""
     layout: Layout
+    """Of the first rank."""
+    num_ranks: int = 1
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -108,6 +110,8 @@ def misfit(hello: Hello, own: Hello) -> str:
         return f"version {hello.version} of the exchange, and here it is {own.version}"
     if hello.transport != own.transport:
         return f"transport {hello.transport!r}, and here it is {own.transport!r}"
+    if hello.num_ranks != own.num_ranks:
+        return f"tensor_parallel_size={hello.num_ranks}, and here it is {own.num_ranks}"
     if hello.layout.piece_bytes != own.layout.piece_bytes:
         return "pages or states of another size: another model, page size or type"
     if hello.identity != own.identity:

@@ -23,7 +23,7 @@ class Nixl:
 
     name = "nixl"
 
-    def __init__(self, memory: RegisteredMemory, engine_id: str, backends: list[str]) -> None:
+    def __init__(self, memory: RegisteredMemory, name: str, backends: list[str]) -> None:
         try:
             api: Any = importlib.import_module("nixl._api")
         except ModuleNotFoundError as error:
@@ -38,7 +38,7 @@ class Nixl:
         # NIXL's own thread for progress takes as much of a core as it gets, idle or not.
         config = api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
         try:
-            self._agent = api.nixl_agent(engine_id, config)
+            self._agent = api.nixl_agent(name, config)
         except (*self._errors, KeyError) as error:
             raise ConfigError(f"kv_transfer_config: backends={backends}: {error}") from error
         ranges = [(address, size, self._device, "") for address, size in memory.ranges]
@@ -99,6 +99,9 @@ class Nixl:
         """A read is over for who reads once both have made progress."""
         with contextlib.suppress(*self._errors):  # who reads sees what came of it
             self._agent.get_new_notifs()
+
+    def rest(self) -> None:
+        pass
 
     def give_up(self, transfer: Any) -> bool:
         try:

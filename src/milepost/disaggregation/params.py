@@ -54,7 +54,9 @@ def read(params: Mapping[str, Any] | None) -> TransferWish | None:
     )
 
 
-def written(remote: Remote, pages: tuple[int, ...], slot: int | None) -> dict[str, Any]:
+def written(
+    remote: Remote, pages: tuple[int, ...], slot: int | None, num_ranks: int
+) -> dict[str, Any]:
     """The other way: as the answer of who prefilled has it."""
     return {
         "do_remote_prefill": True,
@@ -65,7 +67,7 @@ def written(remote: Remote, pages: tuple[int, ...], slot: int | None) -> dict[st
         "remote_port": remote.port,
         "remote_block_ids": [list(pages), [] if slot is None else [slot]],
         "remote_num_tokens": remote.position,
-        "tp_size": 1,
+        "tp_size": num_ranks,
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from milepost.disaggregation.borrowed import Borrowed
 from milepost.disaggregation.memory import pieces_of
-from milepost.disaggregation.messages import Answer, Claim, Granted, Layout, Release, Released
+from milepost.disaggregation.messages import Answer, Claim, Granted, Hello, Release, Released
 from milepost.disaggregation.outcomes import Pulled
 from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peer, Peers
@@ -48,12 +48,12 @@ class Pull:
 
 
 class Pulls:
-    """Those under way, into pieces of memory that lie as `layout` says. `tell` hears how each
+    """Those under way, into pieces of memory that lie as `hello` says. `tell` hears how each
     ended."""
 
     def __init__(
         self,
-        layout: Layout,
+        hello: Hello,
         transport: Transport,
         peers: Peers,
         borrowed: Borrowed,
@@ -62,7 +62,7 @@ class Pulls:
         clock: Callable[[], float],
         tell: Callable[[Pulled], None],
     ) -> None:
-        self._layout = layout
+        self._layout, self._num_ranks = hello.layout, hello.num_ranks
         self._transport = transport
         self._peers = peers
         self._borrowed = borrowed
@@ -153,7 +153,8 @@ class Pulls:
 
     def _num_bytes(self, pull: Pull) -> int:
         pages, slots = map(sum, self._layout.piece_bytes)
-        return pages * len(pull.pages) + (slots if pull.slot is not None else 0)
+        own = pages * len(pull.pages) + (slots if pull.slot is not None else 0)
+        return own * self._num_ranks
 
     def _confirm(self, pull: Pull) -> None:
         """All has come; it counts if it was lent until now."""

@@ -46,7 +46,7 @@ class Sockets:
 
     name = "socket"
 
-    def __init__(self, memory: RegisteredMemory, host: str = "127.0.0.1") -> None:
+    def __init__(self, memory: RegisteredMemory, host: str) -> None:
         if memory.device is not None:
             raise ConfigError("transport='socket' reads main memory only: use nixl")
         self._views = _views(memory.layout)
@@ -91,6 +91,9 @@ class Sockets:
 
     def go_on(self) -> None:
         pass  # threads do
+
+    def rest(self) -> None:
+        pass
 
     def give_up(self, transfer: _Reading) -> bool:
         with contextlib.suppress(OSError):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import Layout
+from milepost.kv_transfer_config import KVTransferConfig
+
+LOOK_S = (50e-6, 1e-3)
+"""Between two looks at what is being read, least and most: what has taken long is looked at less
+often."""
+LOOKS = 16
+"""The time between two looks is so small a part of what a transfer has taken so far."""
 
 
 class Transport(Protocol):
@@ -33,8 +41,8 @@ class Transport(Protocol):
         ...
 
     def is_done(self, transfer: Any) -> bool:
-        """Whether it has come. Raises TransferError when it does not come; then, as when it has
-        come, nobody writes any more.
+        """Whether it has come, or was given up and nobody writes any more. Raises TransferError
+        when it does not come; then nobody does either.
         """
         ...
 
@@ -42,8 +50,13 @@ class Transport(Protocol):
         """What this engine has to do for others to read from it; called while they do."""
         ...
 
+    def rest(self) -> None:
+        """Nobody reads from it any more."""
+        ...
+
     def give_up(self, transfer: Any) -> bool:
-        """End one that takes too long; False while somebody may still write."""
+        """End one that takes too long; False while somebody may still write: then it is looked at
+        again, and given up again."""
         ...
 
     def close(self) -> None: ...
@@ -53,12 +66,21 @@ class TransferError(Exception):
     """What was to be read does not come; nobody writes any more."""
 
 
-def make(name: str, memory: RegisteredMemory, engine_id: str, backends: list[str]) -> Transport:
-    """The transport of this name. Raises ConfigError."""
-    if name == "nixl":
+def make(config: KVTransferConfig, memory: RegisteredMemory, name: str) -> Transport:
+    """The transport that is asked for, of whom nobody else has that name. Raises ConfigError."""
+    if config.transport == "nixl":
         from milepost.disaggregation.nixl import Nixl
 
-        return Nixl(memory, engine_id, backends)
+        return Nixl(memory, name, config.backends)
     from milepost.disaggregation.sockets import Sockets
 
-    return Sockets(memory)
+    return Sockets(memory, config.kv_ip)
+
+
+def look_s(now: float, begun_at: Iterable[float]) -> float | None:
+    """Until the next look at what is under way since then; None if nothing is."""
+    youngest = max(begun_at, default=None)
+    if youngest is None:
+        return None
+    least, most = LOOK_S
+    return min(max((now - youngest) / LOOKS, least), most)

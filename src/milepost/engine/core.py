@@ -55,7 +55,8 @@ class Engine:
         self._intake = Intake(config, parts, texts)
         counts_are_kept = self.runner.executor.keeps_counts
         self._answers = Answers(self.scheduler, texts, counts_are_kept=counts_are_kept)
-        self._exchange = Exchange(config, self.scheduler, self.runner)
+        ask = None if parts.team is None else parts.team.ask
+        self._exchange = Exchange(config, self.scheduler, self.runner, parts.access, ask)
         self.connector, self.bell = self._exchange.connector, self._exchange.bell
         self._tiering = parts.tiering
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None

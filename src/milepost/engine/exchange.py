@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
+from milepost.disaggregation.all_ranks import filling, marking
 from milepost.disaggregation.params import Remote, TransferWish, read
 from milepost.engine.bell import Bell
 from milepost.engine.metrics import Metric
@@ -19,20 +20,31 @@ from milepost.scheduler.plans import Load
 from milepost.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from milepost.disaggregation.access import Access
     from milepost.disaggregation.connector import Connector
+    from milepost.disaggregation.orders import Ask
+    from milepost.disaggregation.part_reader import PartReader
     from milepost.kv_events import EventPublisher
 
 INSTALL = "install it with `pip install 'milepost[{}]'`"
 
 
 class Exchange:
-    """What an engine's loop calls. Raises ConfigError. `close` it at the end."""
+    """What an engine's loop calls; `ask` has the other ranks do their part, if there are any.
+    Raises ConfigError. `close` it at the end."""
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        access: Access | None = None,
+        ask: Ask | None = None,
+    ) -> None:
         self._cache = scheduler.cache
         self.bell = Bell() if config.kv_transfer_config is not None else None
         self._publisher = publishing(config, scheduler.outside)
-        self.connector = connecting(config, scheduler, runner, self.bell)
+        self.connector = connecting(config, scheduler, runner, self.bell, access, ask)
         self._looking: dict[int, tuple[Job, Answer]] = {}
         """Not queued yet: another engine is asked what it has of them."""
 
@@ -116,27 +128,49 @@ def publishing(config: EngineConfig, outside: Outside) -> EventPublisher | None:
 
 
 def connecting(
-    config: EngineConfig, scheduler: Scheduler, runner: Runner, bell: Bell | None
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: Runner,
+    bell: Bell | None,
+    access: Access | None,
+    ask: Ask | None,
 ) -> Connector | None:
     """What fetches from other engines and lends to them, if that is asked for. Raises
     ConfigError."""
     wanted = config.kv_transfer_config
-    if wanted is None or bell is None:
+    if wanted is None or bell is None or access is None:
         return None
     try:
         from milepost.disaggregation.connector import Connector
-        from milepost.disaggregation.memory import memory_of
     except ModuleNotFoundError as error:
         how = INSTALL.format("disaggregation")
         raise ConfigError(f"kv_transfer_config needs {error.name}: {how}") from error
     return Connector(
         wanted,
         scheduler,
-        memory_of(runner.pools),
-        filled=runner.filled,
+        access if ask is None else access.of_all_ranks(ask),
+        filled=runner.filled if ask is None else filling(runner.filled, ask),
+        mark=runner.mark if ask is None else marking(runner.mark, ask),
         clock=time.monotonic,
         ring=bell.ring,
     )
+
+
+def reader_of(
+    runner: Runner,
+    access: Access | None,
+    answer: Callable[[int, bool], None],
+    fail: Callable[[Exception], object],
+) -> PartReader | None:
+    """Of a rank but the first."""
+    if access is None:
+        return None
+    from milepost.disaggregation.access import SOURCE
+    from milepost.disaggregation.part_reader import PartReader
+
+    reader = PartReader(runner, access.rank, access.transport, answer, fail)
+    runner.carriers[SOURCE] = reader
+    return reader
 
 
 def wish_of(prompt: Prompt, config: EngineConfig) -> TransferWish | None:

@@ -11,6 +11,7 @@ import torch
 from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
 from milepost.config import EngineConfig
+from milepost.disaggregation.access import Access, open_access
 from milepost.engine.auto import device_of, dtype_of, folder_of, head_of, kv_dtype_of
 from milepost.engine.drafting import accept_of
 from milepost.engine.sizing import max_model_len_of, pool_shape, sizes_of
@@ -52,6 +53,8 @@ class RankParts:
     runner: Runner
     hands: Hands | None
     """For its part of what is kept outside the device; None where nothing is."""
+    access: Access | None
+    """Of other engines to its pools; None where nothing is exchanged."""
 
 
 def build_rank(
@@ -110,7 +113,13 @@ def build_rank(
         num_graphs=len(fused.captured) if fused else 0,
         runner=runner,
         hands=hands_of(config, runner, cache.identity, ranks),
+        access=_access(config, pools, ranks),
     )
+
+
+def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> Access | None:
+    wanted = config.kv_transfer_config
+    return None if wanted is None else open_access(wanted, pools, ranks.rank, ranks.gather)
 
 
 def _reaching(ranks: Ranks, device: torch.device, team: Team | None) -> Ranks:

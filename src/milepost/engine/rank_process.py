@@ -14,11 +14,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from milepost.engine import heap
+from milepost.engine.exchange import reader_of
 from milepost.engine.parent import end_with_parent
 from milepost.engine.rank import RankParts, build_rank
 from milepost.engine.team import (
@@ -39,11 +41,16 @@ from milepost.parallel.records import received, send
 from milepost.runner.recording import Record
 from milepost.runner.replay import replay
 from milepost.runner.runner import Runner
+from milepost.tiers import orders as keeping
 
 if TYPE_CHECKING:
+    from milepost.disaggregation.part_reader import PartReader
     from milepost.tiers.porter import Porter
 
 logger = logging.getLogger(__name__)
+
+Answer = Callable[[int, bool], None]
+"""A ticket, and whether what was asked with it went well."""
 
 
 def main() -> int:
@@ -55,19 +62,20 @@ def main() -> int:
     say = _Voice(sock)
     try:
         _run(sock, say)
-    except Exception as error:
-        kind = type(error) if isinstance(error, MilepostError) else EngineDeadError
-        if kind is not type(error):
-            logger.exception("the rank failed")
-        say(
-            RankFailure(
-                kind=kind.__name__, message=str(error) if kind is type(error) else repr(error)
-            )
-        )
-        # At once: what threads and the device are at may never be over.
-        logging.shutdown()
-        os._exit(1)
+    except Exception as error:  # noqa: BLE001 - said, and the end
+        _fail(say, error)
     return 0
+
+
+def _fail(say: _Voice, error: Exception) -> NoReturn:
+    """Say why, and end."""
+    kind = type(error) if isinstance(error, MilepostError) else EngineDeadError
+    if kind is not type(error):
+        logger.error("the rank failed", exc_info=error)
+    say(RankFailure(kind=kind.__name__, message=str(error) if kind is type(error) else repr(error)))
+    # At once: what threads and the device are at may never be over.
+    logging.shutdown()
+    os._exit(1)
 
 
 class _Voice:
@@ -95,13 +103,19 @@ def _run(sock: socket.socket, say: _Voice) -> None:
     parts = build_rank(config, ranks)
     heap.settle()
     link.wait_up_to(SILENCE_S)
-    serve(_told(frames), parts, lambda ticket, is_well: say(Answered(ticket, is_well)))
+    answer: Answer = lambda ticket, is_well: say(Answered(ticket, is_well))  # noqa: E731
+    serve(_told(frames), parts, answer, partial(_fail, say))
 
 
-def serve(told: Iterable[Told], parts: RankParts, answer: Callable[[int, bool], None]) -> None:
-    """Do all that rank 0 tells this one."""
+def serve(
+    told: Iterable[Told], parts: RankParts, answer: Answer, fail: Callable[[Exception], object]
+) -> None:
+    """Do all that rank 0 tells this one; `fail` ends it, from another thread."""
     porter = porter_of(parts.runner, parts.hands, answer)
-    follow(_records(told, porter), parts.runner)
+    reader = reader_of(parts.runner, parts.access, answer, fail)
+    follow(_records(told, porter, reader), parts.runner)
+    if reader is not None:
+        reader.close()
 
 
 def follow(records: Iterable[Record], runner: Runner) -> None:
@@ -114,14 +128,19 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
             )
 
 
-def _records(told: Iterable[Told], porter: Porter | None) -> Iterator[Record]:
+def _records(
+    told: Iterable[Told], porter: Porter | None, reader: PartReader | None
+) -> Iterator[Record]:
     """What is the runner's; the rest is done."""
     for each in told:
-        if isinstance(each, RankOrder):
+        if not isinstance(each, RankOrder):
+            yield each
+        elif isinstance(each.order, keeping.Order):
             assert porter is not None, "nothing is asked of who keeps nothing"
             porter.do(each.ticket, each.order)
         else:
-            yield each
+            assert reader is not None, "nothing is asked of who exchanges nothing"
+            reader.do(each.ticket, each.order)
 
 
 def _told(frames: Iterator[bytes]) -> Iterator[Told]:

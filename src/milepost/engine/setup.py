@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
+from milepost.disaggregation.access import Access
 from milepost.engine.auto import device_of, dtype_of, folder_of, head_of, runs_ahead
 from milepost.engine.drafting import speculation_of
 from milepost.engine.facts import Facts
@@ -54,6 +55,8 @@ class EngineParts:
     """Whether a step is launched before the tokens of the one before are read."""
     team: Team | None = None
     """The other ranks, if there are any."""
+    access: Access | None = None
+    """Of other engines to this rank's pools; None where nothing is exchanged."""
 
 
 def build(config: EngineConfig) -> EngineParts:
@@ -112,6 +115,7 @@ def build(config: EngineConfig) -> EngineParts:
         ),
         runs_ahead=runs_ahead(config, own.device),
         team=team,
+        access=own.access,
     )
 
 

@@ -31,6 +31,7 @@ import torch
 
 from milepost import errors
 from milepost.config import EngineConfig
+from milepost.disaggregation import orders as exchanging
 from milepost.engine.parent import without_interrupts
 from milepost.errors import EngineDeadError, MilepostError
 from milepost.parallel import Ranks
@@ -38,7 +39,7 @@ from milepost.parallel.gloo import GlooLink, open_store
 from milepost.parallel.records import receive, send
 from milepost.parallel.tickets import Tickets
 from milepost.runner.recording import Record
-from milepost.tiers.orders import Order
+from milepost.tiers import orders as keeping
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,11 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     message: str
 
 
+Order = keeping.Order | exchanging.Order
+
+
 class RankOrder(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What the other ranks are to do with what is kept outside their devices."""
+    """What the other ranks are to do with what is kept outside their devices, or exchanged."""
 
     ticket: int
     order: Order
@@ -94,6 +98,8 @@ class Team:
         size = config.tensor_parallel_size
         self.store = open_store(0, size, START_S, is_first=True)
         self._encoder = msgspec.msgpack.Encoder()
+        self._telling = threading.Lock()
+        """Frames come whole, whichever thread they are of."""
         self._members = [
             _Member(rank, Orders(config=config, rank=rank, port=self.store.port))
             for rank in range(1, size)
@@ -139,19 +145,20 @@ class Team:
         return [member.process.pid for member in self._members]
 
     def ask(self, order: Order) -> Future[bool]:
-        """See `tiers.orders.Ask`."""
+        """See `tiers.orders.Ask`; from any thread."""
         ticket, answers = self._tickets.take()
         self.write(RankOrder(ticket, order))
         return answers
 
     def write(self, record: Told) -> None:
         """Tell all others. Raises EngineDeadError if one has gone, or takes nothing any more."""
-        body = self._encoder.encode(record)
-        for member in self._members:
-            try:
-                send(member.socket, body)
-            except OSError as error:
-                raise self.failure() from error
+        with self._telling:
+            body = self._encoder.encode(record)
+            for member in self._members:
+                try:
+                    send(member.socket, body)
+                except OSError as error:
+                    raise self.failure() from error
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Until the device has come so far. Raises EngineDeadError if a rank is lost meanwhile: the

@@ -68,6 +68,13 @@ class GlooLink:
     def least(self, value: int) -> int:
         return min(int(each) for each in self._exchange(torch.tensor([value])))
 
+    def gather(self, body: bytes) -> list[bytes]:
+        sizes = [int(each) for each in self._exchange(torch.tensor([len(body)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        pairs = zip(self._exchange(padded), sizes, strict=True)
+        return [each[:size].numpy().tobytes() for each, size in pairs]
+
     def wait_up_to(self, timeout_s: float) -> None:
         """From now on wait no longer than this for a rank."""
         self._group._set_default_timeout(timedelta(seconds=timeout_s))

@@ -84,6 +84,9 @@ class GpuLink:
     def least(self, value: int) -> int:
         return self._hosts.least(value)
 
+    def gather(self, body: bytes) -> list[bytes]:
+        return self._hosts.gather(body)
+
     def release(self) -> None:
         """A rank is lost: what waits for it on the device goes on, with whatever is there. Called
         from another thread than that which waits."""

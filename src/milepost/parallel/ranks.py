@@ -40,6 +40,10 @@ class Link(Protocol):
         """The smallest of all ranks' values."""
         ...
 
+    def gather(self, body: bytes) -> list[bytes]:
+        """What all ranks hand in, in their order."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
@@ -94,6 +98,10 @@ class Ranks:
     def least(self, value: int) -> int:
         """See `Link`."""
         return value if self.is_alone else self._reached.least(value)
+
+    def gather(self, body: bytes) -> list[bytes]:
+        """See `Link`."""
+        return [body] if self.is_alone else self._reached.gather(body)
 
     @property
     def _reached(self) -> Link:

@@ -1,0 +1,179 @@
+"""Several ranks as one transport: rank r of an engine reads from rank r of the other.
+
+Used by the first rank, which reads its own part and has the others read theirs. A transfer is over
+once nobody writes on any rank, and has come if it has come on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from milepost.disaggregation.messages import Layout
+from milepost.disaggregation.orders import (
+    Ask,
+    CatchUp,
+    Door,
+    Filled,
+    GiveUp,
+    GoOn,
+    Leave,
+    Meet,
+    ReadPart,
+    Rest,
+)
+from milepost.disaggregation.transport import TransferError, Transport
+from milepost.errors import EngineDeadError, MilepostError
+
+_DOORS = msgspec.msgpack.Decoder(list[Door])
+
+
+@dataclass(slots=True, eq=False)
+class _PeerRanks:
+    number: int
+    own: Any
+
+
+@dataclass(slots=True, eq=False)
+class _Parts:
+    number: int
+    own: Any
+    others: Future[bool]
+    is_own_over: bool = False
+    is_given_up: bool = False
+    problem: str = ""
+    """Of this rank's part."""
+
+
+class AllRanks:
+    """A `Transport`: `own` for this rank's part; `ask` has the others do theirs. `doors` are all
+    ranks', in their order."""
+
+    def __init__(self, own: Transport, doors: list[Door], ask: Ask) -> None:
+        self._own, self._doors, self._ask = own, doors, ask
+        assert all(_counts(door) == _counts(doors[0]) for door in doors), (
+            "all ranks have the same pages and slots"
+        )
+        self.name = own.name
+        self._numbers = count()
+        self._is_read = False
+
+    def enter(self) -> None:
+        self._own.enter()
+
+    def metadata(self) -> bytes:
+        return msgspec.msgpack.encode(self._doors)
+
+    def add_peer(self, metadata: bytes, layout: Layout) -> _PeerRanks:
+        try:
+            doors = _DOORS.decode(metadata)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"no addresses of ranks: {error}") from error
+        self._check(doors)
+        own = self._own.add_peer(doors[0].metadata, layout)
+        peer = _PeerRanks(next(self._numbers), own)
+        self._ask(Meet(peer.number, doors))
+        return peer
+
+    def _check(self, doors: list[Door]) -> None:
+        """Raise TransferError unless each rank's parts are what they are here."""
+        if len(doors) != len(self._doors):
+            raise TransferError(f"{len(doors)} ranks, and here there are {len(self._doors)}")
+        for rank, (there, here) in enumerate(zip(doors, self._doors, strict=True)):
+            if there.layout.piece_bytes != here.layout.piece_bytes:
+                raise TransferError(f"rank {rank} has parts of another size")
+            if _counts(there) != _counts(doors[0]):
+                raise TransferError(f"rank {rank} has not the pages and slots of the first")
+
+    def remove_peer(self, peer: _PeerRanks) -> None:
+        with suppress(MilepostError):  # a rank is lost, and nobody reads any more
+            self._ask(Leave(peer.number))
+        self._own.remove_peer(peer.own)
+
+    def begin(self, peer: _PeerRanks, local: list[int], remote: list[int]) -> _Parts:
+        own = self._own.begin(peer.own, local, remote)
+        number = next(self._numbers)
+        part = ReadPart(transfer=number, peer=peer.number, local=local, remote=remote)
+        return _Parts(number, own, self._ask(part))
+
+    def is_done(self, transfer: _Parts) -> bool:
+        """Raises EngineDeadError if a rank is lost."""
+        if not transfer.is_own_over:
+            self._look(transfer)
+        if not (transfer.others.done() and transfer.is_own_over):
+            return False
+        is_well = transfer.others.result()
+        if transfer.is_given_up:
+            return True
+        if transfer.problem or not is_well:
+            raise TransferError(transfer.problem or "another rank could not read its part")
+        return True
+
+    def _look(self, transfer: _Parts) -> None:
+        """What becomes of this rank's part; if it fails, the others' are for nothing."""
+        try:
+            transfer.is_own_over = self._own.is_done(transfer.own)
+        except TransferError as error:
+            transfer.is_own_over, transfer.problem = True, str(error)
+            self._ask(GiveUp(transfer.number))
+
+    def go_on(self) -> None:
+        if not self._is_read:
+            self._is_read = True
+            self._ask(GoOn())
+        self._own.go_on()
+
+    def rest(self) -> None:
+        self._is_read = False
+        self._ask(Rest())
+        self._own.rest()
+
+    def give_up(self, transfer: _Parts) -> bool:
+        transfer.is_given_up = True
+        if not transfer.others.done():
+            self._ask(GiveUp(transfer.number))
+        if not transfer.is_own_over:
+            transfer.is_own_over = self._own.give_up(transfer.own)
+        return transfer.is_own_over and transfer.others.done()
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def filling(filled: Callable[[int, int], None], ask: Ask) -> Callable[[int, int], None]:
+    """Note on all ranks that a slot holds so many tokens."""
+
+    def fill(slot: int, position: int) -> None:
+        filled(slot, position)
+        ask(Filled(slot, position))
+
+    return fill
+
+
+def marking(mark: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Callable[[], bool]]:
+    """Whether all that is queued by now is done on all ranks."""
+
+    def mark_all() -> Callable[[], bool]:
+        own, others = mark(), ask(CatchUp())
+
+        def is_done() -> bool:
+            if not others.done() or not own():
+                return False
+            if not others.result():
+                raise EngineDeadError("a rank could not do what was launched")
+            return True
+
+        return is_done
+
+    return mark_all
+
+
+def _counts(door: Door) -> list[list[int]]:
+    """Pages and slots of each row: they number the pieces."""
+    return [[row.count for row in rows] for rows in (door.layout.pages, door.layout.slots)]

@@ -1,0 +1,207 @@
+"""The part of a rank but the first in what engines exchange: it reads its part of what comes, and
+lets others read its part of what is lent.
+
+What, from whom and until when, the first rank decides, for all. Its orders come in the order of
+what is launched; a thread carries them out, since nothing that is launched waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.disaggregation.orders import (
+    CatchUp,
+    Door,
+    Filled,
+    GiveUp,
+    GoOn,
+    Leave,
+    Meet,
+    Order,
+    ReadPart,
+    Rest,
+)
+from milepost.disaggregation.transport import TransferError, Transport, look_s
+from milepost.runner.runner import Runner
+from milepost.scheduler.plans import Load, Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _PartReading:
+    ticket: int
+    part: ReadPart
+    is_ready: Callable[[], bool]
+    """Whether nothing that was launched before can be in the way."""
+    begun_at: float
+    transfer: Any = None
+    is_given_up: bool = False
+
+
+class PartReader:
+    """A `Carrier` of `runner`, on rank `rank`. `answer` is called with an order's ticket and
+    whether it went well, `fail` with what ends the thread; both from that thread. `close` it at the
+    end."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        rank: int,
+        transport: Transport,
+        answer: Callable[[int, bool], None],
+        fail: Callable[[Exception], object],
+    ) -> None:
+        self._runner, self._rank, self._transport = runner, rank, transport
+        self._answer, self._fail = answer, fail
+        self._last_load: Callable[[], bool] = lambda: True
+        self._peers: dict[int, Any] = {}
+        self._readings: dict[int, _PartReading] = {}
+        self._marks: list[tuple[int, Callable[[], bool], float]] = []
+        """To be answered when what was launched before is done, and since when."""
+        self._read_since: float | None = None
+        """By others."""
+        self._is_open = True
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv reader", daemon=True)
+        self._thread.start()
+
+    # --- of the rank's thread ---------------------------------------------------------------------
+
+    def store(self, stores: Sequence[Store]) -> None:
+        raise AssertionError(f"other engines take what they want: {stores}")
+
+    def load(self, load: Load) -> None:  # noqa: ARG002
+        """What is launched from now on is in nobody's way."""
+        self._last_load = self._runner.mark()
+
+    def do(self, ticket: int, order: Order) -> None:
+        """Begin what the first rank wants."""
+        match order:
+            case Filled(slot=slot, position=position):
+                self._runner.filled(slot, position)
+                self._answer(ticket, True)
+            case CatchUp():
+                mark = (ticket, self._runner.mark(), time.monotonic())
+                self._commands.put(lambda: self._marks.append(mark))
+            case ReadPart():
+                reading = _PartReading(
+                    ticket=ticket, part=order, is_ready=self._last_load, begun_at=time.monotonic()
+                )
+                self._commands.put(lambda: self._readings.update({order.transfer: reading}))
+            case _:
+                self._commands.put(lambda: self._obey(ticket, order))
+
+    def close(self) -> None:
+        """End the thread; what is being read is given up."""
+        self._commands.put(self._stop)
+        self._thread.join()
+        self._transport.close()
+
+    # --- of its own thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._transport.enter()
+            while self._is_open:
+                self._hear()
+                if self._read_since is not None:
+                    self._transport.go_on()
+                self._look()
+        except Exception as error:  # noqa: BLE001 - ends the rank
+            self._fail(error)
+
+    def _hear(self) -> None:
+        """Do what was ordered, or wait for something to do."""
+        begun = [reading.begun_at for reading in self._readings.values()]
+        begun += [since for *_, since in self._marks]
+        if self._read_since is not None:
+            begun.append(self._read_since)
+        wait_s = look_s(time.monotonic(), begun)
+        if wait_s is None:
+            self._commands.get()()
+        else:
+            time.sleep(wait_s)
+        with suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
+
+    def _obey(self, ticket: int, order: Order) -> None:
+        match order:
+            case Meet():
+                self._meet(order.peer, order.doors[self._rank])
+            case Leave():
+                peer = self._peers.pop(order.peer, None)
+                if peer is not None:
+                    self._transport.remove_peer(peer)
+            case GiveUp():
+                self._give_up(order.transfer)
+            case GoOn():
+                self._read_since = time.monotonic()
+            case Rest():
+                self._read_since = None
+                self._transport.rest()
+        self._answer(ticket, True)
+
+    def _meet(self, number: int, door: Door) -> None:
+        """Where that fails, so does what is to be read there."""
+        try:
+            self._peers[number] = self._transport.add_peer(door.metadata, door.layout)
+        except TransferError as error:
+            logger.warning("rank %d cannot read from another engine: %s", self._rank, error)
+
+    def _look(self) -> None:
+        """Answer what is over."""
+        for reading in list(self._readings.values()):
+            is_well = self._ended(reading)
+            if is_well is not None:
+                self._end(reading, is_well)
+        for mark in self._marks.copy():
+            ticket, is_ready, _ = mark
+            if is_ready():
+                self._marks.remove(mark)
+                self._answer(ticket, True)
+
+    def _ended(self, reading: _PartReading) -> bool | None:
+        """Whether all has come; None while somebody may write."""
+        part = reading.part
+        if reading.transfer is None and reading.is_given_up:
+            return False
+        try:
+            if reading.transfer is None:
+                if not reading.is_ready():
+                    return None
+                if part.peer not in self._peers:
+                    return False
+                peer = self._peers[part.peer]
+                reading.transfer = self._transport.begin(peer, part.local, part.remote)
+            return True if self._transport.is_done(reading.transfer) else None
+        except (TransferError, IndexError) as error:
+            logger.warning("rank %d cannot read its part: %s", self._rank, error)
+            return False
+
+    def _give_up(self, number: int) -> None:
+        """It ends now, or as soon as nobody writes any more; it may have ended."""
+        reading = self._readings.get(number)
+        if reading is None:
+            return
+        reading.is_given_up = True
+        if reading.transfer is not None and self._transport.give_up(reading.transfer):
+            self._end(reading, False)
+
+    def _end(self, reading: _PartReading, is_well: bool) -> None:
+        del self._readings[reading.part.transfer]
+        self._answer(reading.ticket, is_well)
+
+    def _stop(self) -> None:
+        self._is_open = False
+        for reading in self._readings.values():
+            if reading.transfer is not None:
+                self._transport.give_up(reading.transfer)
