@@ -36,6 +36,9 @@ class KVEventsConfig:
     topic: str = ""
     format: Literal["map", "array"] = "map"
     """An event on the wire: `map`, or `array` for routers of before June 2026."""
+    hashes: Literal["int", "bytes"] = "int"
+    """A page's on the wire: the last 64 bits of its digest, as vLLM's are unless it is told
+    otherwise, or all of it, which Dynamo's routers do not read."""
 
     def __post_init__(self) -> None:
         if self.publisher is None:
@@ -43,6 +46,7 @@ class KVEventsConfig:
             object.__setattr__(self, "publisher", chosen)
         check_choice("publisher", self.publisher, ("null", "zmq"))
         check_choice("format", self.format, ("map", "array"))
+        check_choice("hashes", self.hashes, ("int", "bytes"))
         if not isinstance(self.enable_kv_cache_events, bool):
             raise ConfigError(f"enable_kv_cache_events={self.enable_kv_cache_events!r}: use true")
         for name in ("buffer_steps", "hwm", "max_queue_size"):

@@ -87,7 +87,7 @@ class Replica:
     async def __init__(self, options: Mapping[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="milepost-")
         endpoint = f"ipc://{Path(self._folder.name) / 'events'}"
-        events = {"enable_kv_cache_events": True, "endpoint": endpoint}
+        events = {"enable_kv_cache_events": True, "endpoint": endpoint, "hashes": "bytes"}
         config = ServerConfig(access_log=False, ui=False)
         engine = EngineConfig(**options, kv_events_config=events)
         self._client = EngineClient(engine, max_waiting=config.max_waiting)

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 from random import Random
 
@@ -246,6 +247,76 @@ class TokenIds(Talk):
 
     def hear(self, choice):
         pass
+
+
+class Indexer:
+    """A running indexer of Dynamo's, which follows servers' events."""
+
+    def __init__(self):
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        self._process = subprocess.Popen(
+            [PYTHON, "-m", "dynamo.indexer", "--port", str(port), "--threads", "2"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def follow(self, number, source):
+        """A server, by where it says that it publishes."""
+        addresses = {
+            name: source[name].replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint")
+        }
+        worker = {"instance_id": number, "model_name": "tiny", "block_size": PAGE, **addresses}
+        assert httpx.post(f"{self._url}/register", json=worker).status_code == 201
+
+    def hit(self, number, tokens):
+        """What a prompt would hit there."""
+        asked = {"model_name": "tiny", "token_ids": tokens[:-1]}
+        found = httpx.post(f"{self._url}/query", json=asked).json()["instances"]
+        return found.get(str(number), {}).get("longest_matched", 0)
+
+    def wait_for(self, number, tokens, length):
+        """Until it expects so much."""
+        until = time.monotonic() + 30
+        while self.hit(number, tokens) != length:
+            assert time.monotonic() < until, (self.hit(number, tokens), length)
+            time.sleep(0.02)
+
+    def __enter__(self):
+        wait_for(f"{self._url}/health")
+        return self
+
+    def __exit__(self, *_):
+        self._process.terminate()
+        self._process.wait()
+
+
+def test_dynamos_indexer_knows_what_is_hit(folder, tmp_path):  # noqa: F811
+    """On the device, in host memory and on disk: with less memory than the conversations need."""
+    random = Random(3)
+    flags = ["--num-pages", "24", "--num-slots", "4", "--max-num-seqs", "2", "--cache-host-gib"]
+    flags += ["0.05", "--cache-dir", str(tmp_path)]
+    with contextlib.ExitStack() as stack:
+        servers, views = stack.enter_context(publishing(folder, *flags))
+        indexer = stack.enter_context(Indexer())
+        for number, each in enumerate(servers):
+            indexer.follow(number, httpx.get(f"{each.url}/kv_event_sources").json()["0"])
+        talks = [TokenIds(random, number) for number in range(8)]
+        hits, media = [], set()
+        for turn in range(3):
+            for number, talk in enumerate(talks):
+                talk.go_on()
+                tokens, at = talk.body["prompt"], number % 2
+                for who, view in enumerate(views):
+                    view.catch_up()
+                    indexer.wait_for(who, tokens, view.router.hit(tokens))
+                media.update(*views[at].router.media.values())
+                predicted = views[at].router.hit(tokens)
+                hit = talk.ask(servers[at].url)
+                assert predicted <= hit < predicted + PAGE, (turn, number)
+                hits.append(hit)
+        assert all(hit >= PAGE for hit in hits[len(talks) :])
+        assert media == {"GPU", "CPU", "STORAGE"}
 
 
 TRANSFER = json.dumps(

@@ -40,7 +40,7 @@ def run(cache: Cache, tokens: list[int], salt: str = "") -> None:
 def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
     random, cache = Random(3), Cache(num_pages=60, num_slots=6, page_size=PAGE)
     cache.listen()
-    follower, router, messages = Follower(PAGE), Router(PAGE), Messages(PAGE, form)
+    follower, router, messages = Follower(PAGE), Router(PAGE), Messages(PAGE, form, "bytes")
     texts = [[random.randrange(50) for _ in range(300)] for _ in range(4)]
     lengths = set()
     for step in range(300):
@@ -60,11 +60,25 @@ def test_a_router_knows_what_can_be_reached_and_nothing_else(form):
 
 
 def test_events_of_nothing_that_routers_know_are_no_message():
-    assert not list(Messages(PAGE, "map").payloads((), 0.0))
+    assert not list(Messages(PAGE, "map", "bytes").payloads((), 0.0))
     cache = Cache(num_pages=60, num_slots=6, page_size=PAGE)
     cache.listen()
     run(cache, list(range(100)), "mine")
-    assert not list(Messages(PAGE, "map").payloads(cache.take_events(), 0.0))
+    assert not list(Messages(PAGE, "map", "bytes").payloads(cache.take_events(), 0.0))
+
+
+def test_a_hash_is_the_last_64_bits_of_a_digest_unless_all_of_it_is_wanted():
+    """As vLLM's by default: Dynamo reads nothing else."""
+    cache, found = Cache(num_pages=60, num_slots=6, page_size=PAGE), {}
+    cache.listen()
+    run(cache, list(range(40)))
+    first, second = cache.chain(range(32)).full_digests()
+    events = cache.take_events()
+    for hashes in ("int", "bytes"):
+        (payload,) = Messages(PAGE, "map", hashes).payloads(events, 0.0)
+        found[hashes] = msgspec.msgpack.decode(payload)[1][0]["block_hashes"]
+    assert found["bytes"] == [first, second]
+    assert found["int"] == [int.from_bytes(each[8:], "big") for each in (first, second)]
 
 
 def test_no_message_is_larger_than_routers_take(monkeypatch):
@@ -75,7 +89,7 @@ def test_no_message_is_larger_than_routers_take(monkeypatch):
     cache.listen()
     for own in range(5):
         run(cache, [7] * 160 + [own] * 40)
-    making = Messages(PAGE, "map")
+    making = Messages(PAGE, "map", "bytes")
     messages += making.payloads(cache.take_events(), 0.0)
     assert len(messages) > 3
     for payload in messages:
@@ -88,6 +102,20 @@ def test_no_message_is_larger_than_routers_take(monkeypatch):
     for payload in making.payloads(cache.take_events(), 0.0):
         router.feed(payload)
     assert not router.blocks
+
+
+def test_a_reset_withdraws_each_page_for_who_passes_over_the_event_of_all():
+    cache, making = Cache(num_pages=60, num_slots=6, page_size=PAGE), Messages(PAGE, "map", "int")
+    cache.listen()
+    run(cache, list(range(100)))
+    run(cache, list(range(100)), "mine")
+    told = [msgspec.msgpack.decode(each)[1] for each in making.payloads(cache.take_events(), 0.0)]
+    cache.reset()
+    (payload,) = making.payloads(cache.take_events(), 0.0)
+    removed, cleared = msgspec.msgpack.decode(payload)[1]
+    (stored,) = (event for events in told for event in events)
+    assert removed["block_hashes"] == stored["block_hashes"]
+    assert cleared == {"type": "AllBlocksCleared"}
 
 
 @pytest.fixture
@@ -196,6 +224,7 @@ def test_the_configuration_in_vllms_words():
         ([], "JSON object"),
         ({"publisher": "kafka"}, "publisher"),
         ({"format": "xml"}, "format"),
+        ({"hashes": "md5"}, "hashes"),
         ({"port": 1}, "unknown field 'port'"),
         ({"hwm": -1}, "hwm"),
         ({"hwm": True}, "hwm"),

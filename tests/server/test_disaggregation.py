@@ -37,6 +37,22 @@ def pair(folder):
         yield first, second
 
 
+def passed_by_sidecar(first: str, second: str, path: str, body: dict) -> httpx.Response:
+    """What llm-d's sidecar does with a request (llm-d-inference-scheduler at 520af47,
+    pkg/sidecar/proxy/connector_nixlv2.go, `runNIXLProtocolV2`): of chats both limits are 1, whether
+    they were set or not; what the other answers is passed on as it is."""
+    headers, short = {"x-request-id": str(uuid.uuid1())}, {**body, "stream": False}
+    short |= {"max_tokens": 1, "kv_transfer_params": ASKED}
+    if "chat" in path:
+        short["max_completion_tokens"] = 1
+    short.pop("stream_options", None)
+    prefilled = httpx.post(first + path, json=short, headers=headers, timeout=60)
+    assert prefilled.status_code == 200, prefilled.text
+    params = prefilled.json().get("kv_transfer_params")
+    passed = {**body, "kv_transfer_params": params}
+    return httpx.post(second + path, json=passed, headers=headers, timeout=60)
+
+
 def routed(first: str, second: str, path: str, body: dict) -> httpx.Response:
     """What vllm-router does with a request."""
     headers = {"x-request-id": f"___prefill_addr_a:1___decode_addr_b:2_{uuid.uuid4().hex}"}
@@ -58,10 +74,12 @@ def reused(response: httpx.Response) -> tuple[int, int]:
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_completion_is_prefilled_there_and_decoded_here(pair, server):
+@pytest.mark.parametrize("passing", [routed, passed_by_sidecar])
+def test_a_completion_is_prefilled_there_and_decoded_here(pair, server, passing):
     first, second = pair
-    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0, "logprobs": 2}
-    got = routed(first.url, second.url, "/v1/completions", body)
+    prompt = f"{passing.__name__} {TEXT}"
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    got = passing(first.url, second.url, "/v1/completions", body)
     alone = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert got.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
     length, cached = reused(got)
@@ -95,6 +113,25 @@ def test_chat_with_all_that_an_answer_can_have(pair, server):
         assert [entry["token"] for entry in ours["logprobs"]["content"]] == [
             entry["token"] for entry in theirs["logprobs"]["content"]
         ]
+
+
+def test_chat_behind_llm_ds_sidecar(pair, server):
+    first, second = pair
+    messages = [{"role": "user", "content": "sidecar " + TEXT}]
+    body = {"model": "tiny", "messages": messages, "max_completion_tokens": 9, "temperature": 0}
+    got = passed_by_sidecar(first.url, second.url, "/v1/chat/completions", body)
+    alone = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert got.json()["choices"][0]["message"] == alone.json()["choices"][0]["message"]
+    length, cached = reused(got)
+    assert cached == length - 1
+
+
+def test_what_was_prefilled_by_an_engine_that_lends_nothing_is_computed(server, pair):
+    """llm-d's sidecar passes a missing answer on as null."""
+    body = {"model": "tiny", "prompt": "null " + TEXT, "max_tokens": 4, "kv_transfer_params": None}
+    got = httpx.post(f"{pair[1].url}/v1/completions", json=body, timeout=60)
+    assert got.status_code == 200, got.text
+    assert got.json()["usage"]["completion_tokens"] == 4
 
 
 def test_a_stream_and_a_response(pair):

@@ -24,7 +24,7 @@ class Told(Engine):
 
     def __init__(self, *, form="map", **options):
         super().__init__(**options)
-        self.router, self._messages = Router(PAGE_SIZE), Messages(PAGE_SIZE, form)
+        self.router, self._messages = Router(PAGE_SIZE), Messages(PAGE_SIZE, form, "bytes")
         self.scheduler.outside.add_listener(self._hear)
 
     def _hear(self, events):

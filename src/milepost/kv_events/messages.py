@@ -10,7 +10,7 @@ clock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -30,12 +30,17 @@ _Fields = dict[str, Any]
 
 
 class Messages:
-    """Knows which keys have a salt, to be silent about their end too."""
+    """Knows what it has announced: of other pages, those under a salt, it does not tell the end
+    either; and all of it is withdrawn where it ends at once, since llm-d's index passes over
+    `AllBlocksCleared` (llm-d-kv-cache at 0117c0e, pkg/kvevents/pool.go)."""
 
-    def __init__(self, page_size: int, form: Literal["map", "array"]) -> None:
+    def __init__(
+        self, page_size: int, form: Literal["map", "array"], hashes: Literal["int", "bytes"]
+    ) -> None:
         self._page_size = page_size
         self._is_map = form == "map"
-        self._salted: set[bytes] = set()
+        self._hash: Callable[[bytes], int | bytes] = last_64_bits if hashes == "int" else bytes
+        self._announced: dict[Where, dict[bytes, None]] = {where: {} for where in MEDIA}
 
     def payloads(self, events: Iterable[Event], now_s: float) -> Iterator[bytes]:
         """Messages' payloads, of all that routers are told of these events."""
@@ -54,21 +59,26 @@ class Messages:
     def _told(self, event: Event) -> Iterator[tuple[str, _Fields]]:
         """Type and fields of what routers are told."""
         match event:
-            case PagesReachable(is_salted=True):
-                self._salted.update(event.keys)
-            case PagesReachable():
+            case PagesReachable(is_salted=False):
+                self._announced[event.where].update(dict.fromkeys(event.keys))
                 for first in range(0, len(event.keys), MAX_BLOCKS):
                     yield "BlockStored", self._stored(event, first)
             case PagesUnreachable():
-                keys = [key for key in event.keys if key not in self._salted]
-                self._salted.difference_update(event.keys)
-                for first in range(0, len(keys), MAX_BLOCKS):
-                    own = keys[first : first + MAX_BLOCKS]
-                    fields = {"block_hashes": own, "medium": MEDIA[event.where]}
-                    yield "BlockRemoved", fields
+                told = self._announced[event.where]
+                keys = [key for key in event.keys if key in told]
+                for key in keys:
+                    del told[key]
+                yield from self._removed(event.where, keys)
             case Cleared():
-                self._salted.clear()
+                for where, told in self._announced.items():
+                    yield from self._removed(where, list(told))
+                    told.clear()
                 yield "AllBlocksCleared", {}
+
+    def _removed(self, where: Where, keys: Sequence[bytes]) -> Iterator[tuple[str, _Fields]]:
+        for first in range(0, len(keys), MAX_BLOCKS):
+            own = [self._hash(key) for key in keys[first : first + MAX_BLOCKS]]
+            yield "BlockRemoved", {"block_hashes": own, "medium": MEDIA[where]}
 
     def _stored(self, event: PagesReachable, first: int) -> _Fields:
         """Of the pages from there on, at most as many as a message takes."""
@@ -77,8 +87,8 @@ class Messages:
         start = TOKEN_BYTES * self._page_size * first
         tokens = event.tokens[start : start + TOKEN_BYTES * self._page_size * len(keys)]
         return {
-            "block_hashes": keys,
-            "parent_block_hash": parent if event.position or first else None,
+            "block_hashes": list(map(self._hash, keys)),
+            "parent_block_hash": self._hash(parent) if event.position or first else None,
             "token_ids": array("I", tokens).tolist(),
             "block_size": self._page_size,
             "lora_id": None,
@@ -88,3 +98,8 @@ class Messages:
 
     def _shaped(self, kind: str, fields: _Fields) -> object:
         return {"type": kind, **fields} if self._is_map else [kind, *fields.values()]
+
+
+def last_64_bits(digest: bytes) -> int:
+    """As vLLM shortens a block's hash (`maybe_convert_block_hash`, v1/core/kv_cache_utils.py)."""
+    return int.from_bytes(digest[-8:], "big")

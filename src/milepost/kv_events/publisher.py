@@ -34,7 +34,7 @@ class EventPublisher:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._messages = Messages(page_size, config.format)
+        self._messages = Messages(page_size, config.format, config.hashes)
         self._topic = config.topic.encode()
         self._queue: queue.Queue[tuple[float, tuple[Event, ...]]] = queue.Queue(
             config.max_queue_size
