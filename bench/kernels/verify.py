@@ -1,10 +1,11 @@
-"""Steps that verify drafts on a GPU, beside plain decodes: Gated DeltaNet's token mixer beside the
-least time that its work can take, and whole steps of a model with dummy weights.
+"""Steps that verify drafts on a GPU, beside plain decodes: token mixers beside the least time that
+their work can take, and whole steps of a model with dummy weights.
 
     PYTHONPATH=src:. python bench/kernels/verify.py [--model bench/models/hybrid-9b] [--out FILE]
 
 Every sequence has `drafts` drafts and folds as many, which is the most that a step does. A whole
-step is the replay of its graph, up to its logits.
+step is the replay of its graph, up to its logits. Of KDA two copies are timed with it, of what its
+layer has in tensors of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.kernels.timing import Row, parse, report, time_us
 from tests.batches import Part, build_batch
-from tests.kernels.mixers import REAL, make_projected, make_weights, space
+from tests.kernels import kimi, ssd
+from tests.kernels.mixers import REAL, MixerShapes, Pools, make_projected, space
+from tests.kernels.verifying import MIXERS
 from triton.testing import do_bench
 
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import probe
-from milepost.kernels.gated_delta import GatedDeltaOperation, mix
 from milepost.models.loading import load_model
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step
@@ -36,41 +39,46 @@ from milepost.scheduler.plans import SequencePlan, StepPlan
 
 CUDA = torch.device("cuda")
 DRAFTS, SEQUENCES = (1, 3), (1, 16, 64, 256)
-STATE_BYTES = 4 * REAL.value_heads * REAL.key_dim * REAL.value_dim
-CONV_BYTES = 2 * REAL.channels * (REAL.taps - 1)
-TOKEN_BYTES = 2 * (sum(REAL.sizes) + REAL.values)
-RECORD_BYTES = 2 * (REAL.channels + 2 * REAL.value_heads)
+SHAPES: dict[str, MixerShapes] = {
+    "gated delta": REAL,
+    "kda": kimi.REAL,
+    "mamba2": ssd.NEMOTRON,
+}
 POSITION = 500
 
 
-def mixer_row(num: int, drafts: int) -> Row:
+def mixer_row(name: str, num: int, drafts: int) -> Row:
     """One layer's call, over states that outgrow the L2 cache."""
     turns = max(2, -(-64 // num))
-    weights = make_weights(REAL, torch.bfloat16, "cuda")
-    conv_shape = (REAL.channels, REAL.taps - 1)
+    shapes = SHAPES[name]
+    mixer = MIXERS[type(shapes)]
+    weights = mixer.make_weights(shapes, torch.bfloat16, "cuda")
+    conv_shape = (shapes.channels, shapes.taps - 1)
     conv_pool = torch.zeros(1 + turns * num, *conv_shape, dtype=torch.bfloat16, device=CUDA)
-    states = torch.randn(1, *REAL.state_shape, device=CUDA) * 0.1
-    pool = space(states.expand(1 + turns * num, -1, -1, -1), 0)
-    size = REAL.channels + 2 * REAL.value_heads
+    states = torch.randn(1, *shapes.state_shape, device=CUDA) * 0.1
+    pools = Pools(conv=conv_pool, recurrent=space(states.expand(1 + turns * num, -1, -1, -1), 0))
+    size = len(shapes.recorded)
     records = torch.zeros(num, max(drafts, 1), size, dtype=torch.bfloat16, device=CUDA)
-    tokens = make_projected(REAL, num * (1 + drafts), torch.bfloat16, "cuda")
-    layouts = [_lay_out(num, drafts, 1 + turn * num) for turn in range(turns)]
+    tokens = make_projected(shapes, num * (1 + drafts), torch.bfloat16, "cuda")
+    layouts = [_lay_out(shapes, num, drafts, 1 + turn * num) for turn in range(turns)]
     calls = [
-        lambda layout=layout, slots=slots: mix(
-            tokens, weights, conv_pool, pool, slots, slots, layout, records
+        lambda layout=layout, slots=slots: mixer.launch(
+            shapes, tokens, weights, pools, layout, (slots, slots), records
         )
         for layout, slots in layouts
     ]
-    moved = 2 * STATE_BYTES + 2 * CONV_BYTES + (1 + drafts) * TOKEN_BYTES
+    state_bytes, conv_bytes = 4 * prod(shapes.state_shape), 2 * prod(conv_shape)
+    token_bytes = 2 * (sum(shapes.sizes) + calls[0]().shape[1])
+    moved = 2 * state_bytes + 2 * conv_bytes + (1 + drafts) * token_bytes
     return {
-        "op": f"mixer, {num} sequences, {drafts} drafts",
+        "op": f"{name}, {num} sequences, {drafts} drafts",
         "median_us": time_us(calls),
-        "bytes": num * (moved + 2 * drafts * RECORD_BYTES),
+        "bytes": num * (moved + 4 * drafts * size),
         "flops": 0,
     }
 
 
-def _lay_out(num: int, drafts: int, first: int) -> tuple[object, torch.Tensor]:
+def _lay_out(shapes: MixerShapes, num: int, drafts: int, first: int) -> tuple[object, torch.Tensor]:
     """And the slots."""
     parts = [
         Part(pages=[1], start=9, length=1 + drafts, slot_in=slot, slot_out=slot, fold=drafts)
@@ -80,7 +88,7 @@ def _lay_out(num: int, drafts: int, first: int) -> tuple[object, torch.Tensor]:
     capacity = _capacity(num, drafts)
     object.__setattr__(batch, "chip", probe(CUDA))
     object.__setattr__(batch, "capacity", capacity)
-    layout = on_device(GatedDeltaOperation(conv_width=REAL.taps).lay_out(batch), CUDA)
+    layout = on_device(shapes.operation.lay_out(batch), CUDA)
     return layout, torch.from_numpy(batch.slot_out.astype(np.int32)).to(CUDA)
 
 
@@ -175,7 +183,9 @@ def main() -> None:
         if own.model:
             step_rows(own.model, tuple(map(int, own.sequences.split(","))))
             return
-        report((mixer_row(n, d) for n in SEQUENCES for d in (0, *DRAFTS)), arguments)
+        report(
+            (mixer_row(s, n, d) for s in SHAPES for n in SEQUENCES for d in (0, *DRAFTS)), arguments
+        )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from milepost import LLM
 from milepost.tiers.rates import MeasuredRates
 from tests.checkpoints import CHECKPOINTS
-from tests.engine.drawing import WITH_DRAFTS, Traffic, differences, engine_options
+from tests.engine.drawing import WITH_HEAD, Traffic, differences, engine_options
 from tests.engines import save_tiny
 from tests.mtp import add_head
 
@@ -30,7 +30,7 @@ def folder_of(tmp_path_factory, tokenizer):
             folder = tmp_path_factory.mktemp(family)
             save_tiny(folder, family, torch.float64, vocab_size=len(tokenizer))
             tokenizer.save_pretrained(folder)
-            if family in WITH_DRAFTS:
+            if family in WITH_HEAD:
                 add_head(folder)
             folders[family] = folder
         return folders[family]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import count
 
 import pytest
@@ -32,6 +33,7 @@ from milepost.sampling_params import StructuredOutputs
 from milepost.speculative_config import SpeculativeConfig
 from tests.engine.speculating import Oracle, consult, drafting, never
 from tests.engines import (
+    THREE_LAYERS,
     answer,
     ask,
     cached,
@@ -50,22 +52,43 @@ from tests.invariants import check
 from tests.runner.test_arrays import sequence
 
 POOLS = {"num_pages": 96, "num_slots": 24}
+STATES = ["qwen3_5", "kimi_linear", "nemotron_h"]
+WIDELY = ["qwen3_5", "qwen3_next"]
+BEFORE_ATTENTION = {
+    "qwen3_5": {},
+    "kimi_linear": {**THREE_LAYERS, "mlp_layer_types": ["dense"] * 3},
+    "nemotron_h": {"hybrid_override_pattern": "M-M-*-"},
+}
+"""With all states there."""
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("exact"), "qwen3_5", torch.float64)
+def family_of(tmp_path_factory):
+    """A checkpoint of a family."""
+
+    @cache
+    def find(family, dtype=torch.float64):
+        return save_tiny(tmp_path_factory.mktemp(family), family, dtype)
+
+    return find
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("single"), "qwen3_next", torch.float32)
+def exact(family_of):
+    return family_of("qwen3_5")
 
 
-@pytest.fixture(params=["exact", "single"])
-def tiny(request):
+@pytest.fixture(scope="module", params=STATES)
+def state(request, family_of):
+    """One for each kind of state that takes drafts."""
+    return family_of(request.param)
+
+
+@pytest.fixture
+def tiny(request, family_of):
     """In float64, and in float32 with experts."""
-    return request.getfixturevalue(request.param)
+    name = request.param
+    return family_of(name, torch.float32 if name == "qwen3_next" else torch.float64)
 
 
 def mistakes(share: float):
@@ -92,7 +115,14 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize(("num", "is_ahead"), [(1, False), (3, True), (17, False)])
+@pytest.mark.parametrize(
+    ("tiny", "num", "is_ahead"),
+    [
+        *((name, *case) for name in WIDELY for case in ((1, False), (3, True), (17, False))),
+        *((name, 3, True) for name in STATES if name not in WIDELY),
+    ],
+    indirect=["tiny"],
+)
 def test_answers_are_those_without_drafts(tiny, num, is_ahead):
     """Greedy and sampled together, each with mistakes of its own."""
     prompts = [tokens(40 + 5 * i, seed=i) for i in range(num)]
@@ -126,15 +156,15 @@ def test_drafters_of_texts_leave_answers_as_they_are(exact, method):
 
 
 @pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, 4])
-def test_drafts_are_accepted_up_to_the_first_mistake(exact, wrong_at):
+def test_drafts_are_accepted_up_to_the_first_mistake(state, wrong_at):
     """At every position; with none at all each step yields all of them, and one more."""
     num_drafts, length = 4, 41
     period = wrong_at + 1
     errs = never if wrong_at == num_drafts else lambda place: place % period == 0
-    llm = exact.open(**drafting(num_drafts), **POOLS)
+    llm = state.open(**drafting(num_drafts), **POOLS)
     token_ids, params = tokens(90), greedy(length)
-    knowing(exact, llm, [token_ids], params, errs)
-    exact.check(ask(llm, token_ids, params=params), params)
+    knowing(state, llm, [token_ids], params, errs)
+    state.check(ask(llm, token_ids, params=params), params)
     stats = stats_of(llm)
     assert stats.num_accepted_tokens == stats.decode_tokens - (stats.num_steps - 1 - _folds(llm))
     if wrong_at == num_drafts:
@@ -250,18 +280,18 @@ def traffic(llm: LLM, tiny, drafts: bool):
 
 
 @pytest.fixture(scope="module")
-def visited(exact):
+def visited(state):
     """Engines that had the same traffic, with and without drafts."""
-    plain, llm = exact.open(**POOLS), exact.open(**drafting(4), **POOLS)
-    return plain, llm, traffic(plain, exact, False), traffic(llm, exact, True)
+    plain, llm = state.open(**POOLS), state.open(**drafting(4), **POOLS)
+    return plain, llm, traffic(plain, state, False), traffic(llm, state, True)
 
 
-def test_hits_are_those_without_drafts(exact, visited):
+def test_hits_are_those_without_drafts(state, visited):
     plain, llm, expected, found = visited
     assert cached(found) == cached(expected)
     assert [o.cache_report.lost for o in found] == [o.cache_report.lost for o in expected]
     assert sum(cached(found)) > 1000
-    exact.check(found, greedy(20))
+    state.check(found, greedy(20))
     assert stats_of(llm).num_accepted_tokens > 50
     assert stats_of(plain).num_drafts == 0
 
@@ -285,9 +315,11 @@ def state_behind(llm: LLM, token_ids):
     return match.state_length, parts
 
 
-def test_checkpoints_are_the_same_bits_where_products_are(exact, monkeypatch):
-    """Where a row of a product does not depend on the rows beside it: those of this model's states
+@pytest.mark.parametrize("family", STATES)
+def test_checkpoints_are_the_same_bits_where_products_are(family, tmp_path, monkeypatch):
+    """Where a row of a product does not depend on the rows beside it: those of these models' states
     are of the layers before attention."""
+    state = save_tiny(tmp_path, family, torch.float64, **BEFORE_ATTENTION[family])
     whole = torch.nn.functional.linear
 
     def by_rows(x, *weights):
@@ -297,10 +329,10 @@ def test_checkpoints_are_the_same_bits_where_products_are(exact, monkeypatch):
 
     token_ids = tokens(70, seed=3)
     params = greedy(16)
-    exact.expected(token_ids, params)
+    state.expected(token_ids, params)
     monkeypatch.setattr(torch.nn.functional, "linear", by_rows)
-    plain, llm = exact.open(**POOLS), exact.open(**drafting(4), **POOLS)
-    knowing(exact, llm, [token_ids], params, mistakes(0.3))
+    plain, llm = state.open(**POOLS), state.open(**drafting(4), **POOLS)
+    knowing(state, llm, [token_ids], params, mistakes(0.3))
     expected, found = (ask(each, token_ids, params=params)[0] for each in (plain, llm))
     assert answer(found) == answer(expected)
     assert stats_of(llm).num_accepted_tokens > 5
@@ -310,21 +342,25 @@ def test_checkpoints_are_the_same_bits_where_products_are(exact, monkeypatch):
     assert all(map(torch.equal, states, own))
 
 
-def test_a_running_request_holds_one_slot(exact):
-    llm = exact.open(**drafting(4), **POOLS)
-    knowing(exact, llm, [tokens(90)], greedy(30), mistakes(0.3))
+def test_a_running_request_holds_one_slot(state):
+    llm = state.open(**drafting(4), **POOLS)
+    knowing(state, llm, [tokens(90)], greedy(30), mistakes(0.3))
     llm.llm_engine.add(Prompt(token_ids=tokens(90)), greedy(30))
     held = {num_held(llm)[1] for running in steps_until_done(llm) if running}
     assert held == {1}
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
-def test_who_is_preempted_or_given_up_leaves_what_is_final(exact, is_ahead):
+@pytest.mark.parametrize(
+    ("state", "is_ahead"),
+    [("qwen3_5", False), *((name, True) for name in STATES)],
+    indirect=["state"],
+)
+def test_who_is_preempted_or_given_up_leaves_what_is_final(state, is_ahead):
     """Little memory, so that requests make room for each other; and one that is aborted."""
     prompts = [tokens(150, seed=i) for i in range(4)]
     params = greedy(60)
-    llm = exact.open(**drafting(4), num_pages=10, num_slots=8, async_scheduling=is_ahead)
-    knowing(exact, llm, prompts, params, mistakes(0.2))
+    llm = state.open(**drafting(4), num_pages=10, num_slots=8, async_scheduling=is_ahead)
+    knowing(state, llm, prompts, params, mistakes(0.2))
     engine = llm.llm_engine
     jobs = [engine.add(Prompt(token_ids=each), params) for each in prompts]
     for number, _ in enumerate(steps_until_done(llm)):
@@ -333,9 +369,9 @@ def test_who_is_preempted_or_given_up_leaves_what_is_final(exact, is_ahead):
             engine.abort(jobs[1])
     assert stats_of(llm).num_preemptions > 0
     assert stats_of(llm).num_accepted_tokens > 40
-    exact.check([job.output() for job in jobs if job is not jobs[1]], params)
+    state.check([job.output() for job in jobs if job is not jobs[1]], params)
     assert num_held(llm) == (0, 0)
-    exact.check(ask(llm, prompts[1], params=params), params)
+    state.check(ask(llm, prompts[1], params=params), params)
 
 
 def test_what_was_judged_is_handed_on_while_the_next_step_runs(exact):

@@ -5,6 +5,7 @@ Legend: T tokens, C channels, H heads, K head_dim, J taps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,11 @@ class Shapes:
     @property
     def state_shape(self) -> tuple[int, int, int]:
         return (self.heads, self.head_dim, self.head_dim)
+
+    @property
+    def recorded(self) -> Sequence[int]:
+        """Columns of what is projected that are recorded of a draft."""
+        return range(sum(self.sizes[:3]))
 
     @property
     def operation(self) -> KDAOperation:
@@ -96,12 +102,13 @@ def launch(
     pools: Pools,
     layout: Any,
     slots: tuple[Tensor, Tensor],
+    records: Tensor | None = None,
 ) -> Tensor:
     """One layer's call, of a step that has been laid out."""
     first = sum(shapes.sizes[:2])
     decay, gate = (each.contiguous() for each in projected[:, first:].chunk(2, -1))
     inputs = projected[:, :first], decay, gate, weights
-    return mix(*inputs, pools.conv, pools.recurrent, *slots, layout)
+    return mix(*inputs, pools.conv, pools.recurrent, *slots, layout, records)
 
 
 def recur(

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import conv, gated_delta
+from milepost.kernels.batch import Operation
 from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 from milepost.kernels.chunks import ChunkLayout, lay_out
-from milepost.kernels.gated_delta import CHUNK, GatedDeltaWeights, reference
+from milepost.kernels.gated_delta import (
+    CHUNK,
+    GatedDeltaOperation,
+    GatedDeltaWeights,
+    reference,
+)
 from milepost.runner.staging import on_device
 from tests.numbers import relative_error
 
@@ -34,6 +40,10 @@ class MixerShapes(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
     @property
     def state_shape(self) -> tuple[int, int, int]: ...
+    @property
+    def recorded(self) -> Sequence[int]: ...
+    @property
+    def operation(self) -> Operation: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +72,15 @@ class Shapes:
     @property
     def state_shape(self) -> tuple[int, int, int]:
         return (self.value_heads, self.key_dim, self.value_dim)
+
+    @property
+    def recorded(self) -> Sequence[int]:
+        """Columns of what is projected that are recorded of a draft."""
+        return [*range(self.channels), *range(-2 * self.value_heads, 0)]
+
+    @property
+    def operation(self) -> GatedDeltaOperation:
+        return GatedDeltaOperation(conv_width=self.taps)
 
 
 ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5)
@@ -129,12 +148,13 @@ def make_weights(
 ) -> GatedDeltaWeights:
     random = torch.Generator().manual_seed(1)
     heads = shapes.value_heads
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
     weight = torch.randn(shapes.channels, shapes.taps, generator=random) * shapes.taps**-0.5
     return GatedDeltaWeights(
         conv=weight.to(device, dtype),
-        decay_rate=(-0.3 * torch.rand(heads, generator=random)).to(device),
-        decay_bias=torch.randn(heads, generator=random).to(device),
-        norm=torch.randn(shapes.value_dim, generator=random).to(device),
+        decay_rate=(-0.3 * torch.rand(heads, generator=random)).to(device, precise),
+        decay_bias=torch.randn(heads, generator=random).to(device, precise),
+        norm=torch.randn(shapes.value_dim, generator=random).to(device, precise),
         norm_eps=1e-6,
     )
 
@@ -298,6 +318,19 @@ def _laid_out(
     padding = len(chunks.sequence_begin) - 1 - len(batch.starts)
     read, written = (F.pad(each, (0, padding), value=-1) for each in batch.slots(device))
     return send_layout(chunks, device), (read, written)
+
+
+def launch(
+    _: Shapes,
+    projected: Tensor,
+    weights: GatedDeltaWeights,
+    pools: Pools,
+    layout: Any,
+    slots: tuple[Tensor, Tensor],
+    records: Tensor | None = None,
+) -> Tensor:
+    """One layer's call, of a step that has been laid out."""
+    return gated_delta.mix(projected, weights, pools.conv, pools.recurrent, *slots, layout, records)
 
 
 def fused_decode(

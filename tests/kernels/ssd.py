@@ -48,6 +48,11 @@ class Shapes:
         return (self.heads, self.head_dim, self.state_size)
 
     @property
+    def recorded(self) -> Sequence[int]:
+        """Columns of what is projected that are recorded of a draft."""
+        return range(self.inner, sum(self.sizes))
+
+    @property
     def operation(self) -> Mamba2Operation:
         return Mamba2Operation(conv_width=self.taps, chunk=self.chunk, num_groups=self.groups)
 
@@ -103,9 +108,10 @@ def launch(
     pools: Pools,
     layout: Any,
     slots: tuple[Tensor, Tensor],
+    records: Tensor | None = None,
 ) -> Tensor:
     """One layer's call, of a step that has been laid out."""
-    return mix(projected, weights, pools.conv, pools.recurrent, *slots, layout)
+    return mix(projected, weights, pools.conv, pools.recurrent, *slots, layout, records)
 
 
 def lay_out(

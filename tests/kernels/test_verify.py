@@ -5,6 +5,7 @@ states and outputs are those of one token at a time, bit for bit.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from functools import cache
 
 import pytest
@@ -13,31 +14,42 @@ from torch import Tensor
 
 from milepost.kernels.attention import reference as attention
 from milepost.kernels.attention import rows_per_page
-from milepost.kernels.mamba2 import Mamba2Operation
 from milepost.kernels.short_conv import ShortConvOperation
 from tests.batches import Part, build_batch, build_pages
-from tests.kernels.mixers import Shapes, make_projected
+from tests.kernels import kimi, ssd
+from tests.kernels.mixers import MixerShapes, Shapes, make_projected
 from tests.kernels.verifying import Kind, Mixer, Plain, is_equal, play
 from tests.numbers import relative_error
 
-SHAPES = Shapes(key_heads=2, value_heads=4, key_dim=16, value_dim=8)
-FLOAT = Kind(shapes=SHAPES, dtype=torch.float32)
+SHAPES: Mapping[str, MixerShapes] = {
+    "gated_delta": Shapes(key_heads=2, value_heads=4, key_dim=16, value_dim=8),
+    "kda": kimi.Shapes(heads=3, head_dim=16, taps=3),
+    "mamba2": ssd.Shapes(heads=6, head_dim=8, groups=2, state_size=16),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def shapes(request: pytest.FixtureRequest) -> MixerShapes:
+    return SHAPES[request.param]
 
 
 @cache
-def run_plain(dtype: torch.dtype) -> Plain:
-    return Plain(Kind(shapes=SHAPES, dtype=dtype))
+def run_plain(shapes: MixerShapes, dtype: torch.dtype) -> Plain:
+    return Plain(Kind(shapes=shapes, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_any_split_gives_the_states_of_one_token_at_a_time(dtype: torch.dtype, seed: int) -> None:
-    play(run_plain(dtype), random.Random(seed))
+def test_any_split_gives_the_states_of_one_token_at_a_time(
+    shapes: MixerShapes, dtype: torch.dtype, seed: int
+) -> None:
+    play(run_plain(shapes, dtype), random.Random(seed))
 
 
-def test_a_prefill_beside_verifying_sequences_is_what_it_is_alone() -> None:
-    plain, beside, alone = run_plain(torch.float32), Mixer(FLOAT), Mixer(FLOAT)
-    prompt = make_projected(SHAPES, 70, seed=5)
+def test_a_prefill_beside_verifying_sequences_is_what_it_is_alone(shapes: MixerShapes) -> None:
+    kind = Kind(shapes=shapes, dtype=torch.float32)
+    plain, beside, alone = run_plain(shapes, torch.float32), Mixer(kind), Mixer(kind)
+    prompt = make_projected(shapes, 70, seed=5)
     output = beside.step({0: (0, plain.tokens[0][:3]), 1: (0, plain.tokens[1][:1])}, prompt)
     expected = alone.step({}, prompt)
     assert torch.equal(output[4:], expected)
@@ -46,20 +58,19 @@ def test_a_prefill_beside_verifying_sequences_is_what_it_is_alone() -> None:
     assert is_equal(beside.state(0), plain.states[0][1])
 
 
-def test_drafts_leave_no_trace_but_their_records() -> None:
-    mixer, plain = Mixer(FLOAT), run_plain(torch.float32)
+def test_drafts_leave_no_trace_but_their_records(shapes: MixerShapes) -> None:
+    mixer, plain = Mixer(Kind(shapes=shapes, dtype=torch.float32)), run_plain(shapes, torch.float32)
     tokens = plain.tokens[1]
     mixer.step({1: (0, tokens[:3])})
     assert mixer.records[[0, 2]].isnan().all()
-    columns = [*range(SHAPES.channels), *range(-2 * SHAPES.value_heads, 0)]
-    assert torch.equal(mixer.records[1, :2], tokens[1:3, columns])
+    assert torch.equal(mixer.records[1, :2], tokens[1:3, list(shapes.recorded)])
     assert mixer.records[1, 2:].isnan().all()
     assert is_equal(mixer.state(1), plain.states[1][1])
 
 
 @pytest.mark.parametrize(
     "operation",
-    [Mamba2Operation(conv_width=4, chunk=64, num_groups=1), ShortConvOperation(num_taps=3)],
+    [ShortConvOperation(num_taps=3)],
     ids=lambda operation: type(operation).__name__,
 )
 @pytest.mark.parametrize(("fold", "length"), [(1, 1), (0, 2), (1, 0)])

@@ -1,34 +1,36 @@
-"""Answers of Gated DeltaNet whose tokens fall into steps and drafts by chance, beside the same
-answers one token at a time.
+"""Answers of mixers with states in slots whose tokens fall into steps and drafts by chance, beside
+the same answers one token at a time.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels import gated_delta
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import Chip
-from milepost.kernels.gated_delta import GatedDeltaOperation
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch
-from tests.kernels.mixers import Shapes, make_pools, make_projected, make_weights, widen
+from tests.kernels import kimi, mixers, ssd
+from tests.kernels.mixers import MixerShapes, make_pools, make_projected
 from tests.numbers import relative_error
 
 NUM_SEQUENCES, NUM_DRAFTS = 3, 4
+MIXERS: Mapping[type, Any] = {each.Shapes: each for each in (mixers, kimi, ssd)}
+"""What makes weights for shapes of these kinds, and launches a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """What runs, and on what; without a chip the reference."""
 
-    shapes: Shapes
+    shapes: MixerShapes
     dtype: torch.dtype
     state_dtype: torch.dtype | None = None
     device: str = "cpu"
@@ -42,12 +44,12 @@ class Mixer:
     def __init__(self, kind: Kind) -> None:
         self.kind, shapes, dtype = kind, kind.shapes, kind.dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        weights = make_weights(shapes, dtype, kind.device)
-        self.weights = widen(weights, wide) if dtype == torch.float64 else weights
+        self.mixer = MIXERS[type(shapes)]
+        self.weights = self.mixer.make_weights(shapes, dtype, kind.device)
         states = kind.state_dtype or wide
         self.pools = make_pools(shapes, NUM_SEQUENCES + 2, dtype, kind.device, states)
         self.pools.conv[3], self.pools.recurrent[3] = 0, 0
-        size = NUM_SEQUENCES, NUM_DRAFTS, shapes.channels + 2 * shapes.value_heads
+        size = NUM_SEQUENCES, NUM_DRAFTS, len(shapes.recorded)
         self.records = torch.full(size, torch.nan, dtype=dtype, device=kind.device)
 
     def step(
@@ -83,14 +85,13 @@ class Mixer:
             chip=self.kind.chip,
             device=torch.device(self.kind.device),
         )
-        operation = GatedDeltaOperation(conv_width=self.kind.shapes.taps)
-        layout = on_device(operation.lay_out(batch), batch.device)
-        slots = (
+        layout = on_device(self.kind.shapes.operation.lay_out(batch), batch.device)
+        slots = tuple(
             torch.from_numpy(each).to(batch.device) for each in (batch.slot_in, batch.slot_out)
         )
         inputs = torch.cat((*rows, rows[0].new_full((padding, rows[0].shape[1]), torch.nan)))
-        pools = self.pools.conv, self.pools.recurrent
-        output = gated_delta.mix(inputs, self.weights, *pools, *slots, layout, self.records)
+        step = self.kind.shapes, inputs, self.weights, self.pools, layout, slots
+        output = self.mixer.launch(*step, self.records)
         return output[:num_tokens]
 
     def state(self, sequence: int) -> tuple[Tensor, Tensor]:

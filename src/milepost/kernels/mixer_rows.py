@@ -4,12 +4,13 @@ recurrence.
 Sequences that decode come first and take one step of the recurrence each, or, where the step
 verifies, as many as they have tokens; the others go through chunks.
 
-Legend: D decoding sequences, T tokens of theirs, F recorded tokens that are folded, R drafts.
+Legend: D decoding sequences, T tokens of theirs, F recorded tokens that are folded, R drafts, E
+numbers of a token's record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,13 +75,9 @@ class MixerRows:
     prefills: PrefillRows | None
 
 
-def lay_out_rows(
-    batch: Batch, *, conv_width: int, chunk: int, has_records: bool = False
-) -> MixerRows:
+def lay_out_rows(batch: Batch, *, conv_width: int, chunk: int) -> MixerRows:
     """The rows of a step, for convolutions of so many taps and chunks of so many tokens."""
     decodes, device = batch.num_decodes, batch.device
-    verifies = batch.verifies
-    assert has_records or not verifies, "V1: only mixers that keep records verify"
     slot_in, slot_out = (
         torch.from_numpy(slots).to(device) for slots in (batch.slot_in, batch.slot_out)
     )
@@ -97,9 +94,76 @@ def lay_out_rows(
     return MixerRows(
         slot_in=slot_in[:decodes],
         slot_out=slot_out[:decodes],
-        verifies=_lay_out_verifies(batch) if verifies else None,
+        verifies=_lay_out_verifies(batch) if batch.verifies else None,
         prefills=prefills,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What a mixer does with tokens, whoever runs it.
+
+    `prepare` makes of what is recorded of a token, row by row, what the two others take. These
+    advance the states of pools by one token a sequence, or by many; both return [T, ...].
+    """
+
+    prepare: Callable[..., Sequence[Tensor]]
+    decode: Callable[..., Tensor]
+    """Of what `prepare` returns, pools, slot_in and slot_out."""
+    prefill: Callable[..., Tensor]
+    """Of what `prepare` returns, pools and `PrefillRows`."""
+
+
+def run(
+    steps: Steps,
+    inputs: Sequence[Tensor],
+    pools: Sequence[Tensor],
+    rows: MixerRows,
+    records: Tensor | None,
+) -> Tensor:
+    """Advance the sequences by all their tokens; returns [T, ...].
+
+    `inputs` [T, ...], side by side [T, E], are what is recorded of a draft in `records` [rows,
+    drafts, E].
+    """
+    num_decodes, parts = len(rows.slot_in), []
+    if rows.verifies is not None:
+        assert records is not None, "V1: only mixers that keep records verify"
+        num_decodes = sum(rows.verifies.lengths)
+        parts.append(_verify(steps, [part[:num_decodes] for part in inputs], pools, rows, records))
+    elif num_decodes:
+        own = steps.prepare(*(part[:num_decodes] for part in inputs))
+        parts.append(steps.decode(*own, *pools, rows.slot_in, rows.slot_out))
+    if rows.prefills is not None:
+        own = steps.prepare(*(part[num_decodes:] for part in inputs))
+        parts.append(steps.prefill(*own, *pools, rows.prefills))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _verify(
+    steps: Steps,
+    inputs: Sequence[Tensor],
+    pools: Sequence[Tensor],
+    rows: MixerRows,
+    records: Tensor,
+) -> Tensor:
+    """Tokens one by one, by the very operations of a decode, in a copy of the states."""
+    verifies = rows.verifies
+    assert verifies is not None
+    own = [pool.index_select(0, rows.slot_in) for pool in pools]
+    old = records[verifies.folded].split([part.shape[1] for part in inputs], -1)
+    records[verifies.recorded] = torch.cat([part[verifies.drafts] for part in inputs], 1)
+    both = steps.prepare(*(torch.cat(parts) for parts in zip(old, inputs, strict=True)))
+    output = None
+    for each in verifies.rounds:
+        of_round = (part[each.tokens] for part in both)
+        found = steps.decode(*of_round, *own, each.sequences, each.sequences)
+        output = found.new_empty(len(both[0]), *found.shape[1:]) if output is None else output
+        output[each.tokens] = found
+        for pool, states in zip(pools, own, strict=True):
+            pool[rows.slot_out[each.stored]] = states[each.stored]
+    assert output is not None, "who verifies has a token, recorded or new"
+    return output[len(old[0]) :]
 
 
 def _lay_out_verifies(batch: Batch) -> Verifies:

@@ -95,6 +95,7 @@ class KDA(nn.Module):
             conv_shape=(3 * shapes.size, shapes.conv_width - 1),
             recurrent_shape=(shapes.num_heads, shapes.head_dim, shapes.head_dim),
             grid=kda.CHUNK,
+            record_size=4 * shapes.size + shapes.num_heads,
         )
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
@@ -119,6 +120,7 @@ class KDA(nn.Module):
             step.slot_in,
             step.slot_out,
             step.layouts[self.operation],
+            state.records,
         )
         return self.out.partials(mixed)
 

@@ -123,6 +123,7 @@ class Mamba2(nn.Module):
             conv_shape=(shapes.channels, shapes.conv_width - 1),
             recurrent_shape=(shapes.num_heads, shapes.head_dim, shapes.state_size),
             grid=self.operation.chunk,
+            record_size=shapes.channels + shapes.num_heads,
         )
 
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
@@ -147,6 +148,7 @@ class Mamba2(nn.Module):
             step.slot_in,
             step.slot_out,
             step.layouts[self.operation],
+            state.records,
         )
         if self._shares_group and self.norm_weight is not None:
             mixed = self._norm(mixed, self.norm_weight)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import slots
-from milepost.kernels.precision import accumulation_dtype, cast
+from milepost.kernels.precision import accumulation_dtype, cast, rows_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,8 @@ def decode(
     slots.write(pool, slot_out, _shifted(before, inputs))
     dtype = accumulation_dtype(inputs.dtype)
     before, taps = cast(before, dtype), cast(weight, dtype).unbind(1)
-    output = cast(inputs, dtype) * taps[-1]
+    output = rows_apart(taps[-1], *inputs.shape)
+    torch.mul(cast(inputs, dtype), taps[-1], out=output)
     for index, tap in enumerate(taps[:-1]):
         output.addcmul_(before[:, :, index], tap)
     if bias is not None:

@@ -92,18 +92,80 @@ def convolve_one(
     BLOCK_TAPS: tl.constexpr,
 ):
     """Of some channels: what the convolution and SiLU make of the newest input, float32; and the
-    inputs that it saw, [channels, taps]."""
+    inputs that it saw, [BLOCK, BLOCK_TAPS]."""
     tap = tl.arange(0, BLOCK_TAPS)[None, :]
     o_channel = channel[:, None]
     was_kept = is_channel[:, None] & (tap < TAPS - 1)
     window = tl.load(state + o_channel * (TAPS - 1) + tap, was_kept, 0)
     newest = tl.load(token + channel, is_channel, 0)
     window = tl.where(tap == TAPS - 1, newest[:, None], window.to(newest.dtype))
-    taps = tl.load(weight + o_channel * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
+    return _convolve_window(window, weight, bias, channel, is_channel, TAPS, BLOCK_TAPS), window
+
+
+@triton.jit
+def _convolve_window(
+    window, weight, bias, channel, is_channel, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr
+):
+    """Convolution and SiLU, float32."""
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    taps = tl.load(weight + channel[:, None] * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
     x = tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1)
     if bias is not None:
         x += tl.load(bias + channel, is_channel, 0).to(tl.float32)
-    return silu(x), window
+    return silu(x)
+
+
+@triton.jit
+def stream_window(stream, channel, is_channel, place, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
+    """[BLOCK, BLOCK_TAPS], the inputs up to a place of a step that verifies, oldest first: of the
+    state, of records, of the step's tokens."""
+    tokens, projected_stride, row, record_stride, state, num_folded = stream
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    source, at = place - (TAPS - 1) + tap, channel[:, None]
+    held = is_channel[:, None] & (tap < TAPS)
+    new = held & (source >= num_folded)
+    window = tl.load(tokens + (source - num_folded) * projected_stride + at, new, 0)
+    folded = held & (source >= 0) & (source < num_folded)
+    recorded = tl.load(row + source * record_stride + at, folded, 0)
+    old = tl.load(state + at * (TAPS - 1) + TAPS - 1 + source, held & (source < 0), 0)
+    return tl.where(new, window, tl.where(folded, recorded, old.to(window.dtype)))
+
+
+@triton.jit
+def convolve_place(
+    stream,
+    weight,
+    bias,
+    channel,
+    is_channel,
+    place,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+):
+    """As `convolve_one`, of the input at a place."""
+    window = stream_window(stream, channel, is_channel, place, TAPS, BLOCK_TAPS)
+    return _convolve_window(window, weight, bias, channel, is_channel, TAPS, BLOCK_TAPS)
+
+
+@triton.jit
+def load_recorded(stream, column, is_column, place):
+    """What is recorded of a draft and no input of the convolution, at a place: from records or from
+    the step's tokens. Either of two pointers is no pointer that AMD's compiler follows."""
+    tokens, stride, row, record_stride, _, num_folded = stream
+    new = is_column & (place >= num_folded)
+    found = tl.load(tokens + (place - num_folded) * stride + column, new, 0)
+    return found + tl.load(
+        row + place * record_stride + column, is_column & (place < num_folded), 0
+    )
+
+
+@triton.jit
+def record_drafts(stream, column, is_column, num_new):
+    """Put what columns of the step's drafts hold in place of what is recorded."""
+    tokens, stride, row, record_stride, _, _ = stream
+    for draft in range(num_new - 1):
+        inputs = tl.load(tokens + (draft + 1) * stride + column, is_column, 0)
+        tl.store(row + draft * record_stride + column, inputs, is_column)
 
 
 @triton.jit

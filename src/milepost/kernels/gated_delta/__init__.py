@@ -22,10 +22,10 @@ from milepost.kernels.batch import Batch
 from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import mixer
-from milepost.kernels.gated_delta.layout import VerifyLayout, lay_out_verifies
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 from milepost.kernels.strides import check_rows, check_slots
+from milepost.kernels.verify_layout import VerifyLayout, lay_out_verifies
 
 __all__ = [
     "CHUNK",
@@ -61,7 +61,7 @@ class GatedDeltaOperation:
         """Chunks for the fused kernels, which need none where every sequence decodes; or rows for
         the reference."""
         if batch.chip is None:
-            return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK, has_records=True)
+            return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
         if batch.capacity.num_drafts:
             return lay_out_verifies(batch, CHUNK)
         if batch.capacity.decodes:

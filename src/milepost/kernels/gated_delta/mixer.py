@@ -5,6 +5,8 @@ Legend: T tokens, C channels, V value heads, K key_dim, W value_dim, D decoding 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,8 @@ from torch import Tensor
 from milepost.kernels import conv
 from milepost.kernels.gated_delta import reference
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-from milepost.kernels.mixer_rows import MixerRows
-from milepost.kernels.precision import cast
+from milepost.kernels.mixer_rows import MixerRows, PrefillRows, Steps, run
+from milepost.kernels.precision import cast, rows_apart
 
 
 def mix(
@@ -28,44 +30,31 @@ def mix(
     _, heads, _, value_dim = recurrent_pool.shape
     sizes = len(weights.conv), heads * value_dim, heads, heads
     mixed, gate, *strengths = projected.split(sizes, -1)
-    inputs, pools = (mixed, *_gates(*strengths, weights)), (conv_pool, recurrent_pool)
-    parts, num_decodes = [], len(rows.slot_in)
-    if rows.verifies is not None:
-        assert records is not None, "V1: only mixers that keep records verify"
-        num_decodes = sum(rows.verifies.lengths)
-        own = tuple(part[:num_decodes] for part in (*inputs, *strengths))
-        parts.append(_verify(*own, weights, *pools, rows, records))
-    elif num_decodes:
-        own = tuple(part[:num_decodes] for part in inputs)
-        parts.append(_decode(*own, weights, *pools, rows.slot_in, rows.slot_out))
-    if rows.prefills is not None:
-        (mixed, *gates), many = (part[num_decodes:] for part in inputs), rows.prefills
-        slots = many.slot_in, many.slot_out
-        mixed = conv.prefill(mixed, weights.conv, None, conv_pool, *slots, many.windows)
-        heads_of = _heads(mixed, recurrent_pool)
-        parts.append(reference.prefill(*heads_of, *gates, recurrent_pool, *slots, many.chunks))
-    output = parts[0] if len(parts) == 1 else torch.cat(parts)
+    steps = Steps(
+        prepare=partial(_prepare, weights),
+        decode=partial(_decode, weights),
+        prefill=partial(_prefill, weights),
+    )
+    output = run(steps, (mixed, *strengths), (conv_pool, recurrent_pool), rows, records)
     return gated_norm(output, gate.unflatten(-1, (-1, value_dim)), weights).flatten(1)
 
 
-def _gates(
-    beta_inputs: Tensor, decay_inputs: Tensor, weights: GatedDeltaWeights
-) -> tuple[Tensor, Tensor]:
-    """Log decays and betas [T, V]."""
+def _prepare(
+    weights: GatedDeltaWeights, mixed: Tensor, beta_inputs: Tensor, decay_inputs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the convolution takes, log decays and betas [T, V]."""
     rate = weights.decay_rate
-    # Of rows with something between them torch computes each by itself: an element's bits do not
-    # depend on which tokens are beside it.
-    wide = rate.new_empty(2, len(decay_inputs), len(rate) + 1)[..., :-1]
+    wide = rows_apart(rate, 2, len(decay_inputs), len(rate))
     beta = wide[0].copy_(beta_inputs).sigmoid_().mul_(weights.max_beta)
     torch.add(decay_inputs, weights.decay_bias, out=wide[1])
-    return F.softplus(wide[1]).mul_(rate), beta
+    return mixed, F.softplus(wide[1]).mul_(rate), beta
 
 
 def _decode(
+    weights: GatedDeltaWeights,
     mixed: Tensor,
     log_decay: Tensor,
     beta: Tensor,
-    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     slot_in: Tensor,
@@ -77,36 +66,20 @@ def _decode(
     return reference.decode(*heads_of, log_decay, beta, recurrent_pool, slot_in, slot_out)
 
 
-def _verify(
+def _prefill(
+    weights: GatedDeltaWeights,
     mixed: Tensor,
     log_decay: Tensor,
     beta: Tensor,
-    beta_inputs: Tensor,
-    decay_inputs: Tensor,
-    weights: GatedDeltaWeights,
     conv_pool: Tensor,
     recurrent_pool: Tensor,
-    rows: MixerRows,
-    records: Tensor,
+    rows: PrefillRows,
 ) -> Tensor:
-    """Tokens one by one, by the very operations of a decode, in a copy of the states; [T, V, W]
-    before the norm."""
-    verifies, pools = rows.verifies, (conv_pool, recurrent_pool)
-    assert verifies is not None
-    own = [pool.index_select(0, rows.slot_in) for pool in pools]
-    sizes = mixed.shape[1], beta_inputs.shape[1], decay_inputs.shape[1]
-    old, *strengths = records[verifies.folded].split(sizes, -1)
-    both = zip((old, *_gates(*strengths, weights)), (mixed, log_decay, beta), strict=True)
-    inputs = [torch.cat(parts) for parts in both]
-    recorded = [part[verifies.drafts] for part in (mixed, beta_inputs, decay_inputs)]
-    records[verifies.recorded] = torch.cat(recorded, 1)
-    output = mixed.new_empty(len(inputs[0]), *recurrent_pool.shape[1::2])
-    for each in verifies.rounds:
-        of_round = (part[each.tokens] for part in inputs)
-        output[each.tokens] = _decode(*of_round, weights, *own, each.sequences, each.sequences)
-        for pool, states in zip(pools, own, strict=True):
-            pool[rows.slot_out[each.stored]] = states[each.stored]
-    return output[len(old) :]
+    """Many tokens a sequence; [T, V, W] before the norm."""
+    slots = rows.slot_in, rows.slot_out
+    mixed = conv.prefill(mixed, weights.conv, None, conv_pool, *slots, rows.windows)
+    heads_of = _heads(mixed, recurrent_pool)
+    return reference.prefill(*heads_of, log_decay, beta, recurrent_pool, *slots, rows.chunks)
 
 
 def _heads(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gated_delta.layout import VerifyLayout
 from milepost.kernels.gated_delta.triton_hopper_records import (
     keep_inputs,
     load_strengths,
@@ -45,6 +44,7 @@ from milepost.kernels.states_gluon import (
     times_silu,
     unit_vectors,
 )
+from milepost.kernels.verify_layout import VerifyLayout
 
 _UNSPECIALISED = ["begin", "length", "fold", "row", "slot_in", "slot_out"]
 

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.activations import sigmoid, silu
-from milepost.kernels.chunks import UNSPECIALISED
-from milepost.kernels.gated_delta.layout import VerifyLayout
+from milepost.kernels.conv.triton_parts import record_drafts, stream_window
 from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import (
     advance,
@@ -32,10 +31,10 @@ from milepost.kernels.gated_delta.triton_parts import (
 )
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.verify_layout import UNSPECIALISED, VerifyLayout
 
 _CONVOLVE = {"num_warps": 1}
 _UPDATE = {"num_warps": 4}
-_UNSPECIALISED = [*UNSPECIALISED, "begin", "length", "fold", "row"]
 
 
 def verify(
@@ -61,7 +60,6 @@ def verify(
     places = 2 * records.shape[1] + 1
     mixed = projected.new_empty(num_sequences, places, channels, dtype=torch.float32)
     sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    rows = layout.begin, layout.length, layout.fold, layout.row
     recorded = records, records.stride(0), records.stride(1)
     _convolve[(num_sequences, 2 * key_heads + value_heads)](
         projected,
@@ -70,9 +68,7 @@ def verify(
         weights.conv,
         conv_pool,
         conv_pool.stride(0),
-        *rows,
-        layout.slot_in,
-        layout.slot_out,
+        *layout.sequences,
         mixed,
         channels,
         places,
@@ -93,9 +89,7 @@ def verify(
         weights.norm_eps,
         recurrent_pool,
         recurrent_pool.stride(0),
-        *rows,
-        layout.slot_in,
-        layout.slot_out,
+        *layout.sequences,
         output,
         channels,
         places,
@@ -108,23 +102,7 @@ def verify(
     )
 
 
-@triton.jit
-def _window(stream, channel, is_channel, place, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
-    """[BLOCK, BLOCK_TAPS], the inputs up to a place, oldest first: of the state, of records, of the
-    step's tokens."""
-    tokens, projected_stride, row, record_stride, state, num_folded = stream
-    tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    source, at = place - (TAPS - 1) + tap, channel[:, None]
-    held = is_channel[:, None] & (tap < TAPS)
-    new = held & (source >= num_folded)
-    window = tl.load(tokens + (source - num_folded) * projected_stride + at, new, 0)
-    folded = held & (source >= 0) & (source < num_folded)
-    recorded = tl.load(row + source * record_stride + at, folded, 0)
-    old = tl.load(state + at * (TAPS - 1) + TAPS - 1 + source, held & (source < 0), 0)
-    return tl.where(new, window, tl.where(folded, recorded, old.to(window.dtype)))
-
-
-@triton.jit(do_not_specialize_on_alignment=_UNSPECIALISED)
+@triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
 def _convolve(
     projected,
     projected_stride,
@@ -170,24 +148,22 @@ def _convolve(
     taps = tl.load(weight + at * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
     mixed += sequence * places * channels + channel
     for place in range(num_folded + num_new):
-        window = _window(stream, channel, is_channel, place, TAPS, BLOCK_TAPS)
+        window = stream_window(stream, channel, is_channel, place, TAPS, BLOCK_TAPS)
         x = silu(tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1))
         x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 0)
         tl.store(mixed + place * channels, x, is_channel)
 
     last = num_folded + tl.minimum(num_new, 1) - 1
-    window = _window(stream, channel, is_channel, last, TAPS, BLOCK_TAPS)
+    window = stream_window(stream, channel, is_channel, last, TAPS, BLOCK_TAPS)
     # All that is read of the state and of the records has been.
     tl.debug_barrier()
     is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
     target = pool + written * slot_stride + at * (TAPS - 1) + tap - 1
     tl.store(target, window.to(pool.dtype.element_ty), is_kept)
-    for draft in range(num_new - 1):
-        inputs = tl.load(tokens + (draft + 1) * projected_stride + channel, is_channel, 0)
-        tl.store(records + draft * record_stride + channel, inputs, is_channel)
+    record_drafts(stream, channel, is_channel, num_new)
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNSPECIALISED)
+@triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
 def _update(
     projected,
     projected_stride,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from milepost.kernels import chunks
@@ -24,8 +25,11 @@ from milepost.kernels.kda import mixer
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 from milepost.kernels.strides import check_contiguous, check_rows, check_slots
+from milepost.kernels.verify_layout import VerifyLayout, lay_out_verifies
 
 __all__ = ["CHUNK", "KDAOperation", "KDAWeights", "mix"]
+
+MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows
 
 CHUNK = 64
 """Tokens in a full chunk."""
@@ -40,11 +44,13 @@ class KDAOperation:
     num_heads: int
     head_dim: int
 
-    def lay_out(self, batch: Batch) -> ChunkLayout | DecodeLayout | MixerRows:
-        """Chunks for the fused kernels, or what they need where every sequence decodes; or rows for
-        the reference."""
+    def lay_out(self, batch: Batch) -> MixerLayout:
+        """Chunks for the fused kernels, or what they need where every sequence decodes or the step
+        may verify; or rows for the reference."""
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
+        if batch.capacity.num_drafts:
+            return lay_out_verifies(batch, CHUNK, self.num_heads)
         if batch.capacity.decodes:
             return lay_out_decodes(batch.capacity.num_sequences, self.num_heads)
         return chunks.lay_out(
@@ -74,7 +80,8 @@ def mix(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
-    layout: ChunkLayout | DecodeLayout | MixerRows,
+    layout: MixerLayout,
+    records: Tensor | None = None,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them; returns [T, H * K] and
     writes both pools, the states of exports among them.
@@ -85,13 +92,17 @@ def mix(
     `recurrent_pool` [slots, H, K, K], `slot_in` and `slot_out` [S] of any integer type. Rows of
     `projected` may be strided, as may a pool's slots be, and nothing else.
 
+    `records` [rows, drafts, C + H + H * K] hold, of each draft that a sequence had in its step
+    before, its row of `projected` and of `decay_inputs`; those of this step's drafts take their
+    place. A state is written as it is behind a sequence's first token, never behind a draft.
+
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
-    padding are zeros.
+    padding are zeros, but for steps that verify, where they hold anything.
     """
     inputs, pools = (projected, decay_inputs, gate, weights), (conv_pool, recurrent_pool)
     if isinstance(layout, MixerRows):
-        return mixer.mix(*inputs, *pools, layout)
+        return mixer.mix(*inputs, *pools, layout, records)
     check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
     check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
     check_contiguous(decay_inputs=decay_inputs, gate=gate)
@@ -101,4 +112,16 @@ def mix(
         return triton_decode.decode(*inputs, *pools, slot_in, slot_out, layout)
     from milepost.kernels.kda import triton_prefill
 
+    if isinstance(layout, VerifyLayout):
+        from milepost.kernels.kda import triton_verify
+
+        assert records is not None, "V1: only mixers that keep records verify"
+        many = layout.prefills
+        if many is None:
+            output = torch.empty_like(gate)
+        else:
+            slots = many.slot_in, many.slot_out
+            output = triton_prefill.prefill(*inputs, *pools, *slots, many.chunks)
+        triton_verify.verify(*inputs, *pools, layout, records, output)
+        return output
     return triton_prefill.prefill(*inputs, *pools, slot_in, slot_out, layout)

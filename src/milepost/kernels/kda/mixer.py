@@ -5,16 +5,18 @@ Legend: T tokens, C channels, H heads, K head_dim.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import conv
-from milepost.kernels.gated_delta.reference import decode
+from milepost.kernels.gated_delta import reference
 from milepost.kernels.kda.reference import prefill
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.mixer_rows import MixerRows
-from milepost.kernels.precision import cast
+from milepost.kernels.mixer_rows import MixerRows, PrefillRows, Steps, run
+from milepost.kernels.precision import cast, rows_apart
 
 
 def mix(
@@ -25,28 +27,62 @@ def mix(
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     rows: MixerRows,
+    records: Tensor | None = None,
 ) -> Tensor:
     """See `kda.mix`."""
-    channels, rate = len(weights.conv), weights.decay_rate
-    mixed, beta_inputs = projected.split((channels, len(rate)), -1)
-    beta = cast(beta_inputs, rate.dtype).sigmoid()
-    inputs = cast(decay_inputs, rate.dtype) + weights.decay_bias
-    log_decay = F.softplus(inputs).unflatten(-1, (len(rate), -1)).mul_(rate[:, None])
-    parts, num_decodes = [], len(rows.slot_in)
-    if num_decodes:
-        own = slice(num_decodes)
-        slots = rows.slot_in, rows.slot_out
-        convolved = conv.decode(mixed[own], weights.conv, None, conv_pool, *slots)
-        heads = _heads(convolved, recurrent_pool)
-        parts.append(decode(*heads, log_decay[own], beta[own], recurrent_pool, *slots))
-    if rows.prefills is not None:
-        own, many = slice(num_decodes, None), rows.prefills
-        slots = many.slot_in, many.slot_out
-        convolved = conv.prefill(mixed[own], weights.conv, None, conv_pool, *slots, many.windows)
-        heads, gates = _heads(convolved, recurrent_pool), (log_decay[own], beta[own])
-        parts.append(prefill(*heads, *gates, recurrent_pool, *slots, many.chunks))
-    output = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return gated_norm(output, gate.view(output.shape), weights).flatten(1)
+    sizes = len(weights.conv), len(weights.decay_rate)
+    inputs = *projected.split(sizes, -1), decay_inputs
+    steps = Steps(
+        prepare=partial(_prepare, weights),
+        decode=partial(_decode, weights),
+        prefill=partial(_prefill, weights),
+    )
+    output = run(steps, inputs, (conv_pool, recurrent_pool), rows, records)
+    return gated_norm(output, gate, weights).flatten(1)
+
+
+def _prepare(
+    weights: KDAWeights, mixed: Tensor, beta_inputs: Tensor, decay_inputs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the convolution takes, log decays [T, H, K] and betas [T, H]."""
+    rate, bias = weights.decay_rate, weights.decay_bias
+    beta = rows_apart(rate, len(beta_inputs), len(rate)).copy_(beta_inputs).sigmoid_()
+    wide = torch.add(decay_inputs, bias, out=rows_apart(rate, len(decay_inputs), len(bias)))
+    log_decay = F.softplus(wide).unflatten(-1, (len(rate), -1)).mul_(rate[:, None])
+    return mixed, log_decay, beta
+
+
+def _decode(
+    weights: KDAWeights,
+    mixed: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """One token a sequence; [D, H, K] before the norm."""
+    slots = slot_in, slot_out
+    convolved = conv.decode(mixed, weights.conv, None, conv_pool, *slots)
+    heads = _heads(convolved, recurrent_pool)
+    return reference.decode(*heads, log_decay, beta, recurrent_pool, *slots)
+
+
+def _prefill(
+    weights: KDAWeights,
+    mixed: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    rows: PrefillRows,
+) -> Tensor:
+    """Many tokens a sequence; [T, H, K] before the norm."""
+    slots = rows.slot_in, rows.slot_out
+    convolved = conv.prefill(mixed, weights.conv, None, conv_pool, *slots, rows.windows)
+    heads = _heads(convolved, recurrent_pool)
+    return prefill(*heads, log_decay, beta, recurrent_pool, *slots, rows.chunks)
 
 
 def _heads(convolved: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +92,9 @@ def _heads(convolved: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_norm(hidden: Tensor, gate: Tensor, weights: KDAWeights) -> Tensor:
-    """Norm of each head of `hidden` [T, H, K], times the sigmoid of `gate`, in `hidden`'s type."""
+    """Norm of each head of `hidden` [T, H, K], times the sigmoid of `gate` [T, H * K], in
+    `hidden`'s type."""
     weight = weights.norm
+    gate = rows_apart(weight, *gate.shape).copy_(gate).sigmoid_()
     normed = F.rms_norm(cast(hidden, weight.dtype), weight.shape, weight, weights.norm_eps)
-    return cast(normed.mul_(cast(gate, weight.dtype).sigmoid()), hidden.dtype)
+    return cast(normed.mul_(gate.unflatten(-1, hidden.shape[1:])), hidden.dtype)

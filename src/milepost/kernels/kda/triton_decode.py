@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.activations import sigmoid, softplus
+from milepost.kernels.activations import sigmoid
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import num_sms
 from milepost.kernels.gated_delta.triton_decode import suits_hopper
-from milepost.kernels.kda.triton_parts import gated_norm
+from milepost.kernels.gated_delta.triton_parts import advance
+from milepost.kernels.kda.triton_parts import channel_decay, finish_head, unit
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -143,13 +144,10 @@ def _decode(
     b_q, window_q = convolve_one(*args, o_key, is_k, TAPS, BLOCK_TAPS)
     b_k, window_k = convolve_one(*args, size + o_key, is_k, TAPS, BLOCK_TAPS)
     b_v, window_v = convolve_one(*args, 2 * size + o_value, is_v, TAPS, BLOCK_TAPS)
-    b_q *= tl.rsqrt(tl.sum(b_q * b_q) + 1e-6) * HEAD_DIM**-0.5
-    b_k *= tl.rsqrt(tl.sum(b_k * b_k) + 1e-6)
+    b_q, b_k = unit(b_q, b_k, HEAD_DIM)
     beta = sigmoid(tl.load(p_token + 3 * size + i_head))
-    inputs = tl.load(decay_inputs + i_sequence * size + o_key, is_k, 0).to(tl.float32)
-    b_state *= tl.exp(rate * softplus(inputs + bias))[:, None]
-    change = (b_v - tl.sum(b_state * b_k[:, None], 0)) * beta
-    b_state += b_k[:, None] * change[None, :]
+    b_decay = channel_decay(rate, bias, tl.load(decay_inputs + i_sequence * size + o_key, is_k, 0))
+    b_state = advance(b_state, b_k, b_v, beta, b_decay[:, None])
     p_y = y + i_sequence * size
     tl.store(p_y + o_value, tl.sum(b_state * b_q[:, None], 0), is_v)
 
@@ -165,8 +163,5 @@ def _decode(
         tl.store(p_arrivals, 0)
         keep_window(p_conv, window_q, o_key, is_k, TAPS, BLOCK_TAPS)
         keep_window(p_conv, window_k, size + o_key, is_k, TAPS, BLOCK_TAPS)
-        b_o = tl.load(p_y + o_key, is_k, 0)
-        b_norm = tl.load(norm_weight + o_k, is_k, 0)
-        b_gate = tl.load(gate + i_sequence * size + o_key, is_k, 0)
-        b_o = gated_norm(b_o, b_norm, b_gate, norm_eps, HEAD_DIM, 0)
-        tl.store(p_output + o_key, b_o.to(output.dtype.element_ty), is_k)
+        p_gate = gate + i_sequence * size
+        finish_head(p_y, p_gate, p_output, norm_weight, norm_eps, o_k, is_k, o_key, HEAD_DIM)

@@ -12,6 +12,7 @@ groups, N state_size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,8 +26,11 @@ from milepost.kernels.mamba2 import mixer
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
 from milepost.kernels.strides import check_rows, check_slots
+from milepost.kernels.verify_layout import VerifyLayout, lay_out_verifies
 
 __all__ = ["Mamba2Operation", "Mamba2Weights", "choose_chunk", "mix"]
+
+MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows
 
 _CHUNKS = 64, 128
 """Tokens: shorter ones leave more states to write than tokens to read; of longer ones the products
@@ -50,11 +54,13 @@ class Mamba2Operation:
     def __post_init__(self) -> None:
         assert self.chunk <= _CHUNKS[-1], f"a chunk of {self.chunk} tokens outgrows a program"
 
-    def lay_out(self, batch: Batch) -> ChunkLayout | DecodeLayout | MixerRows:
-        """Chunks for the fused kernels, or what they need where every sequence decodes; or rows for
-        the reference."""
+    def lay_out(self, batch: Batch) -> MixerLayout:
+        """Chunks for the fused kernels, or what they need where every sequence decodes or the step
+        may verify; or rows for the reference."""
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=self.chunk)
+        if batch.capacity.num_drafts:
+            return lay_out_verifies(batch, self.chunk, self.num_groups)
         if batch.capacity.decodes:
             return lay_out_decodes(batch.capacity.num_sequences, self.num_groups)
         return chunks.lay_out(
@@ -79,7 +85,8 @@ def mix(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
-    layout: ChunkLayout | DecodeLayout | MixerRows,
+    layout: MixerLayout,
+    records: Tensor | None = None,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them; returns [T, H * P] and
     writes both pools, the states of exports among them.
@@ -88,13 +95,17 @@ def mix(
     [slots, C, J - 1], `recurrent_pool` [slots, H, P, N], `slot_in` and `slot_out` [S] of any
     integer type. Rows of `projected` may be strided, as may a pool's slots be, and nothing else.
 
+    `records` [rows, drafts, C + H] hold, of each draft that a sequence had in its step before, its
+    row of `projected` but for the gates; those of this step's drafts take their place. A state is
+    written as it is behind a sequence's first token, never behind a draft.
+
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
-    padding are zeros.
+    padding are zeros, but for steps that verify, where they hold anything.
     """
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
-        return mixer.mix(projected, weights, *pools, layout)
+        return mixer.mix(projected, weights, *pools, layout, records)
     check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
     check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
     if isinstance(layout, DecodeLayout):
@@ -103,4 +114,16 @@ def mix(
         return triton_decode.decode(projected, weights, *pools, slot_in, slot_out, layout)
     from milepost.kernels.mamba2 import triton_prefill
 
+    if isinstance(layout, VerifyLayout):
+        from milepost.kernels.mamba2 import triton_verify
+
+        assert records is not None, "V1: only mixers that keep records verify"
+        many = layout.prefills
+        if many is None:
+            output = projected.new_empty(len(projected), math.prod(recurrent_pool.shape[1:3]))
+        else:
+            slots = many.slot_in, many.slot_out
+            output = triton_prefill.prefill(projected, weights, *pools, *slots, many.chunks)
+        triton_verify.verify(projected, weights, *pools, layout, records, output)
+        return output
     return triton_prefill.prefill(projected, weights, *pools, slot_in, slot_out, layout)

@@ -5,6 +5,8 @@ Legend: T tokens, C channels, H heads, P head_dim, G groups, N state_size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,8 @@ from torch import Tensor
 from milepost.kernels import conv
 from milepost.kernels.mamba2 import reference
 from milepost.kernels.mamba2.weights import Mamba2Weights
-from milepost.kernels.mixer_rows import MixerRows
-from milepost.kernels.precision import cast
+from milepost.kernels.mixer_rows import MixerRows, PrefillRows, Steps, run
+from milepost.kernels.precision import cast, rows_apart
 
 
 def mix(
@@ -22,32 +24,59 @@ def mix(
     conv_pool: Tensor,
     recurrent_pool: Tensor,
     rows: MixerRows,
+    records: Tensor | None = None,
 ) -> Tensor:
     """See `mamba2.mix`."""
     channels = len(weights.conv)
     _, heads, head_dim, _ = recurrent_pool.shape
-    gate, mixed, steps = projected.split((heads * head_dim, channels, heads), -1)
-    # Bounded where a sequence decodes too: a state must not depend on who made it.
-    steps = F.softplus(cast(steps, weights.rate.dtype) + weights.dt_bias).clamp_(*weights.dt_limit)
-    small = weights.rate, weights.skip, recurrent_pool
-    parts, num_decodes = [], len(rows.slot_in)
-    if num_decodes:
-        own = slice(num_decodes)
-        slots = rows.slot_in, rows.slot_out
-        inputs = conv.decode(mixed[own], weights.conv, weights.conv_bias, conv_pool, *slots)
-        x, b, c = _split(inputs, recurrent_pool)
-        parts.append(reference.decode(x, b, c, steps[own], *small, *slots))
-    if rows.prefills is not None:
-        own, many = slice(num_decodes, None), rows.prefills
-        slots = many.slot_in, many.slot_out
-        inputs = conv.prefill(
-            mixed[own], weights.conv, weights.conv_bias, conv_pool, *slots, many.windows
-        )
-        x, b, c = _split(inputs, recurrent_pool)
-        parts.append(reference.prefill(x, b, c, steps[own], *small, *slots, many.chunks))
-    output = parts[0] if len(parts) == 1 else torch.cat(parts)
+    gate, *inputs = projected.split((heads * head_dim, channels, heads), -1)
+    steps = Steps(
+        prepare=partial(_prepare, weights),
+        decode=partial(_decode, weights),
+        prefill=partial(_prefill, weights),
+    )
+    output = run(steps, inputs, (conv_pool, recurrent_pool), rows, records)
     groups = (channels - heads * head_dim) // (2 * recurrent_pool.shape[-1])
     return cast(gated_norm(output.flatten(1), gate, weights, groups), projected.dtype)
+
+
+def _prepare(weights: Mamba2Weights, mixed: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """What the convolution takes, and time steps [T, H]. These are bounded where a sequence decodes
+    too: a state must not depend on who made it."""
+    rate = weights.rate
+    wide = torch.add(inputs, weights.dt_bias, out=rows_apart(rate, len(inputs), len(rate)))
+    return mixed, F.softplus(wide).clamp_(*weights.dt_limit)
+
+
+def _decode(
+    weights: Mamba2Weights,
+    mixed: Tensor,
+    steps: Tensor,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    slot_in: Tensor,
+    slot_out: Tensor,
+) -> Tensor:
+    """One token a sequence; [D, H, P] before the norm."""
+    slots = slot_in, slot_out
+    inputs = conv.decode(mixed, weights.conv, weights.conv_bias, conv_pool, *slots)
+    small = weights.rate, weights.skip, recurrent_pool
+    return reference.decode(*_split(inputs, recurrent_pool), steps, *small, *slots)
+
+
+def _prefill(
+    weights: Mamba2Weights,
+    mixed: Tensor,
+    steps: Tensor,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    rows: PrefillRows,
+) -> Tensor:
+    """Many tokens a sequence; [T, H, P] before the norm."""
+    slots, convolution = (rows.slot_in, rows.slot_out), (weights.conv, weights.conv_bias)
+    inputs = conv.prefill(mixed, *convolution, conv_pool, *slots, rows.windows)
+    small = weights.rate, weights.skip, recurrent_pool
+    return reference.prefill(*_split(inputs, recurrent_pool), steps, *small, *slots, rows.chunks)
 
 
 def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor, Tensor]:

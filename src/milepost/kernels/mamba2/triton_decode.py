@@ -19,8 +19,8 @@ from torch import Tensor
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import num_sms, runs_gluon
-from milepost.kernels.mamba2.triton_norm import gated_norm
-from milepost.kernels.mamba2.triton_parts import time_step
+from milepost.kernels.mamba2.triton_norm import finish_group
+from milepost.kernels.mamba2.triton_parts import advance, time_step
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -54,10 +54,7 @@ def decode(
     pad = triton.next_power_of_2
     y = projected.new_empty(num_sequences, inner, dtype=torch.float32)
     output = projected.new_empty(num_sequences, inner)
-    each = _HEADS
-    are_few = heads * num_sequences < _FEW_PROGRAMS * num_sms(projected.device)
-    if are_few or heads // groups % each:
-        each = 1
+    each = choose_heads(heads, groups, num_sequences, projected.device)
     _decode[(heads // each, num_sequences)](
         projected,
         projected.stride(0),
@@ -90,10 +87,22 @@ def decode(
         BLOCK_K=pad(state_size),
         BLOCK_W=pad(inner // groups),
         EARLY=heads // each * num_sequences <= num_sms(projected.device),
-        num_warps=min(16, max(_WARPS, pad(head_dim) * pad(state_size) // _ENTRIES) * each),
+        num_warps=choose_warps(head_dim, state_size, each),
         **OVERLAPPED,
     )
     return output
+
+
+def choose_heads(heads: int, groups: int, num_sequences: int, device: torch.device) -> int:
+    """Heads of a program."""
+    are_few = heads * num_sequences < _FEW_PROGRAMS * num_sms(device)
+    return 1 if are_few or heads // groups % _HEADS else _HEADS
+
+
+def choose_warps(head_dim: int, state_size: int, num_heads: int) -> int:
+    """Warps of a program of so many heads."""
+    entries = triton.next_power_of_2(head_dim) * triton.next_power_of_2(state_size)
+    return min(16, max(_WARPS, entries // _ENTRIES) * num_heads)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_in", "slot_out", "arrivals"])
@@ -166,8 +175,7 @@ def _decode(
     b_c, window_c = convolve_one(*args, first_c + o_k, is_k, TAPS, BLOCK_TAPS)
     inputs = tl.load(p_token + 2 * inner + 2 * GROUPS * STATE_SIZE + heads, is_p, 0)
     step = time_step(inputs, tl.load(dt_bias + heads, is_p, 0), dt_low, dt_high)
-    b_state = b_state * tl.exp(step * tl.load(rate + heads, is_p, 0))[:, None]
-    b_state += (step * b_x)[:, None] * b_b[None, :]
+    b_state = advance(b_state, b_x, b_b, step, tl.load(rate + heads, is_p, 0))
     b_y = tl.sum(b_state * b_c[None, :], 1) + tl.load(skip + heads, is_p, 0) * b_x
     tl.store(y + i_sequence * inner + o_x, b_y, is_p)
 
@@ -183,13 +191,5 @@ def _decode(
         tl.store(p_arrivals, 0)
         keep_window(p_conv, window_b, first_b + o_k, is_k, TAPS, BLOCK_TAPS)
         keep_window(p_conv, window_c, first_c + o_k, is_k, TAPS, BLOCK_TAPS)
-        width: tl.constexpr = inner // GROUPS
-        column = tl.arange(0, BLOCK_W)
-        o_w, is_w = i_group * width + column, column < width
-        b_w = None
-        if norm_weight is not None:
-            b_w = tl.load(norm_weight + o_w, is_w, 0)
-        b_gate = tl.load(p_token + o_w, is_w, 0)
-        b_group = tl.load(y + i_sequence * inner + o_w, is_w, 0)
-        b_group = gated_norm(b_group, b_gate, b_w, norm_eps, BEFORE_GATE, width, 0)
-        tl.store(p_output + o_w, b_group.to(output.dtype.element_ty), is_w)
+        token = y + i_sequence * inner, p_token, p_output, norm_weight, norm_eps
+        finish_group(*token, i_group, BEFORE_GATE, inner // GROUPS, BLOCK_W)

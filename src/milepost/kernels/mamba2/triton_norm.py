@@ -30,6 +30,30 @@ def gated_norm(
 
 
 @triton.jit
+def finish_group(
+    y,
+    gate,
+    output,
+    weight,
+    eps,
+    group,
+    BEFORE_GATE: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gate and norm what all programs of a group have read of a token."""
+    column = tl.arange(0, BLOCK)
+    o_w, is_w = group * W + column, column < W
+    b_w = None
+    if weight is not None:
+        b_w = tl.load(weight + o_w, is_w, 0)
+    b_gate = tl.load(gate + o_w, is_w, 0)
+    b_y = tl.load(y + o_w, is_w, 0)
+    b_y = gated_norm(b_y, b_gate, b_w, eps, BEFORE_GATE, W, 0)
+    tl.store(output + o_w, b_y.to(output.dtype.element_ty), is_w)
+
+
+@triton.jit
 def norm(
     y,
     projected,
@@ -55,9 +79,9 @@ def norm(
     b_weight = None
     if weight is not None:
         b_weight = tl.load(weight + i_group * W + column, is_column, 0)[None, :]
-    num_real = tl.load(sequence_begin + num_sequences)
+    begin, end = tl.load(sequence_begin), tl.load(sequence_begin + num_sequences)
     wait_for_inputs()
-    is_real = (token < num_real)[:, None] & is_column[None, :]
+    is_real = ((token >= begin) & (token < end))[:, None] & is_column[None, :]
     at = i_group * W + column[None, :]
     row = token.to(tl.int64)[:, None]
     b_y = tl.load(y + row * (GROUPS * W) + at, is_real, 0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of Mamba2 share: time steps."""
+"""What the Triton kernels of Mamba2 share: time steps, the recurrence of decodes."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def time_step(inputs, bias, low, high):
     wide = softplus(inputs.to(tl.float32) + bias)
     wide = tl.maximum(wide, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(wide, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def advance(state, x, b, time_step, rate):
+    """States [P, K] behind a token, float32; all but `b` [K] are [P]."""
+    state = state * tl.exp(time_step * rate)[:, None]
+    return state + (time_step * x)[:, None] * b[None, :]

@@ -64,7 +64,7 @@ def attend(
 def _decode(query: Tensor, size: int, keys: Tensor, rows: Decodes, scale: float) -> Tensor:
     """`query` [D, H, E] and `keys` [D * L, E], returns [D, H, R]: heads stand where more queries
     would."""
-    keys = keys.view(len(query), 1, -1, keys.shape[-1])
+    keys = keys.view(len(query), 1, rows.mask.shape[-1], keys.shape[-1])
     attended = F.scaled_dot_product_attention(
         query[:, None], keys, keys[..., :size], attn_mask=rows.mask, scale=scale
     )

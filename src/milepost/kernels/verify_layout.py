@@ -1,4 +1,5 @@
-"""What Gated DeltaNet's fused kernels need to know of a step that may verify.
+"""What the fused kernels of token mixers with states in slots need to know of a step that may
+verify.
 
 Legend: S sequences, with their capacity.
 """
@@ -12,6 +13,10 @@ import numpy as np
 from milepost.kernels import chunks
 from milepost.kernels.batch import Batch
 from milepost.kernels.chunks import Array, ChunkLayout
+from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
+
+UNSPECIALISED = [*chunks.UNSPECIALISED, "begin", "length", "fold", "row", "arrivals"]
+"""Arrays that begin anywhere in a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +46,20 @@ class VerifyLayout:
     """[S]"""
     slot_out: Array
     """[S], -1 for padding."""
+    decodes: DecodeLayout | None
+    """Of programs that finish for others, as those of decodes do."""
     prefills: PrefillLayout | None
     """None where every sequence decodes."""
 
+    @property
+    def sequences(self) -> tuple[Array, ...]:
+        """As kernels take them."""
+        return self.begin, self.length, self.fold, self.row, self.slot_in, self.slot_out
 
-def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:
-    """Decodes of any length, and chunks for the others."""
+
+def lay_out_verifies(batch: Batch, chunk: int, num_groups: int = 0) -> VerifyLayout:
+    """Decodes of any length, in so many groups of programs that wait for one another, and chunks
+    for the others."""
     own, num = slice(batch.num_decodes), batch.capacity.num_sequences
     lengths = batch.lengths[own]
     return VerifyLayout(
@@ -56,6 +69,7 @@ def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:
         row=_padded(batch.record_rows[own], num, 0),
         slot_in=_padded(batch.slot_in[own], num, 0),
         slot_out=_padded(batch.slot_out[own], num, -1),
+        decodes=lay_out_decodes(num, num_groups) if num_groups else None,
         prefills=None if batch.capacity.decodes else _lay_out_prefills(batch, chunk),
     )
 
