@@ -11,6 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.moe.grouping import Groups
+from milepost.kernels.moe.triton_parts import find_tile, load_routed, spread_rows
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.tiles import Tiles
 
@@ -92,12 +93,10 @@ def _up_kernel(
     let_next_start()
     wait_for_inputs()
     TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
-    block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert = tl.load(blocks + block)
+    expert, block, tile = find_tile(blocks, TILES)
     if expert < 0:
         return
-    o_m = tl.load(blocks + capacity + block) + tl.arange(0, BLOCK_M)
-    is_row = o_m < tl.load(blocks + 2 * capacity + block)
+    _first_row, o_m, is_row = spread_rows(blocks, capacity, block, BLOCK_M)
     # Rows beyond the expert's read token 0 and outputs beyond the last wrap: neither is stored.
     token = tl.load(order + o_m, mask=is_row, other=0) // TOP_K
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -173,15 +172,11 @@ def _down_kernel(
     let_next_start()
     wait_for_inputs()
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
-    block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert = tl.load(blocks + block)
+    expert, block, tile = find_tile(blocks, TILES)
     if expert < 0:
         return
-    first_row = tl.load(blocks + capacity + block)
-    o_m = first_row + tl.arange(0, BLOCK_M)
-    is_row = o_m < tl.load(blocks + 2 * capacity + block)
-    routed = tl.load(order + o_m, mask=is_row, other=0)
-    weight = tl.load(weights + routed, mask=is_row, other=0.0).to(tl.float32)
+    first_row, o_m, is_row = spread_rows(blocks, capacity, block, BLOCK_M)
+    routed, weight = load_routed(order, weights, o_m, is_row)
     o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
     # Rows beyond the expert's repeat its first and outputs beyond the last wrap: neither is stored.

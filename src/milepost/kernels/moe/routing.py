@@ -92,6 +92,23 @@ def _logits_of(keys, dtype: tl.constexpr):
 
 
 @triton.jit
+def _source(token, num_real):
+    """The token whose logits are read: padding repeats the last."""
+    source = token
+    if num_real is not None:
+        source = tl.maximum(tl.minimum(token, tl.load(num_real) - 1), 0)
+    return source
+
+
+@triton.jit
+def _store(weights, experts, token, place, shares, chosen, WIDTH: tl.constexpr):
+    """A token's experts and their weights."""
+    target = token * WIDTH + place
+    tl.store(weights + target, shares.to(weights.dtype.element_ty), mask=place < WIDTH)
+    tl.store(experts + target, chosen, mask=place < WIDTH)
+
+
+@triton.jit
 def _route_kernel(
     logits,
     num_real,
@@ -110,9 +127,7 @@ def _route_kernel(
     let_next_start()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     token = tl.program_id(0)
-    source = token
-    if num_real is not None:
-        source = tl.maximum(tl.minimum(token, tl.load(num_real) - 1), 0)
+    source = _source(token, num_real)
     wait_for_inputs()
     column = tl.arange(0, COLUMNS)
     is_expert = column < EXPERTS
@@ -151,9 +166,7 @@ def _route_kernel(
         gate = _add_up(row + EXPERTS, part_stride, None, dtype, PARTS)
         shares = tl.where(is_chosen, shares, tl.sigmoid(gate))
         best_experts = tl.where(is_chosen, best_experts, EXPERTS + place - CHOSEN)
-    target = token * WIDTH + place
-    tl.store(weights + target, shares.to(dtype), mask=place < WIDTH)
-    tl.store(experts + target, best_experts, mask=place < WIDTH)
+    _store(weights, experts, token, place, shares, best_experts, WIDTH)
 
 
 @triton.jit(do_not_specialize=["norm_eps", "scale"])
@@ -182,9 +195,7 @@ def _route_scores_kernel(
     let_next_start()
     WIDTH: tl.constexpr = CHOSEN + SHARED
     token = tl.program_id(0)
-    source = token
-    if num_real is not None:
-        source = tl.maximum(tl.minimum(token, tl.load(num_real) - 1), 0)
+    source = _source(token, num_real)
     column = tl.arange(0, COLUMNS)
     is_expert = column < EXPERTS
     corrections = tl.zeros([COLUMNS], tl.float32)
@@ -223,9 +234,7 @@ def _route_scores_kernel(
             gate = tl.sigmoid(_add_up(row + EXPERTS, part_stride, None, rounded, PARTS))
         shares = tl.where(place < CHOSEN, shares, gate)
         best_experts = tl.where(place < CHOSEN, best_experts, EXPERTS + place - CHOSEN)
-    target = token * WIDTH + place
-    tl.store(weights + target, shares.to(weights.dtype.element_ty), mask=place < WIDTH)
-    tl.store(experts + target, best_experts, mask=place < WIDTH)
+    _store(weights, experts, token, place, shares, best_experts, WIDTH)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from milepost.kernels.device import num_sms, probe
 from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.moe.grouping import Groups
+from milepost.kernels.moe.triton_parts import find_rows, find_tile, load_routed
 
 BLOCK_M = 128
 _BLOCK_N = 128
@@ -84,12 +85,10 @@ def _up_kernel(
     BLOCK_K: tl.constexpr,
 ):
     TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
-    block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert = tl.load(blocks + block)
+    expert, block, tile = find_tile(blocks, TILES)
     if expert < 0:
         return
-    first_row = tl.load(blocks + capacity + block)
-    end = tl.load(blocks + 2 * capacity + block)
+    first_row, end = find_rows(blocks, capacity, block)
     # fmt: off
     # An expert's last block is often less than half full: then half the rows are multiplied.
     if end - first_row <= BLOCK_M // 2:
@@ -191,8 +190,7 @@ def _down_kernel(
     for index in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         block, tile = index // TILES, index % TILES
         expert = tl.load(blocks + block)
-        first_row = tl.load(blocks + capacity + block)
-        end = tl.load(blocks + 2 * capacity + block)
+        first_row, end = find_rows(blocks, capacity, block)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for i_k in range(0, SIZE, BLOCK_K):
             b_x = active.load([first_row, i_k])
@@ -201,8 +199,7 @@ def _down_kernel(
         o_m = first_row + tl.arange(0, BLOCK_M)
         is_row = o_m < end
         o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        routed = tl.load(order + o_m, mask=is_row, other=0)
-        weight = tl.load(weights + routed, mask=is_row, other=0.0).to(tl.float32)
+        routed, weight = load_routed(order, weights, o_m, is_row)
         b_o = (acc * weight[:, None]).to(partials.dtype.element_ty)
         target = partials + routed.to(tl.int64)[:, None] * OUTPUTS + o_n[None, :]
         tl.store(target, b_o, mask=is_row[:, None])

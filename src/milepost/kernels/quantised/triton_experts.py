@@ -13,6 +13,7 @@ from torch import Tensor
 from milepost.kernels.device import Chip
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
+from milepost.kernels.moe.triton_parts import find_rows
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import Quantised
 from milepost.kernels.quantised.triton_rounding import readable
@@ -22,6 +23,7 @@ from milepost.kernels.quantised.triton_step import (
     constants,
     input_scales,
     load_scales,
+    multiply,
     operands,
     pitch,
     whole_scale,
@@ -85,8 +87,8 @@ def _find(order, blocks, capacity, block):
     if order is None:
         return expert, block, block + 1
     else:
-        first_row = tl.load(blocks + capacity + block)
-        return expert, first_row, tl.load(blocks + 2 * capacity + block)
+        first_row, end = find_rows(blocks, capacity, block)
+        return expert, first_row, end
 
 
 @triton.jit
@@ -155,6 +157,38 @@ def _up_kernel(
     p_up_scale = scales + first_scale + up_row // SCALE_ROWS * DEPTHS
     p_gate_zero = None if zeros is None else zeros + first_scale + gate_row * DEPTHS
     p_up_zero = None if zeros is None else zeros + first_scale + up_row * DEPTHS
+    b_gate, b_up = _multiply_both(
+        p_x, p_gate, p_gate_scale, p_gate_zero, p_up, p_up_scale, p_up_zero,
+        p_row_scale, input_scale, num_tokens, INPUTS, GATED,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP, BLOCK_SCALES, NATIVE,
+    )  # fmt: skip
+    b_o = tl.trans(activate(b_up, b_gate, GATED)).to(active.dtype.element_ty)
+    mask = is_row[:, None] & (o_n < SIZE)[None, :]
+    tl.store(active + o_m.to(tl.int64)[:, None] * SIZE + o_n[None, :], b_o, mask=mask)
+
+
+@triton.jit
+def _multiply_both(
+    p_x,
+    p_gate,
+    p_gate_scale,
+    p_gate_zero,
+    p_up,
+    p_up_scale,
+    p_up_zero,
+    p_row_scale,
+    input_scale,
+    num_tokens,
+    INPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Tiles [N, M] of the products of the gates, if GATED, and of the up rows, as `multiply`."""
     b_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     b_up = b_gate
     gate_scale, gate_zero, _ = load_scales(
@@ -176,12 +210,12 @@ def _up_kernel(
             b_gate = add_step(
                 b_gate, p_x, input_scale, p_gate, p_gate_scale, p_gate_zero,
                 gate_scale, gate_zero, row_scale, i_k,
-                BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
+                BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, p_row_scale is not None,
             )  # fmt: skip
             gate_scale, gate_zero = next_gate_scale, next_gate_zero
         b_up = add_step(
             b_up, p_x, input_scale, p_up, p_up_scale, p_up_zero, up_scale, up_zero, row_scale, i_k,
-            BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
+            BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, p_row_scale is not None,
         )  # fmt: skip
         up_scale, up_zero, row_scale = next_up_scale, next_up_zero, next_row_scale
     if GROUP == 0 and not BLOCK_SCALES:
@@ -191,9 +225,7 @@ def _up_kernel(
     if not NATIVE:
         b_gate *= 65536.0
         b_up *= 65536.0
-    b_o = tl.trans(activate(b_up, b_gate, GATED)).to(active.dtype.element_ty)
-    mask = is_row[:, None] & (o_n < SIZE)[None, :]
-    tl.store(active + o_m.to(tl.int64)[:, None] * SIZE + o_n[None, :], b_o, mask=mask)
+    return b_gate, b_up
 
 
 def project_down(
@@ -282,24 +314,10 @@ def _down_kernel(
     first_scale = expert * ((OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS * DEPTHS)
     p_scale = scales + first_scale + column // SCALE_ROWS * DEPTHS
     p_zero = None if zeros is None else zeros + first_scale + column * DEPTHS
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    scale, zero, row_scale = load_scales(
-        p_scale, p_zero, p_row_scale, num_rows, 0, SIZE, BLOCK_K, GROUP, BLOCK_SCALES
-    )
-    for i_k in range(0, SIZE, BLOCK_K):
-        next_scale, next_zero, next_row_scale = load_scales(
-            p_scale, p_zero, p_row_scale, num_rows, i_k + BLOCK_K,
-            SIZE, BLOCK_K, GROUP, BLOCK_SCALES,
-        )  # fmt: skip
-        acc = add_step(
-            acc, p_x, input_scale, p_w, p_scale, p_zero, scale, zero, row_scale, i_k,
-            BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
-        )  # fmt: skip
-        scale, zero, row_scale = next_scale, next_zero, next_row_scale
-    if GROUP == 0 and not BLOCK_SCALES:
-        acc *= tl.load(p_scale)[:, None] * whole_scale(p_row_scale, input_scale)
-    if not NATIVE:
-        acc *= 65536.0
+    acc = multiply(
+        p_x, p_w, p_scale, p_zero, p_row_scale, input_scale, num_rows, 0, 0, SIZE,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP, BLOCK_SCALES, NATIVE,
+    )  # fmt: skip
     routed = _routed(order, o_m, is_row)
     share = tl.load(shares + routed, mask=is_row, other=0.0).to(tl.float32)
     b_o = (tl.trans(acc) * share[:, None]).to(partials.dtype.element_ty)

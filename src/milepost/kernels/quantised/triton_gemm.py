@@ -14,14 +14,12 @@ from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import Quantised
 from milepost.kernels.quantised.triton_rounding import readable
 from milepost.kernels.quantised.triton_step import (
-    add_step,
     columns,
     constants,
     input_scales,
-    load_scales,
+    multiply,
     operands,
     pitch,
-    whole_scale,
 )
 from milepost.kernels.tiles import Tiles
 
@@ -116,24 +114,10 @@ def _gemm_kernel(
     p_row_scale = None if row_scales is None else row_scales + row
     static_scale = None if input_scale is None else tl.load(input_scale)
     wait_for_inputs()
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    scale, zero, row_scale = load_scales(
-        p_scale, p_zero, p_row_scale, num_rows, first, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
-    )
-    for i_k in range(first, tl.minimum(first + SHARE, INPUTS), BLOCK_K):
-        next_scale, next_zero, next_row_scale = load_scales(
-            p_scale, p_zero, p_row_scale, num_rows, i_k + BLOCK_K,
-            INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
-        )  # fmt: skip
-        acc = add_step(
-            acc, p_x, static_scale, p_w, p_scale, p_zero, scale, zero, row_scale, i_k,
-            BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, row_scales is not None,
-        )  # fmt: skip
-        scale, zero, row_scale = next_scale, next_zero, next_row_scale
-    if GROUP == 0 and not BLOCK_SCALES:
-        acc *= tl.load(p_scale)[:, None] * whole_scale(p_row_scale, static_scale)
-    if not NATIVE:
-        acc *= 65536.0
+    acc = multiply(
+        p_x, p_w, p_scale, p_zero, p_row_scale, static_scale, num_rows,
+        first, SHARE, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, BLOCK_SCALES, NATIVE,
+    )  # fmt: skip
     if bias is not None:
         b_bias = tl.load(bias + column, mask=(o_n < OUTPUTS) & (split == 0), other=0.0)
         acc += b_bias.to(tl.float32)[:, None]

@@ -100,6 +100,51 @@ def load_scales(
 
 
 @triton.jit
+def multiply(
+    p_x,
+    p_w,
+    p_scale,
+    p_zero,
+    p_row_scale,
+    input_scale,
+    num_rows,
+    first,
+    SHARE: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """A tile [N, M] of the product of weights and rows, over SHARE inputs from `first` on, or all
+    of them if that is 0 (see `add_step`)."""
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    scale, zero, row_scale = load_scales(
+        p_scale, p_zero, p_row_scale, num_rows, first, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
+    )
+    stop = INPUTS
+    if SHARE:
+        stop = tl.minimum(first + SHARE, INPUTS)
+    for i_k in range(first, stop, BLOCK_K):
+        next_scale, next_zero, next_row_scale = load_scales(
+            p_scale, p_zero, p_row_scale, num_rows, i_k + BLOCK_K,
+            INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
+        )  # fmt: skip
+        acc = add_step(
+            acc, p_x, input_scale, p_w, p_scale, p_zero, scale, zero, row_scale, i_k,
+            BLOCK_K, GROUP, BLOCK_SCALES, NATIVE, p_row_scale is not None,
+        )  # fmt: skip
+        scale, zero, row_scale = next_scale, next_zero, next_row_scale
+    if GROUP == 0 and not BLOCK_SCALES:
+        acc *= tl.load(p_scale)[:, None] * whole_scale(p_row_scale, input_scale)
+    if not NATIVE:
+        acc *= 65536.0
+    return acc
+
+
+@triton.jit
 def add_step(
     acc,
     p_x,

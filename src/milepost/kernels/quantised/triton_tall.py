@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from milepost.kernels.device import Chip
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
+from milepost.kernels.moe.triton_parts import find_rows, find_tile, spread_rows
 from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
 from milepost.kernels.quantised.triton_rounding import readable, scale_of
 from milepost.kernels.triton_float8 import decode, encode
@@ -109,12 +110,10 @@ def _up_kernel(
     IS_BFLOAT: tl.constexpr,
 ):
     TILES: tl.constexpr = SIZE // BLOCK
-    block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    expert = tl.load(blocks + block)
+    expert, block, tile = find_tile(blocks, TILES)
     if expert < 0:
         return
-    first_row = tl.load(blocks + capacity + block)
-    end = tl.load(blocks + 2 * capacity + block)
+    first_row, end = find_rows(blocks, capacity, block)
     # fmt: off
     # An expert's last block is often less than half full: then half the rows are multiplied.
     if end - first_row <= BLOCK_M // 2:
@@ -254,9 +253,7 @@ def _down_kernel(
     for index in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         block, tile = index // TILES, index % TILES
         expert = tl.load(blocks + block)
-        first_row = tl.load(blocks + capacity + block)
-        o_m = first_row + tl.arange(0, BLOCK_M)
-        is_row = o_m < tl.load(blocks + 2 * capacity + block)
+        first_row, o_m, is_row = spread_rows(blocks, capacity, block, BLOCK_M)
         column = expert * OUTPUTS + tile * BLOCK
         p_scale = scales + (column // BLOCK).to(tl.int64) * DEPTHS
         acc = tl.zeros([BLOCK_M, BLOCK], tl.float32)

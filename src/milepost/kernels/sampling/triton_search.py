@@ -123,6 +123,15 @@ def _second_interval(first_sums, sums, target):
     return start, _second_bound(low, high, number), below
 
 
+@triton.jit
+def _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK: tl.constexpr):
+    """A row's logits in a block of the vocabulary, and their distances."""
+    o_v = i_b * BLOCK + tl.arange(0, BLOCK)
+    source = adjusted + i_r * vocab_size + o_v
+    x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
+    return x, distance_of(x, top, temperature)
+
+
 @triton.jit(do_not_specialize=["first"])
 def _narrow_kernel(
     adjusted,
@@ -151,10 +160,7 @@ def _narrow_kernel(
             low, high = _first_interval(first_sums, target)
         best = tl.load(tops + i_r * tl.num_programs(0) + i_b)
         if distance_of(best, top, temperature) < high:
-            o_v = i_b * BLOCK + tl.arange(0, BLOCK)
-            source = adjusted + i_r * vocab_size + o_v
-            x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
-            distance = distance_of(x, top, temperature)
+            _x, distance = _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK)
             weight = _weight(distance, top_k, floor)
             numbers = tl.arange(0, NUM_BOUNDS)
             below = tl.zeros([NUM_BOUNDS], tl.int64)
@@ -195,10 +201,7 @@ def _collect_kernel(
         low, high, _ = _second_interval(first_sums, second_sums, target)
         best = tl.load(tops + i_r * tl.num_programs(0) + i_b)
         if distance_of(best, top, temperature) < high:
-            o_v = i_b * BLOCK + tl.arange(0, BLOCK)
-            source = adjusted + i_r * vocab_size + o_v
-            x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
-            distance = distance_of(x, top, temperature)
+            x, distance = _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK)
             is_inside = (distance >= low) & (distance < high)
             is_listed = tl.where(top_k > 0, distance < high, is_inside)
             number = tl.sum(is_listed.to(tl.int32), 0)
