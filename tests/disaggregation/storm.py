@@ -26,13 +26,14 @@ from tests.disaggregation.fleet import ONE_TOKEN, PREFILL, Fleet, open_engine, r
 from tests.engines import Tiny, greedy, tokens
 
 
-def open_storm(tiny: Tiny, transport: str, at_once: int) -> list[Engine]:
+def open_storm(tiny: Tiny, transport: str, at_once: int, **changes: Any) -> list[Engine]:
     """Two engines with room for so many transfers."""
     options = {
         "num_pages": 6 * at_once,
         "num_slots": 3 * at_once,
         "max_num_seqs": at_once,
         "extra": {"timeout_s": 5.0, "max_transfers": at_once},
+        **changes,
     }
     return [open_engine(tiny.folder, transport, **options) for _ in range(2)]
 

@@ -343,6 +343,13 @@ def test_an_address_that_cannot_be_had_is_one_error():
         )
 
 
+def test_a_backend_that_there_is_none_of_is_one_error(tiny, transport):
+    if transport != "nixl":
+        pytest.skip("the socket has none")
+    with pytest.raises(ConfigError, match=r"backends=\['NOPE'\]"):
+        open_engine(tiny.folder, transport, extra={"backends": ["NOPE"]})
+
+
 def test_memory_is_read_where_engines_are_reached(tiny):
     """Over TCP at the engine's own address, as what engines say to each other."""
     engine = open_engine(tiny.folder, "socket", ip="127.0.0.2")

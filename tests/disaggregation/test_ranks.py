@@ -23,12 +23,13 @@ from milepost.engine import rank_process, setup
 from milepost.errors import EngineDeadError
 from tests.disaggregation import test_faults, test_transfers
 from tests.disaggregation.fleet import open_engine, running
+from tests.disaggregation.storm import Storm, open_storm
 from tests.disaggregation.test_faults import is_computed, jump
 from tests.disaggregation.test_transfers import output_of, report_of
 from tests.engines import greedy, tokens
 from tests.parallel.team import ThreadTeam
 
-NUM_LOOKS = 20
+NUM_LOOKS = 8
 
 
 @pytest.fixture
@@ -209,6 +210,15 @@ def test_engines_of_one_and_of_two_ranks_are_refused_by_name(tiny, transport, ca
             fleet.check()
             fleet.engines[1].reset_prefix_cache()
             fleet.engines.reverse()
+
+
+@pytest.mark.nightly
+def test_transfers_between_ranks_that_go_wrong_at_random(tiny, transport):
+    with running(*open_storm(tiny, transport, 40, tensor_parallel_size=2)) as fleet:
+        storm = Storm(tiny, fleet, 40, seed=2, num_compared=10)
+        for _ in range(8):
+            storm.round()
+        assert len(storm.counts) == 3
 
 
 def test_ranks_in_processes_until_one_is_killed(tiny, team, monkeypatch):

@@ -37,12 +37,12 @@ class Nixl:
         self._device = memory.device or 0
         # NIXL's own thread for progress takes as much of a core as it gets, idle or not.
         config = api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
-        try:
+        ranges = [(address, size, self._device, "") for address, size in memory.ranges]
+        try:  # one that it does not have is passed over; without any, no memory is registered
             self._agent = api.nixl_agent(name, config)
+            self._registered = self._agent.register_memory(ranges, self._kind)
         except (*self._errors, KeyError) as error:
             raise ConfigError(f"kv_transfer_config: backends={backends}: {error}") from error
-        ranges = [(address, size, self._device, "") for address, size in memory.ranges]
-        self._registered = self._agent.register_memory(ranges, self._kind)
         self._own = self._listed("NIXL_INIT_AGENT", memory.layout)
 
     def enter(self) -> None:
