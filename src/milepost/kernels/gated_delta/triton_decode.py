@@ -126,31 +126,31 @@ def _convolve(
     the head's convolution state on by one input."""
     # The second launch may start, and load what this one doesn't write.
     let_next_start()
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    written = tl.load(slot_out + sequence).to(tl.int64)
+    i_n, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    written = tl.load(slot_out + i_n).to(tl.int64)
     if written < 0:
         return
-    read = tl.load(slot_in + sequence).to(tl.int64)
-    first, size = head_channels(head, KEY_HEADS, KEY_DIM, VALUE_DIM)
-    column = tl.arange(0, BLOCK)
-    channel, is_channel = first + column, column < size
-    tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    at = channel[:, None]
+    read = tl.load(slot_in + i_n).to(tl.int64)
+    first, size = head_channels(i_h, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    o_c = tl.arange(0, BLOCK)
+    o_channel, is_channel = first + o_c, o_c < size
+    o_tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    at = o_channel[:, None]
 
-    state_at = at * (TAPS - 1) + tap
-    was_kept = is_channel[:, None] & (tap < TAPS - 1)
-    window = tl.load(pool + read * slot_stride + state_at, was_kept, 0)
-    newest = tl.load(projected + sequence * projected_stride + channel, is_channel, 0)
-    window = tl.where(tap == TAPS - 1, newest[:, None], window.to(newest.dtype))
-    taps = tl.load(weight + at * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
-    x = silu(tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1))
-    x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 0)
-    tl.store(mixed + sequence * channels + channel, x, is_channel)
+    o_state = at * (TAPS - 1) + o_tap
+    was_kept = is_channel[:, None] & (o_tap < TAPS - 1)
+    b_window = tl.load(pool + read * slot_stride + o_state, was_kept, 0)
+    b_newest = tl.load(projected + i_n * projected_stride + o_channel, is_channel, 0)
+    b_window = tl.where(o_tap == TAPS - 1, b_newest[:, None], b_window.to(b_newest.dtype))
+    b_taps = tl.load(weight + at * TAPS + o_tap, is_channel[:, None] & (o_tap < TAPS), 0)
+    b_x = silu(tl.sum(b_window.to(tl.float32) * b_taps.to(tl.float32), 1))
+    b_x *= unit_scale(b_x, i_h, KEY_HEADS, KEY_DIM, 0)
+    tl.store(mixed + i_n * channels + o_channel, b_x, is_channel)
 
     tl.debug_barrier()
-    is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
-    kept = window.to(pool.dtype.element_ty)
-    tl.store(pool + written * slot_stride + state_at - 1, kept, is_kept)
+    is_kept = is_channel[:, None] & (o_tap > 0) & (o_tap < TAPS)
+    b_kept = b_window.to(pool.dtype.element_ty)
+    tl.store(pool + written * slot_stride + o_state - 1, b_kept, is_kept)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
@@ -177,41 +177,41 @@ def _update(
 ):
     """One value head: its state [K, W] moves on by one token, is read, and the gated norm of what
     was read goes to `output` [D, V * W]."""
-    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
-    is_row, is_column = row < KEY_DIM, column < VALUE_DIM
-    output_at = output + (sequence * VALUE_HEADS + head) * VALUE_DIM + column
-    written = tl.load(slot_out + sequence).to(tl.int64)
+    i_hv, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
+    is_k, is_v = o_k < KEY_DIM, o_v < VALUE_DIM
+    p_o = output + (i_n * VALUE_HEADS + i_hv) * VALUE_DIM + o_v
+    written = tl.load(slot_out + i_n).to(tl.int64)
     if written < 0:
         # Padding waits too: a launch that is nothing else must not end before the one before it.
         wait_for_inputs()
-        tl.store(output_at, tl.zeros([BLOCK_W], output.dtype.element_ty), is_column)
+        tl.store(p_o, tl.zeros([BLOCK_W], output.dtype.element_ty), is_v)
         return
-    state_at = (head * KEY_DIM + row[:, None]) * VALUE_DIM + column[None, :]
-    in_state = is_row[:, None] & is_column[None, :]
-    read = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
-    state = tl.load(read + state_at, in_state, 0)
+    o_h = (i_hv * KEY_DIM + o_k[:, None]) * VALUE_DIM + o_v[None, :]
+    in_h = is_k[:, None] & is_v[None, :]
+    p_read = pool + tl.load(slot_in + i_n).to(tl.int64) * slot_stride
+    b_h = tl.load(p_read + o_h, in_h, 0)
 
-    token = projected + sequence * projected_stride + channels
-    gate = tl.load(token + head * VALUE_DIM + column, is_column, 0)
-    gates = token + VALUE_HEADS * VALUE_DIM + head
-    beta = sigmoid(tl.load(gates))
-    rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
-    decay = tl.exp(log_decay(rate, bias, tl.load(gates + VALUE_HEADS)))
-    weight = tl.load(norm_weight + column, is_column, 0)
+    p_token = projected + i_n * projected_stride + channels
+    b_gate = tl.load(p_token + i_hv * VALUE_DIM + o_v, is_v, 0)
+    p_gates = p_token + VALUE_HEADS * VALUE_DIM + i_hv
+    b_beta = sigmoid(tl.load(p_gates))
+    rate, bias = tl.load(decay_rate + i_hv), tl.load(decay_bias + i_hv)
+    b_decay = tl.exp(log_decay(rate, bias, tl.load(p_gates + VALUE_HEADS)))
+    b_norm = tl.load(norm_weight + o_v, is_v, 0)
     # From here on the first launch has ended.
     wait_for_inputs()
 
-    query_at = mixed + sequence * channels + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
-    query = tl.load(query_at, is_row, 0)
-    key = tl.load(query_at + KEY_HEADS * KEY_DIM, is_row, 0)
-    value_at = mixed + sequence * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
-    value = tl.load(value_at, is_column, 0)
+    p_q = mixed + i_n * channels + (i_hv // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + o_k
+    b_q = tl.load(p_q, is_k, 0)
+    b_k = tl.load(p_q + KEY_HEADS * KEY_DIM, is_k, 0)
+    p_v = mixed + i_n * channels + 2 * KEY_HEADS * KEY_DIM + i_hv * VALUE_DIM + o_v
+    b_v = tl.load(p_v, is_v, 0)
 
-    state = advance(state.to(tl.float32), key, value, beta, decay)
+    b_h = advance(b_h.to(tl.float32), b_k, b_v, b_beta, b_decay)
     tl.debug_barrier()
-    written_at = pool + written * slot_stride + state_at
-    tl.store(written_at, state.to(pool.dtype.element_ty), in_state)
-    x = tl.sum(state * query[:, None], 0)
-    x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 0)
-    tl.store(output_at, x.to(output.dtype.element_ty), is_column)
+    p_h = pool + written * slot_stride + o_h
+    tl.store(p_h, b_h.to(pool.dtype.element_ty), in_h)
+    b_o = tl.sum(b_h * b_q[:, None], 0)
+    b_o = gated_norm(b_o, b_norm, b_gate, norm_eps, VALUE_DIM, 0)
+    tl.store(p_o, b_o.to(output.dtype.element_ty), is_v)

@@ -134,50 +134,50 @@ def _decode_kernel(
     )
     first, stride = work[4], work[5]
 
-    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
-    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
-    scale = gl.load(norm_weight + column)
+    o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    b_norm = gl.load(norm_weight + o_v)
     following = first // KEY_HEADS
     source, target = gl.load(slot_in + following), gl.load(slot_out + following)
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
     number = 0
     for unit in range(first, num_units, stride):
-        sequence, key_head = (unit // KEY_HEADS).to(gl.int64), unit % KEY_HEADS
-        token = projected + sequence * projected_stride
+        i_n, i_h = (unit // KEY_HEADS).to(gl.int64), unit % KEY_HEADS
+        p_token = projected + i_n * projected_stride
         # Everything is asked for before anything is used.
-        inputs = token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
-        query_window = load_window(inputs, key_head, SIZE, TAPS, WINDOW)
-        key_window = load_window(inputs, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
+        inputs = p_token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
+        window_q = load_window(inputs, i_h, SIZE, TAPS, WINDOW)
+        window_k = load_window(inputs, KEY_HEADS + i_h, SIZE, TAPS, WINDOW)
         members = ()
-        for member in gl.static_range(GROUP):
-            head = key_head * GROUP + member
-            window = load_window(inputs, 2 * KEY_HEADS + head, SIZE, TAPS, WINDOW)
-            gate = gl.load(token + CHANNELS + head * SIZE + column)
-            gates = token + CHANNELS + VALUE_HEADS * SIZE + head
-            b_in, a_in = gl.load(gates), gl.load(gates + VALUE_HEADS)
-            rate, bias = gl.load(decay_rate + head), gl.load(decay_bias + head)
-            members += ((window, gate, b_in, a_in, rate, bias),)
+        for i_m in gl.static_range(GROUP):
+            i_hv = i_h * GROUP + i_m
+            window_v = load_window(inputs, 2 * KEY_HEADS + i_hv, SIZE, TAPS, WINDOW)
+            b_gate = gl.load(p_token + CHANNELS + i_hv * SIZE + o_v)
+            p_gates = p_token + CHANNELS + VALUE_HEADS * SIZE + i_hv
+            b_in, a_in = gl.load(p_gates), gl.load(p_gates + VALUE_HEADS)
+            rate, bias = gl.load(decay_rate + i_hv), gl.load(decay_bias + i_hv)
+            members += ((window_v, b_gate, b_in, a_in, rate, bias),)
         is_real = target >= 0
-        kept = conv_pool + target.to(gl.int64) * conv_stride
-        written = pool + target.to(gl.int64) * slot_stride
+        p_conv = conv_pool + target.to(gl.int64) * conv_stride
+        p_state = pool + target.to(gl.int64) * slot_stride
         following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        query, key = unit_vectors(convolve(query_window), convolve(key_window), SIZE)
-        query, key = by_row(query), by_row(key)
-        keep_window(query_window, kept, key_head, is_real, SIZE, TAPS, WINDOW)
-        keep_window(key_window, kept, KEY_HEADS + key_head, is_real, SIZE, TAPS, WINDOW)
-        for member in gl.static_range(GROUP):
-            window, gate, b_in, a_in, rate, bias = members[member]
-            head = key_head * GROUP + member
-            value = gl.convert_layout(convolve(window), gl.SliceLayout(0, STATE))
-            keep_window(window, kept, 2 * KEY_HEADS + head, is_real, SIZE, TAPS, WINDOW)
-            own = query, key, value, sigmoid(b_in), decay_of(a_in, rate, bias)
-            own_target = written, head, row, column, is_real
-            x = pass_token(work, number, own, own_target, KEY_HEADS, GROUP)
+        b_q, b_k = unit_vectors(convolve(window_q), convolve(window_k), SIZE)
+        b_q, b_k = by_row(b_q), by_row(b_k)
+        keep_window(window_q, p_conv, i_h, is_real, SIZE, TAPS, WINDOW)
+        keep_window(window_k, p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS, WINDOW)
+        for i_m in gl.static_range(GROUP):
+            window_v, b_gate, b_in, a_in, rate, bias = members[i_m]
+            i_hv = i_h * GROUP + i_m
+            b_v = gl.convert_layout(convolve(window_v), gl.SliceLayout(0, STATE))
+            keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS, WINDOW)
+            own = b_q, b_k, b_v, sigmoid(b_in), decay_of(a_in, rate, bias)
+            own_target = p_state, i_hv, o_k, o_v, is_real
+            b_o = pass_token(work, number, own, own_target, KEY_HEADS, GROUP)
             number += 1
-            x *= rms_scale(x, norm_eps, SIZE) * scale
-            x = gl.where(is_real, times_silu(x, gate), 0.0)
-            output_at = output + (sequence * VALUE_HEADS + head) * SIZE + column
-            gl.store(output_at, x.to(output.dtype.element_ty))
+            b_o *= rms_scale(b_o, norm_eps, SIZE) * b_norm
+            b_o = gl.where(is_real, times_silu(b_o, b_gate), 0.0)
+            p_o = output + (i_n * VALUE_HEADS + i_hv) * SIZE + o_v
+            gl.store(p_o, b_o.to(output.dtype.element_ty))

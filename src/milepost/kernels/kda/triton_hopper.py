@@ -107,46 +107,46 @@ def _decode_kernel(
     work = begin_work(states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], HEADS, 1, 1)
     first, stride = work[4], work[5]
 
-    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
-    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
-    channel = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))
-    scale = gl.load(norm_weight + column)
+    o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    o_c = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))
+    b_norm = gl.load(norm_weight + o_v)
     following = first // HEADS
     source, target = gl.load(slot_in + following), gl.load(slot_out + following)
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
     for unit in range(first, num_units, stride):
         number = (unit - first) // stride
-        sequence, head = (unit // HEADS).to(gl.int64), unit % HEADS
-        token = projected + sequence * projected_stride
-        first_own = sequence * (HEADS * SIZE) + head * SIZE
+        i_n, i_h = (unit // HEADS).to(gl.int64), unit % HEADS
+        p_token = projected + i_n * projected_stride
+        o_own = i_n * (HEADS * SIZE) + i_h * SIZE
         # Everything is asked for before anything is used.
-        inputs = token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
-        query_window = load_window(inputs, head, SIZE, TAPS, WINDOW)
-        key_window = load_window(inputs, HEADS + head, SIZE, TAPS, WINDOW)
-        value_window = load_window(inputs, 2 * HEADS + head, SIZE, TAPS, WINDOW)
-        wide = gl.load(decay_inputs + first_own + channel).to(gl.float32)
-        wide += gl.load(decay_bias + head * SIZE + channel)
-        rate = gl.load(decay_rate + head)
-        own_gate = gl.load(gate + first_own + column)
-        strength = gl.load(token + 3 * HEADS * SIZE + head)
+        inputs = p_token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
+        window_q = load_window(inputs, i_h, SIZE, TAPS, WINDOW)
+        window_k = load_window(inputs, HEADS + i_h, SIZE, TAPS, WINDOW)
+        window_v = load_window(inputs, 2 * HEADS + i_h, SIZE, TAPS, WINDOW)
+        b_wide = gl.load(decay_inputs + o_own + o_c).to(gl.float32)
+        b_wide += gl.load(decay_bias + i_h * SIZE + o_c)
+        rate = gl.load(decay_rate + i_h)
+        b_gate = gl.load(gate + o_own + o_v)
+        b_in = gl.load(p_token + 3 * HEADS * SIZE + i_h)
         is_real = target >= 0
-        kept = conv_pool + target.to(gl.int64) * conv_stride
-        written = pool + target.to(gl.int64) * slot_stride
+        p_conv = conv_pool + target.to(gl.int64) * conv_stride
+        p_state = pool + target.to(gl.int64) * slot_stride
         following = gl.minimum(unit + stride, num_units - 1) // HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        query, key = unit_vectors(convolve(query_window), convolve(key_window), SIZE)
-        decay = gl.exp(rate * softplus(wide))
-        query, key, decay = by_row(query), by_row(key), by_row(decay)
-        value = gl.convert_layout(convolve(value_window), gl.SliceLayout(0, STATE))
-        keep_window(query_window, kept, head, is_real, SIZE, TAPS, WINDOW)
-        keep_window(key_window, kept, HEADS + head, is_real, SIZE, TAPS, WINDOW)
-        keep_window(value_window, kept, 2 * HEADS + head, is_real, SIZE, TAPS, WINDOW)
-        beta = sigmoid(strength)
+        b_q, b_k = unit_vectors(convolve(window_q), convolve(window_k), SIZE)
+        b_decay = gl.exp(rate * softplus(b_wide))
+        b_q, b_k, b_decay = by_row(b_q), by_row(b_k), by_row(b_decay)
+        b_v = gl.convert_layout(convolve(window_v), gl.SliceLayout(0, STATE))
+        keep_window(window_q, p_conv, i_h, is_real, SIZE, TAPS, WINDOW)
+        keep_window(window_k, p_conv, HEADS + i_h, is_real, SIZE, TAPS, WINDOW)
+        keep_window(window_v, p_conv, 2 * HEADS + i_h, is_real, SIZE, TAPS, WINDOW)
+        b_beta = sigmoid(b_in)
 
-        own = query, key, value, beta, decay
-        x = pass_token(work, number, own, (written, head, row, column, is_real), HEADS, 1)
-        x *= rms_scale(x, norm_eps, SIZE) * scale
-        x = gl.where(is_real, x / (1 + gl.exp(-own_gate.to(gl.float32))), 0.0)
-        gl.store(output + first_own + column, x.to(output.dtype.element_ty))
+        own = b_q, b_k, b_v, b_beta, b_decay
+        b_o = pass_token(work, number, own, (p_state, i_h, o_k, o_v, is_real), HEADS, 1)
+        b_o *= rms_scale(b_o, norm_eps, SIZE) * b_norm
+        b_o = gl.where(is_real, b_o / (1 + gl.exp(-b_gate.to(gl.float32))), 0.0)
+        gl.store(output + o_own + o_v, b_o.to(output.dtype.element_ty))

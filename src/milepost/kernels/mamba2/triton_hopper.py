@@ -154,54 +154,54 @@ def _decode_kernel(
     )
     first, stride = work[4], work[5]
 
-    row = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, _STATE))
-    column = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, _STATE))
-    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, WINDOW))
-    wide_channel = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(1, WINDOW))
+    o_p = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, _STATE))
+    o_k = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, _STATE))
+    o_c = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, WINDOW))
+    o_wide = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(1, WINDOW))
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
     for unit in range(first, num_units, stride):
         number = (unit - first) // stride * EACH
-        sequence, group = (unit // GROUPS).to(gl.int64), unit % GROUPS
-        source = gl.load(slot_in + sequence).to(gl.int64)
-        target = gl.load(slot_out + sequence).to(gl.int64)
+        i_n, i_g = (unit // GROUPS).to(gl.int64), unit % GROUPS
+        source = gl.load(slot_in + i_n).to(gl.int64)
+        target = gl.load(slot_out + i_n).to(gl.int64)
         is_real = target >= 0
-        token = projected + sequence * projected_stride
-        inputs = token + INNER, conv_weight, conv_pool + source * conv_stride
-        kept = conv_pool + target * conv_stride
-        written = pool + target * slot_stride
-        b_window = load_window(inputs, FIRST_B + group, STATE_SIZE, TAPS, WINDOW)
-        c_window = load_window(inputs, FIRST_B + GROUPS + group, STATE_SIZE, TAPS, WINDOW)
-        b = convolve(b_window, _bias_of(conv_bias, INNER, group, STATE_SIZE, wide_channel))
-        bias = _bias_of(conv_bias, INNER, GROUPS + group, STATE_SIZE, wide_channel)
-        c = convolve(c_window, bias)
-        b = gl.convert_layout(b, gl.SliceLayout(0, _STATE))[None, :]
-        c = gl.convert_layout(c, gl.SliceLayout(0, _STATE))[None, :]
-        keep_window(b_window, kept, FIRST_B + group, is_real, STATE_SIZE, TAPS, WINDOW)
-        keep_window(c_window, kept, FIRST_B + GROUPS + group, is_real, STATE_SIZE, TAPS, WINDOW)
+        p_token = projected + i_n * projected_stride
+        inputs = p_token + INNER, conv_weight, conv_pool + source * conv_stride
+        p_conv = conv_pool + target * conv_stride
+        p_state = pool + target * slot_stride
+        window_b = load_window(inputs, FIRST_B + i_g, STATE_SIZE, TAPS, WINDOW)
+        window_c = load_window(inputs, FIRST_B + GROUPS + i_g, STATE_SIZE, TAPS, WINDOW)
+        b_b = convolve(window_b, _bias_of(conv_bias, INNER, i_g, STATE_SIZE, o_wide))
+        bias = _bias_of(conv_bias, INNER, GROUPS + i_g, STATE_SIZE, o_wide)
+        b_c = convolve(window_c, bias)
+        b_b = gl.convert_layout(b_b, gl.SliceLayout(0, _STATE))[None, :]
+        b_c = gl.convert_layout(b_c, gl.SliceLayout(0, _STATE))[None, :]
+        keep_window(window_b, p_conv, FIRST_B + i_g, is_real, STATE_SIZE, TAPS, WINDOW)
+        keep_window(window_c, p_conv, FIRST_B + GROUPS + i_g, is_real, STATE_SIZE, TAPS, WINDOW)
         outputs, squares = (), 0.0
-        for member in gl.static_range(EACH):
-            head = group * EACH + member
-            window = load_window(inputs, head, HEAD_DIM, TAPS, WINDOW)
-            gate = gl.load(token + head * HEAD_DIM + row).to(gl.float32)
-            bias = _bias_of(conv_bias, 0, head, HEAD_DIM, channel)
-            step = _time_step(token + INNER + CHANNELS + head, dt_bias + head, dt_low, dt_high)
-            decay, own_skip = gl.exp(step * gl.load(rate + head)), gl.load(skip + head)
-            x = gl.convert_layout(convolve(window, bias), gl.SliceLayout(1, _STATE))
-            keep_window(window, kept, head, is_real, HEAD_DIM, TAPS, WINDOW)
+        for i_m in gl.static_range(EACH):
+            i_h = i_g * EACH + i_m
+            window_x = load_window(inputs, i_h, HEAD_DIM, TAPS, WINDOW)
+            b_gate = gl.load(p_token + i_h * HEAD_DIM + o_p).to(gl.float32)
+            bias = _bias_of(conv_bias, 0, i_h, HEAD_DIM, o_c)
+            b_step = _time_step(p_token + INNER + CHANNELS + i_h, dt_bias + i_h, dt_low, dt_high)
+            decay, own_skip = gl.exp(b_step * gl.load(rate + i_h)), gl.load(skip + i_h)
+            b_x = gl.convert_layout(convolve(window_x, bias), gl.SliceLayout(1, _STATE))
+            keep_window(window_x, p_conv, i_h, is_real, HEAD_DIM, TAPS, WINDOW)
 
-            state = take(work, number + member, _STATE, _BY_LINE, SHAPE, GROUPS, EACH, decay)
-            state += (x * step)[:, None] * b
-            at = (head * HEAD_DIM + row)[:, None] * STATE_SIZE + column[None, :]
-            gl.store(written + at, state, mask=is_real)
-            y = gl.sum(state * c, 1) + own_skip * x
-            gate = gate / (1 + gl.exp(-gate))
+            b_state = take(work, number + i_m, _STATE, _BY_LINE, SHAPE, GROUPS, EACH, decay)
+            b_state += (b_x * b_step)[:, None] * b_b
+            o_state = (i_h * HEAD_DIM + o_p)[:, None] * STATE_SIZE + o_k[None, :]
+            gl.store(p_state + o_state, b_state, mask=is_real)
+            b_y = gl.sum(b_state * b_c, 1) + own_skip * b_x
+            b_gate = b_gate / (1 + gl.exp(-b_gate))
             if not BEFORE_GATE:
-                y *= gate
-            squares += gl.sum(y * y, 0)
-            outputs += ((y, gate),)
+                b_y *= b_gate
+            squares += gl.sum(b_y * b_y, 0)
+            outputs += ((b_y, b_gate),)
         scale = gl.rsqrt(squares / (EACH * HEAD_DIM) + norm_eps)
-        target = output, sequence, group, row, is_real
+        target = output, i_n, i_g, o_p, is_real
         _store_group(outputs, scale, norm_weight, target, EACH, INNER, BEFORE_GATE)
 
 
