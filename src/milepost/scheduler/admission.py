@@ -117,6 +117,7 @@ class Admission:
         cache: PrefixMemory,
         waiting: Queue,
         running: list[Request],
+        outside: Outside,
         stats: SchedulerStats,
         *,
         max_num_batched_tokens: int,
@@ -125,7 +126,7 @@ class Admission:
         """Seconds that steps have taken so far."""
         self._max_num_batched_tokens = max_num_batched_tokens
         self.in_flight = InFlight(cache.grid)
-        self.outside: Outside | None = None
+        self._outside = outside
         self._stats = stats
         self._cache = cache
         self._waiting = waiting
@@ -180,7 +181,7 @@ class Admission:
 
     def _offer(self, request: Request, match: Match) -> Offer | None:
         """What of a request can come from outside."""
-        offer = self.outside.find(request, match) if self.outside is not None else None
+        offer = self._outside.find(request, match)
         request.offered = offer.position if offer is not None else 0
         return offer
 
@@ -188,8 +189,7 @@ class Admission:
         self, request: Request, match: Match, turn: AdmissionRound, offer: Offer
     ) -> bool:
         """Admit a waiting request that goes on from what a source has; it needs no tokens yet."""
-        outside = self.outside
-        if outside is None or not outside.may_load or offer.position <= match.state_length:
+        if not self._outside.may_load or offer.position <= match.state_length:
             return False
         if self._running and self._waiting.is_blocked(request):
             return False
@@ -197,7 +197,7 @@ class Admission:
             self._waiting.block(request, match)
             return False
         if request.is_loading:
-            outside.begin(request, offer)
+            self._outside.begin(request, offer)
         return True
 
     def close(self, step: Budget, turn: AdmissionRound) -> None:

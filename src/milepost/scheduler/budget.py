@@ -83,12 +83,10 @@ class Budget:
             num_left = max(floor(start + most, self.grid) - start, 0)
         self.give(request, num_left)
 
-    def give_drafts(self, request: Request, most: int) -> None:
-        """Give a request what is left for its drafts."""
-        num_drafts = min(len(request.drafts), most, self.left)
-        if num_drafts > 0:
-            self.num_drafts[request] = num_drafts
-            self.left -= num_drafts
+    def give_drafts(self, request: Request, num_drafts: int) -> None:
+        """Give a request tokens for so many drafts; as many are left."""
+        self.num_drafts[request] = num_drafts
+        self.left -= num_drafts
 
     def give_starved(self, prefills: Iterable[Request]) -> None:
         """Give a grid step to those prefills that have had nothing for too long."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from milepost.cache import Cache, Lost, Match
 from milepost.cache.events import Event
+from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
 
@@ -89,10 +90,12 @@ class Keeper(Protocol):
 
 
 class Outside:
-    """The sources and the keeper of one scheduler, and the requests that load."""
+    """The sources and the keeper of one scheduler, and the requests that load. Most often there
+    are none; where there are, the memory has to be a `Cache`.
+    """
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, memory: PrefixMemory) -> None:
+        self._memory = memory
         self.loading: dict[int, tuple[Request, Offer]] = {}
         """By request number."""
         self.max_loading = MAX_LOADING
@@ -104,6 +107,11 @@ class Outside:
         """What requests, by number, wait to load until others have: it costs a walk over a prompt's
         pages to find out, and is asked for in each step.
         """
+
+    @property
+    def cache(self) -> Cache:
+        assert isinstance(self._memory, Cache), "comparisons have one memory"
+        return self._memory
 
     def add_source(self, source: Source) -> None:
         self._sources[source.name] = source

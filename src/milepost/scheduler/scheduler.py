@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from milepost.cache import Cache
 from milepost.cache.allocation import State
 from milepost.cache.placement import Kind
 from milepost.config import check_budget
@@ -59,10 +58,12 @@ class Scheduler:
         self.waiting = Queue(cache)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
+        self.outside = Outside(cache)
         self._admission = Admission(
             cache,
             self.waiting,
             self.running,
+            self.outside,
             self.stats,
             max_num_batched_tokens=max_num_batched_tokens,
         )
@@ -74,7 +75,6 @@ class Scheduler:
         self._folding: dict[Request, None] = {}
         """Over, but for a step that folds the last tokens into their states."""
         self._steps: deque[StepPlan] = deque()
-        self._outside: Outside | None = None
         self._num_added = 0
         self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
 
@@ -92,17 +92,9 @@ class Scheduler:
         """Requests that wait for what comes from outside, and those that are over but hold what is
         still being written.
         """
-        return len(self._outside.loading) if self._outside is not None else 0
+        return len(self.outside.loading)
 
     # --- outside the device -----------------------------------------------------------------------
-
-    @property
-    def outside(self) -> Outside:
-        """Sources and keepers beyond the device's memory; the cache has to be a `Cache`."""
-        if self._outside is None:
-            assert isinstance(self.cache, Cache), "comparisons have one memory"
-            self._outside = self._admission.outside = Outside(self.cache)
-        return self._outside
 
     def plan_copies(self) -> StepPlan:
         """What a keeper wants copied now that nothing runs; between steps, none of which is in
@@ -184,12 +176,11 @@ class Scheduler:
             return StepPlan(sequences=())
         num_preemptions = self.stats.num_preemptions
         going_on = self._going_on()
-        for request in [request for request in going_on if _grows(request)]:
+        for request in list(filter(_grows, going_on)):
             self._make_room(request)
-        if self.stats.num_preemptions > num_preemptions:
-            going_on = [request for request in going_on if request.allocation is not None]
-            return self._plan(self._share_out(going_on, 0 if self.running else self.max_num_seqs))
-        return self._plan(self._share_out(going_on, self.max_num_seqs))
+        is_short = self.running and self.stats.num_preemptions > num_preemptions
+        going_on = [request for request in going_on if request.allocation is not None]
+        return self._plan(self._share_out(going_on, 0 if is_short else self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step behind `plan`, which is still running: what its requests do next, and whom
@@ -254,12 +245,12 @@ class Scheduler:
         allocation = request.allocation
         assert allocation is not None
         stand = request.drafts_from == request.num_tokens
-        most = request.max_tokens - request.num_output_tokens - 1
         if not stand or allocation.state is not State.READY or self.cache.mode == "all":
             return
-        most = min(most, len(request.drafts), step.left)
-        if most > 0 and self.cache.extend(allocation, allocation.planned + 1 + most):
-            step.give_drafts(request, most)
+        most = request.max_tokens - request.num_output_tokens - 1
+        num_drafts = min(most, len(request.drafts), step.left)
+        if num_drafts > 0 and self.cache.extend(allocation, allocation.planned + 1 + num_drafts):
+            step.give_drafts(request, num_drafts)
 
     def _plan(self, step: Budget) -> StepPlan:
         sequences = [plan_sequence(self.cache, request, 0) for request in self._folding]
@@ -276,7 +267,7 @@ class Scheduler:
             )
             sequences.append(sequence)
             num_exports -= len(sequence.exports)
-        loads = self._outside.take_loads() if self._outside is not None else ()
+        loads = self.outside.take_loads()
         if not sequences and not loads:
             return StepPlan(sequences=())
         sequences.sort(key=place_in_batch)
@@ -284,9 +275,12 @@ class Scheduler:
         if sequences:
             ended, self._ended = tuple(self._ended), []
         moves = self.cache.take_moves()
-        stores = self._outside.take_stores(len(moves)) if self._outside is not None else ()
         plan = StepPlan(
-            sequences=tuple(sequences), moves=moves, ended=ended, stores=stores, loads=loads
+            sequences=tuple(sequences),
+            moves=moves,
+            ended=ended,
+            stores=self.outside.take_stores(len(moves)),
+            loads=loads,
         )
         if sequences:
             self._steps.append(plan)
