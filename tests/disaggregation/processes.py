@@ -36,6 +36,7 @@ class Worker:
 
     def __init__(self, pipe: Connection, folder: Path, transport: str, options: Any) -> None:
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # of other ranks
         self.pipe = pipe
         self.engine = open_engine(folder, transport, **options)
 

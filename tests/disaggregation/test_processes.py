@@ -47,8 +47,10 @@ def test_random_requests_and_engines_that_are_killed(tiny, transport):
             each.close()
 
 
-@pytest.mark.parametrize(("num_engines", "num_ranks"), [(2, 1), (4, 1), (2, 2)])
-def test_a_thousand_random_requests(tiny, tiny_of_two, transport, num_engines, num_ranks):
+@pytest.mark.parametrize(
+    ("num_engines", "num_ranks", "num_requests"), [(2, 1, 1000), (4, 1, 1000), (2, 2, 200)]
+)
+def test_random_requests(tiny, tiny_of_two, transport, num_engines, num_ranks, num_requests):
     """Answers are one engine's, and what moves is what was lacking."""
     if num_ranks > 1:
         tiny = tiny_of_two
@@ -57,9 +59,9 @@ def test_a_thousand_random_requests(tiny, tiny_of_two, transport, num_engines, n
         engines = [Process(tiny.folder, transport, options) for _ in range(num_engines)]
         for each in engines:
             stack.callback(each.close)
-        counts = Traffic(tiny, engines, seed=0).run(1000)
-        assert counts["nothing moved"] > 100
-        assert counts["attention's pages there, the state not"] > 20
-        assert counts["pages too"] > 100
+        counts = Traffic(tiny, engines, seed=0).run(num_requests)
+        assert counts["nothing moved"] > num_requests // 10
+        assert counts["attention's pages there, the state not"] > num_requests // 50
+        assert counts["pages too"] > num_requests // 10
         for each in engines:
             assert each.do("check")[1] == 0, "nothing is held"
