@@ -377,6 +377,95 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "act_bits=8"),
     ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": 8}}, "extra_config.*=8"),
 ]
+_AS_WRITTEN: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "desc_act": False,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "format": "gptq",
+        "method": "gptq",
+        "pack_dtype": "int32",
+        "dynamic": {"-:.*mlp.gate.*": {}},
+        "true_sequential": True,
+        "static_groups": False,
+        "damp_percent": 0.05,
+        "dataset": None,
+        "tokenizer": None,
+        "model_seqlen": 2048,
+        "meta": {"quantizer": ["gptqmodel:4.0"], "mse": 0.0},
+        "act_group_aware": True,
+        "block_name_to_quantize": "model.layers",
+        "exllama_config": {"version": 1},
+        "autoround_version": "0.13.0",
+        "iters": 200,
+        "data_type": "int",
+        "rotation": None,
+    },
+    "awq": {
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+        "backend": "autoawq",
+        "do_fuse": False,
+        "exllama_config": None,
+        "format": "gemm",
+        "fuse_max_seq_len": 2048,
+        "modules_to_fuse": None,
+        "modules_to_not_convert": ["gate"],
+    },
+    "auto-round": {
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+        "act_bits": 16,
+        "packing_format": "auto_round:auto_gptq",
+        "autoround_version": "0.9.0",
+        "iters": 200,
+        "act_data_type": "int",
+        "act_dynamic": True,
+        "act_group_size": 128,
+        "act_sym": True,
+        "amp": True,
+        "batch_size": 8,
+        "enable_quanted_input": False,
+        "lr": 0.005,
+        "low_gpu_mem_usage": True,
+        "nsamples": 512,
+        "seqlen": 2048,
+        "super_bits": None,
+        "scale_dtype": "torch.float16",
+        "to_quant_block_names": ["model.layers"],
+        "extra_config": {"mlp.gate": {"bits": 16}},
+        "regex_config": {".*gate": {"bits": 16}},
+        "supported_types": ["Linear"],
+        "backend": "auto_round:exllamav2",
+        "static_kv_dtype": 0,
+    },
+}
+"""As their makers write them, with how they were found."""
+_UNREAD = [
+    ("gptq", {"adapter": {"name": "lora", "rank": 32}}, "adapter="),
+    ("gptq", {"rotation": "hadamard"}, "rotation='hadamard'"),
+    ("gptq", {"method": "qqq"}, "method='qqq'"),
+    ("gptq", {"act_bits": 8}, "act_bits=8"),
+    ("gptq", {"data_type": "nv_fp"}, "data_type='nv_fp'"),
+    ("gptq", {"other": 1}, "other=1"),
+    ("awq", {"backend": "llm-awq"}, "backend='llm-awq'"),
+    ("awq", {"format": "gemv_fast"}, "format='gemv_fast'"),
+    ("awq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic.*other bits"),
+    ("awq", {"other": {"bits": 8}}, "other="),
+    ("auto-round", {"super_bits": 6}, "super_bits=6"),
+    ("auto-round", {"static_kv_dtype": "fp8"}, "static_kv_dtype='fp8'"),
+    ("auto-round", {"static_attention_dtype": "fp8"}, "static_attention_dtype='fp8'"),
+    ("auto-round", {"rotation_config": {"hadamard": True}}, "rotation_config="),
+    ("auto-round", {"regex_config": {".*down": {"bits": 8}}}, r"regex_config\['.\*down.*8 bits"),
+    ("auto-round", {"other": True}, "other=True"),
+]
 FLOAT8 = {"type": "float", "num_bits": 8, "symmetric": True, "observer": None}
 BY_CHANNEL = FLOAT8 | {"strategy": "channel", "dynamic": False, "actorder": None}
 BY_TOKEN = FLOAT8 | {"strategy": "token", "dynamic": True}
@@ -416,6 +505,23 @@ def test_settings_of_compressed_tensors_are_refused_by_name(changes, of_group, n
     read_quantization(_compressed({}, {}), (), has_files=False)
     with pytest.raises(UnsupportedModelError, match=named):
         read_quantization(_compressed(changes, of_group), (), has_files=False)
+
+
+@pytest.mark.parametrize("method", _AS_WRITTEN)
+def test_how_numbers_were_found_is_passed_over(method: str) -> None:
+    settings = {"quant_method": method, **_AS_WRITTEN[method]}
+    forms = read_quantization(settings, (), has_files=False)
+    assert isinstance(forms.precision_of("model.layers.0.mlp.up_proj"), Int4Precision)
+    assert forms.precision_of("model.layers.0.mlp.gate") == Raw()
+
+
+@pytest.mark.parametrize(("method", "changes", "named"), _UNREAD, ids=lambda e: str(e)[:40])
+def test_settings_that_nobody_reads_are_refused_by_name(
+    method: str, changes: dict[str, Any], named: str
+) -> None:
+    settings = {"quant_method": method, **_AS_WRITTEN[method], **changes}
+    with pytest.raises(UnsupportedModelError, match=named):
+        read_quantization(settings, (), has_files=False)
 
 
 def _compressed(changes: dict[str, Any], of_group: dict[str, Any]) -> dict[str, Any]:

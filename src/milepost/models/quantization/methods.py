@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,38 @@ _KNOWN_OF_MODELOPT = {
     *("quant_method", "quant_algo", "ignore", "exclude_modules", "config_groups", "producer"),
     *("kv_cache_scheme", "kv_cache_quant_algo"),
 }
+_CALIBRATION = {
+    *("tokenizer", "dataset", "model_seqlen", "max_input_length", "pad_token_id", "batch_size"),
+    *("cache_block_outputs", "damp_percent", "damp_auto_increment", "mse", "true_sequential"),
+    *("act_group_aware", "gptaq", "foem", "v2", "v2_alpha", "v2_memory_device"),
+    *("block_name_to_quantize", "module_name_preceding_first_block", "to_quant_block_names"),
+    *("modules_in_block_to_quantize", "quant_block_list", "autoround_version", "iters", "lr"),
+    *("minmax_lr", "nsamples", "seqlen", "amp", "gradient_accumulate_steps", "scale_dtype"),
+    *("enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "provider"),
+    *("low_gpu_mem_usage", "supported_types", "meta", "model_name_or_path"),
+    *("model_file_base_name", "offload_to_disk", "offload_to_disk_path"),
+}
+"""How numbers were found: they stand in the tensors. So does which layers were quantised."""
+_KERNELS = {
+    *("backend", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config"),
+    *("do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+}
+"""What others' engines are to multiply with."""
+_OF_ACTIVATIONS = {"act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"}
+"""Nothing, where activations have 16 bits."""
+_KNOWN_OF_PACKED = {
+    *("quant_method", "method", "bits", "group_size", "sym", "zero_point", "data_type", "dynamic"),
+    *("version", "format", "checkpoint_format", "pack_dtype", "lm_head", "is_marlin_format"),
+    *("desc_act", "static_groups", "modules_to_not_convert"),
+    *_CALIBRATION,
+    *_KERNELS,
+    *_OF_ACTIVATIONS,
+}
+"""Of AWQ and GPTQ, as their own makers, GPTQModel, transformers and AutoRound write them. Whether
+inputs are in the order of activations (`desc_act`) shows in the tensors."""
+_KNOWN_OF_AUTOROUND = _KNOWN_OF_PACKED | {
+    *("packing_format", "extra_config", "regex_config", "quant_lm_head", "super_group_size"),
+}
 _AUTOROUND_KEYS = ("bits", "group_size", "sym", "data_type")
 
 
@@ -48,22 +81,40 @@ def read_fp8(settings: Mapping[str, Any]) -> Read:
 
 
 def read_awq(settings: Mapping[str, Any]) -> Read:
-    want(settings, "bits", 4)
-    want(settings, "version", "gemm", "GEMM", default="gemm")
+    want_known(settings, _KNOWN_OF_PACKED, where=_CONFIG)
+    want(settings, "method", "awq", None)
+    return _read_awq(settings)
+
+
+def _read_awq(settings: Mapping[str, Any]) -> Read:
+    _check_packed(settings)
+    for name in ("version", "format", "checkpoint_format"):
+        want(settings, name, "gemm", "GEMM", None)
+    if settings.get("backend") == "llm-awq":
+        raise UnsupportedModelError(
+            f"{_CONFIG}: backend='llm-awq' is not supported; words have to be packed as autoawq's "
+            "gemm has them"
+        )
     form = Int4Precision(
         layout="awq",
         group=group_size_of(settings, 128, where=_CONFIG),
         is_symmetric=not settings.get("zero_point", True),
     )
     name = "modules_to_not_convert"
-    return (Group(form),), any_of(settings.get(name), name)
+    is_named, left = any_of(settings.get(name), name), _left_out(settings)
+    return (Group(form),), lambda path: is_named(path) or any(each.match(path) for each in left)
 
 
 def read_gptq(settings: Mapping[str, Any]) -> Read:
-    want(settings, "bits", 4)
+    want_known(settings, _KNOWN_OF_PACKED, where=_CONFIG)
+    want(settings, "method", "gptq", None)
+    return _read_gptq(settings)
+
+
+def _read_gptq(settings: Mapping[str, Any]) -> Read:
+    _check_packed(settings)
     want(settings, "checkpoint_format", "gptq", "gptq_v2", None)
     want(settings, "format", "gptq", "gptq_v2", None)
-    want(settings, "pack_dtype", "int32", None)
     want_nothing(settings, "is_marlin_format", where=_CONFIG)
     version = settings.get("checkpoint_format") or settings.get("format")
     form = Int4Precision(
@@ -73,17 +124,34 @@ def read_gptq(settings: Mapping[str, Any]) -> Read:
         zero_offset=0 if version == "gptq_v2" else 1,
         has_order=True,
     )
+    left = _left_out(settings)
+    if not settings.get("lm_head"):
+        left.append(expression(r"(.*\.)?lm_head", "lm_head"))
+    return (Group(form),), lambda path: any(each.match(path) for each in left)
+
+
+def _check_packed(settings: Mapping[str, Any]) -> None:
+    """What AWQ, GPTQ and AutoRound have in common."""
+    want(settings, "bits", 4)
+    want(settings, "data_type", "int", None)
+    want(settings, "pack_dtype", "int32", None)
+    if (settings.get("act_bits") or 16) < 16:
+        raise UnsupportedModelError(
+            f"{_CONFIG}: act_bits={settings['act_bits']} is not supported; activations have to be "
+            "in 16 bits"
+        )
+
+
+def _left_out(settings: Mapping[str, Any]) -> list[re.Pattern[str]]:
+    """GPTQModel's rules for single layers."""
     rules = mapping_of(settings.get("dynamic"), "dynamic")
-    left = [expression(rule[2:], "dynamic") for rule in rules if rule[:2] == "-:"]
     others = [rule for rule in rules if rule[:2] != "-:"]
     if others:
         raise UnsupportedModelError(
             f"dynamic[{others[0]!r}] gives some layers other bits; supported are only layers that "
             "are left out ('-:...')"
         )
-    if not settings.get("lm_head"):
-        left.append(expression(r"(.*\.)?lm_head", "lm_head"))
-    return (Group(form),), lambda path: any(each.match(path) for each in left)
+    return [expression(rule[2:], "dynamic") for rule in rules]
 
 
 def read_autoround(settings: Mapping[str, Any]) -> Read:
@@ -96,27 +164,29 @@ def read_autoround(settings: Mapping[str, Any]) -> Read:
             f"{settings.get('data_type')!r} is not supported; supported are integers packed as "
             "auto_round:auto_gptq or auto_round:auto_awq"
         )
-    if (settings.get("act_bits") or 16) < 16:
-        raise UnsupportedModelError(
-            f"quant_method='auto-round' with act_bits={settings['act_bits']} is not supported; "
-            "activations have to be in 16 bits"
-        )
-    want_nothing(settings, "super_bits", "static_kv_dtype", "rotation_config", where=_CONFIG)
-    left = []
-    for name, extra in mapping_of(settings.get("extra_config"), "extra_config").items():
-        own = mapping_of(extra, f"extra_config[{name!r}]")
-        bits = own.get("bits", settings.get("bits"))
-        if bits == 16:
-            left.append(name)
-            continue
-        if any(own.get(key, settings.get(key)) != settings.get(key) for key in _AUTOROUND_KEYS):
-            raise UnsupportedModelError(
-                f"extra_config[{name!r}] gives some layers {bits} bits or groups of another size; "
-                "supported are only layers that are left in 16 bits"
-            )
+    want_known(settings, _KNOWN_OF_AUTOROUND, where=_CONFIG)
+    left = [] if settings.get("quant_lm_head") else ["lm_head"]
+    for setting, prefix in (("extra_config", ""), ("regex_config", "re:")):
+        for name, extra in mapping_of(settings.get(setting), setting).items():
+            if _is_left_in_16_bits(settings, extra, f"{setting}[{name!r}]"):
+                left.append(prefix + name)
     as_written = {**settings, "zero_point": not settings.get("sym", True)}
-    (groups, _) = (read_gptq if layout == "auto_gptq" else read_awq)(as_written)
-    return groups, any_of((*left, "lm_head"), "extra_config")
+    (groups, _) = (_read_gptq if layout == "auto_gptq" else _read_awq)(as_written)
+    return groups, any_of(left, "extra_config")
+
+
+def _is_left_in_16_bits(settings: Mapping[str, Any], extra: Any, where: str) -> bool:
+    """What is said of one layer; refuses other bits than those of the rest."""
+    own = mapping_of(extra, where)
+    bits = own.get("bits", settings.get("bits"))
+    if bits == 16:
+        return True
+    if any(own.get(key, settings.get(key)) != settings.get(key) for key in _AUTOROUND_KEYS):
+        raise UnsupportedModelError(
+            f"{where} gives some layers {bits} bits or groups of another size; supported are only "
+            "layers that are left in 16 bits"
+        )
+    return False
 
 
 def read_modelopt(settings: Mapping[str, Any]) -> Read:
