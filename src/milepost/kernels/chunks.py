@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from milepost.kernels.batch import Batch
+
 TILE = 64
 """Tokens in a full tile."""
 
@@ -75,6 +77,19 @@ class ChunkLayout:
     """[N], its tokens; 0 past the last, and -n for n tokens that no sequence has."""
     chunk_slot: Array
     """[N], slot to which the state after the chunk is exported, or -1."""
+
+
+def lay_out_step(batch: Batch, chunk: int) -> ChunkLayout:
+    """`lay_out` of a whole step, as long as any that its graph runs."""
+    return lay_out(
+        batch.starts,
+        batch.lengths,
+        batch.exports,
+        chunk=chunk,
+        max_tokens=batch.capacity.num_tokens,
+        max_sequences=batch.capacity.num_sequences,
+        max_exports=batch.capacity.num_exports,
+    )
 
 
 def lay_out(

@@ -66,15 +66,7 @@ class GatedDeltaOperation:
             return lay_out_verifies(batch, CHUNK)
         if batch.capacity.decodes:
             return None
-        return chunks.lay_out(
-            batch.starts,
-            batch.lengths,
-            batch.exports,
-            chunk=CHUNK,
-            max_tokens=batch.capacity.num_tokens,
-            max_sequences=batch.capacity.num_sequences,
-            max_exports=batch.capacity.num_exports,
-        )
+        return chunks.lay_out_step(batch, CHUNK)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""

@@ -53,15 +53,7 @@ class KDAOperation:
             return lay_out_verifies(batch, CHUNK, self.num_heads)
         if batch.capacity.decodes:
             return lay_out_decodes(batch.capacity.num_sequences, self.num_heads)
-        return chunks.lay_out(
-            batch.starts,
-            batch.lengths,
-            batch.exports,
-            chunk=CHUNK,
-            max_tokens=batch.capacity.num_tokens,
-            max_sequences=batch.capacity.num_sequences,
-            max_exports=batch.capacity.num_exports,
-        )
+        return chunks.lay_out_step(batch, CHUNK)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's; rows of bfloat16 that are no

@@ -63,15 +63,7 @@ class Mamba2Operation:
             return lay_out_verifies(batch, self.chunk, self.num_groups)
         if batch.capacity.decodes:
             return lay_out_decodes(batch.capacity.num_sequences, self.num_groups)
-        return chunks.lay_out(
-            batch.starts,
-            batch.lengths,
-            batch.exports,
-            chunk=self.chunk,
-            max_tokens=batch.capacity.num_tokens,
-            max_sequences=batch.capacity.num_sequences,
-            max_exports=batch.capacity.num_exports,
-        )
+        return chunks.lay_out_step(batch, self.chunk)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
