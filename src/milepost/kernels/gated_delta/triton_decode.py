@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.activations import sigmoid, silu
+from milepost.kernels.activations import sigmoid
 from milepost.kernels.chunks import UNSPECIALISED
+from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.triton_parts import (
     advance,
@@ -134,23 +135,15 @@ def _convolve(
     first, size = head_channels(i_h, KEY_HEADS, KEY_DIM, VALUE_DIM)
     o_c = tl.arange(0, BLOCK)
     o_channel, is_channel = first + o_c, o_c < size
-    o_tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    at = o_channel[:, None]
-
-    o_state = at * (TAPS - 1) + o_tap
-    was_kept = is_channel[:, None] & (o_tap < TAPS - 1)
-    b_window = tl.load(pool + read * slot_stride + o_state, was_kept, 0)
-    b_newest = tl.load(projected + i_n * projected_stride + o_channel, is_channel, 0)
-    b_window = tl.where(o_tap == TAPS - 1, b_newest[:, None], b_window.to(b_newest.dtype))
-    b_taps = tl.load(weight + at * TAPS + o_tap, is_channel[:, None] & (o_tap < TAPS), 0)
-    b_x = silu(tl.sum(b_window.to(tl.float32) * b_taps.to(tl.float32), 1))
+    p_token = projected + i_n * projected_stride
+    args = pool + read * slot_stride, p_token, weight, None
+    b_x, b_window = convolve_one(*args, o_channel, is_channel, TAPS, BLOCK_TAPS)
     b_x *= unit_scale(b_x, i_h, KEY_HEADS, KEY_DIM, 0)
     tl.store(mixed + i_n * channels + o_channel, b_x, is_channel)
 
     tl.debug_barrier()
-    is_kept = is_channel[:, None] & (o_tap > 0) & (o_tap < TAPS)
-    b_kept = b_window.to(pool.dtype.element_ty)
-    tl.store(pool + written * slot_stride + o_state - 1, b_kept, is_kept)
+    p_state = pool + written * slot_stride
+    keep_window(p_state, b_window, o_channel, is_channel, TAPS, BLOCK_TAPS)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
