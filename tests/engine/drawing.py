@@ -20,7 +20,6 @@ from tests.invariants import check
 MAX_TOKENS = 120
 """Of the longest answer."""
 WITH_HEAD = ("qwen3_5", "qwen3_next")
-WITHOUT_DRAFTS = ("lfm2", "lfm2_moe")
 WORDS = [
     "the",
     "quick",
@@ -64,7 +63,7 @@ def engine_options(rng: random.Random, family: str, folder: Path) -> dict[str, A
         options["num_slots"] = rng.choice([2, 3, 5, 9])
     else:
         options["cpu_cache_gib"] = rng.choice([0.004, 0.01, 0.02])
-    if family not in WITHOUT_DRAFTS and rng.random() < 0.7:
+    if rng.random() < 0.7:
         heads = ["mtp", ["suffix", "mtp"]] if family in WITH_HEAD else [["ngram", "suffix"]]
         method = rng.choice(["suffix", "ngram", *heads])
         options["speculative_config"] = {

@@ -52,12 +52,14 @@ from tests.invariants import check
 from tests.runner.test_arrays import sequence
 
 POOLS = {"num_pages": 96, "num_slots": 24}
-STATES = ["qwen3_5", "kimi_linear", "nemotron_h"]
+IN_SLOTS = ["qwen3_5", "kimi_linear", "nemotron_h"]
+STATES = [*IN_SLOTS, "lfm2"]
 WIDELY = ["qwen3_5", "qwen3_next"]
 BEFORE_ATTENTION = {
     "qwen3_5": {},
     "kimi_linear": {**THREE_LAYERS, "mlp_layer_types": ["dense"] * 3},
     "nemotron_h": {"hybrid_override_pattern": "M-M-*-"},
+    "lfm2": {"layer_types": ["conv", "conv", "conv", "full_attention"]},
 }
 """With all states there."""
 
@@ -301,21 +303,31 @@ def test_checkpoints_are_those_without_drafts(visited):
     for output in expected:
         chain = [*output.prompt_token_ids, *answer(output), 1]
         (length, states), (own_length, own) = state_behind(plain, chain), state_behind(llm, chain)
-        assert length == own_length == len(chain) - 2
+        assert length == own_length == end_of(plain, chain)
         for a, b in zip(states, own, strict=True):
             torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
 def state_behind(llm: LLM, token_ids):
-    """Tokens and contents of the deepest checkpoint."""
+    """Tokens and contents of the deepest checkpoint; or what lies beside each page."""
     cache, pools = llm.llm_engine.scheduler.cache, llm.llm_engine.runner.pools
     match = cache.match(cache.chain(token_ids))
+    if match.checkpoint is None:
+        rows = [node.page + 1 for node in match.path.nodes]
+        assert len(rows) == match.state_length // 64 > 0
+        return match.state_length, [pool[rows] for pool in pools.conv_states.values()]
     slot = match.checkpoint.slot
     parts = [p[slot] for s in pools.states.values() for p in (s.conv, s.recurrent)]
     return match.state_length, parts
 
 
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", BEFORE_ATTENTION)
+def end_of(llm: LLM, token_ids):
+    """Where a state stands: before an answer's last token, or at the last page's end."""
+    has_slots = llm.llm_engine.scheduler.cache.slots_each
+    return len(token_ids) - 2 if has_slots else (len(token_ids) - 2) // 64 * 64
+
+
 def test_checkpoints_are_the_same_bits_where_products_are(family, tmp_path, monkeypatch):
     """Where a row of a product does not depend on the rows beside it: those of these models' states
     are of the layers before attention."""
@@ -338,10 +350,11 @@ def test_checkpoints_are_the_same_bits_where_products_are(family, tmp_path, monk
     assert stats_of(llm).num_accepted_tokens > 5
     chain = [*token_ids, *answer(found), 1]
     (length, states), (own_length, own) = state_behind(plain, chain), state_behind(llm, chain)
-    assert length == own_length == len(chain) - 2
+    assert length == own_length == end_of(plain, chain)
     assert all(map(torch.equal, states, own))
 
 
+@pytest.mark.parametrize("state", IN_SLOTS, indirect=True)
 def test_a_running_request_holds_one_slot(state):
     llm = state.open(**drafting(4), **POOLS)
     knowing(state, llm, [tokens(90)], greedy(30), mistakes(0.3))
@@ -352,7 +365,7 @@ def test_a_running_request_holds_one_slot(state):
 
 @pytest.mark.parametrize(
     ("state", "is_ahead"),
-    [("qwen3_5", False), *((name, True) for name in STATES)],
+    [("qwen3_5", False), ("lfm2", False), *((name, True) for name in STATES)],
     indirect=["state"],
 )
 def test_who_is_preempted_or_given_up_leaves_what_is_final(state, is_ahead):
@@ -542,8 +555,9 @@ def test_outputs_say_what_became_of_drafts(exact):
 
 def test_a_model_that_cannot_take_drafts_is_refused_by_name_or_warned_of(tmp_path, caplog):
     folder = save_tiny(tmp_path, "lfm2", torch.float32).folder
-    with pytest.raises(UnsupportedModelError, match="layers of ShortConv cannot take drafts"):
-        open_llm(folder, **drafting(3), **POOLS)
+    config = SpeculativeConfig(method="suffix")
+    with pytest.raises(UnsupportedModelError, match="layers of Mixer cannot take drafts"):
+        num_drafts_of(config, [], ["Mixer"], has_head=False, is_fused=False)
     llm = open_llm(folder, speculative_config={"method": "auto"}, **POOLS)
     assert llm.llm_engine.speculation is None
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from random import Random
 
+import numpy as np
 import torch
 
 from milepost.kernels import short_conv
@@ -38,6 +40,70 @@ STEPS = {
         1,
     ),
 }
+
+
+@dataclass
+class Answer:
+    """How far a sequence is, and how many drafts of its last step it has taken since."""
+
+    committed: int = 0
+    recorded: int = -1
+
+
+def play(num_taps: int, seed: int, dtype: torch.dtype, chip: Chip | None = None) -> None:
+    """Answers whose tokens fall into steps and drafts by chance: outputs, and states at the ends of
+    pages, are those of one token at a time, bit for bit."""
+    num_tokens, pages = 10, [[1, 2, 3], [4, 0, 5]]
+    rng, random = Random(seed), torch.Generator().manual_seed(seed)
+    draws = (2 * num_tokens, 3 * CHANNELS), (CHANNELS, num_taps), (4, 3 * CHANNELS)
+    projected, weight, wrong = (torch.randn(d, generator=random).to(dtype) for d in draws)
+    tokens = projected.split(num_tokens)
+
+    def open_pool() -> torch.Tensor:
+        pool = torch.full((7, CHANNELS, num_taps - 1), torch.nan, dtype=dtype)
+        pool[0] = 0
+        return pool
+
+    def step(pool, records, parts, rows, recorded, decodes) -> torch.Tensor:
+        batch = build_batch(parts, PAGE_SIZE, PAGE_SIZE, decodes)
+        count = sum(part.length for part in parts)
+        capacity = Capacity(num_tokens=count + 2, num_sequences=len(parts) + 1)
+        batch = replace(batch, chip=chip, recorded=recorded, capacity=capacity)
+        batch = replace(batch, record_rows=np.array([part.pages == pages[1] for part in parts]) * 1)
+        layout = on_device(ShortConvOperation(num_taps=num_taps).lay_out(batch), batch.device)
+        inputs = torch.cat(rows)
+        if chip is not None:
+            inputs = torch.cat((inputs, inputs.new_full((2, inputs.shape[1]), torch.nan)))
+        return short_conv.mix(inputs, weight, None, pool, layout, records)[:count]
+
+    plain, expected = open_pool(), []
+    for t in range(num_tokens):
+        parts = [part(each, t, t + 1) for each in pages]
+        expected.append(step(plain, None, parts, [each[t : t + 1] for each in tokens], None, 2))
+    pool, answers = open_pool(), [Answer(), Answer()]
+    records = torch.full((2, num_taps - 1 + 4, CHANNELS), torch.nan, dtype=dtype)
+    while any(each.committed < num_tokens for each in answers):
+        turn = [s for s, each in enumerate(answers) if each.committed < num_tokens]
+        parts, rows, rights = [], [], []
+        for s in turn:
+            first = answers[s].committed
+            drafts = rng.randint(0, min(4, num_tokens - first - 1))
+            right = rng.randint(0, drafts)
+            parts.append(part(pages[s], first, first + 1 + drafts))
+            rows += [tokens[s][first : first + 1 + right], wrong[: drafts - right]]
+            rights.append(right if drafts else -1)
+        recorded = np.array([answers[s].recorded for s in turn])
+        output = step(pool, records, parts, rows, recorded, len(turn))
+        for s, right, own in zip(
+            turn, rights, output.split([p.length for p in parts]), strict=True
+        ):
+            each, first = answers[s], answers[s].committed
+            each.committed, each.recorded = first + 1 + max(right, 0), right
+            for t in range(first, each.committed):
+                assert torch.equal(own[t - first], expected[t][s])
+            for page in pages[s][: each.committed // PAGE_SIZE]:
+                assert torch.equal(pool[page + 1], plain[page + 1])
+    assert not pool[0].any()
 
 
 def check(name: str, num_taps: int, has_bias: bool, chip: Chip, device: str = "cpu") -> None:

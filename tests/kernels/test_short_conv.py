@@ -11,6 +11,7 @@ from torch import Tensor
 from milepost.kernels import short_conv
 from milepost.kernels.short_conv import ShortConvOperation
 from tests.batches import Part, build_batch
+from tests.kernels.short_conv_cases import play
 from tests.numbers import relative_error
 
 CHANNELS, PAGE_SIZE = 6, 4
@@ -106,3 +107,10 @@ def test_one_token_that_a_shared_page_has_writes_nothing():
     output = step([part([0, 1], 7, 8, write_from=8)], [projected[7:]], weights, pool)
     assert relative_error(output, expected[7:]) < 1e-14
     assert torch.equal(pool.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_taps", [2, 3, 7])
+def test_however_tokens_fall_into_drafts_states_are_those_of_one_at_a_time(dtype, num_taps):
+    for seed in range(4):
+        play(num_taps, seed, dtype)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from milepost.kernels.attention import reference as attention
 from milepost.kernels.attention import rows_per_page
-from milepost.kernels.short_conv import ShortConvOperation
 from tests.batches import Part, build_batch, build_pages
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import MixerShapes, Shapes, make_projected
@@ -66,20 +65,6 @@ def test_drafts_leave_no_trace_but_their_records(shapes: MixerShapes) -> None:
     assert torch.equal(mixer.records[1, :2], tokens[1:3, list(shapes.recorded)])
     assert mixer.records[1, 2:].isnan().all()
     assert is_equal(mixer.state(1), plain.states[1][1])
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [ShortConvOperation(num_taps=3)],
-    ids=lambda operation: type(operation).__name__,
-)
-@pytest.mark.parametrize(("fold", "length"), [(1, 1), (0, 2), (1, 0)])
-def test_mixers_without_records_refuse(operation, fold: int, length: int) -> None:
-    part = Part(pages=[1], start=9, length=length, slot_in=1, slot_out=1, fold=fold)
-    with pytest.raises(AssertionError, match="V1"):
-        operation.lay_out(build_batch([part], 64, 128, 1))
-    plain = Part(pages=[1], start=9, length=1, slot_in=1, slot_out=1)
-    operation.lay_out(build_batch([plain], 64, 128, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -45,6 +45,24 @@ def test_a_row_is_kept_until_it_is_folded():
     assert rows_of(rows, drafting(5, 1), ended=(4,)) == [0]
 
 
+def test_rows_know_how_many_drafts_were_taken():
+    rows, plain = RecordRows(2), sequence(70, [5], 3)
+
+    def taken(*sequences: SequencePlan, ended: tuple[int, ...] = ()) -> list[int]:
+        rows_of(rows, *sequences, ended=ended)
+        return rows.recorded(sequences)
+
+    def at(start: int, number: int, num_drafts: int) -> SequencePlan:
+        return sequence(start, [5] * (num_drafts + 1), number, num_drafts=num_drafts)
+
+    assert taken(at(70, 1, 3), plain) == [-1, -1]
+    assert taken(plain) == [-1], "others run ahead meanwhile"
+    assert taken(at(73, 1, 2), at(70, 2, 1)) == [2, -1]
+    assert taken(at(74, 1, 0), at(72, 2, 1)) == [0, 1]
+    assert taken(at(75, 1, 0)) == [-1], "its step before had no drafts"
+    assert taken(at(72, 2, 0), ended=(2,)) == [-1]
+
+
 def test_a_row_that_is_read_is_nobody_elses_in_that_step():
     rows = RecordRows(1)
     rows_of(rows, drafting(1, 2))

@@ -86,6 +86,9 @@ class Batch:
     chip: Chip | None
     """None where the reference kernels run."""
     has_float8_kv: bool = False
+    recorded: Ints | None = None
+    """[S] how many drafts of its last step each sequence has taken since, -1 where it had none; of
+    states beside pages, which have no fold. None where nothing is drafted."""
 
     @property
     def verifies(self) -> bool:

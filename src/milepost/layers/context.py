@@ -67,7 +67,18 @@ class ShortConvSpec:
 
     @property
     def takes_drafts(self) -> bool:
-        return False
+        """Whether a step may verify: the inputs before a draft and its own are recorded."""
+        return True
+
+    @property
+    def record_size(self) -> int:
+        """Numbers in the model's dtype of one input."""
+        return self.conv_shape[0]
+
+    def num_recorded(self, num_drafts: int) -> int:
+        """Inputs that are recorded: those that the first of so many drafts is convolved with, and
+        their own."""
+        return self.conv_shape[1] + num_drafts
 
 
 LayerSpec = AttentionSpec | RecurrentSpec | ShortConvSpec
@@ -134,6 +145,9 @@ class Context:
     """
     carried: Carried | None = None
     """Hidden states for an MTP head; None where there is none."""
+    conv_records: Mapping[int, Tensor] = field(default_factory=dict)
+    """Number of a mixer -> inputs [rows, num_recorded, channels] of the drafts that its states
+    beside pages may have to take in; none where nothing is drafted."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model's to fill."""
 

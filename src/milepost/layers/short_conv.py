@@ -51,6 +51,7 @@ class ShortConv(nn.Module):
             self.conv_bias,
             ctx.conv_states[number],
             ctx.step.layouts[self.operation],
+            ctx.conv_records.get(number),
         )
         return self.out.partials(mixed)
 

@@ -88,6 +88,7 @@ def _batch(
         num_decodes=plan.num_decodes,
         folds=np.array([s.fold for s in sequences], np.int64),
         record_rows=_record_rows(sequences, records),
+        recorded=None if records is None else np.array(records.recorded(sequences), np.int64),
         rows=rows,
         kv_rows=_kv_rows(sequences, positions, owners, rows, tables, geometry),
         slot_in=np.array([s.slot_in for s in sequences], np.int64),

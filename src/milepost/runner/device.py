@@ -233,6 +233,7 @@ class DeviceExecutor:
             states=self._pools.states,
             conv_states=self._pools.conv_states,
             carried=self._pools.carried,
+            conv_records=self._pools.conv_records,
         )
         return self.model.forward(step.token_ids, context, layers)
 

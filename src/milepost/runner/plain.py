@@ -64,6 +64,7 @@ class PlainExecutor:
             states=self._pools.states,
             conv_states=self._pools.conv_states,
             carried=self._pools.carried,
+            conv_records=self._pools.conv_records,
         )
         hidden = self.model.forward(step.token_ids, context)
         scores = score_prompts(plan, hidden, self.model.compute_logits)

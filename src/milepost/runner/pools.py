@@ -10,7 +10,7 @@ Legend: pages and slots as in the cache; slot 0 is all zeros and nothing writes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from math import prod
 
@@ -112,11 +112,15 @@ class PoolShape:
     @property
     def record_bytes(self) -> int:
         """Bytes of all records together."""
-        return self.num_record_rows * self.num_drafts * self.record_token_bytes
+        row_bytes = self.num_drafts * self.record_token_bytes
+        if self.num_drafts:
+            sizes = [s.num_recorded(self.num_drafts) * s.record_size for s in self.convolutions]
+            row_bytes += sum(sizes) * self.dtype.itemsize
+        return self.num_record_rows * row_bytes
 
     @property
     def record_token_bytes(self) -> int:
-        """Bytes that one draft's record takes, in all recurrent layers and for a head."""
+        """Bytes that one draft's record takes, in layers with states in slots and for a head."""
         sizes = [spec.record_size or 0 for spec in self.recurrent]
         return (sum(sizes) + self.carried_size) * self.dtype.itemsize
 
@@ -148,6 +152,8 @@ class Pools:
     """[short convolutions, 1 + pages, channels, kernel - 1]"""
     num_record_rows: int = 0
     """Requests whose drafts are recorded at a time."""
+    conv_records: dict[int, Tensor] = field(default_factory=dict)
+    """Of drafts, for states beside pages: [rows, num_recorded, channels]."""
     all_states: tuple[Tensor, Tensor] | None = None
     """Convolutions' inputs and recurrent states, [recurrent layers, slots, ...]."""
 
@@ -214,6 +220,7 @@ class Pools:
             own += [state.conv, state.recurrent]
             if state.records is not None:
                 own.append(state.records)
+        own += self.conv_records.values()
         found = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, own)}
         return list(found.values())
 
@@ -276,6 +283,7 @@ def by_layer(
         kv=kv_by_layer,
         states=states,
         conv_states=conv_states,
+        conv_records=_conv_records(shape, beside),
         page_size=shape.page_size,
         all_kv=kv,
         all_conv=beside,
@@ -295,17 +303,31 @@ def _records(shape: PoolShape, device: torch.device) -> Iterator[Tensor | None]:
     size = layers[0].record_size
     if not shape.num_record_rows or size is None:
         return repeat(None, len(layers))
-    return iter(_zeroed_records(shape, device, len(layers), size))
+    return iter(_zeroed_records(shape, device, len(layers), size, shape.num_drafts))
+
+
+def _conv_records(shape: PoolShape, beside: Tensor | None) -> dict[int, Tensor]:
+    """By layer; none where nothing is drafted."""
+    places = [i for i, spec in enumerate(shape.specs) if isinstance(spec, ShortConvSpec)]
+    if beside is None or not shape.num_record_rows:
+        return {}
+    spec = shape.convolutions[0]
+    records = _zeroed_records(
+        shape, beside.device, len(places), spec.record_size, spec.num_recorded(shape.num_drafts)
+    )
+    return dict(zip(places, records, strict=True))
 
 
 def _carried(shape: PoolShape, states: Tensor) -> Carried:
     if not shape.num_record_rows:
         return Carried(states=states)
-    (records,) = _zeroed_records(shape, states.device, 1, shape.carried_size)
+    (records,) = _zeroed_records(shape, states.device, 1, shape.carried_size, shape.num_drafts)
     return Carried(states=states, records=records)
 
 
-def _zeroed_records(shape: PoolShape, device: torch.device, num: int, size: int) -> Tensor:
-    """[num, rows, drafts, size]"""
-    whole = num, shape.num_record_rows, shape.num_drafts, size
+def _zeroed_records(
+    shape: PoolShape, device: torch.device, num: int, size: int, num_tokens: int
+) -> Tensor:
+    """[num, rows, num_tokens, size]"""
+    whole = num, shape.num_record_rows, num_tokens, size
     return zeros(prod(whole) * shape.dtype.itemsize, device).view(shape.dtype).view(whole)

@@ -1,7 +1,7 @@
 """Which row of the records each request has that has drafts.
 
-A row holds what recurrent layers need to take in the drafts of a request's last step. The request
-keeps it until its next step, which folds in those that were accepted.
+A row holds what layers with states need to take in the drafts of a request's last step. The request
+keeps it until its next step, which takes in those that were accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NO_ROW = -1
 class RecordRows:
     """`num_rows` rows: as many as requests that may have drafts in one step."""
 
-    __slots__ = ("_free", "_rows", "_spent")
+    __slots__ = ("_begins", "_free", "_recorded", "_rows", "_spent")
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
@@ -24,6 +24,10 @@ class RecordRows:
         """Request number -> its row."""
         self._spent: list[int] = []
         """Requests of the last plan that have no drafts any more."""
+        self._begins: dict[int, int] = {}
+        """Request number -> position of the first draft of its last step, if that had any."""
+        self._recorded: dict[int, int] = {}
+        """Of the last plan: request number -> recorded drafts that are committed now."""
 
     def follow(self, plan: StepPlan) -> None:
         """Hand out rows for a plan, and take back those of the plan before that hold nothing."""
@@ -31,10 +35,17 @@ class RecordRows:
             row = self._rows.pop(number, None)
             if row is not None:
                 self._free.append(row)
+        for number in plan.ended:
+            self._begins.pop(number, None)
         self._spent.clear()
+        self._recorded.clear()
         for sequence in plan.sequences:
             number = sequence.number
             has_row = number in self._rows
+            if number in self._begins:
+                self._recorded[number] = sequence.start - self._begins.pop(number)
+            if sequence.num_drafts:
+                self._begins[number] = sequence.state_end
             assert has_row or not sequence.fold, "V3: what is folded was recorded"
             if sequence.num_drafts and not has_row:
                 assert self._free, "V4: no more requests have drafts than may run"
@@ -45,3 +56,8 @@ class RecordRows:
     def rows(self, sequences: Sequence[SequencePlan]) -> list[int]:
         """The row of each; their plan has been followed."""
         return [self._rows.get(sequence.number, NO_ROW) for sequence in sequences]
+
+    def recorded(self, sequences: Sequence[SequencePlan]) -> list[int]:
+        """How many drafts of its last step each has taken since, -1 where it had none; their plan
+        has been followed."""
+        return [self._recorded.get(sequence.number, -1) for sequence in sequences]

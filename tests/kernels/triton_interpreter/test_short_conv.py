@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from milepost.kernels.device import probe
-from tests.kernels.short_conv_cases import STEPS, check
+from tests.kernels.short_conv_cases import STEPS, check, play
 
 
 @pytest.mark.parametrize(("num_taps", "has_bias"), [(3, True), (7, False)])
 @pytest.mark.parametrize("name", STEPS)
 def test_it_matches_the_reference(name: str, num_taps: int, has_bias: bool) -> None:
     check(name, num_taps, has_bias, probe(torch.device("cpu")))
+
+
+def test_however_tokens_fall_into_drafts_states_are_those_of_one_at_a_time() -> None:
+    play(4, 1, torch.float32, probe(torch.device("cpu")))

@@ -50,6 +50,7 @@ def mix(
     bias: Tensor | None,
     pool: Tensor,
     layout: ShortConvItems | ShortConvRows,
+    records: Tensor | None = None,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them; returns [T, C] and writes
     the states at every page's end and where a sequence stops.
@@ -57,9 +58,14 @@ def mix(
     `projected` [T, 3 * C]: gates before the convolution, gates behind it, x. `weight` [C, J],
     `bias` [C]. `pool` [1 + pages, C, J - 1], oldest first: zeros, which nothing writes, and what
     lies beside each page.
+
+    `records` [rows, J - 1 + drafts, C] hold, of each sequence that had drafts in its step before,
+    what the convolution read behind its own token: J - 1 inputs, and those of the drafts. Where the
+    sequence goes on is known only now, so its state is read there; what lies beside its page may be
+    that of drafts which were rejected. Those of this step's drafts take their place.
     """
     if isinstance(layout, ShortConvRows):
-        return reference.mix(projected, weight, bias, pool, layout)
+        return reference.mix(projected, weight, bias, pool, layout, records)
     from milepost.kernels.short_conv import triton
 
-    return triton.mix(projected, weight, bias, pool, layout)
+    return triton.mix(projected, weight, bias, pool, layout, records)

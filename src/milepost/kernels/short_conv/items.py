@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from milepost.kernels.batch import Batch, Ints
-from milepost.kernels.short_conv.reference import find_kept, find_rows
+from milepost.kernels.short_conv.reference import find_kept, find_rows, num_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,20 @@ class ShortConvItems:
     """[E], token of the batch before which a state stands."""
     place_row: Any
     """[E], row that it is written to."""
+    sequence_record: Any
+    """[S], row of the records."""
+    sequence_recorded: Any
+    """[S], drafts of its step before that each has taken since, -1 where it had none."""
+    sequence_drafts: Any
+    """[S]"""
 
 
 def lay_out(batch: Batch) -> ShortConvItems:
     """The states that are read, and those that are written."""
     capacity, count = batch.capacity, len(batch.starts)
     owners, begins = np.arange(count), batch.lengths.cumsum() - batch.lengths
-    kept = np.array(list(find_kept(batch, 0)), np.int64).reshape(-1, 2)
+    kept = find_kept(batch, range(count))
+    recorded = np.full(count, -1) if batch.recorded is None else batch.recorded
     # A state that is read may be overwritten by the first place; the others are written before.
     kept = kept[np.lexsort((-kept[:, 1], kept[:, 0]))]
     sequence, position = kept.T
@@ -51,6 +58,9 @@ def lay_out(batch: Batch) -> ShortConvItems:
         ),
         place_end=_padded(position - (batch.starts - begins)[sequence], most, 0),
         place_row=_padded(find_rows(batch, sequence, position), most, 0),
+        sequence_record=_padded(batch.record_rows, capacity.num_sequences, -1),
+        sequence_recorded=_padded(recorded, capacity.num_sequences, -1),
+        sequence_drafts=_padded(num_drafts(batch), capacity.num_sequences, 0),
     )
 
 

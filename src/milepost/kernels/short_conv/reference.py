@@ -11,7 +11,7 @@ these write, C channels, J taps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,22 @@ from torch import Tensor
 
 from milepost.kernels import conv
 from milepost.kernels.batch import Batch, Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRows:
+    """Decoding sequences of any length; inputs of records are counted in [rows, inputs]."""
+
+    windows: conv.ConvLayout
+    """With the states that are written."""
+    again: Tensor
+    """[n] int64, sequences that begin with what was recorded of their step before."""
+    read: tuple[Tensor, Tensor]
+    """[n, J - 1] int64 each: these inputs."""
+    recorded: tuple[Tensor, Tensor]
+    """[m] int64 each: the inputs that are recorded."""
+    sources: Tensor
+    """[m] int64, the rows of the extended input that they are in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +50,22 @@ class ShortConvRows:
     """[S] int64"""
     windows: conv.ConvLayout | None
     """Of the other sequences, with all the states that they write; None where all decode."""
+    drafts: DraftRows | None
+    """Of those that decode, where one has drafts or had some in its step before."""
 
 
 def lay_out(batch: Batch, num_taps: int) -> ShortConvRows:
     """The rows of a step."""
     decodes, device = batch.num_decodes, batch.device
-    assert not batch.verifies, "V1: only mixers that keep records verify"
-    if (batch.kv_rows[:decodes] < 0).any():
+    drafts = _lay_out_drafts(batch, num_taps) if decodes and has_drafts(batch) else None
+    if drafts is None and (batch.kv_rows[:decodes] < 0).any():
         decodes = 0  # one token that a shared page has already: nothing is written
     owners, ends = np.arange(len(batch.starts)), batch.starts + batch.lengths
     rows_in = torch.from_numpy(find_rows(batch, owners, batch.starts)).to(device)
-    rows_out = find_rows(batch, owners[:decodes], ends[:decodes])
+    rows_out = find_rows(batch, owners[:decodes], ends[:decodes]) if drafts is None else owners[:0]
     windows = None
     if decodes < len(batch.starts):
-        kept = np.array(list(find_kept(batch, decodes)), np.int64).reshape(-1, 2)
+        kept = find_kept(batch, range(decodes, len(batch.starts)))
         places = zip(kept[:, 0] - decodes, kept[:, 1], find_rows(batch, *kept.T), strict=True)
         starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
         windows = conv.lay_out_windows(
@@ -60,6 +78,50 @@ def lay_out(batch: Batch, num_taps: int) -> ShortConvRows:
         decodes_out=torch.from_numpy(rows_out).to(device),
         prefills_in=rows_in[decodes:],
         windows=windows,
+        drafts=drafts,
+    )
+
+
+def has_drafts(batch: Batch) -> bool:
+    """Whether a decoding sequence has drafts, or had some in its step before."""
+    recorded = batch.recorded is not None and (batch.recorded[: batch.num_decodes] >= 0).any()
+    return batch.verifies or bool(recorded)
+
+
+def num_drafts(batch: Batch) -> Ints:
+    """Of each sequence."""
+    decodes = np.arange(len(batch.starts)) < batch.num_decodes
+    return np.where(decodes, np.maximum(batch.lengths - 1, 0), 0)
+
+
+def _lay_out_drafts(batch: Batch, num_taps: int) -> DraftRows:
+    decodes, device, width = batch.num_decodes, batch.device, num_taps - 1
+    assert batch.recorded is not None, "V1: only who keeps records verifies"
+    starts, lengths = batch.starts[:decodes].tolist(), batch.lengths[:decodes].tolist()
+    kept = find_kept(batch, range(decodes))
+    places = zip(*kept.T.tolist(), find_rows(batch, *kept.T).tolist(), strict=True)
+    windows = conv.lay_out_windows(starts, lengths, list(places), num_taps, device)
+    recorded, rows = batch.recorded[:decodes], batch.record_rows[:decodes]
+    drafts, inputs = num_drafts(batch)[:decodes], np.arange(width)
+    assert ((rows >= 0) | ((recorded < 0) & (drafts == 0))).all(), "V2: who records has a row"
+    again = np.flatnonzero(recorded >= 0)
+    counts = np.where(drafts > 0, width + drafts, 0)
+    number = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+    own = batch.lengths[:decodes]
+    first = own.cumsum() - own + np.arange(decodes) * width + 1  # behind a sequence's own token
+
+    def send(numbers: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+
+    return DraftRows(
+        windows=replace(windows, kept=windows.kept[decodes:]),
+        again=send(again),
+        read=(
+            send(rows[again][:, None].repeat(width, 1)),
+            send(recorded[again][:, None] + inputs),
+        ),
+        recorded=(send(rows.repeat(counts)), send(number)),
+        sources=send(first.repeat(counts) + number),
     )
 
 
@@ -70,14 +132,22 @@ def find_rows(batch: Batch, sequences: Ints, positions: Ints) -> Ints:
     return np.where(positions > 0, pages + 1, 0)
 
 
-def find_kept(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
-    """Sequences from `first` on, with the positions whose states they write."""
+def find_kept(batch: Batch, sequences: Iterable[int]) -> Ints:
+    """[n, 2], of these sequences each with the positions whose states it writes: the ends of pages,
+    and where it stops, but behind drafts."""
+    return np.array(list(_find_kept(batch, sequences)), np.int64).reshape(-1, 2)
+
+
+def _find_kept(batch: Batch, sequences: Iterable[int]) -> Iterator[tuple[int, int]]:
     size, begins = batch.page_size, batch.lengths.cumsum() - batch.lengths
-    for sequence in range(first, len(batch.starts)):
+    drafts = num_drafts(batch)
+    for sequence in sequences:
         start = int(batch.starts[sequence])
         end = start + int(batch.lengths[sequence])
         newest = int(begins[sequence]) - start - 1
-        for position in (*range(start // size * size + size, end, size), end):
+        stops = (end,) if not drafts[sequence] and end > start else ()
+        page_ends = range(start // size * size + size, end + (not stops), size)
+        for position in (*page_ends, *stops):
             if batch.kv_rows[newest + position] >= 0:
                 yield sequence, position
             else:
@@ -85,16 +155,50 @@ def find_kept(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
 
 
 def mix(
-    projected: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, rows: ShortConvRows
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    rows: ShortConvRows,
+    records: Tensor | None = None,
 ) -> Tensor:
     """See `short_conv.mix`."""
     before, behind, x = projected.chunk(3, -1)
     inputs, parts = before * x, []
     num_decodes = len(rows.decodes_in)
-    if num_decodes:
+    if rows.drafts is not None:
+        assert records is not None, "V1: only who keeps records verifies"
+        num_decodes = len(rows.drafts.windows.windows)
+        own = inputs[:num_decodes]
+        parts.append(_verify(own, weight, bias, pool, rows.decodes_in, rows.drafts, records))
+    elif num_decodes:
         own, places = inputs[:num_decodes], (rows.decodes_in, rows.decodes_out)
         parts.append(conv.decode(own, weight, bias, pool, *places, has_silu=False))
     if rows.windows is not None:
         own, places = inputs[num_decodes:], (rows.prefills_in, rows.prefills_in[:0])
         parts.append(conv.prefill(own, weight, bias, pool, *places, rows.windows, has_silu=False))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(behind)
+
+
+def _verify(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    slot_in: Tensor,
+    rows: DraftRows,
+    records: Tensor,
+) -> Tensor:
+    """Each token of sequences of any length, by the very operations of a decode."""
+    width, windows = weight.shape[1] - 1, rows.windows
+    before = pool.index_select(0, slot_in).transpose(1, 2)
+    before[rows.again] = records[rows.read]
+    extended = inputs.new_empty(len(inputs) + before.shape[0] * width, inputs.shape[1])
+    extended[windows.before] = before
+    extended.index_copy_(0, windows.windows + width, inputs)
+    pool[windows.export_slots] = extended[windows.kept].transpose(1, 2)
+    records[rows.recorded] = extended[rows.sources]
+    tokens = torch.arange(len(inputs), device=inputs.device)
+    taken = windows.windows[:, None] + torch.arange(width, device=inputs.device)
+    states = extended[taken].transpose(1, 2).contiguous()
+    return conv.decode(inputs, weight, bias, states, tokens, tokens, has_silu=False)
