@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from milepost.kernels.device import probe
-from tests.kernels.short_conv_cases import STEPS, check
+from tests.kernels.short_conv_cases import STEPS, check, play
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,3 +18,9 @@ pytestmark = [
 @pytest.mark.parametrize("name", STEPS)
 def test_it_matches_the_reference(name: str, num_taps: int, has_bias: bool) -> None:
     check(name, num_taps, has_bias, probe(torch.device("cuda", 0)), "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_however_tokens_fall_into_drafts_states_are_those_of_one_at_a_time(dtype) -> None:
+    for seed in range(4):
+        play(3, seed, dtype, probe(torch.device("cuda", 0)), "cuda")

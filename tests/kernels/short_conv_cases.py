@@ -50,17 +50,19 @@ class Answer:
     recorded: int = -1
 
 
-def play(num_taps: int, seed: int, dtype: torch.dtype, chip: Chip | None = None) -> None:
+def play(
+    num_taps: int, seed: int, dtype: torch.dtype, chip: Chip | None = None, device: str = "cpu"
+) -> None:
     """Answers whose tokens fall into steps and drafts by chance: outputs, and states at the ends of
     pages, are those of one token at a time, bit for bit."""
     num_tokens, pages = 10, [[1, 2, 3], [4, 0, 5]]
     rng, random = Random(seed), torch.Generator().manual_seed(seed)
     draws = (2 * num_tokens, 3 * CHANNELS), (CHANNELS, num_taps), (4, 3 * CHANNELS)
-    projected, weight, wrong = (torch.randn(d, generator=random).to(dtype) for d in draws)
+    projected, weight, wrong = (torch.randn(d, generator=random).to(device, dtype) for d in draws)
     tokens = projected.split(num_tokens)
 
     def open_pool() -> torch.Tensor:
-        pool = torch.full((7, CHANNELS, num_taps - 1), torch.nan, dtype=dtype)
+        pool = torch.full((7, CHANNELS, num_taps - 1), torch.nan, dtype=dtype, device=device)
         pool[0] = 0
         return pool
 
@@ -69,6 +71,7 @@ def play(num_taps: int, seed: int, dtype: torch.dtype, chip: Chip | None = None)
         count = sum(part.length for part in parts)
         capacity = Capacity(num_tokens=count + 2, num_sequences=len(parts) + 1)
         batch = replace(batch, chip=chip, recorded=recorded, capacity=capacity)
+        batch = replace(batch, device=torch.device(device))
         batch = replace(batch, record_rows=np.array([part.pages == pages[1] for part in parts]) * 1)
         layout = on_device(ShortConvOperation(num_taps=num_taps).lay_out(batch), batch.device)
         inputs = torch.cat(rows)
@@ -81,7 +84,7 @@ def play(num_taps: int, seed: int, dtype: torch.dtype, chip: Chip | None = None)
         parts = [part(each, t, t + 1) for each in pages]
         expected.append(step(plain, None, parts, [each[t : t + 1] for each in tokens], None, 2))
     pool, answers = open_pool(), [Answer(), Answer()]
-    records = torch.full((2, num_taps - 1 + 4, CHANNELS), torch.nan, dtype=dtype)
+    records = torch.full((2, num_taps - 1 + 4, CHANNELS), torch.nan, dtype=dtype, device=device)
     while any(each.committed < num_tokens for each in answers):
         turn = [s for s, each in enumerate(answers) if each.committed < num_tokens]
         parts, rows, rights = [], [], []
