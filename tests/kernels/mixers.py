@@ -316,7 +316,10 @@ def _laid_out(
 ) -> tuple[ChunkLayout, tuple[Tensor, Tensor]]:
     chunks = lay_out(batch.starts, batch.lengths, batch.exports, chunk=CHUNK, **capacities)
     padding = len(chunks.sequence_begin) - 1 - len(batch.starts)
-    read, written = (F.pad(each, (0, padding), value=-1) for each in batch.slots(device))
+    read, written = (
+        F.pad(each, (0, padding), value=value)  # as an engine has it
+        for each, value in zip(batch.slots(device), (0, -1), strict=True)
+    )
     return send_layout(chunks, device), (read, written)
 
 

@@ -147,7 +147,10 @@ def lay_out(
     )
     layout = on_device(shapes.operation.lay_out(step), device)
     padding = step.capacity.num_sequences - count
-    read, written = (F.pad(each, (0, padding), value=-1) for each in batch.slots(device))
+    read, written = (
+        F.pad(each, (0, padding), value=value)  # as an engine has it
+        for each, value in zip(batch.slots(device), (0, -1), strict=True)
+    )
     return layout, (read, written)
 
 
