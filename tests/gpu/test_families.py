@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "hidden_size": 256,
     "initializer_range": 0.06,
     "num_attention_heads": 4,
@@ -81,7 +81,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_one_pass_wherever_they_resume(name, tmp_path, monkeypatch):
-    tiny = save_tiny(tmp_path, name, torch.float32, **(_COMMON | FAMILIES[name]))
+    tiny = save_tiny(tmp_path, name, torch.float32, **(COMMON | FAMILIES[name]))
     monkeypatch.setattr(sizing, "free_bytes", lambda *_, **__: 256 << 20)
     llm = open_llm(
         tmp_path,

@@ -93,6 +93,8 @@ class Case:
     dtype: str = "auto"
     only_attention: bool = False
     """Where nothing else differs from another case."""
+    is_whole: bool = False
+    """Run all layers, not the first few."""
     max_num_seqs: int = 64
     quantization: Mapping[str, Any] | None = None
     """As a checkpoint's configuration says it."""
@@ -236,7 +238,7 @@ def _run_steps(case: Case) -> None:
     text = config.get_text_config()
     for name, value in (case.overrides or {}).items():
         setattr(text, name, value)
-    if "num_hidden_layers" not in (case.overrides or {}):
+    if not case.is_whole and "num_hidden_layers" not in (case.overrides or {}):
         text.layer_types = ["full_attention"] if case.only_attention else text.layer_types[:4]
         text.num_hidden_layers = len(text.layer_types)
     kind = ParameterKind(

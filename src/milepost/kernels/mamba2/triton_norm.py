@@ -19,13 +19,15 @@ def gated_norm(
     """`y` times SiLU of `gate`, normed over AXIS (W entries, zeros beyond) behind that or before
     it; without a `weight` not normed. float32."""
     gate = silu(gate.to(tl.float32))
+    # In one piece: Triton compiles no function that returns from within a branch, and goes on.
     if weight is None:
-        return y * gate
-    if not BEFORE_GATE:
         y *= gate
-    y *= tl.rsqrt(tl.sum(y * y, AXIS, keep_dims=True) / W + eps) * weight
-    if BEFORE_GATE:
+    elif BEFORE_GATE:
+        y *= tl.rsqrt(tl.sum(y * y, AXIS, keep_dims=True) / W + eps) * weight
         y *= gate
+    else:
+        y *= gate
+        y *= tl.rsqrt(tl.sum(y * y, AXIS, keep_dims=True) / W + eps) * weight
     return y
 
 

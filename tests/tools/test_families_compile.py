@@ -1,0 +1,39 @@
+"""What an engine of each family would launch compiles: a kernel that does not leaves all of the
+engine on the reference kernels, with no more than a warning."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.test_families import FAMILIES
+
+pytest.importorskip("triton", reason="kernels are compiled by the package triton")
+
+
+def compiled(*arguments: str) -> dict[str, object]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).parent / "families.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_mamba2_without_a_norm_compiles():
+    """As Falcon-H1 is published."""
+    found = compiled("falcon_h1", "sm_90", "bfloat16", "triton_norm")
+    assert found == {"kernels": ["mamba2.triton_norm.norm"], "refused": {}}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kernel_of_a_family_compiles(family, chip, dtype):
+    assert compiled(family, chip, dtype)["refused"] == {}
