@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -45,6 +47,37 @@ def said(number):
 def replicas():
     names = ray.util.list_named_actors(all_namespaces=True)
     return [named["name"] for named in names if "#Replica#" in named["name"]]
+
+
+def replica(name, pages):
+    return SimpleNamespace(replica_id=name, routing_stats={"pages": frozenset(pages)})
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "chosen"),
+    [
+        ({"a": 4, "b": 0}, "a"),
+        ({"a": 5, "b": 0}, "b"),
+        ({"a": 5, "b": 1}, "a"),
+        ({}, "a"),
+    ],
+)
+def test_who_has_most_is_chosen_unless_four_more_wait_there(num_requests, chosen):
+    """And the list of replicas, which is Ray's, stays as it is."""
+    from milepost.ray import PrefixRouter
+
+    router = PrefixRouter.__new__(PrefixRouter)
+    router._replica_queue_len_cache = num_requests
+    known = [replica("a", b"123"), replica("b", b"1"), *(replica(str(n), b"") for n in range(9))]
+    asked = SimpleNamespace(kwargs={"keys": tuple(b"123")})
+    given = known[:2]
+    for _ in range(9):
+        (first,), _ = asyncio.run(router.choose_replicas(given, asked))
+        assert first.replica_id == chosen
+        assert given == known[:2]
+    given = list(known)
+    asyncio.run(router.choose_replicas(given))
+    assert given == known
 
 
 def test_conversations_stay_where_they_are_cached(url):

@@ -61,13 +61,13 @@ class PrefixRouter(RequestRouter):
         least = min(busy.values(), default=0)
         free = [r for r in candidate_replicas if busy[r.replica_id] <= least + IMBALANCE]
         depths = {r.replica_id: depth(keys, r.routing_stats.get("pages", ())) for r in free}
-        random.shuffle(candidate_replicas)
+        shuffled = random.sample(candidate_replicas, len(candidate_replicas))
 
         def rank(replica: RunningReplica) -> tuple[int, int, int]:
             id_, num_pages = replica.replica_id, len(replica.routing_stats.get("pages", ()))
             return -depths.get(id_, 0), busy[id_], num_pages
 
-        return [[replica] for replica in sorted(candidate_replicas, key=rank)]
+        return [[replica] for replica in sorted(shuffled, key=rank)]
 
     def _num_requests(self, replica: RunningReplica) -> int:
         return self._replica_queue_len_cache.get(replica.replica_id) or 0
