@@ -3,6 +3,7 @@ they are to be equal.
 
     python bench/speculation.py [--only loop unlike long] [--out FILE]
     python bench/speculation.py --only synthetic zero --model bench/models/hybrid-35b-a3b
+    (or kimi-linear-48b-a3b, nemotron-3-nano, bamba-9b, or any folder with a configuration)
 
 `loop`: an agent that quotes its input, on the embedded model, with `suffix`. `unlike`: texts that
 repeat nothing, likewise. `long`: answers of 4,000 tokens are those without, whoever drafts.
