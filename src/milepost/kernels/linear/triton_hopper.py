@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gluon import load_box
+from milepost.kernels.gemm_gluon import open_stages, produce, store_tile
 from milepost.kernels.linear.hopper_tiles import BLOCK_K, HopperTiles
 from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.overlap_gluon import let_next_start
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PRODUCER_REGISTERS = 24
@@ -107,13 +107,7 @@ def _gemm_kernel(
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK_K)
     PARTS: gl.constexpr = 2 if GATED else 1
-    dtype: gl.constexpr = weight.dtype
-    inputs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
-    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, MMA_M, BLOCK_K], weight.layout)
-    # Stages that are loaded, stages that are used up.
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(2 * STAGES):
-        mbarrier.init(bars.index(bar), count=1)
+    inputs, weights, bars = open_stages(hidden, weight, BLOCK_M, MMA_M, BLOCK_K, STAGES, PARTS)
     num_units = TILES * SPLIT_K
     if LETS_NEXT_START:
         let_next_start()
@@ -122,81 +116,11 @@ def _gemm_kernel(
     gl.warp_specialize(
         [
             (_consume, (consumed, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, PARTS)),
-            (_produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, PARTS)),
+            (produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, PARTS)),
         ],
         [1],
         [PRODUCER_REGISTERS],
     )
-
-
-@gluon.jit
-def _produce(
-    produced,
-    OUTPUTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
-):
-    """Load every step as soon as there is room: of the first ones the weights, then, once there
-    are any, the inputs."""
-    num_units, bars = produced[2], produced[5]
-    first, stride = gl.program_id(0), gl.num_programs(0)
-    num_steps = STEPS * ((num_units - first + stride - 1) // stride)
-    num_ahead = gl.minimum(num_steps, STAGES)
-    for number in range(num_ahead):
-        tile, step = _locate(number, first, stride, TILES, STEPS)
-        _fetch_weights(produced, tile, step, number, OUTPUTS, BLOCK_N, PARTS)
-    wait_for_inputs()
-    for number in range(num_ahead):
-        _, step = _locate(number, first, stride, TILES, STEPS)
-        _fetch_inputs(produced, step, number)
-    for number in range(STAGES, num_steps):
-        tile, step = _locate(number, first, stride, TILES, STEPS)
-        stage = number % STAGES
-        mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
-        _fetch_weights(produced, tile, step, stage, OUTPUTS, BLOCK_N, PARTS)
-        _fetch_inputs(produced, step, stage)
-
-
-@gluon.jit
-def _locate(number, first, stride, TILES: gl.constexpr, STEPS: gl.constexpr):
-    """The tile of outputs and the step along the inputs of a program's load of this number."""
-    unit = first + number // STEPS * stride
-    return unit % TILES, unit // TILES * STEPS + number % STEPS
-
-
-@gluon.jit
-def _fetch_weights(
-    produced,
-    tile,
-    step,
-    stage,
-    OUTPUTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PARTS: gl.constexpr,
-):
-    """Have a step's weights loaded; its barrier waits for the inputs too."""
-    _, weight, _, inputs, weights, bars = produced
-    BLOCK_M: gl.constexpr = inputs.type.shape[1]
-    BLOCK_K: gl.constexpr = weights.type.shape[2]
-    BOX: gl.constexpr = weight.block_type.shape[0]
-    bar = bars.index(stage)
-    mbarrier.expect(bar, (PARTS * BLOCK_N + BLOCK_M) * BLOCK_K * 2)
-    for part in gl.static_range(PARTS):
-        place = weights.index(stage * PARTS + part)
-        for first in gl.static_range(0, BLOCK_N, BOX):
-            at = [part * OUTPUTS + tile * BLOCK_N + first, step * BLOCK_K]
-            load_box(weight, at, bar, place.slice(first, BOX))
-
-
-@gluon.jit
-def _fetch_inputs(produced, step, stage):
-    hidden, _, _, inputs, _, bars = produced
-    BLOCK_K: gl.constexpr = inputs.type.shape[2]
-    at = [0, step * BLOCK_K]
-    load_box(hidden, at, bars.index(stage), inputs.index(stage))
 
 
 @gluon.jit
@@ -241,12 +165,7 @@ def _consume(
         if PARTS == 2:
             result = result / (1 + gl.exp(-result)) * gated
         values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
-        inside = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, STORED))[:, None]
-        column = unit % TILES * BLOCK_N + inside
-        row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORED))[None, :]
-        target = output + (unit // TILES * num_tokens + row) * OUTPUTS + column
-        is_column = (inside < BLOCK_N) & (column < OUTPUTS)
-        gl.store(target, values, mask=is_column & (row < num_tokens))
+        store_tile(output, values, unit, num_tokens, OUTPUTS, OUTPUTS, BLOCK_N, TILES, STORED)
 
 
 @gluon.jit

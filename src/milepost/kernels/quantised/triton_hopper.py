@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import Chip
-from milepost.kernels.gluon import load_box
+from milepost.kernels.gemm_gluon import open_stages, produce, store_tile
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Fp8
@@ -136,13 +136,7 @@ def _gemm_kernel(
     """Every so many units, each a tile of outputs and a share of the inputs."""
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
-    dtype: gl.constexpr = weight.dtype
-    inputs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK], rows.layout)
-    weights = gl.allocate_shared_memory(dtype, [STAGES, MMA_M, BLOCK], weight.layout)
-    # Stages that are loaded, stages that are used up.
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(2 * STAGES):
-        mbarrier.init(bars.index(bar), count=1)
+    inputs, weights, bars = open_stages(rows, weight, BLOCK_M, MMA_M, BLOCK, STAGES, 1)
     num_units = TILES * SPLIT_K
     let_next_start()
     consumed = (row_scales, scales, output, num_tokens, output_stride, num_units)
@@ -151,64 +145,11 @@ def _gemm_kernel(
     gl.warp_specialize(
         [
             (_consume, (consumed, OUTPUTS, SCALE_ROWS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES)),
-            (_produce, (produced, BLOCK_N, TILES, STEPS, STAGES)),
+            (produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, 1)),
         ],
         [1],
         [PRODUCER_REGISTERS],
     )
-
-
-@gluon.jit
-def _produce(
-    produced, BLOCK_N: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr
-):
-    """Load every step as soon as there is room: of the first ones the weights, then, once there
-    are any, the rows."""
-    num_units, bars = produced[2], produced[5]
-    first, stride = gl.program_id(0), gl.num_programs(0)
-    num_steps = STEPS * ((num_units - first + stride - 1) // stride)
-    num_ahead = gl.minimum(num_steps, STAGES)
-    for number in range(num_ahead):
-        tile, step = _locate(number, first, stride, TILES, STEPS)
-        _fetch_weights(produced, tile, step, number, BLOCK_N)
-    wait_for_inputs()
-    for number in range(num_ahead):
-        _, step = _locate(number, first, stride, TILES, STEPS)
-        _fetch_rows(produced, step, number)
-    for number in range(STAGES, num_steps):
-        tile, step = _locate(number, first, stride, TILES, STEPS)
-        stage = number % STAGES
-        mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
-        _fetch_weights(produced, tile, step, stage, BLOCK_N)
-        _fetch_rows(produced, step, stage)
-
-
-@gluon.jit
-def _locate(number, first, stride, TILES: gl.constexpr, STEPS: gl.constexpr):
-    """The tile of outputs and the step along the inputs of a program's load of this number."""
-    unit = first + number // STEPS * stride
-    return unit % TILES, unit // TILES * STEPS + number % STEPS
-
-
-@gluon.jit
-def _fetch_weights(produced, tile, step, stage, BLOCK_N: gl.constexpr):
-    """Have a step's weights loaded; its barrier waits for the rows too."""
-    _, weight, _, inputs, weights, bars = produced
-    BLOCK_M: gl.constexpr = inputs.type.shape[1]
-    BLOCK: gl.constexpr = weights.type.shape[2]
-    BOX: gl.constexpr = weight.block_type.shape[0]
-    bar = bars.index(stage)
-    mbarrier.expect(bar, (BLOCK_N + BLOCK_M) * BLOCK)
-    for first in gl.static_range(0, BLOCK_N, BOX):
-        at = [tile * BLOCK_N + first, step * BLOCK]
-        load_box(weight, at, bar, weights.index(stage).slice(first, BOX))
-
-
-@gluon.jit
-def _fetch_rows(produced, step, stage):
-    rows, _, _, inputs, _, bars = produced
-    BLOCK: gl.constexpr = inputs.type.shape[2]
-    load_box(rows, [0, step * BLOCK], bars.index(stage), inputs.index(stage))
 
 
 @gluon.jit
@@ -263,9 +204,4 @@ def _consume(
             scale, row_scale = next_scale, next_row_scale
             number += 1
         values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
-        inside = gl.arange(0, MMA_M, layout=gl.SliceLayout(1, STORED))[:, None]
-        column = unit % TILES * BLOCK_N + inside
-        row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORED))[None, :]
-        target = output + (unit // TILES * num_tokens + row) * output_stride + column
-        is_column = (inside < BLOCK_N) & (column < OUTPUTS)
-        gl.store(target, values, mask=is_column & (row < num_tokens))
+        store_tile(output, values, unit, num_tokens, output_stride, OUTPUTS, BLOCK_N, TILES, STORED)
