@@ -15,6 +15,7 @@ from milepost import LLM, RequestOutput, SamplingParams
 from milepost.engine.prompts import read_prompt
 from milepost.engine.requests import Job
 from milepost.sampling_params import StructuredOutputs
+from tests.engines import num_held
 from tests.invariants import check
 
 MAX_TOKENS = 120
@@ -119,13 +120,16 @@ class Traffic:
     """Requests that come while others run, go on from each other's prompts and answers, and are
     given up now and then."""
 
-    def __init__(self, rng: random.Random, llm: LLM, num_requests: int) -> None:
+    def __init__(
+        self, rng: random.Random, llm: LLM, num_requests: int, known: Sequence[str] = ()
+    ) -> None:
         self._rng, self._llm, self._left = rng, llm, num_requests
         tokenizer = llm.get_tokenizer()
         assert tokenizer is not None
         self._tokenizer: PreTrainedTokenizerBase = tokenizer
         self._room = llm.llm_engine.max_model_len - MAX_TOKENS - 1
-        self._known = [words(rng, num) for num in (20, 40, 60)]
+        self.known = list(known) or [words(rng, num) for num in (20, 40, 60)]
+        """What prompts go on from."""
         self.asked: list[Asked] = []
 
     def run(self) -> list[Asked]:
@@ -142,9 +146,10 @@ class Traffic:
             for each in [each for each in live if each.job.is_finished]:
                 live.remove(each)
                 if rng.random() < 0.5:
-                    self._known.append(self._tokenizer.decode(self._conversation(each)))
+                    self.known.append(self._tokenizer.decode(self._conversation(each)))
         engine.flush()
         check(engine.scheduler.cache)
+        assert num_held(self._llm) == (0, 0)
         return self.asked
 
     def _conversation(self, asked: Asked) -> list[int]:
@@ -154,10 +159,10 @@ class Traffic:
         rng = self._rng
         while self._left and rng.random() < 0.45:
             self._left -= 1
-            base = rng.choice(self._known)
+            base = rng.choice(self.known)
             cut = rng.choice([len(base), rng.randint(0, len(base))])
             text = f"{base[:cut]} {words(rng, rng.randint(1, 30))}"
-            self._known += [text] if rng.random() < 0.3 else []
+            self.known += [text] if rng.random() < 0.3 else []
             ids = self._tokenizer.encode(text)[: self._room]
             prompt: dict[str, Any] = {"prompt_token_ids": ids}
             if rng.random() < 0.15:
