@@ -16,6 +16,11 @@ def test_runs(first):
         fuzz.run(seed)
 
 
+def test_pages_that_moved_beside_a_step_that_is_cut_short_are_forgotten():
+    """Nobody knows whether a plan of copies alone, made behind that step, has been run."""
+    fuzz.run(91240, 60)
+
+
 def test_a_failure_says_how_to_repeat_it(monkeypatch):
     """A runner that copies no pages is found out."""
     monkeypatch.setattr(fuzz.WatchfulRunner, "_copy_page", lambda *_: None)

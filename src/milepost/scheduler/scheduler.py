@@ -75,6 +75,8 @@ class Scheduler:
         self._folding: dict[Request, None] = {}
         """Over, but for a step that folds the last tokens into their states."""
         self._steps: deque[StepPlan] = deque()
+        self._moves_beside = False
+        """Whether copies that were planned beside the step in flight move pages."""
         self._num_added = 0
         self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
 
@@ -284,6 +286,8 @@ class Scheduler:
         )
         if sequences:
             self._steps.append(plan)
+        elif self._steps and moves:
+            self._moves_beside = True
         return plan
 
     def _preempt(self, request: Request) -> None:
@@ -313,6 +317,7 @@ class Scheduler:
         if plan.sequences:
             first = self._steps.popleft()
             assert plan is first, "F3: outcomes are taken in the order of the steps"
+            self._moves_beside = False
         progress = []
         for sequence in plan.sequences:
             request = self._requests[sequence.number]
@@ -359,7 +364,8 @@ class Scheduler:
         """
         assert not self._steps or self._steps[0] is plan, "F3: the first step in flight goes first"
         steps = self._steps if self._steps else (plan,)
-        moves = any(step.moves for step in steps)
+        moves = self._moves_beside or any(step.moves for step in steps)
+        self._moves_beside = False
         assert not (moves and self.num_loading), "F4: loads are over before a step is taken back"
         for step in steps:
             self._ended.extend(step.ended)  # nobody knows whether the runner has come so far
