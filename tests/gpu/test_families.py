@@ -71,10 +71,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {
         "intermediate_size": 512,
-        "linear_key_head_dim": 64,
+        "linear_key_head_dim": 96,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 4,
-        "linear_value_head_dim": 64,
+        "linear_value_head_dim": 192,
     },
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.kernels.mixers import (
     LONG_BATCHES,
     ODD,
+    OLMO,
     REAL,
     SPACING,
     Batch,
@@ -31,11 +33,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+SHAPES = {"real": REAL, "odd": ODD, "olmo": OLMO, "beyond-1": replace(REAL, max_beta=2.0)}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("spacing", [0, SPACING])
 def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: int) -> None:
     slot_in, slot_out = [0, 1, 1, *range(10, 39)], [3, 4, 5, *range(10, 39)]
@@ -55,7 +58,7 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: i
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("shapes", [REAL, ODD], ids=["real", "odd"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", LONG_BATCHES)
 @pytest.mark.parametrize("spacing", [0, SPACING])
 def test_prefill_matches_reference(

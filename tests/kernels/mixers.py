@@ -55,6 +55,7 @@ class Shapes:
     key_dim: int
     value_dim: int
     taps: int = 4
+    max_beta: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -83,11 +84,12 @@ class Shapes:
         return GatedDeltaOperation(conv_width=self.taps)
 
 
-ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5)
+ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5, max_beta=2.0)
 FEW_HEADS = Shapes(key_heads=1, value_heads=3, key_dim=8, value_dim=5)
 """Where bits are compared with bits and the interpreter takes its time."""
-SMALL = Shapes(key_heads=1, value_heads=2, key_dim=32, value_dim=16, taps=3)
+SMALL = Shapes(key_heads=1, value_heads=2, key_dim=32, value_dim=16, taps=3, max_beta=2.0)
 REAL = Shapes(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+OLMO = Shapes(key_heads=30, value_heads=30, key_dim=96, value_dim=192, max_beta=2.0)
 SPACING = 1024
 """Elements between slots: as where they lie between pages."""
 
@@ -156,6 +158,7 @@ def make_weights(
         decay_bias=torch.randn(heads, generator=random).to(device, precise),
         norm=torch.randn(shapes.value_dim, generator=random).to(device, precise),
         norm_eps=1e-6,
+        max_beta=shapes.max_beta,
     )
 
 
@@ -247,7 +250,7 @@ def _expected(
     weights, slots = widen(weights), batch.slots(projected.device)
     slots = tuple(each.long() for each in slots)
     mixed, gate, strength, decay = projected.float().split(shapes.sizes, -1)
-    beta = strength.sigmoid()
+    beta = strength.sigmoid() * shapes.max_beta
     log_decay = F.softplus(decay + weights.decay_bias) * weights.decay_rate
     if layouts is None:
         mixed = conv.decode(mixed, weights.conv, None, pools.conv, *slots)

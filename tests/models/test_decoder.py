@@ -110,3 +110,20 @@ def test_a_tensor_is_filled_by_one_module() -> None:
     model = decoder(Layer(Block(MLP(SIZE, 8, kind))), Layer(Block(MLP(SIZE, 8, kind))))
     with pytest.raises(AssertionError, match=r"one module fills 'model\.twice\.\w+\.weight'"):
         model.placements()
+
+
+def test_partials_leave_the_stream_in_its_type():
+    """Of a block without a norm before it; fused GEMMs leave partials in float32."""
+
+    class Adds(torch.nn.Module):
+        def run(self, hidden, _ctx, _number):
+            assert hidden.dtype == torch.bfloat16
+            return hidden.new_ones(len(hidden), 2, SIZE, dtype=torch.float32)
+
+    hidden = torch.zeros(3, SIZE, dtype=torch.bfloat16)
+    block = Block(Adds())
+    for _ in range(2):
+        hidden, delta = block.run(hidden, hidden.new_ones(3, 2, SIZE).float(), None, (0,))
+        assert hidden.dtype == torch.bfloat16
+    assert (hidden == 4).all()
+    assert delta.shape == (3, 2, SIZE)

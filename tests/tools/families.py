@@ -30,9 +30,10 @@ def main(family: str, arch: str, dtype: str, part: str = "") -> None:
         with pretend(chip):
             launches = record([Case(model=folder, dtype=dtype, is_whole=True, max_num_seqs=8)])
             chosen = [launch for launch in launches if part in launch.name]
-            problems = {each.name: compile_launch(each, chip).complaint(chip) for each in chosen}
-    refused = {name: problem for name, problem in problems.items() if problem}
-    print(json.dumps({"kernels": sorted(problems), "refused": refused}))
+            problems = [(each.name, compile_launch(each, chip).complaint(chip)) for each in chosen]
+    refused = {name: problem for name, problem in problems if problem}
+    kernels = sorted({name for name, _ in problems})
+    print(json.dumps({"kernels": kernels, "refused": refused}))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ class Block(nn.Module):
         if self.pre is not None:
             hidden, normed = self.pre.add(hidden, delta)
         else:
-            hidden = normed = hidden if delta is None else hidden + self._whole(delta)
+            if delta is not None:  # partials are float32, the residual stream is not
+                hidden = (hidden + self._whole(delta)).to(hidden.dtype)
+            normed = hidden
         outputs = [
             part.run(normed, ctx, number) for part, number in zip(self.parts, numbers, strict=True)
         ]

@@ -52,10 +52,9 @@ def takes_drafts_fused(key_dim: int, value_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaOperation:
-    """The token mixer behind convolutions of so many taps, with betas up to `max_beta`."""
+    """The token mixer behind convolutions of so many taps."""
 
     conv_width: int
-    max_beta: float = 1.0
 
     def lay_out(self, batch: Batch) -> MixerLayout:
         """Chunks for the fused kernels, which need none where every sequence decodes; or rows for
@@ -70,9 +69,7 @@ class GatedDeltaOperation:
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
-        return (
-            "" if self.max_beta == 1 else f"the fused ones have betas up to 1, not {self.max_beta}"
-        )
+        return ""
 
 
 def mix(

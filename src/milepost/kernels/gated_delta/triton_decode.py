@@ -87,6 +87,7 @@ def decode(
         VALUE_HEADS=value_heads,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_W=triton.next_power_of_2(value_dim),
+        MAX_BETA=weights.max_beta,
         **_UPDATE,
         **OVERLAPPED,
     )
@@ -167,6 +168,7 @@ def _update(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    MAX_BETA: tl.constexpr,
 ):
     """One value head: its state [K, W] moves on by one token, is read, and the gated norm of what
     was read goes to `output` [D, V * W]."""
@@ -188,7 +190,7 @@ def _update(
     p_token = projected + i_n * projected_stride + channels
     b_gate = tl.load(p_token + i_hv * VALUE_DIM + o_v, is_v, 0)
     p_gates = p_token + VALUE_HEADS * VALUE_DIM + i_hv
-    b_beta = sigmoid(tl.load(p_gates))
+    b_beta = sigmoid(tl.load(p_gates)) * MAX_BETA
     rate, bias = tl.load(decay_rate + i_hv), tl.load(decay_bias + i_hv)
     b_decay = tl.exp(log_decay(rate, bias, tl.load(p_gates + VALUE_HEADS)))
     b_norm = tl.load(norm_weight + o_v, is_v, 0)

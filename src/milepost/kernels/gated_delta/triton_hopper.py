@@ -93,6 +93,7 @@ def decode(
         SIZE=STATE_SIZE,
         TAPS=conv_width,
         BLOCK_TAPS=triton.next_power_of_2(conv_width),
+        MAX_BETA=weights.max_beta,
         STAGES=stages,
         num_warps=4,
         **OVERLAPPED,
@@ -123,6 +124,7 @@ def _decode_kernel(
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     BLOCK_TAPS: gl.constexpr,
+    MAX_BETA: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Every so many units, each the value heads of a key head of a sequence."""
@@ -173,7 +175,7 @@ def _decode_kernel(
             i_hv = i_h * GROUP + i_m
             b_v = gl.convert_layout(convolve(window_v), gl.SliceLayout(0, STATE))
             keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS, WINDOW)
-            own = b_q, b_k, b_v, sigmoid(b_in), decay_of(a_in, rate, bias)
+            own = b_q, b_k, b_v, sigmoid(b_in) * MAX_BETA, decay_of(a_in, rate, bias)
             own_target = p_state, i_hv, o_k, o_v, is_real
             b_o = pass_token(work, number, own, own_target, KEY_HEADS, GROUP)
             number += 1

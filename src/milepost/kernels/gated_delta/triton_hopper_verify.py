@@ -93,6 +93,7 @@ def verify(
         SIZE=STATE_SIZE,
         TAPS=conv_width,
         BLOCK_TAPS=triton.next_power_of_2(conv_width),
+        MAX_BETA=weights.max_beta,
         PLACES=2 * records.shape[1] + 1,
         STAGES=2 if num_units <= units_at_once else 1,
         num_warps=4,
@@ -130,6 +131,7 @@ def _verify_kernel(
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     BLOCK_TAPS: gl.constexpr,
+    MAX_BETA: gl.constexpr,
     PLACES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -188,7 +190,7 @@ def _verify_kernel(
             inputs = window, value_taps, b_in, a_in, rate, bias, gates, kept_gates, gate_at
             _walk(
                 stream, state, inputs, queries, keys, value_head, norm, output_at,
-                (written, head, o_k, o_v, last, is_real), VALUE_HEADS, SIZE, TAPS, WINDOW,
+                (written, head, o_k, o_v, last, is_real), VALUE_HEADS, SIZE, TAPS, MAX_BETA, WINDOW,
             )  # fmt: skip
             # All that is read of the records and of the convolution's state has been.
             thread_barrier()
@@ -242,6 +244,7 @@ def _walk(
     VALUE_HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
+    MAX_BETA: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
     """Take a value head's state through all tokens: it is stored behind the last committed one, and
@@ -253,7 +256,7 @@ def _walk(
     for place in range(num_places):
         new, is_new = place - num_folded, place >= num_folded
         gate = gl.load(p_gate + new * projected_stride, mask=is_new, other=0.0)
-        beta, decay = sigmoid(b_in), decay_of(a_in, rate, bias)
+        beta, decay = sigmoid(b_in) * MAX_BETA, decay_of(a_in, rate, bias)
         value = gl.convert_layout(convolve((window, value_taps)), gl.SliceLayout(0, STATE))
         query = queries.index(place).load(gl.SliceLayout(1, STATE))[:, None]
         key = keys.index(place).load(gl.SliceLayout(1, STATE))[:, None]

@@ -97,6 +97,7 @@ def verify(
         VALUE_HEADS=value_heads,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_W=triton.next_power_of_2(value_dim),
+        MAX_BETA=weights.max_beta,
         **_UPDATE,
         **OVERLAPPED,
     )
@@ -192,6 +193,7 @@ def _update(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    MAX_BETA: tl.constexpr,
 ):
     """One value head: its state [K, W] moves on token by token; of new ones it is read, and the
     gated norm of that goes to `output` [T, V * W]."""
@@ -225,7 +227,7 @@ def _update(
         new_at = gates + (place - num_folded) * projected_stride
         old_at = recorded + place * record_stride
         b_in, a_in = _strengths(new_at, old_at, place >= num_folded, VALUE_HEADS)
-        beta = sigmoid(b_in)
+        beta = sigmoid(b_in) * MAX_BETA
         decay = tl.exp(log_decay(rate, bias, a_in))
         query = tl.load(query_at + place * channels + o_k, is_k, 0)
         key = tl.load(query_at + place * channels + KEY_HEADS * KEY_DIM + o_k, is_k, 0)

@@ -48,6 +48,7 @@ def wy_fwd(
         g_cumsum,
         **shapes.heads,
         **shapes.blocks,
+        MAX_BETA=weights.max_beta,
         SPLIT=projected.is_cuda and projected.dtype != torch.float32,
         num_warps=4,
         **OVERLAPPED,
@@ -75,6 +76,7 @@ def _wy_fwd_kernel(
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    MAX_BETA: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """One value head of a chunk: `values` become u [V, T, W], `w` [V, T, K], and the sums of log
@@ -90,7 +92,7 @@ def _wy_fwd_kernel(
     o_t = tl.arange(0, C)
     in_chunk = o_t < size
     gates = projected + begin * projected_stride + channels + VALUE_HEADS * VALUE_DIM + i_hv
-    b_beta = sigmoid(tl.load(gates + o_t * projected_stride, in_chunk, 0))
+    b_beta = sigmoid(tl.load(gates + o_t * projected_stride, in_chunk, 0)) * MAX_BETA
     rate, bias = tl.load(decay_rate + i_hv), tl.load(decay_bias + i_hv)
     inputs = tl.load(gates + o_t * projected_stride + VALUE_HEADS, in_chunk, 0)
     b_g = tl.cumsum(tl.where(in_chunk, log_decay(rate, bias, inputs), 0))
