@@ -321,13 +321,13 @@ def state_behind(llm: LLM, token_ids):
     return match.state_length, parts
 
 
-@pytest.mark.parametrize("family", BEFORE_ATTENTION)
 def end_of(llm: LLM, token_ids):
     """Where a state stands: before an answer's last token, or at the last page's end."""
     has_slots = llm.llm_engine.scheduler.cache.slots_each
     return len(token_ids) - 2 if has_slots else (len(token_ids) - 2) // 64 * 64
 
 
+@pytest.mark.parametrize("family", BEFORE_ATTENTION)
 def test_checkpoints_are_the_same_bits_where_products_are(family, tmp_path, monkeypatch):
     """Where a row of a product does not depend on the rows beside it: those of these models' states
     are of the layers before attention."""

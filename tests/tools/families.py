@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "compile_matrix"))
 
 from chips import CHIPS, pretend
