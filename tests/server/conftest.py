@@ -61,8 +61,16 @@ class Server:
     def children(self, word: bytes) -> list[int]:
         """The server's child processes that have this in their command line."""
         threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        pids = [pid for thread in threads for pid in (thread / "children").read_text().split()]
-        return [int(pid) for pid in pids if word in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        pids = [pid for thread in threads for pid in _content(thread / "children").split()]
+        return [int(pid) for pid in pids if word in _content(Path(f"/proc/{int(pid)}/cmdline"))]
+
+
+def _content(path: Path) -> bytes:
+    """Nothing of a thread or a process that has ended meanwhile."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @contextlib.contextmanager
