@@ -128,6 +128,12 @@ class SamplingParams:
             or self.repetition_penalty != 1
         )
 
+    @property
+    def takes_preparing(self) -> bool:
+        """Whether something of it is made before an answer begins, which steps do not wait for: a
+        form, or the spelling of words."""
+        return self.structured_outputs is not None or self.bad_words is not None
+
     def sample_seed(self, index: int, *, engine_seed: int, request_number: int) -> int:
         """The seed of answer `index` (below n): from `seed` if set, else from the other two.
 

@@ -97,6 +97,8 @@ def sampling(rng: random.Random, vocab_size: int) -> SamplingParams:
         "stop": (0.3, rng.sample(["the", " is", "END", "fox", "again"], 2)),
         "include_stop_str_in_output": (0.2, True),
         "stop_token_ids": (0.2, rng.choices(range(vocab_size), k=5)),
+        "bad_words": (0.2, rng.sample(["the", " is", "a", "fox j", "again"], 2)),
+        "allowed_token_ids": (0.1, rng.sample(range(vocab_size), vocab_size // 2)),
         "logit_bias": (0.2, {rng.randrange(vocab_size): rng.choice([-50.0, 5.0, 3.0])}),
     }
     given = {name: value for name, (share, value) in drawn.items() if rng.random() < share}

@@ -8,6 +8,7 @@ import pytest
 
 from milepost import LLM, SamplingParams
 from milepost.engine.guide import Guide, masks, masks_along
+from milepost.engine.prompts import Prompt
 from milepost.engine.restrictions import Restriction, RuleBook
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import StructuredOutputs
@@ -238,6 +239,17 @@ def test_a_form_and_rules_that_leave_nothing_follow_the_form(folder):
     )
     output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
     assert (output.text, output.finish_reason) == ("yes", "stop")
+
+
+def test_words_are_spelled_before_a_request_is_added(folder, monkeypatch):
+    """By who has the time: steps wait for `add`."""
+    engine = LLM(str(folder), cpu_cache_gib=0.02, max_num_seqs=4).llm_engine
+    params = SamplingParams(bad_words=["fox j"], max_tokens=2)
+    assert params.takes_preparing
+    assert not SamplingParams(allowed_token_ids=[1]).takes_preparing
+    engine.prepare(params)
+    monkeypatch.setattr(RuleBook, "_spellings", lambda *_: pytest.fail("spelled again"))
+    engine.add(Prompt(token_ids=[5, 6]), params)
 
 
 # --- what cannot be kept --------------------------------------------------------------------------

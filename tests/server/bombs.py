@@ -62,6 +62,8 @@ def _shapes() -> Iterator[tuple[str, str, bytes]]:
     yield "a model's name", COMPLETIONS, _dumped({"prompt": "a", "model": "m" * MIB})
     yield "a user's name", COMPLETIONS, _dumped({"prompt": "a", "user": "u" * MIB})
     yield "a salt", COMPLETIONS, _dumped({"prompt": "a", "cache_salt": "s" * MIB})
+    words = [f"{i} fox" * 200 for i in range(256)]
+    yield "bad words", COMPLETIONS, _dumped({"prompt": "a", "bad_words": words, "max_tokens": 9})
     yield "answers", COMPLETIONS, _dumped({"prompt": "a", "n": 10**6})
     yield "prompts", COMPLETIONS, _dumped({"prompt": ["a"] * 60_000, "max_tokens": 1})
     rendered = f"{COMPLETIONS}/render"

@@ -1,4 +1,4 @@
-"""Compiles the forms of answers beside the steps."""
+"""Compiles the forms of answers, and spells what they may not have, beside the steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from milepost.engine.wire import Add
 
 
 class Compiling:
-    """Compiles forms in a thread, one after the other; `done` can be read when something is."""
+    """Prepares requests in a thread, one after the other; `done` can be read when one is."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -23,7 +23,7 @@ class Compiling:
         self._thread: threading.Thread | None = None
 
     def begin(self, message: Add) -> None:
-        """The first form starts the thread, which nobody waits for at the end."""
+        """The first request starts the thread, which nobody waits for at the end."""
         self._pending.add(message.id)
         self._wanted.put(message)
         if self._thread is None:
@@ -57,7 +57,7 @@ class Compiling:
             form, problem = None, ""
             if message.id in self._pending:
                 try:
-                    form = self._engine.form_of(message.params)
+                    form = self._engine.prepare(message.params)
                 except BaseException as error:  # noqa: BLE001 - a panic in llguidance is one too
                     problem = str(error) or repr(error)
             self._made.put((message, form, problem))

@@ -101,16 +101,17 @@ class Engine:
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise what `add` would: InvalidRequestError, or EngineDeadError. Compiles the form."""
         self._check(prompt, params)
-        self.form_of(params)
+        self._intake.form_of(params)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         self._fate.check()
         self._intake.check(prompt, params)
 
-    def form_of(self, params: SamplingParams) -> Form | None:
-        """The form of the answers, compiled if it is not known; None for any. May be called from
-        another thread. Raises InvalidRequestError for one that cannot be kept to."""
-        return self._intake.form_of(params)
+    def prepare(self, params: SamplingParams) -> Form | None:
+        """Make what takes long before `add`, which then finds it; returns the compiled form of the
+        answers, None for any. May be called from another thread. Raises InvalidRequestError for
+        what cannot be kept to."""
+        return self._intake.prepare(params)
 
     def add(
         self,
@@ -120,7 +121,7 @@ class Engine:
         priority: int = 0,
         form: Form | None = None,
     ) -> Job:
-        """Queue a prompt; `form` is what `form_of` made for it, if it was called before.
+        """Queue a prompt; `form` is what `prepare` made for it, if it was called before.
 
         Raises InvalidRequestError, and then nothing has changed.
         """
@@ -136,7 +137,7 @@ class Engine:
         form: Form | None = None,
     ) -> Job:
         """Queue a prompt that `check` has let pass."""
-        form = form or self.form_of(params)
+        form = form or self._intake.form_of(params)
         job = self._intake.job(prompt, params, priority, form)
         remote = self._intake.remote(prompt)
         self._is_stuck = False

@@ -20,6 +20,13 @@ from milepost.engine.grammars import Form, llguidance, problem_of
 Mask = NDArray[np.int32]
 
 
+def mask_of(vocab_size: int, token_ids: Sequence[int]) -> Mask:
+    """[W], these tokens and no others: bit i of word w is token 32 w + i."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
 class FormGuide:
     """Follows one answer."""
 
@@ -67,9 +74,7 @@ class FormGuide:
 
     def ends(self) -> Mask:
         """[W], the tokens that end an answer."""
-        flags = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
-        flags[list(self._end_token_ids)] = 1
-        return np.packbits(flags, bitorder="little").view(np.int32)
+        return mask_of(self.vocab_size, self._end_token_ids)
 
     def allows(self, token_id: int) -> bool:
         """Whether a token may come next; for one that was sampled without a mask of its own."""

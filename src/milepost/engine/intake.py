@@ -1,6 +1,7 @@
 """What is asked of an engine: checked, and made into jobs. Queues nothing.
 
-A form is compiled here too, at its first request, and may be from another thread.
+A form is compiled here too, at its first request, and bad words are spelled; either may be from
+another thread.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ class Intake:
         check_combination(params)
         self._rules.rules_of(params)
         detokenizer_for(self._texts, params)
+
+    def prepare(self, params: SamplingParams) -> Form | None:
+        """Make what takes long of parameters: spell what may not come, and return the compiled
+        form, if there is one. Raises InvalidRequestError for what cannot be kept to."""
+        self._rules.rules_of(params)
+        return self.form_of(params)
 
     def form_of(self, params: SamplingParams) -> Form | None:
         """The form of the answers, compiled if it is not known; None for any. Raises

@@ -127,7 +127,7 @@ class Loop:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case Add() if message.params.structured_outputs is not None:
+            case Add() if message.params.takes_preparing:
                 self._compiling.begin(message)
             case Add():
                 self._add(message)

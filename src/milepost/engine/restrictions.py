@@ -8,19 +8,18 @@ Legend: W words of a mask, 32 tokens each: bit i of word w is token 32 w + i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from milepost.engine.guidance import Mask, mask_of
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
-
-Mask = NDArray[np.int32]
 
 THINK = ("<think>", "</think>")
 """The tokens between which models reason."""
@@ -28,14 +27,15 @@ MAX_RULES = 64
 """Sets of rules that are remembered."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rules:
     """What holds for all answers with the same parameters."""
 
     allowed: Mask | None
     """[W], the tokens that may come whatever has come before; None for all."""
-    runs: tuple[tuple[tuple[int, ...], int], ...]
-    """Tokens, two or more in all, of which the last may not come behind the others."""
+    runs: Mapping[int, Sequence[tuple[tuple[int, ...], int]]]
+    """Tokens, two or more in all, of which the last may not come behind the others; by the last of
+    those."""
     budget: int | None
     """Most tokens between `opens` and `closes`."""
     opens: int | None
@@ -45,10 +45,10 @@ class Rules:
     every: Mask
     """[W], all of the model's tokens."""
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """How many of the newest tokens the runs read."""
-        return max((len(before) for before, _ in self.runs), default=0)
+        return max((len(run) for runs in self.runs.values() for run, _ in runs), default=0)
 
 
 class Restriction:
@@ -76,7 +76,8 @@ class Restriction:
         rules = self._rules
         if self._has_thought_enough:
             return rules.closing
-        banned = [last for before, last in rules.runs if self._ends_with(before)]
+        runs = rules.runs.get(self._newest[-1], ()) if self._newest else ()
+        banned = [last for before, last in runs if self._ends_with(before)]
         if not banned:
             return rules.allowed
         less = _without(rules.every if rules.allowed is None else rules.allowed, banned)
@@ -120,7 +121,8 @@ class Restriction:
 
 
 class RuleBook:
-    """Makes the rules of one model's requests. Raises InvalidRequestError for what none can keep.
+    """Makes the rules of one model's requests, in any thread. Raises InvalidRequestError for what
+    none can keep.
 
     `vocab_size` is the model's; without a tokenizer only token ids can be named.
     """
@@ -143,17 +145,17 @@ class RuleBook:
         opens, closes = self._think_ids(budget)
         runs = self._spellings(words)
         banned = [run[0] for run in runs if len(run) == 1]
-        every = _mask(self._vocab_size, range(self._vocab_size))
-        allowed = _without(every if ids is None else _mask(self._vocab_size, ids), banned)
+        every = mask_of(self._vocab_size, range(self._vocab_size))
+        allowed = _without(every if ids is None else mask_of(self._vocab_size, ids), banned)
         if not allowed.any():
             raise InvalidRequestError("bad_words: they leave no token that may come")
         return Rules(
             allowed=None if ids is None and not banned else allowed,
-            runs=tuple((run[:-1], run[-1]) for run in runs if len(run) > 1),
+            runs=_by_last([(run[:-1], run[-1]) for run in runs if len(run) > 1]),
             budget=budget,
             opens=opens,
             closes=closes,
-            closing=_mask(self._vocab_size, () if closes is None else (closes,)),
+            closing=mask_of(self._vocab_size, () if closes is None else (closes,)),
             every=every,
         )
 
@@ -179,6 +181,15 @@ class RuleBook:
         return list(dict.fromkeys(tuple(ids) for ids in found if ids))
 
 
+def _by_last(
+    runs: Sequence[tuple[tuple[int, ...], int]],
+) -> dict[int, list[tuple[tuple[int, ...], int]]]:
+    found: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for before, last in runs:
+        found.setdefault(before[-1], []).append((before, last))
+    return found
+
+
 def think_ids(tokenizer: Any) -> tuple[int | None, int | None]:
     """Ids of the tokens that open and close the reasoning, as far as a tokenizer has them."""
     added = {} if tokenizer is None else tokenizer.get_added_vocab()
@@ -192,12 +203,6 @@ def _is_open(rules: Rules, prompt: NDArray[np.uint32]) -> bool:
         return False
     tags = np.flatnonzero((prompt == rules.opens) | (prompt == rules.closes))
     return bool(len(tags)) and int(prompt[tags[-1]]) == rules.opens
-
-
-def _mask(vocab_size: int, token_ids: Sequence[int]) -> Mask:
-    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    flags[list(token_ids)] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 def _without(mask: Mask, token_ids: Sequence[int]) -> Mask:

@@ -5,6 +5,7 @@ Legend: T tokens, C channels, V value heads, K key_dim, W value_dim, D decoding 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -30,11 +31,7 @@ def mix(
     _, heads, _, value_dim = recurrent_pool.shape
     sizes = len(weights.conv), heads * value_dim, heads, heads
     mixed, gate, *strengths = projected.split(sizes, -1)
-    steps = Steps(
-        prepare=partial(_prepare, weights),
-        decode=partial(_decode, weights),
-        prefill=partial(_prefill, weights),
-    )
+    steps = steps_of(partial(_prepare, weights), weights.conv, _heads, reference.prefill)
     output = run(steps, (mixed, *strengths), (conv_pool, recurrent_pool), rows, records)
     return gated_norm(output, gate.unflatten(-1, (-1, value_dim)), weights).flatten(1)
 
@@ -50,36 +47,41 @@ def _prepare(
     return mixed, F.softplus(wide[1]).mul_(rate), beta
 
 
-def _decode(
-    weights: GatedDeltaWeights,
-    mixed: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    slot_in: Tensor,
-    slot_out: Tensor,
-) -> Tensor:
-    """One token a sequence; [D, V, W] before the norm."""
-    mixed = conv.decode(mixed, weights.conv, None, conv_pool, slot_in, slot_out)
-    heads_of = _heads(mixed, recurrent_pool)
-    return reference.decode(*heads_of, log_decay, beta, recurrent_pool, slot_in, slot_out)
+def steps_of(
+    prepare: Callable[..., Sequence[Tensor]],
+    conv_weight: Tensor,
+    heads_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    prefill: Callable[..., Tensor],
+) -> Steps:
+    """A convolution, then the delta rule: decodes return [D, V, W] before the norm, prefills [T, V,
+    W]. `heads_of` takes what is convolved and the states' pool."""
 
+    def decode(
+        mixed: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        conv_pool: Tensor,
+        recurrent_pool: Tensor,
+        *slots: Tensor,
+    ) -> Tensor:
+        mixed = conv.decode(mixed, conv_weight, None, conv_pool, *slots)
+        heads = heads_of(mixed, recurrent_pool)
+        return reference.decode(*heads, log_decay, beta, recurrent_pool, *slots)
 
-def _prefill(
-    weights: GatedDeltaWeights,
-    mixed: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    rows: PrefillRows,
-) -> Tensor:
-    """Many tokens a sequence; [T, V, W] before the norm."""
-    slots = rows.slot_in, rows.slot_out
-    mixed = conv.prefill(mixed, weights.conv, None, conv_pool, *slots, rows.windows)
-    heads_of = _heads(mixed, recurrent_pool)
-    return reference.prefill(*heads_of, log_decay, beta, recurrent_pool, *slots, rows.chunks)
+    def prefill_rows(
+        mixed: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        conv_pool: Tensor,
+        recurrent_pool: Tensor,
+        rows: PrefillRows,
+    ) -> Tensor:
+        slots = rows.slot_in, rows.slot_out
+        mixed = conv.prefill(mixed, conv_weight, None, conv_pool, *slots, rows.windows)
+        heads = heads_of(mixed, recurrent_pool)
+        return prefill(*heads, log_decay, beta, recurrent_pool, *slots, rows.chunks)
+
+    return Steps(prepare=prepare, decode=decode, prefill=prefill_rows)
 
 
 def _heads(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:

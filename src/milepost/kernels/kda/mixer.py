@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import conv
-from milepost.kernels.gated_delta import reference
+from milepost.kernels.gated_delta.mixer import steps_of
 from milepost.kernels.kda.reference import prefill
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.mixer_rows import MixerRows, PrefillRows, Steps, run
+from milepost.kernels.mixer_rows import MixerRows, run
 from milepost.kernels.precision import cast, rows_apart
 
 
@@ -32,11 +31,7 @@ def mix(
     """See `kda.mix`."""
     sizes = len(weights.conv), len(weights.decay_rate)
     inputs = *projected.split(sizes, -1), decay_inputs
-    steps = Steps(
-        prepare=partial(_prepare, weights),
-        decode=partial(_decode, weights),
-        prefill=partial(_prefill, weights),
-    )
+    steps = steps_of(partial(_prepare, weights), weights.conv, _heads, prefill)
     output = run(steps, inputs, (conv_pool, recurrent_pool), rows, records)
     return gated_norm(output, gate, weights).flatten(1)
 
@@ -50,39 +45,6 @@ def _prepare(
     wide = torch.add(decay_inputs, bias, out=rows_apart(rate, len(decay_inputs), len(bias)))
     log_decay = F.softplus(wide).unflatten(-1, (len(rate), -1)).mul_(rate[:, None])
     return mixed, log_decay, beta
-
-
-def _decode(
-    weights: KDAWeights,
-    mixed: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    slot_in: Tensor,
-    slot_out: Tensor,
-) -> Tensor:
-    """One token a sequence; [D, H, K] before the norm."""
-    slots = slot_in, slot_out
-    convolved = conv.decode(mixed, weights.conv, None, conv_pool, *slots)
-    heads = _heads(convolved, recurrent_pool)
-    return reference.decode(*heads, log_decay, beta, recurrent_pool, *slots)
-
-
-def _prefill(
-    weights: KDAWeights,
-    mixed: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    conv_pool: Tensor,
-    recurrent_pool: Tensor,
-    rows: PrefillRows,
-) -> Tensor:
-    """Many tokens a sequence; [T, H, K] before the norm."""
-    slots = rows.slot_in, rows.slot_out
-    convolved = conv.prefill(mixed, weights.conv, None, conv_pool, *slots, rows.windows)
-    heads = _heads(convolved, recurrent_pool)
-    return prefill(*heads, log_decay, beta, recurrent_pool, *slots, rows.chunks)
 
 
 def _heads(convolved: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
