@@ -8,6 +8,7 @@ without any engine.
 
 from __future__ import annotations
 
+import functools
 import random
 from itertools import islice
 
@@ -51,16 +52,26 @@ last token was returned and not consumed.
 """
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=lambda d: str(d)[6:])
-def tiny(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Each is made once, with the cold answers that it comes to know: a fixture of the module whose
+    parameter is the type would be made anew whenever that changes from test to test.
+    """
+    return functools.cache(
+        lambda name, dtype: save_tiny(tmp_path_factory.mktemp(name), name, dtype)
+    )
+
+
+@pytest.fixture(params=DTYPES, ids=lambda d: str(d)[6:])
+def tiny(request, saved):
     """With experts; takes every path."""
-    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", request.param)
+    return saved("qwen3_next", request.param)
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=lambda d: str(d)[6:])
-def dense(request, tmp_path_factory):
+@pytest.fixture(params=DTYPES, ids=lambda d: str(d)[6:])
+def dense(request, saved):
     """Without experts, and with the other arrangement of weights; takes the main paths."""
-    return save_tiny(tmp_path_factory.mktemp("dense"), "qwen3_5", request.param)
+    return saved("qwen3_5", request.param)
 
 
 def siblings(shared: int, own: int, num: int) -> list[list[int]]:

@@ -249,6 +249,9 @@ def check_room(
                 module.placements()
     needed = model.num_bytes
     if needed > free:
+        gc.collect()  # an engine that nobody holds any more may still be there, in cycles
+        free = _free_bytes(kind.device) or 0
+    if needed > free:
         name = str(kind.dtype).removeprefix("torch.")
         advice = _advise(kind, needed, free)
         raise ConfigError(
@@ -274,8 +277,8 @@ def _advise(kind: ParameterKind, needed: int, free: int) -> str:
 
 def _free_bytes(device: torch.device) -> int | None:
     """Memory that can be taken on a device; None where that is not known."""
-    gc.collect()  # an engine that nobody holds any more may still be there, in cycles
     if device.type == "cuda":
+        gc.collect()  # here also for the pools, which take all that is free
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu" or not _MEMINFO.exists():
