@@ -89,8 +89,6 @@ def test_a_chain_holds_tokens_of_its_own(typecode):
     chain.extend((3,))
     assert chain.tokens.tolist() == [*range(40), 3]
     assert len(tokens) == 40
-    chain.extend((4,))
-    assert chain.unsalted().tokens.tolist() == chain.tokens.tolist(), "a salt's twin goes along"
 
 
 def test_a_chain_refuses_what_is_no_token():
@@ -138,4 +136,3 @@ def test_two_models_share_no_key():
     one, other = (Cache(num_pages=4, num_slots=2, identity=bytes([n] * 16)) for n in (1, 2))
     tokens = range(200)
     assert one.chain(tokens).full_digests() != other.chain(tokens).full_digests()
-    assert one.chain(tokens, "a").unsalted().root == one.chain(tokens).root

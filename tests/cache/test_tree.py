@@ -31,7 +31,7 @@ class Planted:
         num_new = len(chain) // PAGE - len(path)
         if not num_new:
             return
-        parent = path[-1] if path else self.tree.root(chain.root)
+        parent = path[-1] if path else self.tree.root(chain)
         self.tree.insert(chain, parent, range(self.num_pages, self.num_pages + num_new))
         self.num_pages += num_new
 
@@ -67,8 +67,4 @@ def test_walk(events):
         tree, depth = planted.tree, len(expected)
         num_seen = num_known(fresh, depth, tree.nodes, tree._history)
         assert tree.num_seen(fresh, depth) == num_seen
-        others = {node.twin for node in tree.nodes.values()} | (set(tree.nodes) if salt else set())
-        assert tree.other_salt_depth(fresh, num_seen) == num_known(
-            fresh.unsalted(), num_seen, others
-        )
         (planted.cut if is_cut else planted.plant)(Chain(prompt, PAGE, salt))

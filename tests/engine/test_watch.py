@@ -102,7 +102,7 @@ def test_a_look_gives_way_to_steps(scheduler):
     tree = scheduler.cache.tree
     for path in range(8):
         chain = scheduler.cache.chain([path] * 64 * 2000)
-        tree.insert(chain, tree.root(chain.root), range(2000 * path, 2000 * path + 2000))
+        tree.insert(chain, tree.root(chain), range(2000 * path, 2000 * path + 2000))
     watch = Watch(scheduler, FACTS)
     watch.look()
     now, num_steps = itertools.count(), 0

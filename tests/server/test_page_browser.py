@@ -192,7 +192,7 @@ def large_state():
     cache = Cache(num_pages=100_000, num_slots=4, page_size=2)
     for path in range(20_000):
         chain = Chain([path] * 10, 2)
-        cache.tree.insert(chain, cache.tree.root(chain.root), range(5 * path, 5 * path + 5))
+        cache.tree.insert(chain, cache.tree.root(chain), range(5 * path, 5 * path + 5))
     facts = Facts(
         device="CPU",
         dtype="float32",

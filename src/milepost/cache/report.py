@@ -33,10 +33,8 @@ class Lost(StrEnum):
     """
     KV_EVICTED = "kv_evicted"
     """Their KV was there and has been evicted."""
-    SALT = "salt"
-    """Resident, but under another cache salt."""
     UNSEEN = "unseen"
-    """Not seen before."""
+    """Not seen before, under this salt."""
     LAST_TOKEN = "last_token"
     """All of the prompt was seen; the last token is always computed, for its logits."""
 
@@ -49,7 +47,6 @@ PHRASES: Mapping[Lost, str] = {
     Lost.NO_CHECKPOINT: "without a saved state",
     Lost.GRID: "beyond the last place where a state can be kept",
     Lost.KV_EVICTED: "whose KV was evicted",
-    Lost.SALT: "cached under another salt",
     Lost.UNSEEN: "not seen before",
     Lost.LAST_TOKEN: "needed to start the answer",
 }
@@ -146,7 +143,6 @@ def explain(
     kv_grid: int,
     resident: int,
     evicted: int,
-    other_salt: int = 0,
 ) -> CacheReport:
     """Split what of a prompt was not reused by reason; the first that applies to a token names it.
 
@@ -159,7 +155,6 @@ def explain(
         (Lost.NO_CHECKPOINT, kv_grid),
         (Lost.GRID, resident),
         (Lost.KV_EVICTED, evicted),
-        (Lost.SALT, other_salt),
     )
     lost: dict[Lost, int] = {}
     done = reused

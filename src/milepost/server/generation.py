@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from milepost.cache import Lost
 from milepost.engine.outputs import Logprob
 from milepost.engine.prompts import Prompt
 from milepost.engine.wire import Delta, Output, Report
@@ -136,7 +135,6 @@ class Generation:
         """The `usage` of the response, so far."""
         completion = sum(self._num_tokens) if self._is_counted else 0
         prompt = self._num_prompt_tokens
-        page_size = self._service.client.info.page_size
         drafts = {}
         if self._num_draft_tokens:
             accepted = self._num_accepted_tokens
@@ -151,7 +149,7 @@ class Generation:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {
                 "cached_tokens": sum(report.reused for report in self.reports),
-                "lost_tokens": public_losses(self.reports, page_size),
+                "lost_tokens": _sums(report.lost for report in self.reports),
                 **({"loaded_tokens": loaded} if loaded else {}),
             },
             **drafts,
@@ -205,29 +203,3 @@ def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
             if count:
                 total[name] = total.get(name, 0) + count
     return total
-
-
-def public_losses(reports: Sequence[Report], page_size: int) -> dict[str, int]:
-    """Tokens lost by reason, as a client may see them.
-
-    A salt keeps one tenant from learning what others have cached. So what is only known under
-    another salt counts as unseen; and so does the last token, unless the request's own salt
-    explains why the whole prompt was known.
-    """
-    lost: dict[str, int] = {}
-    for report in reports:
-        for reason, count in report.lost.items():
-            name = reason
-            if reason == Lost.SALT or (
-                reason == Lost.LAST_TOKEN and not _knows_all_itself(report, page_size)
-            ):
-                name = Lost.UNSEEN.value
-            if count:
-                lost[name] = lost.get(name, 0) + count
-    return lost
-
-
-def _knows_all_itself(report: Report, page_size: int) -> bool:
-    """Other salts are looked up by whole pages, so they tell nothing of a prompt that ends inside
-    one."""
-    return report.prompt_tokens % page_size != 0 or report.kv_length >= report.prompt_tokens

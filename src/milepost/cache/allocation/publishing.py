@@ -37,7 +37,7 @@ class Publisher:
             self._join(allocation, known)
         pages = allocation.page_table[len(path) : num_full]
         if pages:  # behind a page that is not there none is
-            parent = path[-1] if path else self._tree.root(chain.root)
+            parent = path[-1] if path else self._tree.root(chain)
             path.extend(self._tree.insert(chain, parent, pages))
             self._pages.keep(pages)
 
@@ -55,7 +55,7 @@ class Publisher:
         the state is known already.
         """
         depth = position // self._page_size
-        node = allocation.path[depth - 1] if depth else self._tree.root(allocation.chain.root)
+        node = allocation.path[depth - 1] if depth else self._tree.root(allocation.chain)
         tail = allocation.chain.token_bytes(depth * self._page_size, position)
         if tail in node.checkpoints:
             self._slots.unpin((slot,))

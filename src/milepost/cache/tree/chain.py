@@ -35,7 +35,7 @@ class Chain:
     Raises OverflowError for a token id outside uint32.
     """
 
-    __slots__ = ("_digests", "_unsalted", "identity", "page_size", "root", "salt", "tokens")
+    __slots__ = ("_digests", "page_size", "root", "salt", "tokens")
 
     def __init__(
         self, tokens: Iterable[int], page_size: int, salt: str = "", identity: bytes = b""
@@ -46,10 +46,8 @@ class Chain:
             self.tokens = array("I", tokens)
         self.page_size = page_size
         self.salt = salt
-        self.identity = identity
         self.root = root_key(identity, salt)
         self._digests: list[bytes] = []
-        self._unsalted: Chain | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -79,15 +77,6 @@ class Chain:
     def full_digests(self) -> list[bytes]:
         """Digests of all full pages."""
         return self.digests(len(self.tokens) // self.page_size)
-
-    def unsalted(self) -> Chain:
-        """The same tokens under no salt; shares the token array and is made once."""
-        if not self.salt:
-            return self
-        if self._unsalted is None:
-            self._unsalted = Chain((), self.page_size, identity=self.identity)
-            self._unsalted.tokens = self.tokens
-        return self._unsalted
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """Token ids of [start, end) as packed uint32."""

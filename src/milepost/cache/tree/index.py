@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from milepost.cache.plans import PageMove
 from milepost.cache.tree.chain import Chain
@@ -38,7 +38,6 @@ class Tree:
         self.changed: list[object] = []
         self.roots: dict[bytes, Node] = {}
         self._history: OrderedDict[bytes, None] = OrderedDict()
-        self._twins: dict[bytes, int] = {}
         self._max_history = max_history
 
     def deepest(self, chain: Chain) -> Node | None:
@@ -64,11 +63,12 @@ class Tree:
         chain.learn([child.digest for child in run])
         return node
 
-    def root(self, digest: bytes) -> Node:
-        """The root with this digest, made if it isn't there."""
-        root = self.roots.get(digest)
+    def root(self, chain: Chain) -> Node:
+        """Where a chain begins, made if it isn't there."""
+        root = self.roots.get(chain.root)
         if root is None:
-            root = self.roots[digest] = Node(digest, NO_PAGE, None, b"")
+            root = Node(chain.root, NO_PAGE, None, b"", is_salted=bool(chain.salt))
+            self.roots[chain.root] = root
         return root
 
     def insert(self, chain: Chain, parent: Node, pages: Sequence[int]) -> list[Node]:
@@ -92,8 +92,6 @@ class Tree:
         if self._history:
             for node in run:
                 self._history.pop(node.digest, None)
-        if chain.salt:
-            self._add_twins(chain, run)
         self.outbox.pages_came(run)
         return run
 
@@ -113,8 +111,6 @@ class Tree:
             del self.at_page[node.page]
             self._remember(node.digest)
             parent.remove_child(node)
-            if node.twin is not None:
-                self._forget_twin(node.twin)
         self.changed.extend(self.at_tail.get(run[-1].page, ()))
         if not above.children and not above.is_root:
             self.leaves[above.page] = above
@@ -187,15 +183,14 @@ class Tree:
         `depth` are. Costs the logarithm of its pages.
         """
         # A page is evicted after those behind it, and so is remembered for longer.
-        return _num_known(chain.full_digests(), depth, self.nodes, self._history)
+        digests, nodes, history = chain.full_digests(), self.nodes, self._history
 
-    def other_salt_depth(self, chain: Chain, depth: int) -> int:
-        """Pages of the chain's prefix that are resident under another salt, from `depth` on."""
-        if not self.nodes or not (self._twins or chain.salt):
-            return depth
-        unsalted = chain.unsalted()
-        nodes = self.nodes if unsalted is not chain else {}
-        return _num_known(unsalted.full_digests(), depth, nodes, self._twins)
+        def is_new(digest: bytes) -> bool:
+            return digest not in nodes and digest not in history
+
+        if depth < len(digests) and is_new(digests[depth]):
+            return depth  # most often
+        return bisect_left(digests, True, lo=depth, key=is_new)
 
     def forget_history(self) -> None:
         self._history.clear()
@@ -211,37 +206,6 @@ class Tree:
         if len(self._history) > self._max_history:
             self._history.popitem(last=False)
 
-    def _add_twins(self, chain: Chain, run: list[Node]) -> None:
-        """Note the salted nodes' unsalted digests, so that other salts' requests can be told."""
-        twins = chain.unsalted().digests(run[-1].depth)
-        for node in run:
-            node.twin = twins[node.depth - 1]
-            self._twins[node.twin] = self._twins.get(node.twin, 0) + 1
-
-    def _forget_twin(self, twin: bytes) -> None:
-        self._twins[twin] -= 1
-        if not self._twins[twin]:
-            del self._twins[twin]
-
     def _prune(self, node: Node) -> None:
         if node.is_root and not node.children and not node.checkpoints:
             self.roots.pop(node.digest, None)
-
-
-def _num_known(
-    digests: Sequence[bytes],
-    start: int,
-    nodes: Mapping[bytes, object],
-    others: Mapping[bytes, object],
-) -> int:
-    """Where the first of the digests from `start` on stands that neither holds; of both whatever is
-    before one that is held is held too.
-    """
-    if start < len(digests) and digests[start] not in nodes and digests[start] not in others:
-        return start  # most often
-    return bisect_left(
-        digests,
-        True,
-        lo=start,
-        key=lambda digest: digest not in nodes and digest not in others,
-    )

@@ -106,7 +106,6 @@ class Finder:
             num_given_up = max(
                 num_given_up, longest_usable(self._config.kinds, path, num_tokens - 1)
             )
-        salt_depth = self._tree.other_salt_depth(path.chain, num_seen)
         report = explain(
             num_tokens,
             reused=reused,
@@ -116,7 +115,6 @@ class Finder:
             kv_grid=floor(resident, self._config.grid) if self._config.slots_each else reused,
             resident=max(resident, reused),
             evicted=num_seen * self._config.page_size,
-            other_salt=salt_depth * self._config.page_size,
         )
         return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 

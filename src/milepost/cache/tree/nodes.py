@@ -30,26 +30,34 @@ class Node:
         "depth",
         "digest",
         "evicted_tail",
+        "is_salted",
         "last_child",
         "num_reaching",
         "page",
         "parent",
         "tokens",
-        "twin",
     )
 
-    def __init__(self, digest: bytes, page: int, parent: Node | None, tokens: bytes) -> None:
+    def __init__(
+        self,
+        digest: bytes,
+        page: int,
+        parent: Node | None,
+        tokens: bytes,
+        *,
+        is_salted: bool = False,
+    ) -> None:
         self.digest = digest
         self.page = page
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent else 0
         self.tokens = tokens
+        self.is_salted: bool = parent.is_salted if parent else is_salted
         self.num_reaching = 0
         self.children: list[Node] = NO_CHILDREN
         self.last_child: Node | None = None
         self.checkpoints: dict[bytes, Checkpoint] = NO_CHECKPOINTS
         self.evicted_tail: bytes | None = None
-        self.twin: bytes | None = None
 
     @property
     def is_root(self) -> bool:

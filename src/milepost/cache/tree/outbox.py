@@ -63,7 +63,7 @@ class Outbox:
                 tokens=_tokens(run),
                 position=parent.depth * self._page_size,
                 ids=tuple(node.page for node in run),
-                is_salted=run[0].twin is not None,
+                is_salted=run[0].is_salted,
             )
         )
         if not self._needs_states:
@@ -148,7 +148,7 @@ class Outbox:
                 parent=parent.digest,
                 tokens=_tokens(run),
                 position=parent.depth * self._page_size,
-                is_salted=run[0].twin is not None,
+                is_salted=run[0].is_salted,
             )
         )
 
