@@ -81,7 +81,7 @@ class Host:
             capacity = exact_capacity(plan)
             timed(
                 "arrays",
-                lambda p=plan, c=capacity: arrays.build(p, self.tables, GEOMETRY, c, [0]),
+                lambda p=plan, c=capacity: arrays.build(p, self.tables, GEOMETRY, c),
             )
             timed("update", lambda p=plan: self.scheduler.update(p, outcome(p)))
         assert request.report is not None

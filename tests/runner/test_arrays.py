@@ -95,7 +95,7 @@ def test_tokens_positions_and_kv_rows(tables):
         sequence(62, [7, 8, 9, 6], 2, write_from=64, slot_in=5, samples=False),
     )
     tables.update(plan)
-    step = build(plan, tables, GEOMETRY, exact_capacity(plan), last_tokens=[0])
+    step = build(plan, tables, GEOMETRY, exact_capacity(plan))
     assert step.token_ids.tolist() == [5, 7, 8, 9, 6]
     assert step.positions.tolist() == [70, 62, 63, 64, 65]
     # Page 1 of slot 3 is page 31, and of slot 2 page 21; shared pages are not written.
@@ -110,7 +110,7 @@ def test_padding_names_nothing(tables):
     capacity = Capacity(num_tokens=4, num_sequences=3, num_exports=0, decodes=True)
     plan = steps(sequence(10, [5], 1))
     tables.update(plan)
-    step = build(plan, tables, GEOMETRY, capacity, last_tokens=[0], sources=[2])
+    step = build(plan, tables, GEOMETRY, capacity, sources=[2])
     assert step.token_ids.tolist() == [5, 0, 0, 0]
     assert step.kv_rows.tolist() == [10 * 1000 + 10, -1, -1, -1]
     assert step.slot_out.tolist() == [1, -1, -1]

@@ -17,6 +17,7 @@ Legend: S sequences, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,6 +96,17 @@ class Batch:
         """Whether a decoding sequence folds, or has another number of tokens than one."""
         own = slice(self.num_decodes)
         return bool(self.folds[own].any() or (self.lengths[own] != 1).any())
+
+
+def padded(
+    values: Sequence[int] | Ints, length: int, filler: int, dtype: type = np.int32
+) -> NDArray[Any]:
+    """`values` with `filler` behind, up to `length`."""
+    assert len(values) <= length, "a batch stays within its capacities"
+    array = np.empty(length, dtype)
+    array[: len(values)] = values
+    array[len(values) :] = filler
+    return array
 
 
 class Operation(Capable, Protocol):

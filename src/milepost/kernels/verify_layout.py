@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from milepost.kernels import chunks
-from milepost.kernels.batch import Batch
+from milepost.kernels.batch import Batch, padded
 from milepost.kernels.chunks import Array, ChunkLayout
 from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 
@@ -63,12 +61,12 @@ def lay_out_verifies(batch: Batch, chunk: int, num_groups: int = 0) -> VerifyLay
     own, num = slice(batch.num_decodes), batch.capacity.num_sequences
     lengths = batch.lengths[own]
     return VerifyLayout(
-        begin=_padded(lengths.cumsum() - lengths, num, 0),
-        length=_padded(lengths, num, 0),
-        fold=_padded(batch.folds[own], num, 0),
-        row=_padded(batch.record_rows[own], num, 0),
-        slot_in=_padded(batch.slot_in[own], num, 0),
-        slot_out=_padded(batch.slot_out[own], num, -1),
+        begin=padded(lengths.cumsum() - lengths, num, 0),
+        length=padded(lengths, num, 0),
+        fold=padded(batch.folds[own], num, 0),
+        row=padded(batch.record_rows[own], num, 0),
+        slot_in=padded(batch.slot_in[own], num, 0),
+        slot_out=padded(batch.slot_out[own], num, -1),
         decodes=lay_out_decodes(num, num_groups) if num_groups else None,
         prefills=None if batch.capacity.decodes else _lay_out_prefills(batch, chunk),
     )
@@ -87,12 +85,6 @@ def _lay_out_prefills(batch: Batch, chunk: int) -> PrefillLayout:
             max_sequences=capacity.num_sequences,
             max_exports=capacity.num_exports,
         ),
-        slot_in=_padded(batch.slot_in[decodes:], capacity.num_sequences, 0),
-        slot_out=_padded(batch.slot_out[decodes:], capacity.num_sequences, -1),
+        slot_in=padded(batch.slot_in[decodes:], capacity.num_sequences, 0),
+        slot_out=padded(batch.slot_out[decodes:], capacity.num_sequences, -1),
     )
-
-
-def _padded(values: Array, length: int, filler: int) -> Array:
-    padded = np.full(length, filler, np.int32)
-    padded[: len(values)] = values
-    return padded

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from milepost.cache.tree import TOKEN_BYTES
-from milepost.kernels.batch import Batch, Capacity, Operation
+from milepost.kernels.batch import Batch, Capacity, Ints, Operation, padded
 from milepost.kernels.device import Chip
 from milepost.layers.context import StepArrays
 from milepost.runner.records import NO_ROW, RecordRows
@@ -42,57 +45,89 @@ def build(
     tables: HostTables,
     geometry: Geometry,
     capacity: Capacity,
-    last_tokens: Sequence[int] = (),
     sources: Sequence[int] = (),
     records: RecordRows | None = None,
 ) -> StepArrays:
     """The arrays of a plan that `tables` have followed, and `records` if anything is drafted; an
-    empty plan is all padding.
-
-    `last_tokens` [R] are the tokens behind which is sampled, `sources` [T] the rows of the step
-    before in which a plan's tokens are sampled.
+    empty plan is all padding. `sources` [T] are the rows of the step before in which a plan's
+    tokens are sampled.
     """
-    batch, positions = _batch(plan, tables, records, geometry, capacity)
+    columns = Columns.of(plan.sequences)
+    owners = np.arange(len(plan.sequences)).repeat(columns.lengths)
+    places = np.arange(len(owners))
+    ends = columns.lengths.cumsum()
+    positions = places + (columns.starts + columns.lengths - ends)[owners]
+    batch = _batch(plan, columns, positions, owners, tables, records, geometry, capacity)
+    num_sampled = columns.samples * (1 + columns.num_drafts)
+    is_sampled = places >= (ends - num_sampled)[owners]
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     return StepArrays(
-        token_ids=_padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
-        positions=_padded(positions, num_tokens, 0),
-        kv_rows=_padded(batch.kv_rows, num_tokens, -1, np.int64),
-        slot_in=_padded(batch.slot_in, num_sequences, 0),
-        slot_out=_padded(batch.slot_out, num_sequences, -1),
+        token_ids=padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
+        positions=padded(positions, num_tokens, 0),
+        kv_rows=padded(batch.kv_rows, num_tokens, -1, np.int64),
+        slot_in=padded(columns.slot_in, num_sequences, 0),
+        slot_out=padded(columns.slot_out, num_sequences, -1),
         num_real=np.array([len(positions)], np.int32),
-        last_tokens=_padded(last_tokens, capacity.num_sampled, 0, np.int64),
-        sources=_padded(sources, num_sequences, 0, np.int64),
+        last_tokens=padded(is_sampled.nonzero()[0], capacity.num_sampled, 0, np.int64),
+        sources=padded(sources, num_sequences, 0, np.int64),
         layouts={operation: operation.lay_out(batch) for operation in geometry.operations},
         decodes=capacity.decodes,
     )
 
 
+_read_columns = attrgetter(
+    "start", "num_tokens", "fold", "slot_in", "slot_out", "write_from", "samples", "num_drafts"
+)
+
+
+class Columns(NamedTuple):
+    """What sequences say of themselves, [S] int64 each."""
+
+    starts: Ints
+    lengths: Ints
+    folds: Ints
+    slot_in: Ints
+    slot_out: Ints
+    write_from: Ints
+    samples: Ints
+    num_drafts: Ints
+
+    @staticmethod
+    def of(sequences: Sequence[SequencePlan]) -> Columns:
+        """Read at once: sequences may be hundreds, and a device wait for their step."""
+        width = len(Columns._fields)
+        rows = chain.from_iterable(map(_read_columns, sequences))
+        numbers = np.fromiter(rows, np.int64, width * len(sequences))
+        return Columns(*numbers.reshape(-1, width).T)
+
+
 def _batch(
     plan: StepPlan,
+    columns: Columns,
+    positions: Ints,
+    owners: Ints,
     tables: HostTables,
     records: RecordRows | None,
     geometry: Geometry,
     capacity: Capacity,
-) -> tuple[Batch, np.ndarray]:
-    """What operations lay out, and each token's position."""
+) -> Batch:
+    """What operations lay out, of tokens at `positions` [T] that sequences `owners` [T] have."""
     sequences = plan.sequences
-    starts = np.array([s.start for s in sequences], np.int64)
-    lengths = np.array([s.num_tokens for s in sequences], np.int64)
     rows = np.array(tables.places(sequences), np.int64)
-    owners = np.repeat(np.arange(len(sequences)), lengths)
-    positions = np.arange(len(owners)) + (starts - lengths.cumsum() + lengths)[owners]
-    batch = Batch(
-        starts=starts,
-        lengths=lengths,
+    pages = tables.rows[rows[owners], positions // geometry.page_size].astype(np.int64)
+    kv_rows = pages * geometry.page_rows + positions % geometry.page_size
+    kv_rows[positions < columns.write_from[owners]] = -1
+    return Batch(
+        starts=columns.starts,
+        lengths=columns.lengths,
         num_decodes=plan.num_decodes,
-        folds=np.array([s.fold for s in sequences], np.int64),
+        folds=columns.folds,
         record_rows=_record_rows(sequences, records),
         recorded=None if records is None else np.array(records.recorded(sequences), np.int64),
         rows=rows,
-        kv_rows=_kv_rows(sequences, positions, owners, rows, tables, geometry),
-        slot_in=np.array([s.slot_in for s in sequences], np.int64),
-        slot_out=np.array([s.slot_out for s in sequences], np.int64),
+        kv_rows=kv_rows,
+        slot_in=columns.slot_in,
+        slot_out=columns.slot_out,
         exports=tuple(
             (index, export.position, export.slot)
             for index, sequence in enumerate(sequences)
@@ -106,7 +141,6 @@ def _batch(
         chip=geometry.chip,
         has_float8_kv=geometry.has_float8_kv,
     )
-    return batch, positions
 
 
 def token_ids(sequences: Sequence[SequencePlan]) -> np.ndarray:
@@ -119,26 +153,3 @@ def _record_rows(sequences: Sequence[SequencePlan], records: RecordRows | None) 
     if records is None:
         return np.full(len(sequences), NO_ROW, np.int64)
     return np.array(records.rows(sequences), np.int64)
-
-
-def _kv_rows(
-    sequences: Sequence[SequencePlan],
-    positions: np.ndarray,
-    owners: np.ndarray,
-    rows: np.ndarray,
-    tables: HostTables,
-    geometry: Geometry,
-) -> np.ndarray:
-    """Where each token's KV goes; -1 for those that are in shared pages already."""
-    pages = tables.rows[rows[owners], positions // geometry.page_size].astype(np.int64)
-    kv_rows = pages * geometry.page_rows + positions % geometry.page_size
-    write_from = np.array([s.write_from for s in sequences], np.int64)
-    return np.where(positions >= write_from[owners], kv_rows, -1)
-
-
-def _padded(
-    values: Sequence[int] | np.ndarray, length: int, filler: int, dtype: type = np.int32
-) -> np.ndarray:
-    padded = np.full(length, filler, dtype)
-    padded[: len(values)] = values
-    return padded

@@ -27,7 +27,6 @@ from milepost.runner.choice import Drafts, SampledToken, choice_of, on_device
 from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity
-from milepost.runner.plain import sampling_places
 from milepost.runner.pools import Pools, PoolShape, allocate
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
 from milepost.runner.records import RecordRows
@@ -92,7 +91,6 @@ class DeviceExecutor:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
         """Queue one forward pass."""
-        numbers, last_tokens = sampling_places(plan)
         self._tables.bring(plan)
         self._records.follow(plan)
         exact = exact_capacity(plan)
@@ -102,13 +100,7 @@ class DeviceExecutor:
             capacity = replace(capacity, num_tokens=1)  # nothing is launched for none
         sources = before.places(plan) if before is not None else ()
         step = arrays.build(
-            plan,
-            self._tables.host,
-            self._geometry,
-            capacity,
-            last_tokens,
-            sources,
-            self._records,
+            plan, self._tables.host, self._geometry, capacity, sources, self._records
         )
         begun, queued_s = _mark(self._pools.device), perf_counter()
         is_late = before is not None and before.is_done
@@ -118,10 +110,10 @@ class DeviceExecutor:
             assert views is not None
             num = len(sources)
             torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])
+        outcome = self._graphs.replay(captured) if captured is not None else None
+        numbers = plan.sampled_numbers  # where there is a graph, the device is at work by now
         scores: list[PromptScores] = []
-        if captured is not None:
-            outcome = self._graphs.replay(captured)
-        else:
+        if outcome is None:
             assert views is not None
             hidden = self._forward(views)
             outcome = self._outcome(hidden, views, len(numbers))

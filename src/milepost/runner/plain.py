@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from milepost.layers.context import Context
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
@@ -68,10 +66,10 @@ class PlainExecutor:
         )
         hidden = self.model.forward(step.token_ids, context)
         scores = score_prompts(plan, hidden, self.model.compute_logits)
-        numbers, last_tokens = sampling_places(plan)
+        numbers = plan.sampled_numbers
         if not numbers:
             return Flight(plan=plan, numbers=numbers, prompt_scores=scores)
-        own = hidden[torch.tensor(last_tokens, device=hidden.device)]
+        own = hidden[step.last_tokens[: len(numbers)]]
         return Flight(
             plan=plan,
             numbers=numbers,
@@ -91,16 +89,3 @@ class PlainExecutor:
         assert flight.hidden is not None
         begun = beginnings(flight.plan, list(flight.read().values()))
         flight.drafts = self._drafting.draft(begun, flight.hidden, rows, num_drafts)
-
-
-def sampling_places(plan: StepPlan) -> tuple[list[int], list[int]]:
-    """The tokens behind which is sampled, by index in the batch: the last of each request that
-    samples, and those that drafts stand behind. Each with its request's number."""
-    numbers, last_tokens, end = [], [], 0
-    for sequence in plan.sequences:
-        end += sequence.num_tokens
-        if sequence.samples:
-            num_rows = 1 + sequence.num_drafts
-            numbers += [sequence.number] * num_rows
-            last_tokens += range(end - num_rows, end)
-    return numbers, last_tokens

@@ -148,6 +148,16 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
         return any(sequence.is_decode and sequence.verifies for sequence in self.sequences)
 
     @property
+    def sampled_numbers(self) -> list[int]:
+        """Requests that sample, by number: once for their last token, and once for each that a
+        draft stands behind."""
+        numbers: list[int] = []
+        for sequence in self.sequences:
+            if sequence.samples:
+                numbers += [sequence.number] * (1 + sequence.num_drafts)
+        return numbers
+
+    @property
     def num_drafts(self) -> int:
         """The most that a sequence has."""
         return max((sequence.num_drafts for sequence in self.sequences), default=0)

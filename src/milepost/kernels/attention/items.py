@@ -23,7 +23,8 @@ Legend: T tokens, S sequences, N narrow items, W wide items.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,18 +34,12 @@ from milepost.kernels.attention.cuts import (
     NARROW_CUT_COST,
     WAVES,
     WIDE_CUT_COST,
-    add_pieces,
+    count_partials,
     count_pieces,
     cut,
 )
-from milepost.kernels.attention.tiles import (
-    FIRST,
-    MIN_SHARING,
-    ORDINAL,
-    choose_dequantised,
-    tile_all,
-)
-from milepost.kernels.batch import Capacity
+from milepost.kernels.attention.tiles import MIN_SHARING, choose_dequantised, tile_all
+from milepost.kernels.batch import Capacity, Ints
 
 NARROW_ROWS = 16
 MAX_NARROW_ROWS = 64
@@ -126,67 +121,82 @@ def lay_out(
     narrow_programs = max(1, num_programs * num_beside // num_kv_heads)
     narrow, wide = tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
     dequantised = choose_dequantised(wide, page_size, max_dequantised)
-    counts = np.zeros(sum(lengths), np.int64)
-    wide_pieces = count_pieces(wide, programs, WIDE_CUT_COST)
-    add_pieces(counts, wide, wide_pieces)
-    narrow[:, ORDINAL] = counts[narrow[:, FIRST]]
     narrow_pieces = count_pieces(narrow, narrow_programs, NARROW_CUT_COST)
-    add_pieces(counts, narrow, narrow_pieces)
-    counts[counts == 1] = 0
-    bases = np.zeros(len(counts) + 1, np.int32)
-    counts.cumsum(out=bases[1:])
-    items = AttentionItems(
-        narrow=cut(narrow, narrow_pieces, counts),
-        wide=cut(wide, wide_pieces, counts),
+    wide_pieces = count_pieces(wide, programs, WIDE_CUT_COST)
+    counts = count_partials((wide, wide_pieces), (narrow, narrow_pieces))
+    ends = counts.cumsum()
+    num_partials = int(ends[-1]) if len(ends) else 0
+    if capacity is None:
+        room = _Room(
+            num_narrow=int(narrow_pieces.sum()),
+            num_wide=int(wide_pieces.sum()),
+            num_tokens=len(counts),
+            num_sequences=len(dequantised),
+            num_partials=num_partials,
+            num_combined=int(counts.nonzero()[0][-1]) + 1 if num_partials else 0,
+            num_dequantised=int(dequantised[:, 1].sum()),
+        )
+    else:
+        assert not max_dequantised or len(dequantised) or not len(wide), "there is room for all"
+        both = (narrow_tokens, narrow_programs), (wide_tokens, programs)
+        room = _room(capacity, *both, max_dequantised)
+    bases = np.empty(room.num_tokens + 1, np.int32)
+    bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
+    return AttentionItems(
+        narrow=_lengthen(cut(narrow, narrow_pieces, counts), room.num_narrow),
+        wide=_lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
         narrow_rows=narrow_rows,
         tokens_each=tokens_each,
         wide_rows=wide_rows,
-        num_partials=int(bases[-1]),
-        num_combined=int(counts.nonzero()[0][-1]) + 1 if bases[-1] else 0,
-        dequantised=dequantised,
-        num_dequantised=int(dequantised[:, 1].sum()),
+        num_partials=room.num_partials,
+        num_combined=room.num_combined,
+        dequantised=_lengthen(dequantised, room.num_sequences),
+        num_dequantised=room.num_dequantised,
     )
-    if capacity is None:
-        return items
-    assert not max_dequantised or len(dequantised) or not len(wide), "there is room for all pages"
-    items = replace(items, num_dequantised=max_dequantised)
-    return _pad(items, capacity, narrow_tokens, wide_tokens, (narrow_programs, programs))
 
 
-def _pad(
-    items: AttentionItems,
-    capacity: Capacity,
-    narrow_tokens: int,
-    wide_tokens: int,
-    programs: tuple[int, int],
-) -> AttentionItems:
-    """The same with arrays as long as any step's that fits; `programs` of narrow and of wide
-    items."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """How long a layout's arrays are, and the most that kernels may find in them."""
+
+    num_narrow: int
+    num_wide: int
+    num_tokens: int
+    num_sequences: int
+    num_partials: int
+    num_combined: int
+    num_dequantised: int
+
+
+@cache
+def _room(
+    capacity: Capacity, narrow: tuple[int, int], wide: tuple[int, int], max_dequantised: int
+) -> _Room:
+    """For any step that fits; of narrow and of wide items the tokens of one, and how many programs
+    run at a time."""
+    (narrow_tokens, narrow_programs), (wide_tokens, programs) = narrow, wide
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    narrow_cuts, cuts = (number * max(WAVES) for number in programs)
-    narrow = num_sequences + narrow_cuts if narrow_tokens else 0
+    num_narrow = num_sequences + narrow_programs * max(WAVES) if narrow_tokens else 0
     # A sequence's last tile, and a run's, may hold few tokens.
-    wide = num_tokens // wide_tokens + min(num_sequences, num_tokens // (narrow_tokens + 1))
+    num_wide = num_tokens // wide_tokens + min(num_sequences, num_tokens // (narrow_tokens + 1))
     if num_sequences >= MIN_SHARING:
-        wide += num_sequences // 2
-    wide = wide + cuts if wide else 0
-    return AttentionItems(
-        narrow=_lengthen(items.narrow, narrow, 0),
-        wide=_lengthen(items.wide, wide, 0),
-        bases=_lengthen(items.bases, num_tokens + 1, items.bases[-1]),
-        narrow_rows=items.narrow_rows,
-        tokens_each=items.tokens_each,
-        wide_rows=items.wide_rows,
-        num_partials=narrow * narrow_tokens + wide * wide_tokens,
+        num_wide += num_sequences // 2
+    num_wide += programs * max(WAVES) if num_wide else 0
+    return _Room(
+        num_narrow=num_narrow,
+        num_wide=num_wide,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        num_partials=num_narrow * narrow_tokens + num_wide * wide_tokens,
         num_combined=num_tokens,
-        dequantised=_lengthen(items.dequantised, num_sequences, 0),
-        num_dequantised=items.num_dequantised,
+        num_dequantised=max_dequantised,
     )
 
 
-def _lengthen(array: NDArray[np.int32], length: int, value: int) -> NDArray[np.int32]:
+def _lengthen(array: Ints, length: int) -> NDArray[np.int32]:
+    """In int32, with zeros behind."""
     assert len(array) <= length, f"a step's {len(array)} rows do not fit a capacity of {length}"
-    padded = np.full((length, *array.shape[1:]), value, np.int32)
+    padded = np.zeros((length, array.shape[1]), np.int32)
     padded[: len(array)] = array
     return padded

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from milepost.kernels.batch import Batch, Ints
+from milepost.kernels.batch import Batch, padded
 from milepost.kernels.short_conv.reference import find_kept, find_rows, num_drafts
 
 
@@ -50,22 +50,15 @@ def lay_out(batch: Batch) -> ShortConvItems:
     sequence, position = kept.T
     most = capacity.num_tokens // batch.page_size + 2 * capacity.num_sequences
     return ShortConvItems(
-        token_sequence=_padded(owners.repeat(batch.lengths), capacity.num_tokens, -1),
-        sequence_begin=_padded(begins, capacity.num_sequences, 0),
-        sequence_row=_padded(find_rows(batch, owners, batch.starts), capacity.num_sequences, 0),
-        sequence_place=_padded(
+        token_sequence=padded(owners.repeat(batch.lengths), capacity.num_tokens, -1),
+        sequence_begin=padded(begins, capacity.num_sequences, 0),
+        sequence_row=padded(find_rows(batch, owners, batch.starts), capacity.num_sequences, 0),
+        sequence_place=padded(
             np.searchsorted(sequence, np.arange(count + 1)), capacity.num_sequences + 1, len(kept)
         ),
-        place_end=_padded(position - (batch.starts - begins)[sequence], most, 0),
-        place_row=_padded(find_rows(batch, sequence, position), most, 0),
-        sequence_record=_padded(batch.record_rows, capacity.num_sequences, -1),
-        sequence_recorded=_padded(recorded, capacity.num_sequences, -1),
-        sequence_drafts=_padded(num_drafts(batch), capacity.num_sequences, 0),
+        place_end=padded(position - (batch.starts - begins)[sequence], most, 0),
+        place_row=padded(find_rows(batch, sequence, position), most, 0),
+        sequence_record=padded(batch.record_rows, capacity.num_sequences, -1),
+        sequence_recorded=padded(recorded, capacity.num_sequences, -1),
+        sequence_drafts=padded(num_drafts(batch), capacity.num_sequences, 0),
     )
-
-
-def _padded(values: Ints, capacity: int, filler: int) -> Any:
-    assert len(values) <= capacity, "a batch stays within its capacities"
-    padded = np.full(capacity, filler, np.int32)
-    padded[: len(values)] = values
-    return padded
