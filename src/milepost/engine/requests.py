@@ -109,6 +109,8 @@ class Answer:
         run, self._num_known = run[: self._num_known], None
         token_ids = [sampled.token_id for sampled in run]
         num_tokens, reason = self.request.cut(token_ids)
+        if reason is None and self.guide is None and run[0].logprob is None:
+            return self._take_text(token_ids)  # most often
         for index, sampled in enumerate(run[:num_tokens]):
             if index and self.guide is not None and not self.guide.allows(sampled.token_id):
                 return token_ids[:index]
@@ -117,6 +119,16 @@ class Answer:
             if self.ending is not None:
                 return token_ids[: index + 1]
         return token_ids[:num_tokens]
+
+    def _take_text(self, token_ids: list[int]) -> list[int]:
+        """Take in tokens of which nothing but the text is wanted, and of which none is the last for
+        another reason; returns those up to the one that completes a stop string."""
+        for num, token_id in enumerate(token_ids, start=1):
+            stop = self.text.append(token_id)
+            if stop is not None:
+                self.stop_reason, self.ending = stop, FinishReason.STOP
+                return token_ids[:num]
+        return token_ids
 
     def judged(self, num_drafts: int, num_accepted: int) -> None:
         """Note what became of its drafts."""

@@ -8,7 +8,7 @@ or greedy, for any drafts (Daliri, Musco and Suresh, Coupling without Communicat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from milepost.runner.choice import SampledToken
 from milepost.scheduler.plans import SequencePlan, StepPlan
@@ -37,8 +37,9 @@ def accept_at(rates: Sequence[float]) -> Accept:
     def accept(
         sequence: SequencePlan, drafts: Sequence[int], sampled: Sequence[SampledToken]
     ) -> Run:
-        draw = _uniform(sequence.number << 32 | sequence.start)
-        num = sum(draw < rate for rate in rates[: len(drafts)])
+        draw, num = _uniform(sequence.number << 32 | sequence.start), 0
+        while num < len(drafts) and draw < rates[num]:
+            num += 1
         return [*map(SampledToken, drafts[:num]), sampled[num]]
 
     return accept
@@ -53,11 +54,15 @@ def _uniform(number: int) -> float:
     return (mixed ^ mixed >> 31) / (_BITS + 1)
 
 
-def runs_of(plan: StepPlan, sampled: Mapping[int, Run], accept: Accept) -> dict[int, Run]:
-    """The run of each request that samples, of all tokens that a step has sampled for it."""
-    runs = dict(sampled)
+def runs_of(plan: StepPlan, sampled: Run, accept: Accept) -> dict[int, Run]:
+    """The run of each request that samples, of all tokens that a step has sampled, request by
+    request."""
+    runs, first = {}, 0
     for sequence in plan.sequences:
-        if sequence.num_drafts and sequence.samples:
-            own = sampled[sequence.number]
-            runs[sequence.number] = accept(sequence, sequence.drafts, own)
+        if sequence.samples:
+            end = first + 1 + sequence.num_drafts
+            run, first = sampled[first:end], end
+            if sequence.num_drafts:
+                run = accept(sequence, sequence.drafts, run)
+            runs[sequence.number] = run
     return runs

@@ -45,7 +45,7 @@ class Choice:
         """Wait for the tokens, one per row; not for what was launched behind them."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
-        tokens = [SampledToken(token_id) for token_id in self.copied.tolist()]
+        tokens = list(map(SampledToken, self.copied.tolist()))
         if self.likelihoods is not None:
             self.likelihoods.add_to(tokens)
         return tokens

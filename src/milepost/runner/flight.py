@@ -93,8 +93,6 @@ class Flight:
         """Wait for the tokens; the run of each request by its number: of one with drafts, as far as
         they are accepted."""
         assert self.is_sampled, "only what was sampled can be read"
-        runs: dict[int, list[SampledToken]] = {}
         tokens = self.choice.read() if self.choice is not None else []
-        for number, token in zip(self.numbers, tokens, strict=True):
-            runs.setdefault(number, []).append(token)
-        return runs_of(self.plan, runs, self.accept)
+        assert len(tokens) == len(self.numbers), "a token for each that samples"
+        return runs_of(self.plan, tokens, self.accept)

@@ -26,7 +26,7 @@ class Histories:
         for sequence in plan.sequences:
             if sequence.history is not None:
                 self._tokens[sequence.number] = array("I", sequence.history)
-            if not sequence.is_ahead:
+            if not sequence.is_ahead and sequence.number in self._tokens:
                 self._put(sequence.number, sequence.start, array("I", sequence.tokens))
 
     def add(self, plan: StepPlan, runs: Mapping[int, Sequence[int]]) -> None:
@@ -34,7 +34,7 @@ class Histories:
         if not self._tokens:
             return
         for sequence in plan.sequences:
-            if sequence.number in runs:
+            if sequence.number in runs and sequence.number in self._tokens:
                 begin = sequence.end - sequence.num_drafts
                 self._put(sequence.number, begin, array("I", runs[sequence.number]))
 
@@ -44,7 +44,6 @@ class Histories:
 
     def _put(self, number: int, position: int, tokens: array[int]) -> None:
         """What stands at a position and behind it, from now on."""
-        known = self._tokens.get(number)
-        if known is not None:
-            assert len(known) >= position, "H1: a history has no gaps"
-            known[position:] = tokens
+        known = self._tokens[number]
+        assert len(known) >= position, "H1: a history has no gaps"
+        known[position:] = tokens

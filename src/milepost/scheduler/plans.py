@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -204,8 +203,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     """Since the outcome of the step before, as far as the engine was busy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """A request's new tokens, and how it ended if it did."""
 
     request: Request

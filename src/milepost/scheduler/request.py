@@ -160,6 +160,8 @@ class Request:
     def cut(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the next tokens belong to the answer, and how it ends with them, if so."""
         num_tokens = self.num_tokens - self.num_prompt_tokens
+        if num_tokens + len(run) < self.max_tokens and self.stop_token_ids.isdisjoint(run):
+            return len(run), None  # most often
         for num, token in enumerate(run, start=1):
             num_tokens += 1
             if token in self.stop_token_ids and num_tokens >= self.min_tokens:

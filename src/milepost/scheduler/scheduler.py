@@ -223,10 +223,11 @@ class Scheduler:
         are admitted while fewer than `max_num_seqs` run.
         """
         step = Budget(self.max_num_batched_tokens, self.cache.grid)
-        decodes = [r for r in going_on if r.num_left == 1]
-        prefills = [r for r in going_on if r.num_left > 1]
-        num_seated = sum(request.holds_seat for request in self.running)
-        turn = self._admission.open(max(max_num_seqs - num_seated, 0))
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in going_on:
+            (decodes if request.num_left == 1 else prefills).append(request)
+        turn = self._admission.open(self._count_seats(max_num_seqs) if self.waiting else 0)
         step.give_decodes(decodes)
         step.give_starved(prefills)
         candidates = self._admission.candidates(turn.num_seats)
@@ -241,6 +242,11 @@ class Scheduler:
                 self._give_drafts(request, step)
         step.note_idle(going_on)
         return step
+
+    def _count_seats(self, max_num_seqs: int) -> int:
+        """Requests that may begin."""
+        num_seated = sum(request.holds_seat for request in self.running)
+        return max(max_num_seqs - num_seated, 0)
 
     def _give_drafts(self, request: Request, step: Budget) -> None:
         """Let a decode's drafts be judged, as many as the answer has tokens for behind its next."""

@@ -20,15 +20,20 @@ class SchedulerStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Of those."""
-    num_accepted_by_position: list[int] = field(default_factory=list)
-    """Of those, by their place among the drafts of a step."""
+    num_runs: list[int] = field(default_factory=list)
+    """Times that drafts of a request were judged and so many of them accepted."""
 
     def judged(self, num_drafts: int, num_accepted: int) -> None:
         """Note what became of a request's drafts."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
-        missing = num_drafts - len(self.num_accepted_by_position)
-        self.num_accepted_by_position.extend([0] * missing)
-        for place in range(num_accepted):
-            self.num_accepted_by_position[place] += 1
+        missing = 1 + num_drafts - len(self.num_runs)
+        if missing > 0:
+            self.num_runs.extend([0] * missing)
+        self.num_runs[num_accepted] += 1
+
+    @property
+    def num_accepted_by_position(self) -> list[int]:
+        """Drafts that were accepted, by their place among those of a step."""
+        return [sum(self.num_runs[place:]) for place in range(1, len(self.num_runs))]

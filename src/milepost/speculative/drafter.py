@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from milepost.scheduler.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class DraftWish:
+class DraftWish(msgspec.Struct, frozen=True):
     """For one running request, all of whose tokens are known: how many drafts at most."""
 
     request: Request

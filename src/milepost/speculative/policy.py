@@ -14,8 +14,9 @@ So decoding is never slower than plain decoding by more than that and an allowan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from milepost.speculative.acceptance import Acceptance
 from milepost.speculative.times import StepTimes
@@ -33,8 +34,7 @@ _STANDS = 16
 """Steps for which a decision stands, while no draft is judged and the same requests decode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True, gc=False):
     """A request that decodes."""
 
     number: int
@@ -42,8 +42,7 @@ class Standing:
     """Of its text, in tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(msgspec.Struct, frozen=True, gc=False):
     """What became of a request's drafts in a step."""
 
     number: int

@@ -229,8 +229,9 @@ class Running:
 
     def _end_reading(self, allocation: Allocation) -> None:
         """Unpin the checkpoint that the first step has read."""
-        self._pages.unpin(allocation.pinned_tail)
-        allocation.pinned_tail = ()
+        if allocation.pinned_tail:
+            self._pages.unpin(allocation.pinned_tail)
+            allocation.pinned_tail = ()
         if allocation.source is not None:
             self._slots.unpin((allocation.source.slot,))
             allocation.source = None

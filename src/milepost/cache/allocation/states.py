@@ -23,6 +23,8 @@ from milepost.cache.tree import Chain, Checkpoint, End, Node
 
 
 class State(StrEnum):
+    __hash__ = str.__hash__  # an enumeration's own runs in Python
+
     ADMITTED = "admitted"
     """Holds all that its first step reads: others' state, perhaps, and a page to copy."""
     LOADING = "loading"
@@ -36,6 +38,8 @@ class State(StrEnum):
 
 
 class Transition(StrEnum):
+    __hash__ = str.__hash__
+
     PLANNED = "planned"
     COMMITTED = "committed"
     """With another step in flight behind it."""

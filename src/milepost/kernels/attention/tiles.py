@@ -80,6 +80,12 @@ def _find_runs(
 ) -> Iterator[tuple[int, int, int]]:
     """Neighbours that share pages: first and last + 1 sequence, and how many tokens."""
     longest = int(sequences[is_narrow, POSITION].max()) // page_size
+    first = _MIN_SHARED // page_size - 1  # who shares enough shares this one
+    if longest <= first:
+        return
+    lasts = tables[sequences[:, ROW], max(first, 0)]
+    if not (lasts[1:] == lasts[:-1]).any():
+        return  # most often
     pages = tables[sequences[:, ROW], :longest]
     differs = np.ones((len(pages) - 1, longest + 1), np.bool_)
     np.not_equal(pages[1:], pages[:-1], out=differs[:, :-1])
