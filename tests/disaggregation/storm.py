@@ -124,7 +124,6 @@ def left(engine: Engine) -> dict[str, Any]:
     held = {
         "wanted": connector._wanted,
         "fetching": connector._fetching,
-        "pending": connector._pending,
         "finds": connector._finds,
         "leases": connector.leases._leases,
         "borrowed": links._borrowed._held,

@@ -167,7 +167,7 @@ def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypa
             begin = type(second.connector).fetch
             never = lambda loads, _: begin(second.connector, loads, lambda: False)  # noqa: E731
             patch.setattr(second.connector, "fetch", never)
-            fleet.until(lambda: second.connector._pending)
+            fleet.until(lambda: second.connector._links._pulls.begun_at())
             patch.setattr(second.runner, "collect", _interrupt)
         else:
             fleet.until(lambda: second.connector._links._pulls.begun_at())

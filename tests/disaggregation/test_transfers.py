@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from random import Random
 
 import pytest
@@ -103,6 +104,23 @@ def test_a_full_local_hit_moves_nothing(fleet):
     assert second.connector.num_bytes == 0
     fleet.until(lambda: not len(first.connector.leases))
     assert first.connector.leases.num_expired == 0, "it was told that nobody wants it"
+    fleet.check()
+
+
+def test_a_device_that_is_still_busy_is_waited_for_though_nobody_steps(tiny, fleet, monkeypatch):
+    """The engine sleeps until its bell rings, so who rings it looks at the device as well."""
+    first, second = fleet.engines
+    prompt, looks = tokens(300), iter([False, False, False])
+    params = fleet.prefill(first, prompt)
+    monkeypatch.setattr(second.runner, "mark", lambda: lambda: next(looks, True))
+    job = fleet.add(second, prompt, params)
+    while not second.awaits_others:
+        second.step()
+    assert select.select([second.bell.socket], [], [], 10)[0], "it has come"
+    assert next(looks, None) is None, "three looks were in vain"
+    fleet.run(job)
+    assert output_of(job) == tiny.expected(prompt, greedy(4))
+    assert set(report_of(job).loaded) == {"remote"}
     fleet.check()
 
 

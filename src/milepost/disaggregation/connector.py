@@ -90,8 +90,6 @@ class Connector:
         self._wanted: dict[int, tuple[Request, Remote]] = {}
         """Of requests that may fetch something, and have not begun to."""
         self._fetching: dict[int, Load] = {}
-        self._pending: list[tuple[Pull, Callable[[], bool]]] = []
-        """To be begun when what was launched before is done."""
         self._readers: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         """Who went on behind that page."""
         self._finds: dict[int, bytes] = {}
@@ -131,20 +129,13 @@ class Connector:
         self._fetching[load.number] = load
 
     def fetch(self, loads: tuple[Load, ...], is_ready: Callable[[], bool]) -> None:
-        """Have what a launched plan says fetched, once nothing that was launched before can be in
-        the way."""
+        """Have what a launched plan says fetched; `is_ready` tells, to any thread, that nothing
+        that was launched before can be in the way."""
         for load in loads:
             if load.source == self.name:
-                self._pending.append((self._pull(load), is_ready))
-        self._begin_pending()
+                self._links.pull(self._pull(load, is_ready))
 
-    def _begin_pending(self) -> None:
-        ready = [pull for pull, is_ready in self._pending if is_ready()]
-        self._pending = [pending for pending in self._pending if pending[0] not in ready]
-        for pull in ready:
-            self._links.pull(pull)
-
-    def _pull(self, load: Load) -> Pull:
+    def _pull(self, load: Load, is_ready: Callable[[], bool]) -> Pull:
         _, remote = self._wanted.pop(load.number)
         arrivals = load.arrivals
         pages = tuple(arrival.id for arrival in arrivals if arrival.what != "state")
@@ -157,6 +148,7 @@ class Connector:
             first=num_all - len(pages),
             pages=pages,
             slot=slot,
+            is_ready=is_ready,
         )
 
     def end(self, number: int) -> None:
@@ -231,7 +223,6 @@ class Connector:
         self._take()
         for loan in self.leases.take_over():
             self._cache.take_back(loan)
-        self._begin_pending()
         for number, (request, remote) in list(self._wanted.items()):
             if number in self._fetching:
                 continue
@@ -243,9 +234,6 @@ class Connector:
 
     def end_loads(self) -> None:
         """Have every load over, and nothing lent: nobody knows how far a plan has come."""
-        for pull, _ in self._pending:
-            self._links.release(pull.remote)
-        self._pending.clear()
         self._links.end_pulls()
         self._take()
         for number in list(self._fetching):  # those that had not begun

@@ -1,7 +1,7 @@
 """What this engine reads from others, from the wish to the certainty.
 
-A pull goes: claim the lease and compare what it is of with what is wanted; read; ask whether the
-lease was valid all along. Whatever goes wrong on the way ends it with one reason, and only once
+A pull goes: claim the lease and compare what it is of with what is wanted; read, once nothing that
+runs here can be in the way; ask whether the lease was valid all along. Whatever goes wrong on the way ends it with one reason, and only once
 nobody writes here any more. Used by one thread.
 """
 
@@ -37,6 +37,10 @@ class Pull:
     first: int
     pages: tuple[int, ...]
     slot: int | None
+    is_ready: Callable[[], bool]
+    """Whether nobody here uses that memory any more."""
+    granted: Granted | None = None
+    """What is to be read when it is."""
     num_bytes: int = 0
     asked_at: float = 0.0
     peer: Peer | None = None
@@ -74,8 +78,12 @@ class Pulls:
         """Of those who wait until nothing is under way."""
 
     def begun_at(self) -> list[float]:
-        """Since when each of those that are being read is."""
-        return [pull.began_at for pull in self._under_way if pull.transfer is not None]
+        """Since when each of those that are being read is, or waits to be."""
+        return [
+            pull.began_at
+            for pull in self._under_way
+            if pull.transfer is not None or pull.granted is not None
+        ]
 
     def begin(self, pull: Pull) -> None:
         """It ends with a `Pulled`."""
@@ -91,8 +99,11 @@ class Pulls:
             peer.ask(Claim(remote.lease), lambda answer: self._claimed(pull, answer))
 
     def look(self) -> None:
-        """Take in what has come, and give up what takes too long."""
+        """Begin what waits for the device, take in what has come, and give up what takes too
+        long."""
         for pull in self._under_way.copy():
+            if pull.granted is not None:
+                self._read_if_ready(pull, pull.granted)
             if pull.transfer is None:
                 continue
             try:
@@ -130,7 +141,13 @@ class Pulls:
         elif (answer.position, answer.key) != (pull.remote.position, pull.key):
             self._end(pull, "what is lent is of another prompt")
         else:
-            self._read(pull, answer)
+            pull.granted, pull.began_at = answer, self._clock()
+            self._read_if_ready(pull, answer)
+
+    def _read_if_ready(self, pull: Pull, granted: Granted) -> None:
+        if pull.is_ready():
+            pull.granted = None
+            self._read(pull, granted)
 
     def _read(self, pull: Pull, granted: Granted) -> None:
         peer = pull.peer
@@ -175,7 +192,7 @@ class Pulls:
         """It ends now, or as soon as nobody writes any more."""
         pull.problem = problem
         if pull.transfer is None or self._transport.give_up(pull.transfer):
-            pull.transfer = None
+            pull.transfer = pull.granted = None
             self._end(pull, problem)
         else:
             pull.deadline = self._clock() + self._timeout_s
