@@ -29,7 +29,7 @@ import rows
 from ray import serve
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from milepost.ray import PrefixRouter, routed
+from milepost.ray import CostRouter, routed
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.policies import POLICIES
@@ -64,7 +64,7 @@ class RoundRobin(RequestRouter):
     ) -> list[list[RunningReplica]]:
         turns: dict[Any, int] = self.__dict__.setdefault("turns", {})
         asked = pending_request.metadata.request_id if pending_request is not None else None
-        if pending_request is not None and "keys" not in pending_request.kwargs:
+        if pending_request is not None and "asked" not in pending_request.kwargs:
             asked = None  # it only asks for a prompt's keys
         number = turns.setdefault(asked, len(turns))
         known = sorted(candidate_replicas, key=lambda replica: str(replica.replica_id))
@@ -234,7 +234,7 @@ def main() -> None:
     arguments = parser.parse_args()
     told = conversations(arguments.sessions, arguments.turns, arguments.seed)
     found = []
-    for routing, router in (("round-robin", RoundRobin), ("prefix", PrefixRouter)):
+    for routing, router in (("round-robin", RoundRobin), ("prefix", CostRouter)):
         if routing not in arguments.only:
             continue
         with replicas(router) as url:
@@ -244,7 +244,7 @@ def main() -> None:
         found.append(row(load, told, routing=routing, **rates))
         print(json.dumps(found[-1]), flush=True)
     if "kill" in arguments.only:
-        with replicas(PrefixRouter) as url:
+        with replicas(CostRouter) as url:
             load = Load(url, told)
             num_there = asyncio.run(killing(load, after_s=6.0))
         found.append(row(load, told, routing="prefix", in_flight_when_killed=num_there))

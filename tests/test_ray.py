@@ -49,35 +49,75 @@ def replicas():
     return [named["name"] for named in names if "#Replica#" in named["name"]]
 
 
-def replica(name, pages):
-    return SimpleNamespace(replica_id=name, routing_stats={"pages": frozenset(pages)})
+def replica(name, pages, begun=()):
+    stats = {"pages": frozenset(pages), "begun": frozenset(begun)}
+    return SimpleNamespace(replica_id=name, routing_stats=stats)
 
 
-@pytest.mark.parametrize(
-    ("num_requests", "chosen"),
-    [
-        ({"a": 4, "b": 0}, "a"),
-        ({"a": 5, "b": 0}, "b"),
-        ({"a": 5, "b": 1}, "a"),
-        ({}, "a"),
-    ],
-)
-def test_who_has_most_is_chosen_unless_four_more_wait_there(num_requests, chosen):
-    """And the list of replicas, which is Ray's, stays as it is."""
-    from milepost.ray import PrefixRouter
+class Router:
+    """Ours, told what Ray would tell it; `route` sends a request and returns where it goes."""
 
-    router = PrefixRouter.__new__(PrefixRouter)
-    router._replica_queue_len_cache = num_requests
-    known = [replica("a", b"123"), replica("b", b"1"), *(replica(str(n), b"") for n in range(9))]
-    asked = SimpleNamespace(kwargs={"keys": tuple(b"123")})
-    given = known[:2]
-    for _ in range(9):
-        (first,), _ = asyncio.run(router.choose_replicas(given, asked))
-        assert first.replica_id == chosen
-        assert given == known[:2]
-    given = list(known)
-    asyncio.run(router.choose_replicas(given))
-    assert given == known
+    def __init__(self, *replicas):
+        from milepost.ray import CostRouter
+
+        self.ours = CostRouter.__new__(CostRouter)
+        self.ours._replicas = {replica.replica_id: replica for replica in replicas}
+        self.ours._replica_queue_len_cache = {}
+        self.ours.initialize_state()
+
+    def asked(self, number, keys=b"", num_tokens=0):
+        from milepost.ray import Wanted
+
+        asked = Wanted(number, tuple(keys), num_tokens, 64)
+        return SimpleNamespace(
+            kwargs={"asked": asked}, metadata=SimpleNamespace(internal_request_id=number)
+        )
+
+    def route(self, *request):
+        replicas, asked = list(self.ours._replicas.values()), self.asked(*request)
+        given = replicas.copy()
+        ((first,), *others) = asyncio.run(self.ours.choose_replicas(given, asked))
+        assert given == replicas, "the list is Ray's"
+        assert len(others) == len(replicas) - 1
+        self.ours.on_request_routed(asked, first.replica_id, None)
+        busy = self.ours._replica_queue_len_cache
+        busy[first.replica_id] = busy.get(first.replica_id, 0) + 1
+        return first.replica_id
+
+    def end(self, name, number):
+        self.ours._replica_queue_len_cache[name] -= 1
+        self.ours.on_request_completed(name, number)
+
+
+def test_a_prompt_goes_to_its_pages_unless_longer_ones_wait_there():
+    """Tokens to compute count, not requests; those that are lacking twice."""
+    router = Router(replica("a", b"1234"), replica("b", b"1"))
+    assert router.route("first", b"1234", 300) == "a", "44 tokens to compute, at b 236"
+    assert router.route("short", b"1234", 300) == "a", "2 x (88 + 44) of two, at b 472 of one"
+    assert router.route("third", b"1234", 300) == "b", "3 x (88 + 88), at b 472"
+    router.end("b", "third")
+    assert router.route("long", b"12349", 9000) == "b", "52,728 at a, 17,872 at b"
+    assert router.route("again", b"1234", 300) == "a", "though b has one request and a has two"
+
+
+def test_a_prompt_whose_answer_has_begun_or_is_over_waits_no_more():
+    one, two = replica("a", b"12"), replica("b", b"")
+    router = Router(one, two)
+    assert router.route("long", b"12", 5000) == "a"
+    assert router.route("next", b"12", 160) == "b"
+    router.end("b", "next")
+    one.routing_stats = {"pages": frozenset(b"12"), "begun": frozenset({"long"})}
+    assert router.route("now", b"12", 160) == "a"
+    router.end("a", "now")
+    router.end("a", "long")
+    assert not router.ours._sent, "nothing is kept of what is over"
+
+
+def test_requests_without_a_prompt_go_where_least_is_under_way():
+    router = Router(replica("a", b"1"), replica("b", b""))
+    assert [router.route("") for _ in range(2)] in (["b", "a"], ["a", "b"])
+    assert not router.ours._sent
+    asyncio.run(router.ours.choose_replicas([replica("a", b"")]))
 
 
 def test_conversations_stay_where_they_are_cached(url):

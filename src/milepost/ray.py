@@ -1,10 +1,10 @@
 """Replicas of an engine on Ray Serve: `serve run milepost.ray:app`.
 
 A front takes HTTP and asks a replica for each request; each replica is a whole server in a process
-of its own, with its engine beside it. A request goes to the replica that has the longest run of its
-prompt's pages which a checkpoint makes usable: replicas tell their pages' digests once a second,
-and a request's own are made by any of them. Ray adds and takes away replicas by how many requests
-run and wait at each.
+of its own, with its engine beside it. A request goes where it costs least (`scheduler.routing`):
+replicas tell the digests of their pages which a checkpoint makes usable once a second, and a
+request's own are made by any of them. Ray adds and takes away replicas by how many requests run and
+wait at each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import random
 import tempfile
+import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,7 +25,7 @@ import zmq.asyncio
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
@@ -32,6 +33,7 @@ from milepost.cache.tree import Chain
 from milepost.config import EngineConfig
 from milepost.engine.client import EngineClient
 from milepost.errors import ConfigError, MilepostError
+from milepost.scheduler.routing import cost
 from milepost.server import app as http
 from milepost.server.config import ServerConfig
 from milepost.server.errors import HttpError
@@ -42,35 +44,80 @@ from milepost.server.service import Service
 
 STATS_S = 1.0
 """How often replicas tell what they have."""
-IMBALANCE = 4
-"""A replica with so many more requests than the least busy one is passed over, whatever it has."""
 KEY_BYTES = 8
 """Of a page's digest that the router compares."""
 
 
-class PrefixRouter(RequestRouter):
-    """Prefers who has most of a prompt, then who is least busy, then who has least cached."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the router is to know of a request; nothing of one whose prompt cannot be told."""
+
+    number: str = ""
+    keys: tuple[bytes, ...] = ()
+    """Of the prompt's full pages."""
+    num_tokens: int = 0
+    page_size: int = 0
+
+    def num_lacking(self, pages: Any) -> int:
+        """Tokens to compute where these pages are usable."""
+        return max(self.num_tokens - depth(self.keys, pages) * self.page_size, 1)
+
+
+class CostRouter(RequestRouter):
+    """Prefers where a request costs least, then who is least busy, then who has least cached.
+
+    A prompt's tokens wait from when it is sent until its replica says that the answer has begun,
+    or the answer is over: an answer that is not streamed begins with its end.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:  # noqa: ARG002
+        self._sent: dict[Any, dict[str, tuple[str, int]]] = {}
+        """By replica and by Ray's number: those under way, and the tokens that they lacked."""
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        keys = pending_request.kwargs.get("keys", ()) if pending_request is not None else ()
-        busy = {r.replica_id: self._num_requests(r) for r in candidate_replicas}
-        least = min(busy.values(), default=0)
-        free = [r for r in candidate_replicas if busy[r.replica_id] <= least + IMBALANCE]
-        depths = {r.replica_id: depth(keys, r.routing_stats.get("pages", ())) for r in free}
+        asked = _asked(pending_request)
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
 
         def rank(replica: RunningReplica) -> tuple[int, int, int]:
-            id_, num_pages = replica.replica_id, len(replica.routing_stats.get("pages", ()))
-            return -depths.get(id_, 0), busy[id_], num_pages
+            pages = replica.routing_stats.get("pages", ())
+            num_requests = self._replica_queue_len_cache.get(replica.replica_id) or 0
+            lacking, waiting = asked.num_lacking(pages), self._num_waiting(replica)
+            return cost(lacking, waiting, num_requests), num_requests, len(pages)
 
         return [[replica] for replica in sorted(shuffled, key=rank)]
 
-    def _num_requests(self, replica: RunningReplica) -> int:
-        return self._replica_queue_len_cache.get(replica.replica_id) or 0
+    def on_request_routed(
+        self,
+        pending_request: PendingRequest,
+        replica_id: ReplicaID,
+        result: Any,  # noqa: ARG002
+    ) -> None:
+        asked, replica = _asked(pending_request), self.curr_replicas.get(replica_id)
+        if asked.number and replica is not None:
+            lacking = asked.num_lacking(replica.routing_stats.get("pages", ()))
+            sent = self._sent.setdefault(replica_id, {})
+            sent[pending_request.metadata.internal_request_id] = asked.number, lacking
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        sent = self._sent.get(replica_id, {})
+        sent.pop(internal_request_id, None)
+        if not sent:
+            self._sent.pop(replica_id, None)
+
+    def _num_waiting(self, replica: RunningReplica) -> int:
+        begun = replica.routing_stats.get("begun", ())
+        sent = self._sent.get(replica.replica_id, {})
+        return sum(lacking for number, lacking in sent.values() if number not in begun)
+
+
+def _asked(pending_request: PendingRequest | None) -> Wanted:
+    if pending_request is None:
+        return Wanted()
+    return pending_request.kwargs.get("asked") or Wanted()
 
 
 def depth(keys: Any, pages: Any) -> int:
@@ -98,23 +145,26 @@ class Replica:
         self._service: Service = await load(config, engine, self._client)
         self._app = http.build(self._service)
         self._pages: dict[str, set[bytes]] = {}
+        self._begun: set[str] = set()
+        """Requests of which some of the answer has been sent, until all has."""
         self._following = asyncio.create_task(self._follow())
 
-    async def keys(self, path: str, body: bytes) -> tuple[bytes, ...]:
-        """Of the pages of a request's prompt, as far as it can be told."""
+    async def look(self, path: str, body: bytes) -> Wanted:
+        """What the router is to know of a request, as far as it can be told."""
         try:
             tokens, salt = await self._prompt(path, body)
         except (ValueError, MilepostError, HttpError):
-            return ()  # whoever serves it says what is wrong
+            return Wanted()  # whoever serves it says what is wrong
         info = self._client.info
         chain = Chain(tokens, info.page_size, salt, info.identity)
-        return tuple(digest[:KEY_BYTES] for digest in chain.full_digests())
+        keys = tuple(digest[:KEY_BYTES] for digest in chain.full_digests())
+        return Wanted(uuid.uuid4().hex, keys, len(tokens), info.page_size)
 
     async def ask(
-        self, scope: dict[str, Any], body: bytes, keys: tuple[bytes, ...] = ()
+        self, scope: dict[str, Any], body: bytes, asked: Wanted | None = None
     ) -> AsyncIterator[Any]:
         """Status and headers of the response, then its body piece by piece."""
-        del keys  # for the router
+        number = asked.number if asked is not None else ""
         sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         received, gone = [{"type": "http.request", "body": body}], asyncio.Event()
 
@@ -136,14 +186,17 @@ class Replica:
                 if message["type"] == "http.response.start":
                     yield message["status"], list(message["headers"])
                 elif message.get("body"):
+                    self._begun.add(number)
                     yield bytes(message["body"])
             await serving
         finally:
+            self._begun.discard(number)
             gone.set()
             await asyncio.wait([serving])
 
     def record_routing_stats(self) -> dict[str, Any]:
-        return {"pages": frozenset().union(*self._pages.values())}
+        pages = frozenset().union(*self._pages.values())
+        return {"pages": pages, "begun": frozenset(self._begun)}
 
     async def check_health(self) -> None:
         if self._client.death is not None:
@@ -204,14 +257,14 @@ class Front:
     async def __call__(self, request: Request) -> StreamingResponse:
         body = await request.body()
         path = request.scope["path"]
-        keys: tuple[bytes, ...] = ()
+        asked = Wanted()
         if request.method == "POST" and path.endswith("/completions"):
             with contextlib.suppress(RayActorError):  # who answers it need not be lost as well
-                keys = await self._replicas.keys.remote(path, body)
+                asked = await self._replicas.look.remote(path, body)
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope}
         scope |= {"scheme": "http", "client": None, "server": None, "root_path": ""}
-        answered = self._replicas.options(stream=True).ask.remote(scope, body, keys=keys)
+        answered = self._replicas.options(stream=True).ask.remote(scope, body, asked=asked)
         status, headers = await anext(answered)
         response = StreamingResponse(answered, status_code=status)
         response.raw_headers = [tuple(header) for header in headers]
@@ -223,7 +276,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     as model=...; `replicas`, or `min_replicas` and `max_replicas`; and `num_gpus` of each. Without
     any, one replica of the embedded model. Raises ConfigError.
     """
-    return routed(args, PrefixRouter)
+    return routed(args, CostRouter)
 
 
 def routed(args: Mapping[str, Any], router: type[RequestRouter]) -> serve.Application:

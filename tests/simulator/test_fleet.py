@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from random import Random
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from milepost.cache import Cache
 from milepost.simulator.cost import read_cost
 from milepost.simulator.fleet import ROUTINGS, Fleet, Shape
-from milepost.simulator.fleet.routing import Pages, Traffic
+from milepost.simulator.fleet.routing import ByPrefix, Pages, Traffic
 from milepost.simulator.loop import Replay
 from milepost.simulator.tiers import TierSizes
+from milepost.simulator.trace import TraceRequest
 from tests.simulator.traces import Maker
 
 COST = read_cost("hybrid-35b-a3b-h200")
@@ -171,3 +173,22 @@ def test_the_least_busy_is_the_one_that_was_sent_least_among_equals():
     traffic = Traffic(3)
     traffic.num_requests, traffic.num_sent = [1, 0, 0], [1, 5, 2]
     assert traffic.least_busy() == 2
+
+
+def test_replicas_are_weighed_by_the_tokens_that_wait_not_by_requests():
+    """One long prompt is more to wait for than five short ones, whoever has more pages."""
+    traffic, pages, one = Traffic(2), Pages(2), cache()
+    one.listen()
+    tokens = list(range(640))
+    _use(one, tokens)
+    pages.listener(0)(one.take_events())
+    keys = one.chain(tokens).full_digests()
+    asked = TraceRequest(arrival_s=0.0, input_length=640, output_length=1, page_ids=array("I"))
+    choose = ByPrefix(traffic, pages).choose
+    assert choose(asked, keys, 64) == 0
+    traffic.num_requests, traffic.num_prefilling = [5, 0], [60, 0]
+    assert choose(asked, keys, 64) == 0
+    traffic.num_requests, traffic.num_prefilling = [1, 0], [9000, 0]
+    assert choose(asked, keys, 64) == 1
+    traffic.num_requests, traffic.num_prefilling = [1, 5], [9000, 60]
+    assert choose(asked, keys, 64) == 1

@@ -1,8 +1,8 @@
 """What this engine reads from others, from the wish to the certainty.
 
 A pull goes: claim the lease and compare what it is of with what is wanted; read, once nothing that
-runs here can be in the way; ask whether the lease was valid all along. Whatever goes wrong on the way ends it with one reason, and only once
-nobody writes here any more. Used by one thread.
+runs here can be in the way; ask whether the lease was valid all along. Whatever goes wrong on the
+way ends it with one reason, and only once nobody writes here any more. Used by one thread.
 """
 
 from __future__ import annotations

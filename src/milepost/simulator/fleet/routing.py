@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from milepost.cache.events import Cleared, Event, PagesReachable, PagesUnreachable
+from milepost.scheduler import routing
 from milepost.simulator.trace import TraceRequest
-
-IMBALANCE = 4
-"""An engine with so many more requests than the least busy one is passed over by `prefix`."""
 
 
 class Traffic:
@@ -146,19 +144,21 @@ class ByEvents:
 
 
 class ByPrefix:
-    """As `milepost.ray`: the longest run of pages among the engines that are not much busier than
-    the least busy one, then the least busy, then the one that was sent least."""
+    """As `milepost.ray`: where a request costs least. Equal costs go to the least busy engine, then
+    to the one that was sent least."""
 
     def __init__(self, traffic: Traffic, pages: Pages) -> None:
         self._traffic, self._pages = traffic, pages
 
-    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:  # noqa: ARG002
+    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:
         traffic, depths = self._traffic, self._pages.depths(keys)
-        most = min(traffic.num_requests) + IMBALANCE
+        length = asked.input_length
 
-        def rank(at: int) -> tuple[bool, int, int, int]:
+        def rank(at: int) -> tuple[int, int, int]:
+            lacking = length - min(depths.get(at, 0) * page_size, length - 1)
             busy = traffic.num_requests[at]
-            return busy > most, -depths.get(at, 0), busy, traffic.num_sent[at]
+            cost = routing.cost(lacking, traffic.num_prefilling[at], busy)
+            return cost, busy, traffic.num_sent[at]
 
         return min(range(len(traffic.num_sent)), key=rank)
 
