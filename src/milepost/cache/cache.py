@@ -229,7 +229,7 @@ class Cache:
         if not match.state_length:
             return None
         self.reclaimer.change()
-        loan = lend(self.storage, match, self.page_size)
+        loan = lend(self.storage, match)
         self.loans[loan] = None
         return loan
 

@@ -20,9 +20,9 @@ class Loan:
     """None in models without states in slots."""
 
 
-def lend(storage: Storage, match: Match, page_size: int) -> Loan:
+def lend(storage: Storage, match: Match) -> Loan:
     """Pin what a match would resume from."""
-    num_pages = -(-match.state_length // page_size)
+    num_pages = -(-match.state_length // match.path.chain.page_size)
     pages = (*match.path.pages, *match.tail)[:num_pages]
     storage.pages.pin(pages)
     storage.slots.pin(match.slots)

@@ -23,7 +23,6 @@ from sys import byteorder
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
-MAX_TOKEN_ID = 2**32 - 1
 
 assert array("I").itemsize == TOKEN_BYTES
 assert byteorder == "little", "keys are made of little-endian token ids"

@@ -67,8 +67,8 @@ class Tree:
         """Where a chain begins, made if it isn't there."""
         root = self.roots.get(chain.root)
         if root is None:
-            root = Node(chain.root, NO_PAGE, None, b"", is_salted=bool(chain.salt))
-            self.roots[chain.root] = root
+            root = self.roots[chain.root] = Node(chain.root, NO_PAGE, None, b"")
+            root.is_salted = bool(chain.salt)
         return root
 
     def insert(self, chain: Chain, parent: Node, pages: Sequence[int]) -> list[Node]:
@@ -128,12 +128,7 @@ class Tree:
         self.changed += (node, checkpoint)
         if checkpoint.tail_page is not None:
             self.at_tail.setdefault(checkpoint.tail_page, []).append(checkpoint)
-        num_reached = 0
-        for ancestor in node.ancestors():
-            ancestor.num_reaching += 1
-            if ancestor.num_reaching > 1:
-                break
-            num_reached += 1
+        num_reached = _count_reaching(node, 1)
         self.changed += link(checkpoint)
         self.outbox.state_came(checkpoint, num_reached)
 
@@ -153,12 +148,7 @@ class Tree:
         self.changed.append(node)
         if checkpoint.tail_page is not None:
             self._let_go_of_tail(checkpoint, checkpoint.tail_page)
-        num_lost = 0
-        for ancestor in node.ancestors():
-            ancestor.num_reaching -= 1
-            if ancestor.num_reaching:
-                break
-            num_lost += 1
+        num_lost = _count_reaching(node, -1)
         self._prune(node)
         self.changed += (checkpoint, *unlink(checkpoint))
         self.outbox.state_went(checkpoint, score, num_lost)
@@ -209,3 +199,17 @@ class Tree:
     def _prune(self, node: Node) -> None:
         if node.is_root and not node.children and not node.checkpoints:
             self.roots.pop(node.digest, None)
+
+
+def _count_reaching(node: Node, change: int) -> int:
+    """Count a checkpoint of a node that has come (1) or gone (-1); returns how many nodes, itself
+    and above, have become reachable by that, or cannot be reached any more.
+    """
+    num = 0
+    for here in node.ancestors():
+        before = here.num_reaching
+        here.num_reaching = after = before + change
+        if before and after:
+            break
+        num += 1
+    return num

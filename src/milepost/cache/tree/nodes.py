@@ -38,21 +38,13 @@ class Node:
         "tokens",
     )
 
-    def __init__(
-        self,
-        digest: bytes,
-        page: int,
-        parent: Node | None,
-        tokens: bytes,
-        *,
-        is_salted: bool = False,
-    ) -> None:
+    def __init__(self, digest: bytes, page: int, parent: Node | None, tokens: bytes) -> None:
         self.digest = digest
         self.page = page
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent else 0
         self.tokens = tokens
-        self.is_salted: bool = parent.is_salted if parent else is_salted
+        self.is_salted: bool = parent.is_salted if parent else False
         self.num_reaching = 0
         self.children: list[Node] = NO_CHILDREN
         self.last_child: Node | None = None
