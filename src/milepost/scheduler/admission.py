@@ -132,8 +132,12 @@ class Admission:
         self._waiting = waiting
         self._running = running
 
-    def open(self, num_seats: int) -> AdmissionRound:
-        """Begin a step in which so many requests may begin."""
+    def open(self, max_num_seqs: int) -> AdmissionRound:
+        """Begin a step in which so many requests may run."""
+        num_seats = 0
+        if self._waiting:
+            num_seated = sum(request.holds_seat for request in self._running)
+            num_seats = max(max_num_seqs - num_seated, 0)
         return AdmissionRound(num_seats=num_seats, now_s=self.now_s)
 
     def candidates(self, num_seats: int) -> list[Request]:

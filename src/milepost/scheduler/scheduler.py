@@ -5,10 +5,8 @@ clock, no I/O. One step: `schedule()` returns a plan, somebody runs it, `update(
 the outcome, or `roll_back(plan)` if it was cut short. Between `schedule` and `update`,
 `follow(plan)` may plan one further step, whose outcome is taken after that of `plan`.
 
-Order within a step: decodes, then running prefills and waiting requests by priority, those that run
-before those that wait, by arrival. A chunk that is not a prompt's last ends on the grid. Memory
-that runs out is taken from the youngest running request, whose state goes into the cache, so that
-its return is a hit.
+Who computes what in a step is the planner's affair. Memory that runs out is taken from the youngest
+running request, whose state goes into the cache, so that its return is a hit.
 """
 
 from __future__ import annotations
@@ -16,18 +14,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from milepost.cache.allocation import State
 from milepost.cache.placement import Kind
 from milepost.config import check_budget
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.admission import Admission
-from milepost.scheduler.budget import Budget, max_num_exports
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
+from milepost.scheduler.planner import Planner
 from milepost.scheduler.plans import Progress, SequencePlan, StepPlan, StepResult
 from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import FinishReason, Request
-from milepost.scheduler.sequences import place_in_batch, plan_sequence
 from milepost.scheduler.stats import SchedulerStats
 
 
@@ -54,7 +50,6 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_lookahead_tokens = num_lookahead_tokens
         self.waiting = Queue(cache)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
@@ -67,27 +62,31 @@ class Scheduler:
             self.stats,
             max_num_batched_tokens=max_num_batched_tokens,
         )
+        self._planner = Planner(
+            cache,
+            self.running,
+            self._admission,
+            self.outside,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+        )
         self._requests: dict[int, Request] = {}
         """By number, until they are over and no step in flight computes for them."""
         self._num_live = 0
-        self._ended: list[int] = []
-        """Numbers of requests whose page tables the next plan ends."""
-        self._folding: dict[Request, None] = {}
-        """Over, but for a step that folds the last tokens into their states."""
         self._steps: deque[StepPlan] = deque()
         self._moves_beside = False
         """Whether copies that were planned beside the step in flight move pages."""
         self._num_added = 0
-        self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._num_live or self._folding or self.num_loading)
+        return bool(self._num_live or self._planner.folding or self.num_loading)
 
     @property
     def only_folds(self) -> bool:
         """Whether all that is left to do is to bring states to the ends of their answers."""
-        return bool(self._folding) and not self._num_live
+        return bool(self._planner.folding) and not self._num_live
 
     @property
     def num_loading(self) -> int:
@@ -177,12 +176,12 @@ class Scheduler:
         if not self.has_work:
             return StepPlan(sequences=())
         num_preemptions = self.stats.num_preemptions
-        going_on = self._going_on()
+        going_on = self._planner.going_on()
         for request in list(filter(_grows, going_on)):
             self._make_room(request)
         is_short = self.running and self.stats.num_preemptions > num_preemptions
         going_on = [request for request in going_on if request.allocation is not None]
-        return self._plan(self._share_out(going_on, 0 if is_short else self.max_num_seqs))
+        return self._in_flight(self._planner.plan(going_on, 0 if is_short else self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step behind `plan`, which is still running: what its requests do next, and whom
@@ -196,103 +195,22 @@ class Scheduler:
         assert plan is self._steps[0], "F2: it follows the one in flight"
         if self.cache.mode == "all" or (self.cache.mode == "align" and self.waiting):
             return None  # what `plan` publishes is not seen by those that begin beside it
-        going_on = self._going_on()
-        if not all(map(self._has_room, filter(_grows, going_on))):
+        going_on = self._planner.going_on()
+        if not all(map(self._planner.has_room, filter(_grows, going_on))):
             return None
-        following = self._plan(self._share_out(going_on, self.max_num_seqs))
+        following = self._in_flight(self._planner.plan(going_on, self.max_num_seqs))
         return following if following.sequences or following.only_copies else None
-
-    def _going_on(self) -> list[Request]:
-        """Who may have tokens in the next step."""
-        return [request for request in self.running if request.goes_on]
-
-    def _has_room(self, request: Request) -> bool:
-        """Whether there is memory for a request's next tokens; then it has it."""
-        allocation = request.allocation
-        return allocation is None or self.cache.extend(
-            allocation, allocation.planned + request.num_left
-        )
 
     def _make_room(self, request: Request) -> None:
         """Take memory for a request's next tokens from the youngest, itself perhaps, if need be."""
-        while not self._has_room(request):
+        while not self._planner.has_room(request):
             self._preempt(max((r for r in self.running if not r.is_loading), key=lambda r: r.rank))
 
-    def _share_out(self, going_on: Sequence[Request], max_num_seqs: int) -> Budget:
-        """Share the tokens of a step among decodes, running prefills, and waiting requests, which
-        are admitted while fewer than `max_num_seqs` run.
-        """
-        step = Budget(self.max_num_batched_tokens, self.cache.grid)
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in going_on:
-            (decodes if request.num_left == 1 else prefills).append(request)
-        turn = self._admission.open(self._count_seats(max_num_seqs) if self.waiting else 0)
-        step.give_decodes(decodes)
-        step.give_starved(prefills)
-        candidates = self._admission.candidates(turn.num_seats)
-        for request in sorted([*prefills, *candidates], key=_turn):
-            runs = request.allocation is not None
-            if runs or (not turn.is_over and self._admission.consider(request, step, turn)):
-                step.give_chunk(request)
-        self._admission.close(step, turn)
-        step.give_one_each(decodes)
-        for request in decodes:
-            if request.drafts and request in step.num_tokens:
-                self._give_drafts(request, step)
-        step.note_idle(going_on)
-        return step
-
-    def _count_seats(self, max_num_seqs: int) -> int:
-        """Requests that may begin."""
-        num_seated = sum(request.holds_seat for request in self.running)
-        return max(max_num_seqs - num_seated, 0)
-
-    def _give_drafts(self, request: Request, step: Budget) -> None:
-        """Let a decode's drafts be judged, as many as the answer has tokens for behind its next."""
-        allocation = request.allocation
-        assert allocation is not None
-        stand = request.drafts_from == request.num_tokens
-        if not stand or allocation.state is not State.READY or self.cache.mode == "all":
-            return
-        most = request.max_tokens - request.num_output_tokens - 1
-        num_drafts = min(most, len(request.drafts), step.left)
-        if num_drafts > 0 and self.cache.extend(allocation, allocation.planned + 1 + num_drafts):
-            step.give_drafts(request, num_drafts)
-
-    def _plan(self, step: Budget) -> StepPlan:
-        sequences = [plan_sequence(self.cache, request, 0) for request in self._folding]
-        self._folding.clear()
-        num_exports = self._max_num_exports
-        for request, num_tokens in step.num_tokens.items():
-            sequence = plan_sequence(
-                self.cache,
-                request,
-                num_tokens,
-                num_drafts=step.num_drafts.get(request, 0),
-                max_num_exports=num_exports,
-                num_lookahead_tokens=self.num_lookahead_tokens,
-            )
-            sequences.append(sequence)
-            num_exports -= len(sequence.exports)
-        loads = self.outside.take_loads()
-        if not sequences and not loads:
-            return StepPlan(sequences=())
-        sequences.sort(key=place_in_batch)
-        ended: tuple[int, ...] = ()
-        if sequences:
-            ended, self._ended = tuple(self._ended), []
-        moves = self.cache.take_moves()
-        plan = StepPlan(
-            sequences=tuple(sequences),
-            moves=moves,
-            ended=ended,
-            stores=self.outside.take_stores(len(moves)),
-            loads=loads,
-        )
-        if sequences:
+    def _in_flight(self, plan: StepPlan) -> StepPlan:
+        """A plan that somebody runs from now on."""
+        if plan.sequences:
             self._steps.append(plan)
-        elif self._steps and moves:
+        elif self._steps and plan.moves:
             self._moves_beside = True
         return plan
 
@@ -310,8 +228,8 @@ class Scheduler:
         self.cache.release(request.allocation, kind)
         request.allocation = None
         request.num_planned_pages = 0
-        self._ended.append(request.number)
-        self._folding.pop(request, None)
+        self._planner.ended.append(request.number)
+        self._planner.folding.pop(request, None)
         self.running.remove(request)
 
     # --- outcome ----------------------------------------------------------------------------------
@@ -374,7 +292,8 @@ class Scheduler:
         self._moves_beside = False
         assert not (moves and self.num_loading), "F4: loads are over before a step is taken back"
         for step in steps:
-            self._ended.extend(step.ended)  # nobody knows whether the runner has come so far
+            # Nobody knows whether the runner has come so far.
+            self._planner.ended.extend(step.ended)
         self._steps.clear()
         for request in self.running.copy():
             if not moves and not request.is_in_flight:
@@ -405,8 +324,9 @@ class Scheduler:
         """Keep the state where the answer ended, once it has come so far."""
         assert request.allocation is not None
         keeps_end = self.cache.mode == "auto"
-        if keeps_end and request.allocation.num_unfolded and request not in self._folding:
-            self._folding[request] = None
+        folding = self._planner.folding
+        if keeps_end and request.allocation.num_unfolded and request not in folding:
+            folding[request] = None
             self._admission.in_flight.leave(request)
             return
         self._give_up(request, Kind.ANSWER_END if keeps_end else None)
@@ -416,8 +336,3 @@ class Scheduler:
 def _grows(request: Request) -> bool:
     """Whether the next tokens of one that goes on may lie behind its page table."""
     return request.num_output_tokens > 0 or request.num_left == 1
-
-
-def _turn(request: Request) -> tuple[int, bool, int]:
-    """When a prefill has its turn: by priority, and what runs before what waits."""
-    return request.priority, request.allocation is None, request.number

@@ -1,0 +1,138 @@
+"""Plans one step: who computes how many tokens, and that as data.
+
+Order within a step: decodes, then running prefills and waiting requests by priority, those that run
+before those that wait, by arrival. A chunk that is not a prompt's last ends on the grid. Takes
+memory that there is, and from nobody: that is the scheduler's affair, which also keeps the steps in
+flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from milepost.cache.allocation import State
+from milepost.scheduler.admission import Admission
+from milepost.scheduler.budget import Budget, max_num_exports
+from milepost.scheduler.memory import PrefixMemory
+from milepost.scheduler.outside import Outside
+from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.request import Request
+from milepost.scheduler.sequences import place_in_batch, plan_sequence
+
+
+class Planner:
+    """Shares the tokens of a step out among `running` and what `admission` lets in."""
+
+    def __init__(
+        self,
+        cache: PrefixMemory,
+        running: list[Request],
+        admission: Admission,
+        outside: Outside,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_lookahead_tokens: int,
+    ) -> None:
+        self.ended: list[int] = []
+        """Numbers of requests whose page tables the next plan ends."""
+        self.folding: dict[Request, None] = {}
+        """Over, but for a step that folds the last tokens into their states."""
+        self._cache = cache
+        self._running = running
+        self._admission = admission
+        self._outside = outside
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
+
+    def going_on(self) -> list[Request]:
+        """Who may have tokens in the next step."""
+        return [request for request in self._running if request.goes_on]
+
+    def has_room(self, request: Request) -> bool:
+        """Whether there is memory for a request's next tokens; then it has it."""
+        allocation = request.allocation
+        return allocation is None or self._cache.extend(
+            allocation, allocation.planned + request.num_left
+        )
+
+    def plan(self, going_on: Sequence[Request], max_num_seqs: int) -> StepPlan:
+        """Plan a step for those that go on, for whom there is room, and for waiting requests, which
+        are admitted while fewer than `max_num_seqs` run. Empty if there is nothing to do.
+        """
+        return self._written_down(self._share_out(going_on, max_num_seqs))
+
+    def _share_out(self, going_on: Sequence[Request], max_num_seqs: int) -> Budget:
+        """Share the tokens of a step among decodes, running prefills, and waiting requests, which
+        are admitted while fewer than `max_num_seqs` run.
+        """
+        step = Budget(self._max_num_batched_tokens, self._cache.grid)
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in going_on:
+            (decodes if request.num_left == 1 else prefills).append(request)
+        turn = self._admission.open(max_num_seqs)
+        step.give_decodes(decodes)
+        step.give_starved(prefills)
+        candidates = self._admission.candidates(turn.num_seats)
+        for request in sorted([*prefills, *candidates], key=_turn):
+            runs = request.allocation is not None
+            if runs or (not turn.is_over and self._admission.consider(request, step, turn)):
+                step.give_chunk(request)
+        self._admission.close(step, turn)
+        step.give_one_each(decodes)
+        for request in decodes:
+            if request.drafts and request in step.num_tokens:
+                self._give_drafts(request, step)
+        step.note_idle(going_on)
+        return step
+
+    def _give_drafts(self, request: Request, step: Budget) -> None:
+        """Let a decode's drafts be judged, as many as the answer has tokens for behind its next."""
+        allocation = request.allocation
+        assert allocation is not None
+        stand = request.drafts_from == request.num_tokens
+        if not stand or allocation.state is not State.READY or self._cache.mode == "all":
+            return
+        most = request.max_tokens - request.num_output_tokens - 1
+        num_drafts = min(most, len(request.drafts), step.left)
+        if num_drafts > 0 and self._cache.extend(allocation, allocation.planned + 1 + num_drafts):
+            step.give_drafts(request, num_drafts)
+
+    def _written_down(self, step: Budget) -> StepPlan:
+        """What a step computes, as data, with what comes and goes beside it."""
+        sequences = [plan_sequence(self._cache, request, 0) for request in self.folding]
+        self.folding.clear()
+        num_exports = self._max_num_exports
+        for request, num_tokens in step.num_tokens.items():
+            sequence = plan_sequence(
+                self._cache,
+                request,
+                num_tokens,
+                num_drafts=step.num_drafts.get(request, 0),
+                max_num_exports=num_exports,
+                num_lookahead_tokens=self._num_lookahead_tokens,
+            )
+            sequences.append(sequence)
+            num_exports -= len(sequence.exports)
+        loads = self._outside.take_loads()
+        if not sequences and not loads:
+            return StepPlan(sequences=())
+        sequences.sort(key=place_in_batch)
+        ended: tuple[int, ...] = ()
+        if sequences:
+            ended, self.ended = tuple(self.ended), []
+        moves = self._cache.take_moves()
+        return StepPlan(
+            sequences=tuple(sequences),
+            moves=moves,
+            ended=ended,
+            stores=self._outside.take_stores(len(moves)),
+            loads=loads,
+        )
+
+
+def _turn(request: Request) -> tuple[int, bool, int]:
+    """When a prefill has its turn: by priority, and what runs before what waits."""
+    return request.priority, request.allocation is None, request.number
