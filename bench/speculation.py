@@ -117,14 +117,14 @@ def compare(llm: LLM, run: Run, turns: int, *, equal: bool, less: Run | None = N
     this process's own time; refuses answers that differ. What `less` does is subtracted, in tokens
     and in time."""
     engine = llm.llm_engine
-    sides = {"plain": None, "drafts": engine.speculation}
+    sides = {"plain": None, "drafts": engine.flights.speculation}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     own_seconds: dict[str, list[float]] = {side: [] for side in sides}
     answers: dict[str, list[list[int]]] = {}
     num_tokens = 0
     for turn in range(1 + turns):
         for side, speculation in sides.items():
-            engine.speculation = speculation
+            engine.flights.speculation = speculation
             base, base_s, base_own_s = _timed(llm, less, turn) if less else ([], 0.0, 0.0)
             answers[side], whole_s, own_s = _timed(llm, run, turn)
             num_tokens = sum(map(len, answers[side])) - sum(map(len, base))
@@ -224,8 +224,8 @@ def long(arguments: argparse.Namespace) -> Iterator[Row]:
             fields = speculating(3, **LONG[method], adaptive=False)
             llm = embedded(dtype=dtype, **options, **fields)
             if method == "erring":
-                assert llm.llm_engine.speculation is not None
-                llm.llm_engine.speculation.drafter = Erring(known, 0.2)
+                assert llm.llm_engine.flights.speculation is not None
+                llm.llm_engine.flights.speculation.drafter = Erring(known, 0.2)
             stats = llm.llm_engine.scheduler.stats
             for num in arguments.sequences:
                 accepted = stats.num_accepted_tokens
@@ -253,8 +253,8 @@ def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: An
         **arguments.options,
     }
     llm = LLM(arguments.model, **options, **speculating(len(RATES), "ngram", **fields))
-    assert llm.llm_engine.speculation is not None
-    llm.llm_engine.speculation.drafter = Anything()
+    assert llm.llm_engine.flights.speculation is not None
+    llm.llm_engine.flights.speculation.drafter = Anything()
     vocab_size = llm.llm_engine.vocab_size
     for batch in batches:
         rng = random.Random(batch)

@@ -35,7 +35,7 @@ class FailingEngine(Engine):
 
     def step(self):
         if self.scheduler.stats.num_steps == 2:
-            self.runner = None
+            self.flights.runner = None
         return super().step()
 
 

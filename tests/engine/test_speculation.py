@@ -396,8 +396,8 @@ def test_what_was_judged_is_handed_on_while_the_next_step_runs(exact):
     num_judging = 0
     for running in steps_until_done(llm):
         if running:
-            assert engine._under_way is not None
-            num_judging += engine._under_way.plan.num_drafts > 0
+            assert engine.flights.under_way is not None
+            num_judging += engine.flights.under_way.plan.num_drafts > 0
     assert num_judging > 3
     exact.check([job.output()], greedy(30))
     assert num_held(llm) == (0, 0)
@@ -559,7 +559,7 @@ def test_a_model_that_cannot_take_drafts_is_refused_by_name_or_warned_of(tmp_pat
     with pytest.raises(UnsupportedModelError, match="layers of Mixer cannot take drafts"):
         num_drafts_of(config, [], ["Mixer"], has_head=False, is_fused=False)
     llm = open_llm(folder, speculative_config={"method": "auto"}, **POOLS)
-    assert llm.llm_engine.speculation is None
+    assert llm.llm_engine.flights.speculation is None
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert "head" in warning
 

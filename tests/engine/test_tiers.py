@@ -230,7 +230,7 @@ def test_drafts_float8_salts_aborts_and_tight_memory_beside_each_other(tmp_path,
     long = greedy(60)
     again = ask(llm, follow_up(first), tokens(280, seed=6), params=long, cache_salt="a")
     assert loaded(again[0]) == {"host": END}
-    assert engine.speculation is not None
+    assert engine.flights.speculation is not None
     assert sum(output.outputs[0].num_draft_tokens for output in again) > 0
     assert engine.scheduler.stats.num_preemptions > 0
     tiny.check([first, *stranger])

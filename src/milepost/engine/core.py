@@ -1,16 +1,14 @@
 """The step loop: requests in, outputs out, one `step` at a time.
 
-Joins the pure scheduler with the runner; what comes in (`intake`), the answers that are being made
-(`answers`) and what is kept or exchanged outside (`tiering`, `exchange`) are others' affairs.
+Joins what comes in (`intake`), the steps that the scheduler plans and the runner runs (`flights`),
+the answers that are being made (`answers`) and what is kept or exchanged outside (`tiering`,
+`exchange`).
 Single-threaded; whoever drives it calls `step` while `has_work`.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from time import perf_counter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,19 +17,17 @@ from milepost.disaggregation.params import Remote
 from milepost.engine.answers import Answers
 from milepost.engine.exchange import Exchange
 from milepost.engine.fate import Fate
+from milepost.engine.flights import Flights
 from milepost.engine.grammars import Form
 from milepost.engine.intake import Intake
 from milepost.engine.metrics import Metric, collect
-from milepost.engine.pace import Pace
 from milepost.engine.prompts import Prompt
 from milepost.engine.requests import Answer, Job
 from milepost.engine.setup import EngineParts, build
 from milepost.engine.token_texts import TokenTexts
 from milepost.engine.trace_recording import TraceRecorder
-from milepost.errors import EngineDeadError
-from milepost.runner.runner import Flight, RunnerOutput
 from milepost.sampling_params import SamplingParams
-from milepost.scheduler.plans import StepPlan, StepSampling
+from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 
 AWAIT_S = 0.005
@@ -60,15 +56,10 @@ class Engine:
         self.connector, self.bell = self._exchange.connector, self._exchange.bell
         self._tiering = parts.tiering
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
-        self.speculation = parts.speculation
         self._team = parts.team
         self._fate = Fate(parts.team)
-        self._runs_ahead = parts.runs_ahead
-        self._pace = Pace()
-        self._under_way: Flight | None = None
+        self.flights = Flights(config, parts, self._answers, self._exchange, self._fate)
         self._is_stuck = False
-        self._last_end_s: float | None = None
-        """When the last step was taken, if work was left then."""
 
     # --- what there is to do ----------------------------------------------------------------------
 
@@ -86,15 +77,7 @@ class Engine:
     def spare_s(self) -> float:
         """Seconds for which `step` need not be called: what is added by then is in the step that it
         plans ahead, and the device has work until then."""
-        flight = self._under_way
-        if flight is None or not flight.is_timed or _is_mostly_judging(flight.plan):
-            return 0.0
-        running = self.scheduler.running
-        if len(running) + len(self.scheduler.waiting) >= self.config.max_num_seqs:
-            return 0.0  # what comes has to wait anyhow
-        will_prefill = bool(self.scheduler.waiting) or any(r.num_left > 1 for r in running)
-        elapsed_s = self.runner.elapsed_s(flight)
-        return self._pace.spare_s(flight.plan, elapsed_s, will_prefill=will_prefill)
+        return self.flights.spare_s
 
     # --- what is asked of it ----------------------------------------------------------------------
 
@@ -165,15 +148,15 @@ class Engine:
         for answer in job.answers:
             self.scheduler.finish(answer.request, FinishReason.ABORT)
             answer.text.flush()
-        self._settle()
+        self.flights.settle()
         self._tell()
 
     def _forget(self, job: Job) -> None:
         if self._trace is not None:
             self._trace.end(job)
         for request in self._answers.forget(job):
-            if self.speculation is not None:
-                self.speculation.forget(request)
+            if self.flights.speculation is not None:
+                self.flights.speculation.forget(request)
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -186,148 +169,24 @@ class Engine:
         """
         self._fate.check()
         self.hear()
-        flight = self._under_way or self._start()
+        flight = self.flights.begun()
         if flight is None:
             self._is_stuck = not self._await_copies()
             self._tell()
             return []
-        output = self._collect(flight)
+        output = self.flights.collect(flight)
         with self._fate.fatal(BaseException):
             jobs = self._answers.take(flight.plan, output)
-            self._speculate(flight.plan, output)
-        self._go_on()
+            self.flights.speculate(flight.plan, output)
+        self.flights.go_on()
         finished = [job for job in jobs if job.is_finished]
         for job in finished:
             self._forget(job)
-        self._settle()
+        self.flights.settle()
         for job in finished:
             self._exchange.lend(job)
         self._tell()
         return jobs
-
-    def _start(self) -> Flight | None:
-        """Plan a step and launch it; None if there is nothing to do."""
-        with self._fate.fatal(BaseException):
-            plan = self.scheduler.schedule()
-            can_wait = bool(self.scheduler.num_loading)
-            assert plan.sequences or can_wait or not self.scheduler.has_work, (
-                "a step does some of the work"
-            )
-        if not plan.sequences:
-            self._only_copy(plan)
-            return None
-        with self._rolling_back(plan):
-            flight = self.runner.launch(plan)
-            self._exchange.fetch(plan.loads, self.runner.mark)
-            self._sample(flight, num_ahead=0)
-        return flight
-
-    def _collect(self, flight: Flight) -> RunnerOutput:
-        """Launch the step behind one that is under way, then wait for that one's tokens."""
-        with self._rolling_back(flight.plan):
-            self._under_way = self._start_ahead(flight)
-            output = self.runner.collect(flight)
-            if flight.is_timed:
-                self._pace.note_step(flight.plan, flight.device_s)
-            if self._tiering is not None:
-                self._tiering.note_step(flight.plan, output.result.seconds)
-        return output
-
-    def _start_ahead(self, flight: Flight) -> Flight | None:
-        """Launch the step behind one that is under way, if it is known without its tokens.
-
-        It samples at once unless it has to know them for that; then it samples when they are taken.
-        """
-        if not self._runs_ahead or _is_mostly_judging(flight.plan):
-            return None
-        began_s = perf_counter()
-        with self._fate.fatal(BaseException):
-            plan = self.scheduler.follow(flight.plan)
-        if plan is None or not plan.sequences:
-            self._only_copy(plan or StepPlan(sequences=()))
-            return None
-        ahead = self.runner.launch(plan, before=flight)
-        self._exchange.fetch(plan.loads, self.runner.mark)
-        if not self._answers.wait_for(1, plan.sequences):
-            self._sample(ahead, num_ahead=1)
-        self._pace.note_planning(plan, perf_counter() - began_s, is_late=ahead.is_late)
-        return ahead
-
-    def _go_on(self) -> None:
-        """Now that a step's tokens are known, have the one behind it sample, if it had to know
-        them. Where drafts kept that one from being launched ahead, launch it: it runs while what
-        was taken is handed on.
-        """
-        ahead = self._under_way
-        if ahead is not None and not ahead.is_sampled:
-            with self._rolling_back(ahead.plan):
-                self._sample(ahead, num_ahead=0)
-        waits = ahead is None and self._runs_ahead and self.speculation is not None
-        if waits and self.scheduler.has_work and not self.scheduler.only_folds:
-            self._under_way = self._start()
-
-    def _sample(self, flight: Flight, *, num_ahead: int) -> None:
-        """Have a launched step sample. Of its sequences that are ahead, so many tokens are not
-        known yet."""
-        rows = self._answers.choices(flight.plan, num_ahead)
-        num_drafts = 0 if self.speculation is None else self.speculation.num_behind(flight.plan)
-        self.runner.sample(flight, StepSampling(rows=rows, num_drafts=num_drafts))
-
-    def _speculate(self, plan: StepPlan, output: RunnerOutput) -> None:
-        """Take note of what became of drafts, and hand in new ones."""
-        if self.speculation is None:
-            return
-        now_s, last_s = perf_counter(), self._last_end_s
-        self._last_end_s = now_s if self.has_work else None
-        num_tokens = {number: len(run) for number, run in output.sampled.items()}
-        self._answers.note_drafts(plan, num_tokens)
-        self.speculation.note(plan, num_tokens, None if last_s is None else now_s - last_s)
-        self.speculation.learn(output.read_drafts())
-        self.speculation.propose(self._answers.possible)
-
-    def _settle(self) -> None:
-        """Where every answer is over, take the outcome of a step that turned out to be for nothing,
-        and bring states to the ends of their answers.
-        """
-        if self.scheduler.has_work and not self.scheduler.only_folds:
-            return
-        flight, self._under_way = self._under_way, None
-        if flight is not None:
-            with self._fate.fatal(BaseException):
-                self.scheduler.update(flight.plan, self.runner.collect(flight).result)
-        if self.scheduler.only_folds:
-            last = self._start()
-            assert last is not None, "a fold is a step"
-            with self._rolling_back(last.plan):
-                output = self.runner.collect(last)
-            with self._fate.fatal(BaseException):
-                self.scheduler.update(last.plan, output.result)
-
-    @contextmanager
-    def _rolling_back(self, plan: StepPlan) -> Iterator[None]:
-        """An interruption leaves half-written states, so the step and what follows it is taken
-        back; a failure is the engine's death.
-        """
-        with self._fate.fatal(Exception):
-            try:
-                yield
-            except (KeyboardInterrupt, SystemExit):
-                self._under_way = None
-                if self._fate.is_alive:  # else it was planning that was interrupted
-                    self._take_back(plan)
-                raise
-
-    def _take_back(self, plan: StepPlan) -> None:
-        """A step that was interrupted. Of several ranks some have begun what others have not, and
-        wait for each other for ever: that is the engine's death."""
-        if self._team is not None:
-            self._fate.end(EngineDeadError("a step was interrupted between ranks"))
-            return
-        if self._tiering is not None:
-            self._tiering.end_loads()
-        self._exchange.end_loads()
-        self.scheduler.roll_back(plan)
-        self.runner.roll_back()
 
     # --- outside the device -----------------------------------------------------------------------
 
@@ -347,18 +206,11 @@ class Engine:
         """Tell whoever listens what has come and gone."""
         self.scheduler.outside.tell()
 
-    def _only_copy(self, plan: StepPlan) -> None:
-        """A plan that computes nothing has no outcome."""
-        if plan.only_copies:
-            with self._fate.fatal(BaseException):
-                self.runner.copy(plan)
-                self._exchange.fetch(plan.loads, self.runner.mark)
-
     def _await_copies(self) -> bool:
         """Nothing can be computed before something comes: if that is from a tier, wait a little."""
         if self._tiering is None or not self._tiering.is_busy:
             return False
-        with self._rolling_back(StepPlan(sequences=())):
+        with self.flights.rolling_back(StepPlan(sequences=())):
             self._tiering.wait(AWAIT_S)
         return True
 
@@ -422,9 +274,3 @@ class Engine:
         if self._trace is not None:
             self._trace.close()
         self._exchange.close()
-
-
-def _is_mostly_judging(plan: StepPlan) -> bool:
-    """Whether most of a step's sequences have drafts: then the others wait with them, rather than
-    being in steps of their own between."""
-    return 2 * sum(sequence.num_drafts > 0 for sequence in plan.sequences) > len(plan.sequences)
