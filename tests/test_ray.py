@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import httpx
@@ -70,19 +71,26 @@ class Router:
 
         asked = Wanted(number, tuple(keys), num_tokens, 64)
         return SimpleNamespace(
-            kwargs={"asked": asked}, metadata=SimpleNamespace(internal_request_id=number)
+            kwargs={"asked": asked},
+            metadata=SimpleNamespace(internal_request_id=number),
+            future=Future(),
         )
 
-    def route(self, *request):
-        replicas, asked = list(self.ours._replicas.values()), self.asked(*request)
+    def choose(self, asked):
+        replicas = list(self.ours._replicas.values())
         given = replicas.copy()
         ((first,), *others) = asyncio.run(self.ours.choose_replicas(given, asked))
         assert given == replicas, "the list is Ray's"
         assert len(others) == len(replicas) - 1
-        self.ours.on_request_routed(asked, first.replica_id, None)
-        busy = self.ours._replica_queue_len_cache
-        busy[first.replica_id] = busy.get(first.replica_id, 0) + 1
         return first.replica_id
+
+    def route(self, *request):
+        asked = self.asked(*request)
+        name = self.choose(asked)
+        self.ours.on_request_routed(asked, name, None)
+        busy = self.ours._replica_queue_len_cache
+        busy[name] = busy.get(name, 0) + 1
+        return name
 
     def end(self, name, number):
         self.ours._replica_queue_len_cache[name] -= 1
@@ -92,12 +100,22 @@ class Router:
 def test_a_prompt_goes_to_its_pages_unless_longer_ones_wait_there():
     """Tokens to compute count, not requests; those that are lacking twice."""
     router = Router(replica("a", b"1234"), replica("b", b"1"))
-    assert router.route("first", b"1234", 300) == "a", "44 tokens to compute, at b 236"
-    assert router.route("short", b"1234", 300) == "a", "2 x (88 + 44) of two, at b 472 of one"
-    assert router.route("third", b"1234", 300) == "b", "3 x (88 + 88), at b 472"
-    router.end("b", "third")
-    assert router.route("long", b"12349", 9000) == "b", "52,728 at a, 17,872 at b"
-    assert router.route("again", b"1234", 300) == "a", "though b has one request and a has two"
+    for number in range(9):
+        name = router.route(str(number), b"1234", 300)
+        assert name == "a", f"88 and {number} x 44 that wait, at b 472"
+    assert router.route("ninth", b"1234", 300) == "b", "88 + 396 at a"
+    router.end("b", "ninth")
+    router.end("a", "0")
+    assert router.route("long", b"12349", 9000) == "a", "192 tokens less to compute, 352 wait"
+    assert router.route("again", b"1234", 300) == "b", "that one is to be waited for"
+
+
+def test_prompts_that_come_at_once_are_spread_before_any_has_been_sent():
+    router = Router(replica("a", b""), replica("b", b""))
+    assert sorted(router.choose(router.asked(name, b"12", 128)) for name in "xyz") in (
+        ["a", "a", "b"],
+        ["a", "b", "b"],
+    )
 
 
 def test_a_prompt_whose_answer_has_begun_or_is_over_waits_no_more():
@@ -110,13 +128,18 @@ def test_a_prompt_whose_answer_has_begun_or_is_over_waits_no_more():
     assert router.route("now", b"12", 160) == "a"
     router.end("a", "now")
     router.end("a", "long")
-    assert not router.ours._sent, "nothing is kept of what is over"
+    given_up = router.asked("other", b"12", 5000)
+    assert router.choose(given_up) == "a"
+    given_up.future.cancel()
+    assert router.route("last", b"12", 160) == "a"
+    router.end("a", "last")
+    assert not router.ours._choices, "nothing is kept of what is over"
 
 
 def test_requests_without_a_prompt_go_where_least_is_under_way():
     router = Router(replica("a", b"1"), replica("b", b""))
-    assert [router.route("") for _ in range(2)] in (["b", "a"], ["a", "b"])
-    assert not router.ours._sent
+    assert [router.route("") for _ in range(2)] == ["b", "a"]
+    assert not router.ours._choices
     asyncio.run(router.ours.choose_replicas([replica("a", b"")]))
 
 

@@ -63,6 +63,17 @@ class Wanted:
         return max(self.num_tokens - depth(self.keys, pages) * self.page_size, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _SentTo:
+    """Where a request goes, and what it lacks there."""
+
+    replica_id: ReplicaID
+    number: str
+    num_lacking: int
+    future: asyncio.Future[Any]
+    """Cancelled when the request is given up before it was sent."""
+
+
 class CostRouter(RequestRouter):
     """Prefers where a request costs least, then who is least busy, then who has least cached.
 
@@ -71,24 +82,27 @@ class CostRouter(RequestRouter):
     """
 
     def initialize_state(self, **kwargs: Any) -> None:  # noqa: ARG002
-        self._sent: dict[Any, dict[str, tuple[str, int]]] = {}
-        """By replica and by Ray's number: those under way, and the tokens that they lacked."""
+        self._choices: dict[str, _SentTo] = {}
+        """By Ray's number of a request that is not over."""
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        asked = _asked(pending_request)
+        asked, waiting = _asked(pending_request), self._waiting(candidate_replicas)
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
 
         def rank(replica: RunningReplica) -> tuple[int, int, int]:
             pages = replica.routing_stats.get("pages", ())
             num_requests = self._replica_queue_len_cache.get(replica.replica_id) or 0
-            lacking, waiting = asked.num_lacking(pages), self._num_waiting(replica)
-            return cost(lacking, waiting, num_requests), num_requests, len(pages)
+            num_waiting = waiting.get(replica.replica_id, 0)
+            return cost(asked.num_lacking(pages), num_waiting), num_requests, len(pages)
 
-        return [[replica] for replica in sorted(shuffled, key=rank)]
+        chosen = sorted(shuffled, key=rank)
+        if pending_request is not None and chosen:
+            self._note(pending_request, chosen[0])
+        return [[replica] for replica in chosen]
 
     def on_request_routed(
         self,
@@ -96,22 +110,33 @@ class CostRouter(RequestRouter):
         replica_id: ReplicaID,
         result: Any,  # noqa: ARG002
     ) -> None:
-        asked, replica = _asked(pending_request), self.curr_replicas.get(replica_id)
-        if asked.number and replica is not None:
-            lacking = asked.num_lacking(replica.routing_stats.get("pages", ()))
-            sent = self._sent.setdefault(replica_id, {})
-            sent[pending_request.metadata.internal_request_id] = asked.number, lacking
+        replica = self.curr_replicas.get(replica_id)
+        if replica is not None:
+            self._note(pending_request, replica)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        sent = self._sent.get(replica_id, {})
-        sent.pop(internal_request_id, None)
-        if not sent:
-            self._sent.pop(replica_id, None)
+        choice = self._choices.get(internal_request_id)
+        if choice is not None and choice.replica_id == replica_id:
+            del self._choices[internal_request_id]
 
-    def _num_waiting(self, replica: RunningReplica) -> int:
-        begun = replica.routing_stats.get("begun", ())
-        sent = self._sent.get(replica.replica_id, {})
-        return sum(lacking for number, lacking in sent.values() if number not in begun)
+    def _note(self, request: PendingRequest, replica: RunningReplica) -> None:
+        """From now on its tokens wait there: others are chosen for before it has been sent."""
+        asked = _asked(request)
+        if asked.number:
+            lacking = asked.num_lacking(replica.routing_stats.get("pages", ()))
+            choice = _SentTo(replica.replica_id, asked.number, lacking, request.future)
+            self._choices[request.metadata.internal_request_id] = choice
+
+    def _waiting(self, replicas: list[RunningReplica]) -> dict[ReplicaID, int]:
+        """Tokens of prompts that wait at each."""
+        begun = {each.replica_id: each.routing_stats.get("begun", ()) for each in replicas}
+        waiting = dict.fromkeys(begun, 0)
+        for id_, choice in list(self._choices.items()):
+            if choice.future.cancelled():
+                del self._choices[id_]
+            elif choice.number not in begun.get(choice.replica_id, (choice.number,)):
+                waiting[choice.replica_id] += choice.num_lacking
+        return waiting
 
 
 def _asked(pending_request: PendingRequest | None) -> Wanted:

@@ -7,10 +7,9 @@ LACKING = 2
 memory, where it pushes out what another request would hit."""
 
 
-def cost(num_lacking: int, num_waiting: int, num_requests: int) -> int:
-    """What it costs to send a request where `num_lacking` of its tokens are not cached,
-    `num_waiting` tokens of other prompts are still to be computed, and `num_requests` run or wait:
-    tokens until the first one of its answer, as often as there are requests to share steps with.
-    The least is best.
+def cost(num_lacking: int, num_waiting: int) -> int:
+    """What it costs to send a request where `num_lacking` of its tokens are not cached and
+    `num_waiting` tokens of other prompts are still to be computed. The least is best, however many
+    requests are there: what they have to compute differs by a thousand times.
     """
-    return (LACKING * num_lacking + num_waiting) * (num_requests + 1)
+    return LACKING * num_lacking + num_waiting

@@ -156,9 +156,8 @@ class ByPrefix:
 
         def rank(at: int) -> tuple[int, int, int]:
             lacking = length - min(depths.get(at, 0) * page_size, length - 1)
-            busy = traffic.num_requests[at]
-            cost = routing.cost(lacking, traffic.num_prefilling[at], busy)
-            return cost, busy, traffic.num_sent[at]
+            cost = routing.cost(lacking, traffic.num_prefilling[at])
+            return cost, traffic.num_requests[at], traffic.num_sent[at]
 
         return min(range(len(traffic.num_sent)), key=rank)
 
