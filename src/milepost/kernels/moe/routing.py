@@ -1,6 +1,6 @@
 """Triton: which experts a token chooses.
 
-Legend: T tokens, P parts, X experts, N experts for each token.
+Legend: T tokens, P parts, X experts (`o_e`), N experts for each token (`o_n`).
 """
 
 from __future__ import annotations
@@ -68,44 +68,44 @@ def route(
 
 
 @triton.jit
-def _add_up(source, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
+def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
     """Logits as if they had been rounded to `dtype` before they were read."""
-    total = tl.load(source, mask=mask).to(tl.float32)
+    b_logits = tl.load(p_logits, mask=mask).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(source + part * part_stride, mask=mask)
-    return total.to(dtype).to(tl.float32)
+        b_logits += tl.load(p_logits + part * part_stride, mask=mask)
+    return b_logits.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _as_keys(logits, column, dtype: tl.constexpr):
+def _as_keys(b_logits, o_e, dtype: tl.constexpr):
     """Integers in the order of logits of 16 bits, among equal ones the first column the greatest:
     a warp finds the greatest integer in one instruction."""
-    bits = (logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
-    return ((bits ^ (bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - column)
+    b_bits = (b_logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
+    return ((b_bits ^ (b_bits >> 15 & 0x7FFF)) << 16) | (0xFFFF - o_e)
 
 
 @triton.jit
-def _logits_of(keys, dtype: tl.constexpr):
-    bits = keys >> 16
-    bits = bits ^ (bits >> 15 & 0x7FFF)
-    return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+def _logits_of(b_keys, dtype: tl.constexpr):
+    b_bits = b_keys >> 16
+    b_bits = b_bits ^ (b_bits >> 15 & 0x7FFF)
+    return b_bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _source(token, num_real):
+def _source(i_t, num_real):
     """The token whose logits are read: padding repeats the last."""
-    source = token
+    i_source = i_t
     if num_real is not None:
-        source = tl.maximum(tl.minimum(token, tl.load(num_real) - 1), 0)
-    return source
+        i_source = tl.maximum(tl.minimum(i_t, tl.load(num_real) - 1), 0)
+    return i_source
 
 
 @triton.jit
-def _store(weights, experts, token, place, shares, chosen, WIDTH: tl.constexpr):
+def _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH: tl.constexpr):
     """A token's experts and their weights."""
-    target = token * WIDTH + place
-    tl.store(weights + target, shares.to(weights.dtype.element_ty), mask=place < WIDTH)
-    tl.store(experts + target, chosen, mask=place < WIDTH)
+    o_target = i_t * WIDTH + o_n
+    tl.store(weights + o_target, b_shares.to(weights.dtype.element_ty), mask=o_n < WIDTH)
+    tl.store(experts + o_target, b_experts, mask=o_n < WIDTH)
 
 
 @triton.jit
@@ -126,47 +126,47 @@ def _route_kernel(
     """One token: a softmax, and CHOSEN times the largest that is left."""
     let_next_start()
     WIDTH: tl.constexpr = CHOSEN + SHARED
-    token = tl.program_id(0)
-    source = _source(token, num_real)
+    i_t = tl.program_id(0)
+    i_source = _source(i_t, num_real)
     wait_for_inputs()
-    column = tl.arange(0, COLUMNS)
-    is_expert = column < EXPERTS
-    row = logits + source.to(tl.int64) * stride
+    o_e = tl.arange(0, COLUMNS)
+    is_e = o_e < EXPERTS
+    p_row = logits + i_source.to(tl.int64) * stride
     dtype: tl.constexpr = weights.dtype.element_ty
-    left = _add_up(row + column, part_stride, is_expert, dtype, PARTS)
-    left = tl.where(is_expert, left, float("-inf"))
-    top = tl.max(left)
-    total = tl.sum(tl.exp(left - top))
-    place = tl.arange(0, triton.next_power_of_2(WIDTH))
-    best_logits = tl.zeros_like(place).to(tl.float32)
-    best_experts = tl.zeros_like(place)
+    b_left = _add_up(p_row + o_e, part_stride, is_e, dtype, PARTS)
+    b_left = tl.where(is_e, b_left, float("-inf"))
+    m = tl.max(b_left)
+    l = tl.sum(tl.exp(b_left - m))
+    o_n = tl.arange(0, triton.next_power_of_2(WIDTH))
+    b_logits = tl.zeros_like(o_n).to(tl.float32)
+    b_experts = tl.zeros_like(o_n)
     if dtype.primitive_bitwidth == 16:
-        keys = tl.where(is_expert, _as_keys(left, column, dtype), _LOWEST)
-        best_keys = tl.zeros_like(place)
+        b_keys = tl.where(is_e, _as_keys(b_left, o_e, dtype), _LOWEST)
+        b_best_keys = tl.zeros_like(o_n)
         for n in tl.static_range(CHOSEN):
-            best_key = tl.max(keys)
-            keys = tl.where(keys == best_key, _LOWEST, keys)
-            best_keys = tl.where(place == n, best_key, best_keys)
-        best_experts = 0xFFFF - (best_keys & 0xFFFF)
-        best_logits = _logits_of(best_keys, dtype)
+            best_key = tl.max(b_keys)
+            b_keys = tl.where(b_keys == best_key, _LOWEST, b_keys)
+            b_best_keys = tl.where(o_n == n, best_key, b_best_keys)
+        b_experts = 0xFFFF - (b_best_keys & 0xFFFF)
+        b_logits = _logits_of(b_best_keys, dtype)
     else:
-        is_left = is_expert
+        is_left = is_e
         for n in tl.static_range(CHOSEN):
-            best = tl.max(left)
+            best = tl.max(b_left)
             # Even among logits of minus infinity no expert is chosen twice.
-            expert = tl.min(tl.where((left == best) & is_left, column, COLUMNS - 1))
-            is_left &= column != expert
-            left = tl.where(column == expert, float("-inf"), left)
-            best_logits = tl.where(place == n, best, best_logits)
-            best_experts = tl.where(place == n, expert, best_experts)
-    is_chosen = place < CHOSEN
-    shares = tl.where(is_chosen, tl.exp(best_logits - top), 0.0)
-    shares /= tl.sum(shares) if NORMALISE else total
+            expert = tl.min(tl.where((b_left == best) & is_left, o_e, COLUMNS - 1))
+            is_left &= o_e != expert
+            b_left = tl.where(o_e == expert, float("-inf"), b_left)
+            b_logits = tl.where(o_n == n, best, b_logits)
+            b_experts = tl.where(o_n == n, expert, b_experts)
+    is_chosen = o_n < CHOSEN
+    b_shares = tl.where(is_chosen, tl.exp(b_logits - m), 0.0)
+    b_shares /= tl.sum(b_shares) if NORMALISE else l
     if SHARED:
-        gate = _add_up(row + EXPERTS, part_stride, None, dtype, PARTS)
-        shares = tl.where(is_chosen, shares, tl.sigmoid(gate))
-        best_experts = tl.where(is_chosen, best_experts, EXPERTS + place - CHOSEN)
-    _store(weights, experts, token, place, shares, best_experts, WIDTH)
+        gate = _add_up(p_row + EXPERTS, part_stride, None, dtype, PARTS)
+        b_shares = tl.where(is_chosen, b_shares, tl.sigmoid(gate))
+        b_experts = tl.where(is_chosen, b_experts, EXPERTS + o_n - CHOSEN)
+    _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
 
 
 @triton.jit(do_not_specialize=["norm_eps", "scale"])
@@ -194,67 +194,67 @@ def _route_scores_kernel(
     """One token: its scores, perhaps its best groups, and CHOSEN times the largest that is left."""
     let_next_start()
     WIDTH: tl.constexpr = CHOSEN + SHARED
-    token = tl.program_id(0)
-    source = _source(token, num_real)
-    column = tl.arange(0, COLUMNS)
-    is_expert = column < EXPERTS
-    corrections = tl.zeros([COLUMNS], tl.float32)
+    i_t = tl.program_id(0)
+    i_source = _source(i_t, num_real)
+    o_e = tl.arange(0, COLUMNS)
+    is_e = o_e < EXPERTS
+    b_bias = tl.zeros([COLUMNS], tl.float32)
     if bias is not None:
-        corrections = tl.load(bias + column, mask=is_expert, other=0.0)
+        b_bias = tl.load(bias + o_e, mask=is_e, other=0.0)
     wait_for_inputs()
-    row = logits + source.to(tl.int64) * stride
+    p_row = logits + i_source.to(tl.int64) * stride
     rounded: tl.constexpr = tl.float32 if SIGMOID else weights.dtype.element_ty
-    scores = _add_up(row + column, part_stride, is_expert, rounded, PARTS)
+    b_scores = _add_up(p_row + o_e, part_stride, is_e, rounded, PARTS)
     if SIGMOID:
-        scores = tl.sigmoid(scores)
+        b_scores = tl.sigmoid(b_scores)
     else:
-        scores = tl.where(is_expert, scores, float("-inf"))
-        scores = tl.exp(scores - tl.max(scores))
-        scores /= tl.sum(scores)
-    left = tl.where(is_expert, scores + corrections, float("-inf"))
-    is_left = is_expert
+        b_scores = tl.where(is_e, b_scores, float("-inf"))
+        b_scores = tl.exp(b_scores - tl.max(b_scores))
+        b_scores /= tl.sum(b_scores)
+    b_left = tl.where(is_e, b_scores + b_bias, float("-inf"))
+    is_left = is_e
     if GROUPS > 1:
-        is_left &= _is_in_best_group(left, column, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
-    place = tl.arange(0, triton.next_power_of_2(WIDTH))
-    shares = tl.zeros_like(place).to(tl.float32)
-    best_experts = tl.zeros_like(place)
+        is_left &= _is_in_best_group(b_left, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
+    o_n = tl.arange(0, triton.next_power_of_2(WIDTH))
+    b_shares = tl.zeros_like(o_n).to(tl.float32)
+    b_experts = tl.zeros_like(o_n)
     for n in tl.static_range(CHOSEN):
-        best = tl.max(tl.where(is_left, left, float("-inf")))
-        expert = tl.min(tl.where((left == best) & is_left, column, EXPERTS - 1))
-        is_left &= column != expert
-        score = tl.sum(tl.where(column == expert, scores, 0.0))
-        shares = tl.where(place == n, score, shares)
-        best_experts = tl.where(place == n, expert, best_experts)
+        best = tl.max(tl.where(is_left, b_left, float("-inf")))
+        expert = tl.min(tl.where((b_left == best) & is_left, o_e, EXPERTS - 1))
+        is_left &= o_e != expert
+        score = tl.sum(tl.where(o_e == expert, b_scores, 0.0))
+        b_shares = tl.where(o_n == n, score, b_shares)
+        b_experts = tl.where(o_n == n, expert, b_experts)
     if NORMALISE:
-        shares /= tl.sum(shares) + norm_eps
-    shares *= scale
+        b_shares /= tl.sum(b_shares) + norm_eps
+    b_shares *= scale
     if SHARED:
         gate = 1.0
         if GATED:
-            gate = tl.sigmoid(_add_up(row + EXPERTS, part_stride, None, rounded, PARTS))
-        shares = tl.where(place < CHOSEN, shares, gate)
-        best_experts = tl.where(place < CHOSEN, best_experts, EXPERTS + place - CHOSEN)
-    _store(weights, experts, token, place, shares, best_experts, WIDTH)
+            gate = tl.sigmoid(_add_up(p_row + EXPERTS, part_stride, None, rounded, PARTS))
+        b_shares = tl.where(o_n < CHOSEN, b_shares, gate)
+        b_experts = tl.where(o_n < CHOSEN, b_experts, EXPERTS + o_n - CHOSEN)
+    _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
 
 
 @triton.jit
 def _is_in_best_group(
-    scores, column, SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr
+    b_scores, o_e, SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr
 ):
     """Of each column: whether it is one of the groups whose two best have the greatest sums."""
-    group = tl.arange(0, triton.next_power_of_2(GROUPS))
-    sums = tl.full(group.shape, float("-inf"), tl.float32)
+    o_g = tl.arange(0, triton.next_power_of_2(GROUPS))
+    b_sums = tl.full(o_g.shape, float("-inf"), tl.float32)
     for n in tl.static_range(GROUPS):
-        own = tl.where(column // SIZE == n, scores, float("-inf"))
-        best = tl.max(own)
-        first = tl.min(tl.where(own == best, column, column.shape[0]))
-        second = tl.max(tl.where(column == first, float("-inf"), own))
-        sums = tl.where(group == n, best + second, sums)
-    is_best = column < 0
-    is_left = group < GROUPS
+        b_own = tl.where(o_e // SIZE == n, b_scores, float("-inf"))
+        best = tl.max(b_own)
+        first = tl.min(tl.where(b_own == best, o_e, o_e.shape[0]))
+        second = tl.max(tl.where(o_e == first, float("-inf"), b_own))
+        b_sums = tl.where(o_g == n, best + second, b_sums)
+    is_best = o_e < 0
+    is_left = o_g < GROUPS
     for _ in tl.static_range(GROUPS_CHOSEN):
-        best = tl.max(tl.where(is_left, sums, float("-inf")))
-        chosen = tl.min(tl.where((sums == best) & is_left, group, GROUPS - 1))
-        is_left &= group != chosen
-        is_best |= column // SIZE == chosen
+        best = tl.max(tl.where(is_left, b_sums, float("-inf")))
+        chosen = tl.min(tl.where((b_sums == best) & is_left, o_g, GROUPS - 1))
+        is_left &= o_g != chosen
+        is_best |= o_e // SIZE == chosen
     return is_best

@@ -72,32 +72,32 @@ def _join_kernel(
 ):
     """The embedding of a token, or the hidden state before it."""
     let_next_start()
-    token = tl.program_id(0).to(tl.int64)
-    half = tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
-    inside = column < SIZE
+    i_t = tl.program_id(0).to(tl.int64)
+    i_half = tl.program_id(1)
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
     wait_for_inputs()
-    if half == 0:
-        row = tl.load(token_ids + token)
-        x = tl.load(table + row * SIZE + column, mask=inside, other=0.0)
-        b_scale = tl.load(embedding_scale + column, mask=inside, other=0.0)
+    if i_half == 0:
+        row = tl.load(token_ids + i_t)
+        b_x = tl.load(table + row * SIZE + o_h, mask=is_h, other=0.0)
+        b_scale = tl.load(embedding_scale + o_h, mask=is_h, other=0.0)
     else:
-        b_scale = tl.load(hidden_scale + column, mask=inside, other=0.0)
-        p_before = hidden + token * hidden_stride
+        b_scale = tl.load(hidden_scale + o_h, mask=is_h, other=0.0)
+        p_before = hidden + i_t * hidden_stride
         if SHIFTED:
-            where = tl.load(sources + 2 * token).to(tl.int64)
-            place = tl.load(sources + 2 * token + 1)
-            p_before = hidden + tl.maximum(token - 1, 0) * hidden_stride
+            where = tl.load(sources + 2 * i_t).to(tl.int64)
+            place = tl.load(sources + 2 * i_t + 1)
+            p_before = hidden + tl.maximum(i_t - 1, 0) * hidden_stride
             if where >= 0:
                 p_before = carried + where * slot_stride
                 if records is not None:  # noqa: SIM102  decided when compiled
                     if place >= 0:
                         p_before = records + (where * num_drafts + place) * SIZE
-        x = tl.load(p_before + column, mask=inside, other=0.0)
-    wide = x.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
-    result = wide * norm * b_scale.to(tl.float32)
-    tl.store(joined + (2 * token + half) * SIZE + column, result.to(x.dtype), mask=inside)
+        b_x = tl.load(p_before + o_h, mask=is_h, other=0.0)
+    b_wide = b_x.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(b_wide * b_wide) / SIZE + eps)
+    b_o = b_wide * norm * b_scale.to(tl.float32)
+    tl.store(joined + (2 * i_t + i_half) * SIZE + o_h, b_o.to(b_x.dtype), mask=is_h)
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
@@ -140,25 +140,25 @@ def _keep_kernel(
     """One state: to a slot, or behind those one to a record."""
     let_next_start()
     wait_for_inputs()
-    index = tl.program_id(0)
-    column = tl.arange(0, COLUMNS)
-    inside = column < SIZE
-    if index < num_targets:
-        token = tl.load(targets + 4 * index).to(tl.int64)
-        slot = tl.load(targets + 4 * index + 1).to(tl.int64)
+    i_n = tl.program_id(0)
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
+    if i_n < num_targets:
+        i_t = tl.load(targets + 4 * i_n).to(tl.int64)
+        slot = tl.load(targets + 4 * i_n + 1).to(tl.int64)
         if slot < 0:
             return
-        p_x = hidden + token * hidden_stride
+        p_x = hidden + i_t * hidden_stride
         if records is not None:  # noqa: SIM102  decided when compiled
-            if token < 0:
-                row = tl.load(targets + 4 * index + 2).to(tl.int64)
-                p_x = records + (row * num_drafts + tl.load(targets + 4 * index + 3)) * SIZE
-        x = tl.load(p_x + column, mask=inside, other=0.0)
-        tl.store(carried + slot * slot_stride + column, x, mask=inside)
+            if i_t < 0:
+                row = tl.load(targets + 4 * i_n + 2).to(tl.int64)
+                p_x = records + (row * num_drafts + tl.load(targets + 4 * i_n + 3)) * SIZE
+        b_x = tl.load(p_x + o_h, mask=is_h, other=0.0)
+        tl.store(carried + slot * slot_stride + o_h, b_x, mask=is_h)
     elif records is not None:
-        token = (index - num_targets).to(tl.int64)
-        row = tl.load(recorded + 2 * token).to(tl.int64)
-        place = tl.load(recorded + 2 * token + 1)
+        i_t = (i_n - num_targets).to(tl.int64)
+        row = tl.load(recorded + 2 * i_t).to(tl.int64)
+        place = tl.load(recorded + 2 * i_t + 1)
         if row >= 0:
-            x = tl.load(hidden + token * hidden_stride + column, mask=inside, other=0.0)
-            tl.store(records + (row * num_drafts + place) * SIZE + column, x, mask=inside)
+            b_x = tl.load(hidden + i_t * hidden_stride + o_h, mask=is_h, other=0.0)
+            tl.store(records + (row * num_drafts + place) * SIZE + o_h, b_x, mask=is_h)

@@ -67,27 +67,27 @@ def _add_norm_kernel(
     MULTIPLIER: tl.constexpr,
 ):
     let_next_start()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    is_column = column < SIZE
-    scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
+    i_t = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
+    b_scale = tl.load(scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
     element = normed.dtype.element_ty
-    x = tl.load(hidden + token * hidden_stride + column, mask=is_column, other=0.0)
+    b_x = tl.load(hidden + i_t * hidden_stride + o_h, mask=is_h, other=0.0)
     if PARTS:
-        added = tl.zeros([COLUMNS], tl.float32)
+        b_delta = tl.zeros([COLUMNS], tl.float32)
         for part in tl.static_range(PARTS):
-            source = delta + token * delta_stride + part * part_stride + column
-            added += tl.load(source, mask=is_column, other=0.0).to(tl.float32)
+            p_delta = delta + i_t * delta_stride + part * part_stride + o_h
+            b_delta += tl.load(p_delta, mask=is_h, other=0.0).to(tl.float32)
         if MULTIPLIER != 1:
-            added *= MULTIPLIER
+            b_delta *= MULTIPLIER
         # What the next layer reads is what is normed, so the sum is rounded first.
-        x = (x.to(tl.float32) + added).to(element)
-        tl.store(total + token * SIZE + column, x, mask=is_column)
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide * wide) / SIZE
-    result = wide * tl.rsqrt(mean + eps) * scales
-    tl.store(normed + token * SIZE + column, result.to(element), mask=is_column)
+        b_x = (b_x.to(tl.float32) + b_delta).to(element)
+        tl.store(total + i_t * SIZE + o_h, b_x, mask=is_h)
+    b_wide = b_x.to(tl.float32)
+    mean = tl.sum(b_wide * b_wide) / SIZE
+    b_o = b_wide * tl.rsqrt(mean + eps) * b_scale
+    tl.store(normed + i_t * SIZE + o_h, b_o.to(element), mask=is_h)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -123,15 +123,15 @@ def _activate_kernel(
 ):
     let_next_start()
     wait_for_inputs()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_column = column < SIZE
-    source = inputs + token * stride + column
-    result = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
+    i_t = tl.program_id(0).to(tl.int64)
+    o_i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_i = o_i < SIZE
+    p_x = inputs + i_t * stride + o_i
+    b_x = tl.load(p_x, mask=is_i, other=0.0).to(tl.float32)
     if GATED:
-        up = tl.load(source + SIZE, mask=is_column, other=0.0).to(tl.float32)
-        result = result * tl.sigmoid(result) * up
+        b_up = tl.load(p_x + SIZE, mask=is_i, other=0.0).to(tl.float32)
+        b_x = b_x * tl.sigmoid(b_x) * b_up
     else:
-        result = tl.maximum(result, 0.0)
-        result *= result
-    tl.store(output + token * SIZE + column, result.to(output.dtype.element_ty), mask=is_column)
+        b_x = tl.maximum(b_x, 0.0)
+        b_x *= b_x
+    tl.store(output + i_t * SIZE + o_i, b_x.to(output.dtype.element_ty), mask=is_i)

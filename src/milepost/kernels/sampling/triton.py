@@ -51,25 +51,25 @@ def argmax(logits: Tensor) -> Tensor:
 @triton.jit
 def _best_of_block_kernel(logits, best, places, stride, vocab_size, BLOCK: tl.constexpr):
     let_next_start()
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    source = logits + row * stride + column
+    i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_v = i_b * BLOCK + tl.arange(0, BLOCK)
+    p_x = logits + i_r * stride + o_v
     wait_for_inputs()
-    x = tl.load(source, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
-    top, place = tl.max(x, 0, return_indices=True)
-    target = row * tl.num_programs(0) + block
-    tl.store(best + target, top)
+    b_x = tl.load(p_x, mask=o_v < vocab_size, other=float("-inf")).to(tl.float32)
+    top, place = tl.max(b_x, 0, return_indices=True)
+    o_best = i_r * tl.num_programs(0) + i_b
+    tl.store(best + o_best, top)
     # Among NaN the greatest may be found where there is no token.
-    tl.store(places + target, tl.minimum(block * BLOCK + place, vocab_size - 1))
+    tl.store(places + o_best, tl.minimum(i_b * BLOCK + place, vocab_size - 1))
 
 
 @triton.jit
 def best_of_row_kernel(best, places, token_ids, num_blocks, BLOCKS: tl.constexpr):
     let_next_start()
     wait_for_inputs()
-    row, block = tl.program_id(0), tl.arange(0, BLOCKS)
-    is_block = block < num_blocks
-    tops = tl.load(best + row * num_blocks + block, mask=is_block, other=float("-inf"))
-    _, winner = tl.max(tops, 0, return_indices=True)
+    i_r, o_b = tl.program_id(0), tl.arange(0, BLOCKS)
+    is_b = o_b < num_blocks
+    b_tops = tl.load(best + i_r * num_blocks + o_b, mask=is_b, other=float("-inf"))
+    _, winner = tl.max(b_tops, 0, return_indices=True)
     winner = tl.minimum(winner, num_blocks - 1)
-    tl.store(token_ids + row, tl.load(places + row * num_blocks + winner).to(tl.int64))
+    tl.store(token_ids + i_r, tl.load(places + i_r * num_blocks + winner).to(tl.int64))
