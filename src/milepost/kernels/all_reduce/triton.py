@@ -110,41 +110,41 @@ def _exchange_kernel(
 ):
     let_next_start()
     element = total.dtype.element_ty
-    slot = tl.program_id(0)
-    token = slot.to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    is_column = column < SIZE
+    i_slot = tl.program_id(0)
+    i_t = i_slot.to(tl.int64)
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
     if NORMS:
-        scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
+        b_scale = tl.load(scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
-    turn = tl.load(turns + slot) + 1
-    own = tl.zeros([COLUMNS], tl.float32)
+    turn = tl.load(turns + i_slot) + 1
+    b_own = tl.zeros([COLUMNS], tl.float32)
     for part in tl.static_range(PARTS):
-        source = partials + token * token_stride + part * part_stride + column
-        own += tl.load(source, mask=is_column, other=0.0).to(tl.float32)
-    added = _exchange(
-        own.to(element), values, signals, slot, turn, SIZE, COLUMNS, RANK, RANKS, SLOTS
+        p_partial = partials + i_t * token_stride + part * part_stride + o_h
+        b_own += tl.load(p_partial, mask=is_h, other=0.0).to(tl.float32)
+    acc = _exchange(
+        b_own.to(element), values, signals, i_slot, turn, SIZE, COLUMNS, RANK, RANKS, SLOTS
     )
-    tl.store(turns + slot, turn)
-    target = token * SIZE + column
+    tl.store(turns + i_slot, turn)
+    o_target = i_t * SIZE + o_h
     if NORMS:
         if MULTIPLIER != 1:
-            added *= MULTIPLIER
-        x = tl.load(hidden + token * hidden_stride + column, mask=is_column, other=0.0)
+            acc *= MULTIPLIER
+        b_x = tl.load(hidden + i_t * hidden_stride + o_h, mask=is_h, other=0.0)
         # What the next layer reads is what is normed, so the sum is rounded first.
-        x = (x.to(tl.float32) + added).to(element)
-        tl.store(total + target, x, mask=is_column)
-        tl.store(normed + target, norm_row(x, scales, eps, SIZE), mask=is_column)
+        b_x = (b_x.to(tl.float32) + acc).to(element)
+        tl.store(total + o_target, b_x, mask=is_h)
+        tl.store(normed + o_target, norm_row(b_x, b_scale, eps, SIZE), mask=is_h)
     else:
-        tl.store(total + target, added.to(element), mask=is_column)
+        tl.store(total + o_target, acc.to(element), mask=is_h)
 
 
 @triton.jit
 def _exchange(
-    own,
+    b_own,
     values,
     signals,
-    slot,
+    i_slot,
     turn,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -152,30 +152,30 @@ def _exchange(
     RANKS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """The sum [COLUMNS] of what all ranks send, this one's `own` among it."""
-    column = tl.arange(0, COLUMNS)
-    is_column = column < SIZE
-    place = ((turn & 1) * SLOTS + slot).to(tl.int64) * SIZE + column
-    mine = tl.load(values + RANK).to(tl.pointer_type(own.dtype)) + place
-    tl.store(tl.multiple_of(mine, 16), own, mask=is_column)
+    """The sum [COLUMNS] of what all ranks send, this one's `b_own` among it."""
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
+    o_place = ((turn & 1) * SLOTS + i_slot).to(tl.int64) * SIZE + o_h
+    p_mine = tl.load(values + RANK).to(tl.pointer_type(b_own.dtype)) + o_place
+    tl.store(tl.multiple_of(p_mine, 16), b_own, mask=is_h)
     tl.debug_barrier()  # the signal stands for what all threads have written
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            theirs = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(theirs + slot * RANKS + RANK, turn, sem="release", scope="sys")
-    heard = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * RANKS
-    added = tl.zeros([COLUMNS], tl.float32)
+            p_theirs = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(p_theirs + i_slot * RANKS + RANK, turn, sem="release", scope="sys")
+    p_heard = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + i_slot * RANKS
+    acc = tl.zeros([COLUMNS], tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
-            added += own.to(tl.float32)
+            acc += b_own.to(tl.float32)
         else:
-            wait_for_turn(heard + rank, turn)
-            theirs = tl.load(values + rank).to(tl.pointer_type(own.dtype)) + place
-            sent = tl.load(
-                tl.multiple_of(theirs, 16), mask=is_column, other=0.0, cache_modifier=".cg"
+            wait_for_turn(p_heard + rank, turn)
+            p_theirs = tl.load(values + rank).to(tl.pointer_type(b_own.dtype)) + o_place
+            b_sent = tl.load(
+                tl.multiple_of(p_theirs, 16), mask=is_h, other=0.0, cache_modifier=".cg"
             )
-            added += sent.to(tl.float32)
-    return added
+            acc += b_sent.to(tl.float32)
+    return acc
 
 
 @triton.jit
@@ -188,8 +188,8 @@ def wait_for_turn(signal, turn):
 
 
 @triton.jit
-def norm_row(x, scales, eps, SIZE: tl.constexpr):
+def norm_row(b_x, b_scale, eps, SIZE: tl.constexpr):
     """The norm of a row, in its type; what is behind its end is 0."""
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide * wide) / SIZE
-    return (wide * tl.rsqrt(mean + eps) * scales).to(x.dtype)
+    b_wide = b_x.to(tl.float32)
+    mean = tl.sum(b_wide * b_wide) / SIZE
+    return (b_wide * tl.rsqrt(mean + eps) * b_scale).to(b_x.dtype)

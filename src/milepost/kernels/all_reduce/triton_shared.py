@@ -94,67 +94,65 @@ def _share_kernel(
 ):
     let_next_start()
     element = total.dtype.element_ty
-    place = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    is_column = column < SIZE
-    scales = tl.load(scale + column, mask=is_column, other=0.0).to(tl.float32)
+    i_place = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, COLUMNS)
+    is_h = o_h < SIZE
+    b_scale = tl.load(scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
-    turn = tl.load(turns + place) + 1
+    turn = tl.load(turns + i_place) + 1
     for rank in tl.static_range(RANKS):
-        token = rank * num_each.to(tl.int64) + place
-        if rank != RANK and token < num_tokens:
-            part = _add_parts(
-                partials + token * token_stride + column, part_stride, is_column, PARTS
-            )
-            into = _box(boxes, rank, 0, RANK, place, element, SIZE, RANKS, PLACES)
-            tl.store(into + column, part.to(element), mask=is_column)
+        i_t = rank * num_each.to(tl.int64) + i_place
+        if rank != RANK and i_t < num_tokens:
+            b_part = _add_parts(partials + i_t * token_stride + o_h, part_stride, is_h, PARTS)
+            p_into = _box(boxes, rank, 0, RANK, i_place, element, SIZE, RANKS, PLACES)
+            tl.store(p_into + o_h, b_part.to(element), mask=is_h)
             tl.debug_barrier()  # the signal stands for what all threads have written
-            _signal(signals, rank, 0, RANK, place, turn, RANKS, PLACES)
-    token = RANK * num_each.to(tl.int64) + place
-    if token < num_tokens:
-        x = tl.load(hidden + token * hidden_stride + column, mask=is_column, other=0.0)
-        own = _add_parts(partials + token * token_stride + column, part_stride, is_column, PARTS)
-        added = tl.zeros([COLUMNS], tl.float32)
+            _signal(signals, rank, 0, RANK, i_place, turn, RANKS, PLACES)
+    i_t = RANK * num_each.to(tl.int64) + i_place
+    if i_t < num_tokens:
+        b_x = tl.load(hidden + i_t * hidden_stride + o_h, mask=is_h, other=0.0)
+        b_own = _add_parts(partials + i_t * token_stride + o_h, part_stride, is_h, PARTS)
+        acc = tl.zeros([COLUMNS], tl.float32)
         for rank in tl.static_range(RANKS):
             if rank == RANK:
-                added += own.to(element).to(tl.float32)
+                acc += b_own.to(element).to(tl.float32)
             else:
-                wait_for_turn(_heard(signals, 0, rank, place, RANK, RANKS, PLACES), turn)
-                sent = _box(boxes, RANK, 0, rank, place, element, SIZE, RANKS, PLACES)
-                part = tl.load(sent + column, mask=is_column, other=0.0, cache_modifier=".cg")
-                added += part.to(tl.float32)
+                wait_for_turn(_heard(signals, 0, rank, i_place, RANK, RANKS, PLACES), turn)
+                p_sent = _box(boxes, RANK, 0, rank, i_place, element, SIZE, RANKS, PLACES)
+                b_part = tl.load(p_sent + o_h, mask=is_h, other=0.0, cache_modifier=".cg")
+                acc += b_part.to(tl.float32)
         if MULTIPLIER != 1:
-            added *= MULTIPLIER
+            acc *= MULTIPLIER
         # What the next layer reads is what is normed, so the sum is rounded first.
-        x = (x.to(tl.float32) + added).to(element)
+        b_x = (b_x.to(tl.float32) + acc).to(element)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                into = _box(boxes, rank, 1, RANK, place, element, SIZE, RANKS, PLACES)
-                tl.store(into + column, x, mask=is_column)
+                p_into = _box(boxes, rank, 1, RANK, i_place, element, SIZE, RANKS, PLACES)
+                tl.store(p_into + o_h, b_x, mask=is_h)
         tl.debug_barrier()
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                _signal(signals, rank, 1, RANK, place, turn, RANKS, PLACES)
-        tl.store(total + token * SIZE + column, x, mask=is_column)
-        tl.store(normed + token * SIZE + column, norm_row(x, scales, eps, SIZE), mask=is_column)
+                _signal(signals, rank, 1, RANK, i_place, turn, RANKS, PLACES)
+        tl.store(total + i_t * SIZE + o_h, b_x, mask=is_h)
+        tl.store(normed + i_t * SIZE + o_h, norm_row(b_x, b_scale, eps, SIZE), mask=is_h)
     for rank in tl.static_range(RANKS):
-        token = rank * num_each.to(tl.int64) + place
-        if rank != RANK and token < num_tokens:
-            wait_for_turn(_heard(signals, 1, rank, place, RANK, RANKS, PLACES), turn)
-            sent = _box(boxes, RANK, 1, rank, place, element, SIZE, RANKS, PLACES)
-            x = tl.load(sent + column, mask=is_column, other=0.0, cache_modifier=".cg")
-            tl.store(total + token * SIZE + column, x, mask=is_column)
-            tl.store(normed + token * SIZE + column, norm_row(x, scales, eps, SIZE), mask=is_column)
-    tl.store(turns + place, turn)
+        i_t = rank * num_each.to(tl.int64) + i_place
+        if rank != RANK and i_t < num_tokens:
+            wait_for_turn(_heard(signals, 1, rank, i_place, RANK, RANKS, PLACES), turn)
+            p_sent = _box(boxes, RANK, 1, rank, i_place, element, SIZE, RANKS, PLACES)
+            b_x = tl.load(p_sent + o_h, mask=is_h, other=0.0, cache_modifier=".cg")
+            tl.store(total + i_t * SIZE + o_h, b_x, mask=is_h)
+            tl.store(normed + i_t * SIZE + o_h, norm_row(b_x, b_scale, eps, SIZE), mask=is_h)
+    tl.store(turns + i_place, turn)
 
 
 @triton.jit
-def _add_parts(part, part_stride, is_column, PARTS: tl.constexpr):
+def _add_parts(p_partial, part_stride, is_h, PARTS: tl.constexpr):
     """The sum of a row's partials."""
-    added = tl.load(part, mask=is_column, other=0.0).to(tl.float32)
-    for index in tl.static_range(1, PARTS):
-        added += tl.load(part + index * part_stride, mask=is_column, other=0.0).to(tl.float32)
-    return added
+    acc = tl.load(p_partial, mask=is_h, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        acc += tl.load(p_partial + part * part_stride, mask=is_h, other=0.0).to(tl.float32)
+    return acc
 
 
 @triton.jit
@@ -163,15 +161,15 @@ def _box(
     rank: tl.constexpr,
     which: tl.constexpr,
     sender: tl.constexpr,
-    place,
+    i_place,
     element: tl.constexpr,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     """Where in a rank's memory a sender's row of a place stands."""
-    first = tl.load(boxes + rank).to(tl.pointer_type(element))
-    return tl.multiple_of(first + ((which * RANKS + sender) * PLACES + place) * SIZE, 16)
+    p_first = tl.load(boxes + rank).to(tl.pointer_type(element))
+    return tl.multiple_of(p_first + ((which * RANKS + sender) * PLACES + i_place) * SIZE, 16)
 
 
 @triton.jit
@@ -179,14 +177,14 @@ def _heard(
     signals,
     which: tl.constexpr,
     sender: tl.constexpr,
-    place,
+    i_place,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     """Where a rank reads what a sender has signalled of a place."""
-    first = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
-    return first + (which * PLACES + place) * RANKS + sender
+    p_first = tl.load(signals + RANK).to(tl.pointer_type(tl.int32))
+    return p_first + (which * PLACES + i_place) * RANKS + sender
 
 
 @triton.jit
@@ -195,11 +193,11 @@ def _signal(
     rank: tl.constexpr,
     which: tl.constexpr,
     sender: tl.constexpr,
-    place,
+    i_place,
     turn,
     RANKS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     """Tell a rank that what is sent to it is there."""
-    theirs = _heard(signals, which, sender, place, rank, RANKS, PLACES)
-    tl.atomic_xchg(theirs, turn, sem="release", scope="sys")
+    p_theirs = _heard(signals, which, sender, i_place, rank, RANKS, PLACES)
+    tl.atomic_xchg(p_theirs, turn, sem="release", scope="sys")
