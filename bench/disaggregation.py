@@ -3,8 +3,10 @@
     python bench/disaggregation.py [--model bench/models/hybrid-35b-a3b] [--only first gaps]
 
 Dummy weights and random token ids from a seed; an engine in a process of its own on each GPU, which
-this one asks as a router does. One JSON row a measurement. Without GPUs a small model shows that
-the script runs: `--model src/milepost/tiny --devices cpu cpu --length 700`.
+this one asks as a router does. One JSON row a measurement; with `--timeline` also what ran when in
+both processes, for each pull. `--devices cuda:0 cuda:0` has both on one GPU, with a smaller model:
+the host's part of it all is the same, and only what crosses the link is not. Without GPUs a small
+model shows that the script runs: `--model src/milepost/tiny --devices cpu cpu --length 700`.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ import select
 import statistics
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import rows
+import timeline
 
 REQUESTED = {"do_remote_decode": True, "do_remote_prefill": False}
+WHOLE = 0.9
+"""Of a device's memory, for engines and their caches."""
 
 
 # --- in a process of its own ----------------------------------------------------------------------
@@ -37,11 +43,15 @@ class Worker:
         import torch
 
         from milepost.config import EngineConfig
+        from milepost.engine import heap
         from milepost.engine.core import Engine
 
+        if options.pop("is_timed"):
+            timeline.watch()
         if device.startswith("cuda"):
             torch.cuda.set_device(torch.device(device))
         self.engine = Engine(EngineConfig(device=device, **options))
+        heap.settle()  # as a server does
         self.pipe = pipe
         self.times: dict[int, list[float]] = {}
         self.jobs: dict[int, Any] = {}
@@ -68,6 +78,8 @@ class Worker:
             case "reset":
                 self.engine.reset_prefix_cache()
                 self.pipe.send(("reset",))
+            case "spans":
+                self.pipe.send(("spans", timeline.take()))
             case "stats":
                 names = {m.name.partition(":")[2]: m.value for m in self.engine.get_metrics()}
                 found = {name: v for name, v in names.items() if name.startswith("kv_transfer")}
@@ -147,41 +159,80 @@ class Side:
 class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.length, self.rng = arguments.length, random.Random(arguments.seed)
-        self.sides = [Side(device, _options(arguments)) for device in arguments.devices]
-        self.vocab_size = min(side.pipe.recv()[1] for side in self.sides)
+        self.is_timed, self.num_turns = arguments.timeline, arguments.turns
+        self.sides: list[Side] = []
+        sizes = []
+        for number, device in enumerate(arguments.devices):
+            share = _share(arguments.devices, number)
+            options = _options(arguments, share)
+            self.sides.append(Side(device, options))
+            if share != WHOLE and "num_pages" not in options:  # of what those before have left
+                sizes.append(self.sides[-1].pipe.recv()[1])
+        sizes += [side.pipe.recv()[1] for side in self.sides[len(sizes) :]]
+        self.vocab_size = min(sizes)
 
     def tokens(self, num: int) -> list[int]:
         return self.rng.choices(range(10, self.vocab_size), k=num)
 
     def first(self) -> Any:
-        """Until the first token of a long prompt: on one engine, and on two."""
+        """Until the first token of a long prompt: on one engine, and on two. Who comes first
+        changes from turn to turn: a device that has rested is faster."""
+        kinds = [partial(self._alone, num_out=2), partial(self._alone, num_out=1), self._apart]
+        for turn in range(self.num_turns):
+            row: dict[str, Any] = {"turn": turn}
+            for each in kinds[turn % 3 :] + kinds[: turn % 3]:
+                row |= each(turn)
+            yield row
+
+    def _alone(self, turn: int, num_out: int) -> dict[str, float]:
+        """On one engine, an answer of so many tokens."""
+        left, prompt = self.sides[0], self.tokens(self.length)
+        self._spans()
+        start = time.perf_counter()
+        times = left.wait(left.ask(prompt, num_out), to_end=num_out == 1)[0]
+        name = "alone" if num_out > 1 else "one_token"
+        self._show(f"{name}, on one engine, turn {turn}", times[0], times[1])
+        left.wait(left.num_asked)
+        in_engine = {f"{name}_in_engine_ms": 1e3 * (times[1] - times[0])}
+        return {f"{name}_ms": 1e3 * (times[1] - start)} | in_engine
+
+    def _apart(self, turn: int) -> dict[str, float]:
+        """Prefilled on one engine and decoded on the other."""
         left, right = self.sides
-        for turn in range(5):
-            start = time.perf_counter()
-            times = left.wait(left.ask(self.tokens(self.length), 2))[0]
-            alone_s = times[1] - start
-            times = left.wait(left.ask(self.tokens(self.length), 1))[0]
-            one_s = times[1] - times[0]
-            prompt, start = self.tokens(self.length), time.perf_counter()
-            ends, params, *_ = left.wait(left.ask(prompt, 1, REQUESTED))
-            prefilled_s, asked = ends[-1] - start, time.perf_counter()
-            before = right.say("stats")
-            start += time.perf_counter() - asked  # questions of ours don't count
-            times, _, loaded, _ = right.wait(right.ask(prompt, 2, params))
-            after = right.say("stats")
-            pull = {name: after[name] - before[name] for name in after}
-            yield {
-                "turn": turn,
-                "alone_ms": 1e3 * alone_s,
-                "apart_ms": 1e3 * (times[1] - start),
-                "prefill_ms": 1e3 * prefilled_s,
-                "one_token_in_engine_ms": 1e3 * one_s,
-                "prefill_in_engine_ms": 1e3 * (ends[-1] - ends[0]),
-                "decode_in_engine_ms": 1e3 * (times[1] - times[0]),
-                "loaded": loaded,
-                "mb": pull["kv_transfer_bytes"] / 1e6,
-                "pull_ms": 1e3 * pull["kv_transfer_seconds"],
-            }
+        self._spans()
+        prompt, before = self.tokens(self.length), right.say("stats")
+        start = time.perf_counter()
+        ends, params, *_ = left.wait(left.ask(prompt, 1, REQUESTED))
+        times, _, loaded, _ = right.wait(right.ask(prompt, 2, params), to_end=False)
+        self._show(f"on two, turn {turn}", ends[0], times[1])
+        right.wait(right.num_asked)
+        after = right.say("stats")
+        pull = {name: after[name] - before[name] for name in after}
+        return {
+            "apart_ms": 1e3 * (times[1] - start),
+            "prefill_in_engine_ms": 1e3 * (ends[-1] - ends[0]),
+            "between_ms": 1e3 * (times[0] - ends[-1]),
+            "decode_in_engine_ms": 1e3 * (times[1] - times[0]),
+            "loaded": loaded,
+            "mb": pull["kv_transfer_bytes"] / 1e6,
+            "pull_ms": 1e3 * pull["kv_transfer_seconds"],
+            "read_ms": 1e3 * pull["kv_transfer_read_seconds"],
+        }
+
+    def _spans(self) -> dict[str, Any]:
+        """What ran since they were last asked for, by who ran it."""
+        if not self.is_timed:
+            return {}
+        return {
+            name: side.say("spans")
+            for name, side in zip(("prefill", "decode"), self.sides, strict=True)
+        }
+
+    def _show(self, what: str, start_s: float, end_s: float) -> None:
+        if self.is_timed:
+            print(what, flush=True)
+            timeline.show(start_s, self._spans())
+            print(f"{1e3 * (end_s - start_s):10.2f} first token", flush=True)
 
     def gaps(self) -> Any:
         """Between tokens of 32 answers: alone, with prompts computed elsewhere, and here."""
@@ -218,14 +269,24 @@ class Bench:
                 side.process.kill()
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _share(devices: list[str], number: int) -> float:
+    """Of a device's memory that this engine may find taken in the end."""
+    device = devices[number]
+    if devices.count(device) == 1 or not device.startswith("cuda"):
+        return WHOLE
+    return WHOLE * (devices[: number + 1].count(device)) / devices.count(device)
+
+
+def _options(arguments: argparse.Namespace, share: float) -> dict[str, Any]:
     extra = {"transport": arguments.transport}
     return {
+        "is_timed": arguments.timeline,
+        "gpu_memory_utilization": share,
         "model": arguments.model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_num_seqs": 64,
-        "max_model_len": 40960,
+        "max_model_len": 40960 if arguments.length > 4096 else 4096,
         "kv_transfer_config": {"kv_port": 0, "kv_connector_extra_config": extra},
         **{name: json.loads(value) for name, _, value in arguments.option},
     }
@@ -238,6 +299,8 @@ def main() -> int:
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--only", nargs="+", default=["first", "gaps"], choices=["first", "gaps"])
     parser.add_argument("--length", type=int, default=31_700)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--option", action="append", default=[], type=lambda o: o.partition("="))
     parser.add_argument("--out", default="out/bench-disaggregation.jsonl")

@@ -61,6 +61,8 @@ def test_answers_are_one_engines_and_only_what_is_lacking_moves(tiny, fleet):
         kind = "pages too" if expected > few else "a state and a tail" if expected else "nothing"
         counts[kind] += 1
     assert all(counts.values()), counts
+    counters = fleet.engines[1].connector.counters
+    assert 0 < counters["kv_transfer_read_seconds"] < counters["kv_transfer_seconds"]
     assert [engine.connector.num_failed for engine in fleet.engines] == [0, 0]
     fleet.check()
 

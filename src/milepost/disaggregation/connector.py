@@ -101,6 +101,8 @@ class Connector:
         """Fetched so far."""
         self.fetch_s = 0.0
         """What that took."""
+        self.read_s = 0.0
+        """Of it, reading alone."""
         self.num_fetched = 0
         self.num_failed = 0
         scheduler.outside.add_source(self)
@@ -272,6 +274,7 @@ class Connector:
             self.num_fetched += 1
             self.num_bytes += pulled.num_bytes
             self.fetch_s += pulled.seconds
+            self.read_s += pulled.read_s
             self._filled(self._fetching[pulled.number])
             self._scheduler.arrived(pulled.number)
 
@@ -299,6 +302,7 @@ class Connector:
             "kv_transfers": self.num_fetched,
             "kv_transfer_bytes": self.num_bytes,
             "kv_transfer_seconds": self.fetch_s,
+            "kv_transfer_read_seconds": self.read_s,
             "kv_transfer_failures": self.num_failed,
             "kv_leases_granted": self.leases.num_granted,
             "kv_leases_expired": self.leases.num_expired,

@@ -106,7 +106,7 @@ class Lender:
             case Beat(leases=ids):
                 self._leases.prolong(ids)
             case Release(lease=id_):
-                self.reply(who, number, self._released(id_, self._hellos[who]))
+                self._release(who, number, id_)
             case Find():
                 self._tell(Asked(who, number, question))
 
@@ -150,12 +150,13 @@ class Lender:
             if is_wanted:
                 self.reply(who, number, granted)
 
-    def _released(self, id_: str, hello: Hello) -> Released:
+    def _release(self, who: bytes, number: bytes, id_: str) -> None:
+        """The answer goes out first: a request waits for it."""
         self._readers.pop(id_, None)
-        lease = self._leases.release(id_)
+        lease, hello = self._leases.release(id_), self._hellos[who]
+        self.reply(who, number, Released(lease is not None))
         if lease is not None:
             self._tell(Read(lease.page, hello.host, hello.port))
-        return Released(lease is not None)
 
     def close(self) -> None:
         self.socket.close(linger=0)

@@ -17,6 +17,8 @@ class Pulled:
     num_bytes: int
     seconds: float
     """From the request for it until it was certain."""
+    read_s: float
+    """Of them, from the first byte to the last."""
 
 
 @dataclass(frozen=True, slots=True)

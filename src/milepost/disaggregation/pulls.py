@@ -46,6 +46,8 @@ class Pull:
     peer: Peer | None = None
     transfer: Any = None
     began_at: float = 0.0
+    read_s: float = 0.0
+    """From the first to the last byte."""
     deadline: float = 0.0
     problem: str = ""
     is_over: bool = False
@@ -116,6 +118,7 @@ class Pulls:
                 continue
             if is_done:
                 pull.transfer = None
+                pull.read_s = self._clock() - pull.began_at
                 self._confirm(pull)
             elif self._clock() > pull.deadline:
                 self._give_up(pull, f"it took more than {self._timeout_s:g} seconds")
@@ -159,12 +162,12 @@ class Pulls:
             there = pieces_of(peer.layout, pages, slot)
             if len(local) != len(there):
                 raise IndexError("less is lent than that")
+            pull.began_at = self._clock()
             pull.transfer = self._transport.begin(peer.handle, local, there)
         except (TransferError, IndexError) as error:
             self._peers.drop(peer, str(error))
             self._end(pull, str(error))
         else:
-            pull.began_at = self._clock()
             pull.deadline = pull.began_at + self._timeout_s
             pull.num_bytes = self._num_bytes(pull)
 
@@ -208,7 +211,8 @@ class Pulls:
             if pull.peer is not None and not pull.peer.is_over:
                 pull.peer.ask(Release(pull.remote.lease), lambda _: None)
         num_bytes = 0 if problem else pull.num_bytes
-        self._tell(Pulled(pull.number, problem, num_bytes, self._clock() - pull.asked_at))
+        seconds = self._clock() - pull.asked_at
+        self._tell(Pulled(pull.number, problem, num_bytes, seconds, pull.read_s))
         self._note_idle()
 
     def _note_idle(self) -> None:
