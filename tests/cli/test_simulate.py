@@ -112,7 +112,7 @@ def test_seeds_are_rows_of_their_own_and_one_line_of_the_table(tmp_path):
 def test_memory_in_gib_is_shared_out_by_each_policy_and_what_it_cannot_hold_is_counted(tmp_path):
     """In lines that fit a terminal. A refused request's tokens are among those that were lost."""
     path = tmp_path / "rows.json"
-    memory = ("--gib", "1", "2", "--limit", "60", "--json", str(path))
+    memory = ("--gib", "1", "2", "--limit", "24", "--json", str(path))
     _, table, _ = simulate(TRACE, *memory, "--policy", "auto", "vllm", "sglang")
     rows = json.loads(path.read_text())
     assert max(map(len, table.splitlines())) <= 80
