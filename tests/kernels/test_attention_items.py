@@ -153,3 +153,28 @@ def test_one_long_decode_is_cut_for_all_programs() -> None:
 def test_more_heads_than_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="heads_per_kv=200"):
         lay_out(Step((0,), (1,), 0), 200)
+
+
+@pytest.mark.parametrize("lengths", [(4,), (1, 4, 3, 2, 4), (4,) * 40], ids=["one", "few", "many"])
+def test_sequences_that_move_on_have_the_items_of_a_step_that_is_laid_out_anew(
+    monkeypatch, lengths: tuple[int, ...]
+) -> None:
+    """Whatever is remembered of steps like it; and what was laid out before stays as it is."""
+    rng, num = np.random.default_rng(0), len(lengths)
+    capacity = Capacity(num_tokens=4 * num, num_sequences=num, decodes=True, num_drafts=3)
+    starts = rng.integers(1, 900, num)
+    found, kept = [], []
+    for _ in range(120):
+        starts = starts + rng.integers(1, 5, num)
+        step = Step(tuple(starts.tolist()), lengths, 0)
+        found.append((step, lay_out(step, 4, capacity=capacity)))
+        kept.append(found[-1][1].narrow.copy())
+    monkeypatch.setattr(work, "_lay_out_like", lambda *_: None)
+    num_cuts = set()
+    for (step, items), narrow in zip(found, kept, strict=True):
+        anew = lay_out(step, 4, capacity=capacity)
+        for name in ("narrow", "wide", "bases"):
+            assert (getattr(items, name) == getattr(anew, name)).all()
+        assert (items.narrow == narrow).all()
+        num_cuts.add(int((narrow[:, TOKENS] > 0).sum()))
+    assert num == 40 or len(num_cuts) > 1, "sequences pass from one cut to another"

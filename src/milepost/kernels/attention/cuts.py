@@ -7,8 +7,6 @@ Legend: T tokens, N tiles, P items.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from milepost.kernels.attention.tiles import (
@@ -30,23 +28,14 @@ _COMBINE_COST = 1.5
 """Of launching the kernel that does so."""
 WAVES = (1, 2)
 """Cuts are tried that give every program one or two items."""
-_NUM_REMEMBERED = 64
-"""Layouts, by how much KV each tile has."""
 
 
-def count_pieces(tiles: Ints, programs: int, cut_cost: float) -> Ints:
-    """Into how many pieces to cut each of `tiles` [N, ITEM_SIZE]: [N], so that `programs` at a time
-    finish soonest; `cut_cost` is that of a partial result. Not to be written to."""
-    if not len(tiles):
-        return tiles[:, TOKENS]
-    return _count_pieces(_units(tiles).tobytes(), programs, cut_cost)
-
-
-@lru_cache(maxsize=_NUM_REMEMBERED)
-def _count_pieces(packed: bytes, programs: int, cut_cost: float) -> Ints:
-    """By the units of each tile, which are the same in most steps of few sequences."""
-    units = np.frombuffer(packed, np.int64)
+def count_pieces(units: Ints, programs: int, cut_cost: float) -> Ints:
+    """Into how many pieces to cut tiles of so many units of KV [N]: [N], so that `programs` at a
+    time finish soonest; `cut_cost` is that of a partial result."""
     best = np.ones_like(units)
+    if not len(units):
+        return best
     total, longest = int(units.sum()), int(units.max())
     least = _cost(len(units), total, longest, int(units.min()), _ITEM_COST, programs)
     for waves in WAVES:
@@ -73,21 +62,21 @@ def _cost(
     return max(longest + item_cost, min(in_rounds, on_average + shortest + item_cost))
 
 
-def _units(tiles: Ints) -> Ints:
+def units_of(tiles: Ints) -> Ints:
+    """Of KV, [N]."""
     return -(-(tiles[:, END] - tiles[:, BEGIN]) // UNIT)
 
 
-def count_partials(*cuts: tuple[Ints, Ints]) -> Ints:
-    """Partial results of each token [T], 0 where its result is whole: of tiles and their pieces,
-    kind by kind. No token is in two tiles of a kind; a tile's ordinal comes to be that of its first
-    piece."""
-    kinds = [(tiles, pieces) for tiles, pieces in cuts if len(tiles)]
-    if len(kinds) == 1 and _are_in_order(kinds[0][0]):
-        tiles, pieces = kinds[0]
-        counts = pieces.repeat(tiles[:, TOKENS])
+def count_partials(narrow: Ints, narrow_pieces: Ints, wide: Ints, wide_pieces: Ints) -> Ints:
+    """Partial results of each token [T], 0 where its result is whole: of tiles and their pieces. No
+    token is in two narrow or two wide tiles; of one that is in both, those of the wide come first:
+    a tile's ordinal comes to be that of its first piece."""
+    if not len(wide):  # narrow ones follow each other
+        counts = narrow_pieces.repeat(narrow[:, TOKENS])
     else:
-        counts = np.zeros(max((_num_tokens(tiles) for tiles, _ in kinds), default=0), np.int64)
-        for tiles, pieces in kinds:
+        ends = [int((each[:, FIRST] + each[:, TOKENS]).max(initial=0)) for each in (narrow, wide)]
+        counts = np.zeros(max(ends), np.int64)
+        for tiles, pieces in ((wide, wide_pieces), (narrow, narrow_pieces)):
             tiles[:, ORDINAL] = counts[tiles[:, FIRST]]
             tokens = tiles[:, TOKENS]
             own = tiles[:, FIRST].repeat(tokens) + ordinals_of(tokens)
@@ -96,23 +85,13 @@ def count_partials(*cuts: tuple[Ints, Ints]) -> Ints:
     return counts
 
 
-def _are_in_order(tiles: Ints) -> bool:
-    """Whether each tile begins where the one before ends."""
-    ends = tiles[:, FIRST] + tiles[:, TOKENS]
-    return not tiles[0, FIRST] and bool((tiles[1:, FIRST] == ends[:-1]).all())
-
-
-def _num_tokens(tiles: Ints) -> int:
-    return int((tiles[:, FIRST] + tiles[:, TOKENS]).max())
-
-
 def cut(tiles: Ints, pieces: Ints, counts: Ints) -> Ints:
     """Items [P, ITEM_SIZE] of `tiles` in `pieces` [N]; `counts` [T] are each token's partial
     results."""
     if not len(tiles):
         return tiles
     if int(pieces.max()) > 1:
-        sizes = (UNIT * -(-_units(tiles) // pieces)).repeat(pieces)
+        sizes = (UNIT * -(-units_of(tiles) // pieces)).repeat(pieces)
         items, ordinals = tiles.repeat(pieces, 0), ordinals_of(pieces)
         items[:, BEGIN] += ordinals * sizes
         items[:, END] = np.minimum(items[:, END], items[:, BEGIN] + sizes)

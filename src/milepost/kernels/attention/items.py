@@ -23,9 +23,9 @@ Legend: T tokens, S sequences, N narrow items, W wide items.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +37,27 @@ from milepost.kernels.attention.cuts import (
     count_partials,
     count_pieces,
     cut,
+    units_of,
 )
-from milepost.kernels.attention.tiles import MIN_SHARING, choose_dequantised, tile_all
+from milepost.kernels.attention.tiles import (
+    END,
+    FIRST,
+    MIN_SHARING,
+    POSITION,
+    TOKENS,
+    UNIT,
+    choose_dequantised,
+    may_share,
+    tile_all,
+)
 from milepost.kernels.batch import Capacity, Ints
 
 NARROW_ROWS = 16
 MAX_NARROW_ROWS = 64
 _WIDE_ROWS = 128
 _SMALL_HEAD = 128
+_NUM_REMEMBERED = 64
+"""Layouts of steps of few sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +129,111 @@ def lay_out(
     """
     if heads_per_kv > wide_rows:
         raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
-    narrow_tokens, wide_tokens = narrow_rows // heads_per_kv, wide_rows // heads_per_kv
-    programs = max(1, num_programs // num_kv_heads)
-    narrow_programs = max(1, num_programs * num_beside // num_kv_heads)
-    narrow, wide = tile_all(starts, lengths, rows, narrow_tokens, wide_tokens, page_size, tables)
-    dequantised = choose_dequantised(wide, page_size, max_dequantised)
-    narrow_pieces = count_pieces(narrow, narrow_programs, NARROW_CUT_COST)
-    wide_pieces = count_pieces(wide, programs, WIDE_CUT_COST)
-    counts = count_partials((wide, wide_pieces), (narrow, narrow_pieces))
+    starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
+    sizes = _Sizes(
+        narrow_rows=narrow_rows,
+        tokens_each=tokens_each,
+        wide_rows=wide_rows,
+        narrow_tokens=narrow_rows // heads_per_kv,
+        wide_tokens=wide_rows // heads_per_kv,
+        narrow_programs=max(1, num_programs * num_beside // num_kv_heads),
+        programs=max(1, num_programs // num_kv_heads),
+        page_size=page_size,
+        max_dequantised=max_dequantised,
+        capacity=capacity,
+    )
+    is_own = capacity is None or not lengths.all()
+    if not is_own and not may_share(starts, rows, page_size, tables):
+        ends = starts + lengths
+        units = -(-ends // UNIT)
+        cuts = _cut_alone(units.tobytes(), sizes.narrow_programs)
+        known = _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), sizes)
+        if known is not None:
+            return known.up_to(starts, ends)
+    return _lay_out(starts, lengths, rows, tables, sizes)
+
+
+class _Sizes(NamedTuple):
+    """What a layout depends on besides the step."""
+
+    narrow_rows: int
+    tokens_each: int
+    wide_rows: int
+    narrow_tokens: int
+    wide_tokens: int
+    narrow_programs: int
+    programs: int
+    page_size: int
+    max_dequantised: int
+    capacity: Capacity | None
+
+
+class _Known(NamedTuple):
+    """The layout of a step of narrow items alone that share nothing, wherever in its last unit of
+    KV each sequence ends."""
+
+    items: AttentionItems
+    owners: Ints
+    """[P], the sequence of each item that is none of padding."""
+    limits: Ints
+    """[P], where each ends at most."""
+
+    def up_to(self, starts: Ints, ends: Ints) -> AttentionItems:
+        """Of sequences that end there."""
+        narrow, own = self.items.narrow.copy(), slice(len(self.owners))
+        narrow[own, POSITION] = starts[self.owners]
+        narrow[own, END] = np.minimum(ends[self.owners], self.limits)
+        return replace(self.items, narrow=narrow)
+
+
+@lru_cache(maxsize=_NUM_REMEMBERED)
+def _cut_alone(units: bytes, programs: int) -> tuple[bytes, bytes]:
+    """Into how many pieces sequences of so many units of KV are cut, and units of each piece; 0
+    where there is one. Few sequences mostly have as many units as in the step before."""
+    own = np.frombuffer(units, np.int64)
+    pieces = count_pieces(own, programs, NARROW_CUT_COST)
+    return pieces.tobytes(), np.where(pieces > 1, -(-own // pieces), 0).tobytes()
+
+
+@lru_cache(maxsize=_NUM_REMEMBERED)
+def _lay_out_like(
+    lengths: bytes, pieces: bytes, units_each: bytes, rows: bytes, sizes: _Sizes
+) -> _Known | None:
+    """Of any step of these lengths whose KV in these rows of the page tables is cut like this. None
+    where not all items are narrow."""
+    own, cuts, each, places = (
+        np.frombuffer(packed, np.int64) for packed in (lengths, pieces, units_each, rows)
+    )
+    if not len(own) or own.max() > sizes.narrow_tokens:
+        return None
+    ends = UNIT * np.maximum(cuts * each, 1)
+    items = _lay_out(ends - own, own, places, None, sizes, cuts)
+    narrow = items.narrow[items.narrow[:, TOKENS] > 0].astype(np.int64)
+    owners = (own.cumsum() - own).searchsorted(narrow[:, FIRST])
+    is_last = narrow[:, END] == ends[owners]
+    return _Known(items, owners, np.where(is_last, np.iinfo(np.int64).max, narrow[:, END]))
+
+
+def _lay_out(
+    starts: Ints,
+    lengths: Ints,
+    rows: Ints,
+    tables: NDArray[Any] | None,
+    sizes: _Sizes,
+    narrow_pieces: Ints | None = None,
+) -> AttentionItems:
+    """With narrow tiles cut like that, if it is said."""
+    narrow, wide = tile_all(
+        starts, lengths, rows, sizes.narrow_tokens, sizes.wide_tokens, sizes.page_size, tables
+    )
+    dequantised = choose_dequantised(wide, sizes.page_size, sizes.max_dequantised)
+    if narrow_pieces is None:
+        narrow_pieces = count_pieces(units_of(narrow), sizes.narrow_programs, NARROW_CUT_COST)
+    wide_pieces = count_pieces(units_of(wide), sizes.programs, WIDE_CUT_COST)
+    counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)
     ends = counts.cumsum()
     num_partials = int(ends[-1]) if len(ends) else 0
-    if capacity is None:
+    if sizes.capacity is None:
         room = _Room(
             num_narrow=int(narrow_pieces.sum()),
             num_wide=int(wide_pieces.sum()),
@@ -137,18 +244,18 @@ def lay_out(
             num_dequantised=int(dequantised[:, 1].sum()),
         )
     else:
-        assert not max_dequantised or len(dequantised) or not len(wide), "there is room for all"
-        both = (narrow_tokens, narrow_programs), (wide_tokens, programs)
-        room = _room(capacity, *both, max_dequantised)
+        is_short = sizes.max_dequantised and not len(dequantised)
+        assert not is_short or not len(wide), "there is room for all pages"
+        room = _room(sizes.capacity, sizes)
     bases = np.empty(room.num_tokens + 1, np.int32)
     bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
     return AttentionItems(
         narrow=_lengthen(cut(narrow, narrow_pieces, counts), room.num_narrow),
         wide=_lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
-        narrow_rows=narrow_rows,
-        tokens_each=tokens_each,
-        wide_rows=wide_rows,
+        narrow_rows=sizes.narrow_rows,
+        tokens_each=sizes.tokens_each,
+        wide_rows=sizes.wide_rows,
         num_partials=room.num_partials,
         num_combined=room.num_combined,
         dequantised=_lengthen(dequantised, room.num_sequences),
@@ -170,27 +277,24 @@ class _Room:
 
 
 @cache
-def _room(
-    capacity: Capacity, narrow: tuple[int, int], wide: tuple[int, int], max_dequantised: int
-) -> _Room:
-    """For any step that fits; of narrow and of wide items the tokens of one, and how many programs
-    run at a time."""
-    (narrow_tokens, narrow_programs), (wide_tokens, programs) = narrow, wide
+def _room(capacity: Capacity, sizes: _Sizes) -> _Room:
+    """For any step that fits."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    num_narrow = num_sequences + narrow_programs * max(WAVES) if narrow_tokens else 0
+    num_narrow = num_sequences + sizes.narrow_programs * max(WAVES) if sizes.narrow_tokens else 0
     # A sequence's last tile, and a run's, may hold few tokens.
-    num_wide = num_tokens // wide_tokens + min(num_sequences, num_tokens // (narrow_tokens + 1))
+    few = num_tokens // (sizes.narrow_tokens + 1)
+    num_wide = num_tokens // sizes.wide_tokens + min(num_sequences, few)
     if num_sequences >= MIN_SHARING:
         num_wide += num_sequences // 2
-    num_wide += programs * max(WAVES) if num_wide else 0
+    num_wide += sizes.programs * max(WAVES) if num_wide else 0
     return _Room(
         num_narrow=num_narrow,
         num_wide=num_wide,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
-        num_partials=num_narrow * narrow_tokens + num_wide * wide_tokens,
+        num_partials=num_narrow * sizes.narrow_tokens + num_wide * sizes.wide_tokens,
         num_combined=num_tokens,
-        num_dequantised=max_dequantised,
+        num_dequantised=sizes.max_dequantised,
     )
 
 

@@ -42,7 +42,9 @@ def tile_all(
     is_narrow = sequences[:, TOKENS] <= narrow_tokens
     num_narrow = int(is_narrow.sum())
     runs = []
-    if tables is not None and num_narrow >= MIN_SHARING:
+    positions, own_rows = sequences[:, POSITION], sequences[:, ROW]
+    if num_narrow >= MIN_SHARING and may_share(positions, own_rows, page_size, tables):
+        assert tables is not None
         runs = list(_find_runs(sequences, is_narrow, tables, page_size))
     if num_narrow == len(sequences) and not runs:
         return sequences, sequences[:0]
@@ -50,6 +52,18 @@ def tile_all(
     if runs:
         wide = np.concatenate((wide, _share(sequences, runs, wide_tokens)))
     return sequences[is_narrow], wide
+
+
+def may_share(starts: Ints, rows: Ints, page_size: int, tables: NDArray[Any] | None) -> bool:
+    """Whether some of the sequences may share enough with their neighbour."""
+    if tables is None or len(rows) < MIN_SHARING:
+        return False
+    are_long = starts >= _MIN_SHARED
+    if not are_long.any():
+        return False
+    # Who shares enough shares this page.
+    pages = tables[rows, max(_MIN_SHARED // page_size - 1, 0)]
+    return bool(((pages[1:] == pages[:-1]) & are_long[1:] & are_long[:-1]).any())
 
 
 def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Ints:
@@ -80,12 +94,6 @@ def _find_runs(
 ) -> Iterator[tuple[int, int, int]]:
     """Neighbours that share pages: first and last + 1 sequence, and how many tokens."""
     longest = int(sequences[is_narrow, POSITION].max()) // page_size
-    first = _MIN_SHARED // page_size - 1  # who shares enough shares this one
-    if longest <= first:
-        return
-    lasts = tables[sequences[:, ROW], max(first, 0)]
-    if not (lasts[1:] == lasts[:-1]).any():
-        return  # most often
     pages = tables[sequences[:, ROW], :longest]
     differs = np.ones((len(pages) - 1, longest + 1), np.bool_)
     np.not_equal(pages[1:], pages[:-1], out=differs[:, :-1])
