@@ -208,6 +208,17 @@ def drafting(slot: int, num_drafts: int, fold: int = 0) -> SequencePlan:
     return sequence(100, [1] * (1 + num_drafts), slot, num_drafts=num_drafts, fold=fold)
 
 
+def test_behind_each_draft_is_sampled_and_behind_the_token_before_it(tables):
+    silent = sequence(0, [1] * 5, 4, samples=False)
+    plan = steps(drafting(1, 2), drafting(2, 0), sequence(100, [], 3, samples=False), silent)
+    tables.update(plan)
+    records = RecordRows(4)
+    records.follow(plan)
+    step = build(plan, tables, GEOMETRY, exact_capacity(plan), records=records)
+    assert step.last_tokens.tolist() == [0, 1, 2, 3, *[0] * (len(step.last_tokens) - 4)]
+    assert plan.sampled_numbers == [1, 1, 1, 2]
+
+
 def test_ladder_holds_small_steps_that_verify():
     """And no step that does not verify takes one of theirs."""
     capacities = ladder(max_num_seqs=20, max_num_batched_tokens=8192, num_drafts=3)

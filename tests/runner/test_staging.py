@@ -52,6 +52,18 @@ def test_views_of_the_same_shapes_lie_at_the_same_addresses():
     assert first.inner.numbers.tolist() == batch.inner.numbers.tolist()
 
 
+def test_batches_of_other_shapes_between(monkeypatch):
+    """Whether where their arrays lie is remembered or not."""
+    monkeypatch.setattr("milepost.runner.staging._MAX_PACKINGS", 2)
+    staging = Staging(torch.device("cpu"), 1024)
+    for turn in range(12):
+        batch = _batch(turn, length=1 + turn % 3)
+        staging.send(batch)
+        views = staging.views(batch)
+        assert views.ids.tolist() == batch.ids.tolist()
+        assert views.inner.numbers.tolist() == batch.inner.numbers.tolist()
+
+
 def test_absent_part():
     staging = Staging(torch.device("cpu"), 1024)
     batch = Outer(ids=np.arange(3), inner=None, rest=np.arange(2, dtype=np.int32))

@@ -40,6 +40,13 @@ def test_a_table_that_does_not_cover_the_step_is_refused():
         held.update(steps(sequence(64, [1], 5, new_pages=())))
 
 
+def test_more_pages_than_the_longest_sequence_has_are_refused():
+    """They would be another's."""
+    held = HostTables(2, max_pages=4, page_size=64)
+    with pytest.raises(AssertionError, match="T2"):
+        held.update(steps(sequence(0, [1] * 300, 5)))
+
+
 def test_more_pages_than_one_copy_brings(monkeypatch):
     monkeypatch.setattr(tables, "PAGES_AT_ONCE", 4)
     both = PageTables(8, 16, 64, CPU)

@@ -103,6 +103,8 @@ def padded(
 ) -> NDArray[Any]:
     """`values` with `filler` behind, up to `length`."""
     assert len(values) <= length, "a batch stays within its capacities"
+    if len(values) == length:
+        return np.array(values, dtype)
     array = np.empty(length, dtype)
     array[: len(values)] = values
     array[len(values) :] = filler

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from milepost.kernels import chunks
 from milepost.kernels.batch import Batch, padded
 from milepost.kernels.chunks import Array, ChunkLayout
@@ -32,27 +34,21 @@ class PrefillLayout:
 class VerifyLayout:
     """The decoding sequences: int32 arrays."""
 
-    begin: Array
-    """[S], first token of each."""
-    length: Array
-    """[S], its tokens: one and its drafts, or none."""
-    fold: Array
-    """[S], recorded tokens before them."""
-    row: Array
-    """[S], of the records."""
-    slot_in: Array
-    """[S]"""
-    slot_out: Array
-    """[S], -1 for padding."""
+    sequences: Array
+    """[6, S], of each: its first token; its tokens, one and its drafts, or none; recorded tokens
+    before them; its row of the records; slot_in; slot_out, -1 for padding. In this order kernels
+    take them."""
     decodes: DecodeLayout | None
     """Of programs that finish for others, as those of decodes do."""
     prefills: PrefillLayout | None
     """None where every sequence decodes."""
 
-    @property
-    def sequences(self) -> tuple[Array, ...]:
-        """As kernels take them."""
-        return self.begin, self.length, self.fold, self.row, self.slot_in, self.slot_out
+    begin = property(lambda self: self.sequences[0])
+    length = property(lambda self: self.sequences[1])
+    fold = property(lambda self: self.sequences[2])
+    row = property(lambda self: self.sequences[3])
+    slot_in = property(lambda self: self.sequences[4])
+    slot_out = property(lambda self: self.sequences[5])
 
 
 def lay_out_verifies(batch: Batch, chunk: int, num_groups: int = 0) -> VerifyLayout:
@@ -60,13 +56,18 @@ def lay_out_verifies(batch: Batch, chunk: int, num_groups: int = 0) -> VerifyLay
     for the others."""
     own, num = slice(batch.num_decodes), batch.capacity.num_sequences
     lengths = batch.lengths[own]
+    sequences = np.zeros((6, num), np.int32)
+    sequences[5] = -1
+    sequences[:, : len(lengths)] = (
+        lengths.cumsum() - lengths,
+        lengths,
+        batch.folds[own],
+        batch.record_rows[own],
+        batch.slot_in[own],
+        batch.slot_out[own],
+    )
     return VerifyLayout(
-        begin=padded(lengths.cumsum() - lengths, num, 0),
-        length=padded(lengths, num, 0),
-        fold=padded(batch.folds[own], num, 0),
-        row=padded(batch.record_rows[own], num, 0),
-        slot_in=padded(batch.slot_in[own], num, 0),
-        slot_out=padded(batch.slot_out[own], num, -1),
+        sequences=sequences,
         decodes=lay_out_decodes(num, num_groups) if num_groups else None,
         prefills=None if batch.capacity.decodes else _lay_out_prefills(batch, chunk),
     )

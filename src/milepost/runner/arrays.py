@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -24,6 +25,9 @@ from milepost.layers.context import StepArrays
 from milepost.runner.records import NO_ROW, RecordRows
 from milepost.runner.tables import HostTables
 from milepost.scheduler.plans import SequencePlan, StepPlan
+
+_NUM_REMEMBERED = 64
+"""Steps of sequences of so many tokens each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +57,10 @@ def build(
     tokens are sampled.
     """
     columns = Columns.of(plan.sequences)
-    owners = np.arange(len(plan.sequences)).repeat(columns.lengths)
-    places = np.arange(len(owners))
-    ends = columns.lengths.cumsum()
-    positions = places + (columns.starts + columns.lengths - ends)[owners]
-    batch = _batch(plan, columns, positions, owners, tables, records, geometry, capacity)
     num_sampled = columns.samples * (1 + columns.num_drafts)
-    is_sampled = places >= (ends - num_sampled)[owners]
+    spread = _spread(columns.lengths.tobytes(), num_sampled.tobytes())
+    positions = columns.starts[spread.owners] + spread.ordinals
+    batch = _batch(plan, columns, positions, spread.owners, tables, records, geometry, capacity)
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     return StepArrays(
         token_ids=padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
@@ -68,11 +69,32 @@ def build(
         slot_in=padded(columns.slot_in, num_sequences, 0),
         slot_out=padded(columns.slot_out, num_sequences, -1),
         num_real=np.array([len(positions)], np.int32),
-        last_tokens=padded(is_sampled.nonzero()[0], capacity.num_sampled, 0, np.int64),
+        last_tokens=padded(spread.sampled, capacity.num_sampled, 0, np.int64),
         sources=padded(sources, num_sequences, 0, np.int64),
         layouts={operation: operation.lay_out(batch) for operation in geometry.operations},
         decodes=capacity.decodes,
     )
+
+
+class _Spread(NamedTuple):
+    """How tokens fall to sequences."""
+
+    owners: Ints
+    """[T], the sequence of each."""
+    ordinals: Ints
+    """[T], its place among that one's."""
+    sampled: Ints
+    """Tokens behind which is sampled."""
+
+
+@lru_cache(maxsize=_NUM_REMEMBERED)
+def _spread(lengths: bytes, num_sampled: bytes) -> _Spread:
+    """Of sequences of so many tokens, behind the last of which is sampled: mostly those of the step
+    before."""
+    own, last = np.frombuffer(lengths, np.int64), np.frombuffer(num_sampled, np.int64)
+    owners = np.arange(len(own)).repeat(own)
+    ordinals = np.arange(len(owners)) - (own.cumsum() - own)[owners]
+    return _Spread(owners, ordinals, (ordinals >= (own - last)[owners]).nonzero()[0])
 
 
 _read_columns = attrgetter(

@@ -102,9 +102,8 @@ class DeviceExecutor:
         step = arrays.build(
             plan, self._tables.host, self._geometry, capacity, sources, self._records
         )
-        begun, queued_s = _mark(self._pools.device), perf_counter()
-        is_late = before is not None and before.is_done
-        self._staging.send(step)
+        queued_s, is_late = perf_counter(), before is not None and before.is_done
+        begun = self._staging.send(step)
         views = None if captured and not sources else self._staging.views(step)
         if before is not None and sources:
             assert views is not None
@@ -233,15 +232,6 @@ class DeviceExecutor:
         own = hidden[step.last_tokens[:num_rows]]
         logits = self.model.compute_logits(own)
         return Outcome(logits=logits, hidden=own, best=argmax(logits))
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """Passes when the device comes so far; None where there is nothing to wait for."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _forced(flight: Flight) -> list[int]:

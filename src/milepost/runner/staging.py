@@ -7,6 +7,7 @@ arrays of the same shapes lie at the same addresses every time, which a CUDA gra
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -17,8 +18,45 @@ import torch
 _ALIGNMENT = 16
 _NUM_BUFFERS = 4
 """Steps under way, two at most, and then some: a buffer is not written while a copy reads it."""
+_MAX_PACKINGS = 512
+"""Kinds of steps, by their arrays' shapes, whose places in the buffers are remembered."""
 
 T = TypeVar("T")
+
+
+class _Packing:
+    """Where arrays of some shapes lie in buffers, one behind the other."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._kinds = [(array.dtype, array.shape, array.nbytes) for array in arrays]
+        self._places: dict[int, tuple[torch.Tensor, list[np.ndarray]]] = {}
+        self._views: list[torch.Tensor] | None = None
+        self.num_bytes = sum(_aligned(num_bytes) for _, _, num_bytes in self._kinds)
+
+    def places(self, turn: int, buffer: torch.Tensor) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """The part of a host buffer, the one of this turn, that they fill, and each one's."""
+        if turn not in self._places:
+            whole = buffer[: self.num_bytes]
+            parts = [
+                whole[own].numpy().view(dtype).reshape(shape) for own, dtype, shape in self._cut()
+            ]
+            self._places[turn] = whole, parts
+        return self._places[turn]
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Each one's part of the device's buffer."""
+        if self._views is None:
+            self._views = [
+                buffer[own].view(torch.from_numpy(np.empty(0, dtype)).dtype).view(shape)
+                for own, dtype, shape in self._cut()
+            ]
+        return self._views
+
+    def _cut(self) -> Iterator[tuple[slice, np.dtype[Any], tuple[int, ...]]]:
+        end = 0
+        for dtype, shape, num_bytes in self._kinds:
+            yield slice(end, end + num_bytes), dtype, shape
+            end += _aligned(num_bytes)
 
 
 class Staging:
@@ -30,11 +68,13 @@ class Staging:
             torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
             for _ in range(_NUM_BUFFERS)
         ]
-        self._host_views = [buffer.numpy() for buffer in self._host_buffers]
         self._copied = [
-            torch.cuda.Event() if device.type == "cuda" else None for _ in range(_NUM_BUFFERS)
+            torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+            for _ in range(_NUM_BUFFERS)
         ]
         self._next = 0
+        self._packings: dict[tuple[Any, ...], _Packing] = {}
+        """By the arrays' types and shapes."""
 
     @property
     def num_bytes(self) -> int:
@@ -46,35 +86,40 @@ class Staging:
         """Of the host's buffers together."""
         return sum(buffer.nbytes for buffer in self._host_buffers)
 
-    def send(self, batch: Any) -> None:
+    def send(self, batch: Any) -> torch.cuda.Event | None:
         """Copy every array in `batch`, a dataclass that may hold further ones and mappings, to the
-        device."""
+        device; returns what passes once they are there, until some sends later."""
         turn, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
-        event, view, end = self._copied[turn], self._host_views[turn], 0
+        event, arrays = self._copied[turn], _arrays(batch)
+        packing = self._packing(arrays)
         if event is not None:
             event.synchronize()  # done long ago, unless the host is far ahead
-        for array in _arrays(batch):
-            assert end + array.nbytes <= len(view), "a step's arrays fit the staging buffer"
-            view[end : end + array.nbytes] = array.reshape(-1).view(np.uint8)
-            end = _aligned(end + array.nbytes)
-        self._device_buffer[:end].copy_(self._host_buffers[turn][:end], non_blocking=True)
+        whole, places = packing.places(turn, self._host_buffers[turn])
+        for place, array in zip(places, arrays, strict=True):
+            place[...] = array
+        self._device_buffer[: packing.num_bytes].copy_(whole, non_blocking=True)
         if event is not None:
             event.record()
+        return event
 
     def views(self, batch: T) -> T:
         """The same dataclass with tensors on the device in place of the arrays: what `send` wrote
         last, and what it will write for arrays of the same shapes.
         """
-        end = 0
+        views = iter(self._packing(_arrays(batch)).views(self._device_buffer))
+        return _replaced(batch, lambda _: next(views))
 
-        def view(array: np.ndarray) -> torch.Tensor:
-            nonlocal end
-            part = self._device_buffer[end : end + array.nbytes]
-            end = _aligned(end + array.nbytes)
-            dtype = torch.from_numpy(array[:0]).dtype
-            return part.view(dtype).view(array.shape)
-
-        return _replaced(batch, view)
+    def _packing(self, arrays: Sequence[np.ndarray]) -> _Packing:
+        """Of arrays of these shapes: most steps have those of one before."""
+        shapes = tuple([(array.dtype.char, array.shape) for array in arrays])
+        packing = self._packings.get(shapes)
+        if packing is None:
+            packing = _Packing(arrays)
+            assert packing.num_bytes <= self.num_bytes, "a step's arrays fit the staging buffer"
+            if len(self._packings) == _MAX_PACKINGS:
+                self._packings.clear()
+            self._packings[shapes] = packing
+        return packing
 
 
 def on_device(batch: T, device: torch.device) -> T:

@@ -44,20 +44,23 @@ class HostTables:
             place = self._places.pop(number, None)
             if place is not None:
                 self._free.append(place)
-        indices, values = [], []
+        indices: list[int] = []
+        values: list[int] = []
         for sequence in plan.sequences:
             place = self._place(sequence)
             pages, first = sequence.new_pages, self._lengths[place]
-            end = self._lengths[place] = first + len(pages)
+            end = first + len(pages)
+            assert end <= self.rows.shape[1], "T2: a page table has room for the longest sequence"
             assert end * self._page_size >= sequence.end, "T1: a page table covers the step"
             if pages:
-                new = np.array(pages, np.int32)
-                self.rows[place, first:end] = new
-                indices.append(np.arange(first, end) + place * self.rows.shape[1])
-                values.append(new)
-        if not indices:
-            return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.concatenate(indices), np.concatenate(values)
+                self._lengths[place] = end
+                begin = place * self.rows.shape[1]
+                indices += range(begin + first, begin + end)
+                values += pages
+        new = np.array(indices, np.int64), np.array(values, np.int32)
+        if indices:
+            self.rows.reshape(-1)[new[0]] = new[1]
+        return new
 
     def places(self, sequences: Sequence[SequencePlan]) -> list[int]:
         """The row of each; their plan has been followed."""

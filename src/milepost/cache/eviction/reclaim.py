@@ -60,7 +60,8 @@ class Reclaimer:
         """Bring the orders in step with all that has changed. Whoever reads them does so first; to
         do it after each verb keeps the list short.
         """
-        self._settle_nodes()
+        if self.tree.changed:
+            self._settle_nodes()
         if self._unranked:
             for checkpoint in self._unranked:
                 self._rank_checkpoint(checkpoint)

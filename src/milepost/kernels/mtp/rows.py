@@ -6,13 +6,17 @@ Legend: T tokens, S sequences, W states to be carried, C hidden size; T and S of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from milepost.kernels.batch import Batch, Ints
+
+_NUM_REMEMBERED = 64
+"""Steps of sequences of so many tokens each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,39 +47,63 @@ class CarryRows:
 
 def lay_out(batch: Batch) -> CarryRows:
     """Of a step; records and slots are read before they are written."""
-    capacity, num_tokens = batch.capacity, batch.capacity.num_tokens
-    ends = batch.lengths.cumsum()
-    firsts = ends - batch.lengths
-    is_folded, has_tokens = batch.folds > 0, batch.lengths > 0
-    folded = np.stack((batch.record_rows, batch.folds - 1), 1)
-    carrying = np.stack((batch.slot_in, np.full_like(batch.slot_in, -1)), 1)
+    capacity, num_tokens, num = batch.capacity, batch.capacity.num_tokens, len(batch.starts)
+    spread = _spread(batch.lengths.tobytes(), batch.num_decodes)
+    last_folded = batch.folds - 1
     sources = np.full((num_tokens, 2), -1, np.int32)
-    sources[firsts[has_tokens]] = np.where(is_folded[:, None], folded, carrying)[has_tokens]
-    written = _targets(batch, firsts, folded)
-    most = len(written) if capacity.is_exact else capacity.num_sequences + capacity.num_exports
+    before = np.where(batch.folds > 0, batch.record_rows, batch.slot_in)
+    sources[spread.firsts, 0] = before[spread.computing]
+    sources[spread.firsts, 1] = last_folded[spread.computing]
+    most = num + len(batch.exports)
+    if not capacity.is_exact:
+        most = capacity.num_sequences + capacity.num_exports
     targets = np.full((most, 4), -1, np.int32)
-    targets[: len(written)] = written
+    targets[:num, 0], targets[:num, 1] = spread.lasts, batch.slot_out
+    targets[:num, 2], targets[:num, 3] = batch.record_rows, last_folded
+    for place, (index, position, slot) in enumerate(batch.exports, start=num):
+        token = spread.begins[index] + position - batch.starts[index] - 1
+        targets[place, :2] = token, slot
     recorded = np.full((num_tokens, 2), -1, np.int32)
-    if batch.verifies:
-        own = np.arange(batch.num_decodes).repeat(batch.lengths[: batch.num_decodes])
-        place = np.arange(len(own)) - firsts[own] - 1
-        records = np.stack((batch.record_rows[own], place), 1)
-        recorded[: len(own)] = np.where(place[:, None] < 0, -1, records)
+    recorded[spread.drafts, 0] = batch.record_rows[spread.owners]
+    recorded[spread.drafts, 1] = spread.ordinals
     if batch.chip is not None:
         return CarryRows(sources=sources, targets=targets, recorded=recorded)
     on_device = (torch.from_numpy(a).to(batch.device) for a in (sources, targets, recorded))
     return CarryRows(**dict(zip(("sources", "targets", "recorded"), on_device, strict=True)))
 
 
-def _targets(batch: Batch, firsts: Ints, folded: Ints) -> Ints:
-    """A sequence's own slot, then exports. Drafts are no part of what a slot stands for: of a
-    sequence that decodes the first token alone is."""
-    last = firsts + batch.lengths - 1
-    last[: batch.num_decodes] = firsts[: batch.num_decodes]
-    last = np.where(batch.lengths > 0, last, -1)
-    own = np.column_stack((last, batch.slot_out, folded))
-    exported = [
-        (firsts[index] + position - batch.starts[index] - 1, slot, -1, -1)
-        for index, position, slot in batch.exports
-    ]
-    return np.concatenate((own, np.array(exported, np.int64).reshape(-1, 4)))
+class _Spread(NamedTuple):
+    """How tokens fall to sequences."""
+
+    begins: Ints
+    """[S], where each begins."""
+    computing: Ints
+    """Those that have tokens."""
+    firsts: Ints
+    """Their first tokens."""
+    lasts: Ints
+    """[S], the token that a sequence's slot stands for, -1 where it has none. Drafts are no part of
+    what a slot stands for: of a sequence that decodes it is the first."""
+    drafts: Ints
+    """Tokens that are drafts."""
+    owners: Ints
+    """Their sequences."""
+    ordinals: Ints
+    """Their places among a sequence's drafts."""
+
+
+@lru_cache(maxsize=_NUM_REMEMBERED)
+def _spread(packed: bytes, num_decodes: int) -> _Spread:
+    """Of sequences of these lengths: mostly those of the step before."""
+    lengths = np.frombuffer(packed, np.int64)
+    begins = lengths.cumsum() - lengths
+    computing = lengths.nonzero()[0]
+    lasts = begins + lengths - 1
+    lasts[:num_decodes] = begins[:num_decodes]
+    lasts[lengths == 0] = -1
+    owners = np.arange(num_decodes).repeat(lengths[:num_decodes])
+    ordinals = np.arange(len(owners)) - begins[owners] - 1
+    drafts = (ordinals >= 0).nonzero()[0]
+    return _Spread(
+        begins, computing, begins[computing], lasts, drafts, owners[drafts], ordinals[drafts]
+    )
