@@ -8,8 +8,9 @@ they are to be equal.
 `loop`: an agent that quotes its input, on the embedded model, with `suffix`. `unlike`: texts that
 repeat nothing, likewise. `long`: answers of 4,000 tokens are those without, whoever drafts.
 `synthetic`: decoding with drafts accepted at 0.8, 0.65 and 0.5. `zero`: with drafts that are never
-accepted, adaptive. The last two draft nothing real, so they measure the steps that judge, not what
-drafting takes; dummy weights, any model.
+accepted, adaptive. These two draft nothing real, so they measure the steps that judge, not what
+drafting takes. `chats`: seconds of engine.py's chats, with the passes of a head whose drafts are
+accepted like that. Dummy weights, any model; `chats` one that may have a head.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import rows
 
+import engine
 from milepost import LLM, SamplingParams
 from milepost.speculative import DraftWish
 
@@ -243,16 +245,20 @@ def long(arguments: argparse.Namespace) -> Iterator[Row]:
 # --- any model, mostly on a GPU -------------------------------------------------------------------
 
 
-def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: Any) -> Iterator[Row]:
-    """Decoding with drafts of nobody's beside plain decoding."""
+def dummy(arguments: argparse.Namespace, max_num_seqs: int, method: str, **fields: Any) -> LLM:
     options = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
-        "max_num_seqs": max(batches),
+        "max_num_seqs": max_num_seqs,
         **arguments.options,
     }
-    llm = LLM(arguments.model, **options, **speculating(len(RATES), "ngram", **fields))
+    return LLM(arguments.model, **options, **speculating(len(RATES), method, **fields))
+
+
+def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: Any) -> Iterator[Row]:
+    """Decoding with drafts of nobody's beside plain decoding."""
+    llm = dummy(arguments, max(batches), "ngram", **fields)
     assert llm.llm_engine.flights.speculation is not None
     llm.llm_engine.flights.speculation.drafter = Anything()
     vocab_size = llm.llm_engine.vocab_size
@@ -276,10 +282,33 @@ def decoding(arguments: argparse.Namespace, batches: Sequence[int], **fields: An
         yield {"model": Path(arguments.model).name, "sequences": batch, **row}
 
 
+AT_RATES = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
+
+
 def synthetic(arguments: argparse.Namespace) -> Iterator[Row]:
     """Drafts that are accepted at `RATES`, whatever they are."""
-    fields = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
-    yield from decoding(arguments, arguments.batches, **fields, adaptive=False)
+    yield from decoding(arguments, arguments.batches, **AT_RATES, adaptive=False)
+
+
+def chats(arguments: argparse.Namespace) -> Iterator[Row]:
+    """The chats of `engine`, with the passes of a head whose drafts are accepted at `RATES`; the
+    plain side has the head too, whose KV takes a hundredth of a step."""
+    llm = dummy(arguments, 64, "mtp", **AT_RATES, adaptive=False)
+    sides = {"plain": None, "drafts": llm.llm_engine.flights.speculation}
+    found: dict[str, list[Row]] = {side: [] for side in sides}
+    for turn in range(1 + arguments.turns):
+        for side, speculation in sides.items():
+            llm.llm_engine.flights.speculation = speculation
+            llm.reset_prefix_cache()
+            rng, vocab_size = random.Random(turn), llm.llm_engine.vocab_size
+            found[side] += engine.chats(engine.Bench(llm, SamplingParams, vocab_size, rng))
+    seconds = {side: [row["seconds"] for row in own[1:]] for side, own in found.items()}
+    yield {
+        "model": Path(arguments.model).name,
+        **{side: statistics.median(own) for side, own in seconds.items()},
+        "ratio": rows.paired_ratio(seconds["plain"], seconds["drafts"]),
+        "cached": {side: own[-1]["cached"] for side, own in found.items()},
+    }
 
 
 def zero(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -293,6 +322,7 @@ WORKLOADS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "unlike": unlike,
     "long": long,
     "synthetic": synthetic,
+    "chats": chats,
     "zero": zero,
 }
 
