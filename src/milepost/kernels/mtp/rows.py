@@ -48,31 +48,31 @@ class CarryRows:
 def lay_out(batch: Batch) -> CarryRows:
     """Of a step; records and slots are read before they are written."""
     capacity, num_tokens, num = batch.capacity, batch.capacity.num_tokens, len(batch.starts)
-    spread = _spread(batch.lengths.tobytes(), batch.num_decodes)
+    places = _places(batch.lengths.tobytes(), batch.num_decodes)
     last_folded = batch.folds - 1
     sources = np.full((num_tokens, 2), -1, np.int32)
     before = np.where(batch.folds > 0, batch.record_rows, batch.slot_in)
-    sources[spread.firsts, 0] = before[spread.computing]
-    sources[spread.firsts, 1] = last_folded[spread.computing]
+    sources[places.firsts, 0] = before[places.computing]
+    sources[places.firsts, 1] = last_folded[places.computing]
     most = num + len(batch.exports)
     if not capacity.is_exact:
         most = capacity.num_sequences + capacity.num_exports
     targets = np.full((most, 4), -1, np.int32)
-    targets[:num, 0], targets[:num, 1] = spread.lasts, batch.slot_out
+    targets[:num, 0], targets[:num, 1] = places.lasts, batch.slot_out
     targets[:num, 2], targets[:num, 3] = batch.record_rows, last_folded
     for place, (index, position, slot) in enumerate(batch.exports, start=num):
-        token = spread.begins[index] + position - batch.starts[index] - 1
+        token = places.begins[index] + position - batch.starts[index] - 1
         targets[place, :2] = token, slot
     recorded = np.full((num_tokens, 2), -1, np.int32)
-    recorded[spread.drafts, 0] = batch.record_rows[spread.owners]
-    recorded[spread.drafts, 1] = spread.ordinals
+    recorded[places.drafts, 0] = batch.record_rows[places.owners]
+    recorded[places.drafts, 1] = places.ordinals
     if batch.chip is not None:
         return CarryRows(sources=sources, targets=targets, recorded=recorded)
     on_device = (torch.from_numpy(a).to(batch.device) for a in (sources, targets, recorded))
     return CarryRows(**dict(zip(("sources", "targets", "recorded"), on_device, strict=True)))
 
 
-class _Spread(NamedTuple):
+class _TokenPlaces(NamedTuple):
     """How tokens fall to sequences."""
 
     begins: Ints
@@ -93,7 +93,7 @@ class _Spread(NamedTuple):
 
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
-def _spread(packed: bytes, num_decodes: int) -> _Spread:
+def _places(packed: bytes, num_decodes: int) -> _TokenPlaces:
     """Of sequences of these lengths: mostly those of the step before."""
     lengths = np.frombuffer(packed, np.int64)
     begins = lengths.cumsum() - lengths
@@ -104,6 +104,6 @@ def _spread(packed: bytes, num_decodes: int) -> _Spread:
     owners = np.arange(num_decodes).repeat(lengths[:num_decodes])
     ordinals = np.arange(len(owners)) - begins[owners] - 1
     drafts = (ordinals >= 0).nonzero()[0]
-    return _Spread(
+    return _TokenPlaces(
         begins, computing, begins[computing], lasts, drafts, owners[drafts], ordinals[drafts]
     )
