@@ -21,6 +21,8 @@ class Resuming:
     llm: LLM
     expect: Callable[[list[int]], torch.Tensor]
     """Logits [tokens, vocabulary] of tokens that come all at once."""
+    max_error: float = 1e-4
+    """Relative, of what it is to agree with."""
     _seen: list[torch.Tensor] = field(default_factory=list)
     """Logits of the rows that sampled, step by step."""
 
@@ -46,7 +48,7 @@ class Resuming:
         expected = self.expect(whole)
         assert expected.std() > 0.3, "flat logits would show nothing"
         rows = slice(len(token_ids) - 1, -1)
-        assert relative_error(torch.cat(self._seen), expected[rows]) < 1e-4
+        assert relative_error(torch.cat(self._seen), expected[rows]) < self.max_error
         return whole
 
     def run_through_slots(self) -> None:
