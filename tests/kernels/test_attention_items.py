@@ -61,12 +61,25 @@ def lay_out(step: Step, heads_per_kv: int, **options: object) -> work.AttentionI
     )
 
 
+def test_a_short_sequence_is_cut_into_whole_units() -> None:
+    step = Step((190,), (1,), 0)
+    (whole,) = lay_out(step, 8).narrow
+    assert (whole[BEGIN], whole[END]) == (0, 191)
+    items = lay_out(step, 8, narrow_unit=32).narrow
+    assert items[:, BEGIN].tolist() == list(range(0, 191, 32))
+
+
 @settings(deadline=None)
 @given(
-    steps(), st.sampled_from((1, 3, 8, 32)), st.booleans(), st.booleans(), st.sampled_from((1, 132))
+    steps(),
+    st.sampled_from((1, 3, 8, 32)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((1, 132)),
+    st.sampled_from((32, UNIT)),
 )
 def test_every_token_attends_to_what_it_sees_once(
-    step: Step, heads_per_kv: int, share: bool, roomy: bool, num_programs: int
+    step: Step, heads_per_kv: int, share: bool, roomy: bool, num_programs: int, narrow_unit: int
 ) -> None:
     tables = step.tables()
     capacity = Capacity(num_tokens=sum(step.lengths) + 7, num_sequences=len(step.lengths))
@@ -76,6 +89,7 @@ def test_every_token_attends_to_what_it_sees_once(
         tables=tables if share else None,
         capacity=capacity if roomy else None,
         num_programs=num_programs,
+        narrow_unit=narrow_unit,
     )
     owners = np.repeat(np.arange(len(step.lengths)), step.lengths)
     positions = np.concatenate(
@@ -84,7 +98,7 @@ def test_every_token_attends_to_what_it_sees_once(
     seen = np.zeros((len(owners), 2500), int)
     ordinals: list[list[int]] = [[] for _ in owners]
     for item in np.concatenate((items.narrow, items.wide)):
-        assert item[BEGIN] % UNIT == 0
+        assert item[BEGIN] % min(narrow_unit, UNIT) == 0
         assert item[TOKENS] == 0 or item[BEGIN] < item[END]
         for ahead in range(item[TOKENS]):
             token = item[FIRST] + ahead

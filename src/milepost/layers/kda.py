@@ -110,10 +110,16 @@ class KDA(nn.Module):
         )
         projected = self.projection(hidden)
         first, rank = 3 * shapes.size + shapes.num_heads, shapes.head_dim
+        decays, gates = self.decay.both(
+            projected[:, first : first + rank],
+            self.gate,
+            projected[:, first + rank : first + 2 * rank],
+            lets_next_start=ctx.decodes,
+        )
         mixed = kda.mix(
             projected[:, :first],
-            self.decay(projected[:, first : first + rank]),
-            self.gate(projected[:, first + rank : first + 2 * rank], lets_next_start=ctx.decodes),
+            decays,
+            gates,
             weights,
             state.conv,
             state.recurrent,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import norm
+from milepost.kernels import linear, norm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
     Placement,
@@ -21,7 +21,7 @@ from milepost.layers.placements import (
     cut_outputs,
     place_scattered,
 )
-from milepost.layers.weights import Weight
+from milepost.layers.weights import RawWeight, Weight
 from milepost.parallel import Cut
 
 Sections = Sequence[tuple[str | None, int]]
@@ -134,6 +134,25 @@ class Linear(nn.Module):
 
     __call__ = forward
     """There are no hooks to run, and a module's own call costs as much as a small operation."""
+
+    def both(
+        self, hidden: Tensor, other: Linear, other_hidden: Tensor, *, lets_next_start: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What this and another Linear make of inputs of their own, in one launch where there is
+        one."""
+        values, others = self._values, other._values
+        if values is not None and others is not None:
+            both = linear.multiply_both((hidden, other_hidden), (values, others))
+            if both is not None:
+                return both
+        return self(hidden), other(other_hidden, lets_next_start=lets_next_start)
+
+    @property
+    def _values(self) -> Tensor | None:
+        """Of the one matrix, if it is no more than these."""
+        weight, has_bias = self._weight, self._bias is not None
+        is_plain = self._is_fused and not has_bias and isinstance(weight, RawWeight)
+        return weight.values if is_plain else None
 
     def pack(self) -> None:
         """See `Weight.pack`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import mla
+from milepost.kernels import linear, mla
 from milepost.kernels.mla import MLAOperation
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
@@ -96,13 +96,10 @@ class MLA(nn.Module):
         mla.store(latents, self.norm_weight, _NORM_EPS, pool, ctx.step.kv_rows, layout, kv_scale)
         queries = projected[:, : -latents.shape[1]].unflatten(-1, (shapes.num_heads, -1))
         own, shared = queries.split((shapes.own_dim, shapes.shared_dim), -1)
-        # Heads are a batch of products; tokens stay the outer dimension in memory.
-        query = own.new_empty(*own.shape[:2], shapes.latent_dim)
-        torch.bmm(own.transpose(0, 1), self.up_key, out=query.transpose(0, 1))
+        query = linear.multiply_heads(own, self.up_key)
         scale = shapes.key_dim**-0.5
         attended = mla.attend(query, shared, pool, ctx.tables, layout, scale, kv_scale)
-        output = own.new_empty(*own.shape[:2], shapes.value_dim)
-        torch.bmm(attended.transpose(0, 1), self.up_value.mT, out=output.transpose(0, 1))
+        output = linear.multiply_heads(attended, self.up_value.mT)
         return self.out.partials(output.flatten(1))
 
     def placements(self) -> Placements:

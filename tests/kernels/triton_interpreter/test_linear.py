@@ -65,3 +65,24 @@ def test_multiply_precise(num_tokens: int) -> None:
     output = output.sum(1) if output.dim() == 3 else output
     assert output.dtype == torch.float32
     assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-5
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_multiply_heads(is_transposed: bool) -> None:
+    hidden = randn(1, 3, 50)[..., :37]
+    weight = randn(3, 70, 37).mT if is_transposed else randn(3, 37, 70)
+    output = triton.multiply_heads(hidden, weight)
+    assert output is not None
+    assert relative_error(output, torch.einsum("thi,hio->tho", hidden, weight)) < 1e-6
+    assert triton.multiply_heads(randn(2, 3, 37), weight) is None
+
+
+def test_multiply_both() -> None:
+    hidden, weights = randn(1, 90).half(), (randn(75, 40).half(), randn(75, 40).half() + 1)
+    inputs = hidden[:, :40], hidden[:, 50:]
+    outputs = triton.multiply_both(inputs, weights)
+    assert outputs is not None
+    for output, row, weight in zip(outputs, inputs, weights, strict=True):
+        assert relative_error(output, F.linear(row.float(), weight.float())) < 1e-3
+    assert triton.multiply_both((randn(2, 40), randn(2, 40)), weights) is None
+    assert triton.multiply_both(inputs, (weights[0], weights[1][:70])) is None

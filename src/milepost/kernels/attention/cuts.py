@@ -62,9 +62,9 @@ def _cost(
     return max(longest + item_cost, min(in_rounds, on_average + shortest + item_cost))
 
 
-def units_of(tiles: Ints) -> Ints:
+def units_of(tiles: Ints, unit: int = UNIT) -> Ints:
     """Of KV, [N]."""
-    return -(-(tiles[:, END] - tiles[:, BEGIN]) // UNIT)
+    return -(-(tiles[:, END] - tiles[:, BEGIN]) // unit)
 
 
 def count_partials(narrow: Ints, narrow_pieces: Ints, wide: Ints, wide_pieces: Ints) -> Ints:
@@ -85,13 +85,13 @@ def count_partials(narrow: Ints, narrow_pieces: Ints, wide: Ints, wide_pieces: I
     return counts
 
 
-def cut(tiles: Ints, pieces: Ints, counts: Ints) -> Ints:
-    """Items [P, ITEM_SIZE] of `tiles` in `pieces` [N]; `counts` [T] are each token's partial
-    results."""
+def cut(tiles: Ints, pieces: Ints, counts: Ints, unit: int = UNIT) -> Ints:
+    """Items [P, ITEM_SIZE] of `tiles` in `pieces` [N] of whole units of KV; `counts` [T] are each
+    token's partial results."""
     if not len(tiles):
         return tiles
     if int(pieces.max()) > 1:
-        sizes = (UNIT * -(-units_of(tiles) // pieces)).repeat(pieces)
+        sizes = (unit * -(-units_of(tiles, unit) // pieces)).repeat(pieces)
         items, ordinals = tiles.repeat(pieces, 0), ordinals_of(pieces)
         items[:, BEGIN] += ordinals * sizes
         items[:, END] = np.minimum(items[:, END], items[:, BEGIN] + sizes)

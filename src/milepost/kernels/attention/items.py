@@ -114,6 +114,7 @@ def lay_out(
     tables: NDArray[Any] | None = None,
     capacity: Capacity | None = None,
     narrow_rows: int = NARROW_ROWS,
+    narrow_unit: int = UNIT,
     tokens_each: int = 1,
     wide_rows: int = _WIDE_ROWS,
     num_beside: int = 1,
@@ -124,14 +125,15 @@ def lay_out(
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
     decodes share are read once for all of them. `num_programs` run on the device at a time, of
-    narrow items `num_beside` times as many. If wide items read no more than `max_dequantised`
-    pages, these are dequantised first.
+    narrow items `num_beside` times as many, which are cut into whole units of so much KV. If wide
+    items read no more than `max_dequantised` pages, these are dequantised first.
     """
     if heads_per_kv > wide_rows:
         raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
     sizes = _Sizes(
         narrow_rows=narrow_rows,
+        narrow_unit=narrow_unit,
         tokens_each=tokens_each,
         wide_rows=wide_rows,
         narrow_tokens=narrow_rows // heads_per_kv,
@@ -145,7 +147,7 @@ def lay_out(
     is_own = capacity is None or not lengths.all()
     if not is_own and not may_share(starts, rows, page_size, tables):
         ends = starts + lengths
-        units = -(-ends // UNIT)
+        units = -(-ends // narrow_unit)
         cuts = _cut_alone(units.tobytes(), sizes.narrow_programs)
         known = _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), sizes)
         if known is not None:
@@ -157,6 +159,7 @@ class _Sizes(NamedTuple):
     """What a layout depends on besides the step."""
 
     narrow_rows: int
+    narrow_unit: int
     tokens_each: int
     wide_rows: int
     narrow_tokens: int
@@ -206,7 +209,7 @@ def _lay_out_like(
     )
     if not len(own) or own.max() > sizes.narrow_tokens:
         return None
-    ends = UNIT * np.maximum(cuts * each, 1)
+    ends = sizes.narrow_unit * np.maximum(cuts * each, 1)
     items = _lay_out(ends - own, own, places, None, sizes, cuts)
     narrow = items.narrow[items.narrow[:, TOKENS] > 0].astype(np.int64)
     owners = (own.cumsum() - own).searchsorted(narrow[:, FIRST])
@@ -228,7 +231,8 @@ def _lay_out(
     )
     dequantised = choose_dequantised(wide, sizes.page_size, sizes.max_dequantised)
     if narrow_pieces is None:
-        narrow_pieces = count_pieces(units_of(narrow), sizes.narrow_programs, NARROW_CUT_COST)
+        units = units_of(narrow, sizes.narrow_unit)
+        narrow_pieces = count_pieces(units, sizes.narrow_programs, NARROW_CUT_COST)
     wide_pieces = count_pieces(units_of(wide), sizes.programs, WIDE_CUT_COST)
     counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)
     ends = counts.cumsum()
@@ -250,7 +254,7 @@ def _lay_out(
     bases = np.empty(room.num_tokens + 1, np.int32)
     bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
     return AttentionItems(
-        narrow=_lengthen(cut(narrow, narrow_pieces, counts), room.num_narrow),
+        narrow=_lengthen(cut(narrow, narrow_pieces, counts, sizes.narrow_unit), room.num_narrow),
         wide=_lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
         narrow_rows=sizes.narrow_rows,

@@ -60,6 +60,31 @@ def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.linear(cast(hidden, dtype), cast(weight, dtype))
 
 
+def multiply_both(
+    inputs: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """`multiply` of each of the inputs and its weight in one launch, where there is one."""
+    if not _are_few(inputs[0]):
+        return None
+    from milepost.kernels.linear import triton
+
+    return triton.multiply_both(inputs, weights)
+
+
+def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`hidden` [T, H, I] times `weight` [H, I, O], head by head: [T, H, O] with tokens as the outer
+    dimension in memory."""
+    if runs_triton(hidden) and hidden.dtype in (torch.bfloat16, torch.float16):
+        from milepost.kernels.linear import triton
+
+        result = triton.multiply_heads(hidden, weight)
+        if result is not None:
+            return result
+    output = hidden.new_empty(*hidden.shape[:2], weight.shape[2])
+    torch.bmm(hidden.transpose(0, 1), weight, out=output.transpose(0, 1))
+    return output
+
+
 def partials(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, lets_next_start: bool = True
 ) -> Tensor:

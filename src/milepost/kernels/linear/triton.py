@@ -28,6 +28,9 @@ _LONG = 4096
 _MORE_ROWS = Tiles(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=4)
 _FEW_OUTPUTS = 1024
 """Up to so many outputs torch's GEMM leaves most SMs idle."""
+_FEW_INPUTS = 128
+_NARROW = {"block_n": 32, "block_k": _FEW_INPUTS, "num_warps": 4}
+"""For one row of few inputs."""
 
 
 def multiply_few(
@@ -71,7 +74,9 @@ def _multiply_row(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor | None = None
 ) -> Tensor:
     how = {"block_n": 4, "block_k": 2048, "num_warps": 8}
-    if weight.shape[1] > 2048:
+    if weight.shape[1] <= _FEW_INPUTS:
+        how = _NARROW
+    elif weight.shape[1] > 2048:
         how = {"block_n": 2, "block_k": 2048, "num_warps": 4}
     elif len(weight) > 1 << 15:
         how = {"block_n": 8, "block_k": 1024, "num_warps": 8}
@@ -277,6 +282,125 @@ def gemv(
         **OVERLAPPED,
     )
     return output
+
+
+def multiply_both(
+    inputs: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Each of two rows [1, I] of few inputs times its weight [O, I], if they are no more."""
+    shapes = {(*row.shape, *weight.shape) for row, weight in zip(inputs, weights, strict=True)}
+    num_tokens, num_inputs = inputs[0].shape
+    if len(shapes) > 1 or num_tokens != 1 or num_inputs > _FEW_INPUTS:
+        return None
+    check_rows(first=inputs[0], second=inputs[1])
+    num_outputs = len(weights[0])
+    outputs = inputs[0].new_empty(2, 1, num_outputs)
+    _both_kernel[(triton.cdiv(num_outputs, _NARROW["block_n"]), 2)](
+        *inputs,
+        *weights,
+        outputs,
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        BLOCK_N=_NARROW["block_n"],
+        BLOCK_K=_NARROW["block_k"],
+        num_warps=_NARROW["num_warps"],
+        **OVERLAPPED,
+    )
+    return outputs[0], outputs[1]
+
+
+@triton.jit
+def _both_kernel(
+    hidden,
+    other_hidden,
+    weight,
+    other_weight,
+    outputs,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    let_next_start()
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Either of two pointers is no pointer that AMD's compiler follows.
+    if tl.program_id(1) == 0:
+        _narrow_row(hidden, weight, outputs, o_n, INPUTS, OUTPUTS, BLOCK_K)
+    else:
+        _narrow_row(other_hidden, other_weight, outputs + OUTPUTS, o_n, INPUTS, OUTPUTS, BLOCK_K)
+
+
+@triton.jit
+def _narrow_row(
+    hidden,
+    weight,
+    output,
+    o_n,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Some outputs of a row that one step takes in."""
+    o_k = tl.arange(0, BLOCK_K)
+    is_output, is_input = o_n < OUTPUTS, o_k < INPUTS
+    at = o_n[:, None] * INPUTS + o_k[None, :]
+    b_w = tl.load(weight + at, is_output[:, None] & is_input[None, :], 0.0)
+    wait_for_inputs()
+    b_x = tl.load(hidden + o_k, is_input, 0.0)
+    b_o = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], 1)
+    tl.store(output + o_n, b_o.to(output.dtype.element_ty), is_output)
+
+
+def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor | None:
+    """`hidden` [T, H, I] times `weight` [H, I, O], head by head: [T, H, O] for a token, else None.
+    Rows of `hidden` may lie apart; `weight` may be transposed in memory."""
+    num_tokens, num_heads, num_inputs = hidden.shape
+    if num_tokens != 1 or hidden.stride(2) != 1:
+        return None
+    num_outputs = weight.shape[2]
+    block_n = max(1, 16384 // triton.next_power_of_2(num_inputs))
+    output = hidden.new_empty(1, num_heads, num_outputs)
+    _heads_kernel[(triton.cdiv(num_outputs, block_n), num_heads)](
+        hidden,
+        weight,
+        output,
+        hidden.stride(1),
+        *weight.stride(),
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        BLOCK_N=block_n,
+        BLOCK_K=triton.next_power_of_2(num_inputs),
+        num_warps=8,
+        **OVERLAPPED,
+    )
+    return output
+
+
+@triton.jit
+def _heads_kernel(
+    hidden,
+    weight,
+    output,
+    hidden_stride,
+    head_stride,
+    input_stride,
+    output_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N outputs of a head."""
+    let_next_start()
+    head = tl.program_id(1)
+    o_n, o_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    is_output, is_input = o_n < OUTPUTS, o_k < INPUTS
+    at = head * head_stride + o_k[:, None] * input_stride + o_n[None, :] * output_stride
+    b_w = tl.load(weight + at, is_input[:, None] & is_output[None, :], 0.0)
+    wait_for_inputs()
+    b_x = tl.load(hidden + head * hidden_stride + o_k, is_input, 0.0)
+    b_o = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[:, None], 0)
+    tl.store(output + head * OUTPUTS + o_n, b_o.to(output.dtype.element_ty), is_output)
 
 
 @triton.jit

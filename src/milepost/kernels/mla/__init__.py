@@ -26,6 +26,9 @@ __all__ = ["AttentionItems", "AttentionRows", "MLAOperation", "attend", "store"]
 
 _MIN_ROWS, _WIDE_ROWS = 16, 64
 """Of tiles: sums of a row take as many registers as a latent is wide."""
+_NARROW_UNIT = 32
+"""KV of a narrow item, or a multiple: a token's heads are so many rows that a program takes a while
+for little KV."""
 _MAX_LATENT = 512
 _WIDE_BYTES = 160 << 10
 """Shared memory from which on wide tiles fit."""
@@ -55,6 +58,7 @@ class MLAOperation:
             page_size=batch.page_size,
             tables=batch.tables,
             narrow_rows=one_token,
+            narrow_unit=_NARROW_UNIT,
             wide_rows=_WIDE_ROWS if is_large else one_token,
             num_programs=batch.chip.num_sms,
             capacity=None if batch.capacity.is_exact else batch.capacity,

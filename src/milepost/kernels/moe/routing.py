@@ -205,26 +205,27 @@ def _route_scores_kernel(
     p_row = logits + i_source.to(tl.int64) * stride
     rounded: tl.constexpr = tl.float32 if SIGMOID else weights.dtype.element_ty
     b_scores = _add_up(p_row + o_e, part_stride, is_e, rounded, PARTS)
-    if SIGMOID:
-        b_scores = tl.sigmoid(b_scores)
-    else:
+    top, total = 0.0, 1.0
+    if not SIGMOID:
         b_scores = tl.where(is_e, b_scores, float("-inf"))
-        b_scores = tl.exp(b_scores - tl.max(b_scores))
-        b_scores /= tl.sum(b_scores)
+        top = tl.max(b_scores)
+        total = tl.sum(tl.exp(b_scores - top))
+    b_scores = _score(b_scores, top, total, SIGMOID)
     b_left = tl.where(is_e, b_scores + b_bias, float("-inf"))
     is_left = is_e
     if GROUPS > 1:
         is_left &= _is_in_best_group(b_left, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
     o_n = tl.arange(0, triton.next_power_of_2(WIDTH))
-    b_shares = tl.zeros_like(o_n).to(tl.float32)
     b_experts = tl.zeros_like(o_n)
     for n in tl.static_range(CHOSEN):
         best = tl.max(tl.where(is_left, b_left, float("-inf")))
         expert = tl.min(tl.where((b_left == best) & is_left, o_e, EXPERTS - 1))
         is_left &= o_e != expert
-        score = tl.sum(tl.where(o_e == expert, b_scores, 0.0))
-        b_shares = tl.where(o_n == n, score, b_shares)
         b_experts = tl.where(o_n == n, expert, b_experts)
+    # Looking their logits up again takes less than a sum for each.
+    is_chosen = o_n < CHOSEN
+    b_logits = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
+    b_shares = tl.where(is_chosen, _score(b_logits, top, total, SIGMOID), 0.0)
     if NORMALISE:
         b_shares /= tl.sum(b_shares) + norm_eps
     b_shares *= scale
@@ -232,9 +233,15 @@ def _route_scores_kernel(
         gate = 1.0
         if GATED:
             gate = tl.sigmoid(_add_up(p_row + EXPERTS, part_stride, None, rounded, PARTS))
-        b_shares = tl.where(o_n < CHOSEN, b_shares, gate)
-        b_experts = tl.where(o_n < CHOSEN, b_experts, EXPERTS + o_n - CHOSEN)
+        b_shares = tl.where(is_chosen, b_shares, gate)
+        b_experts = tl.where(is_chosen, b_experts, EXPERTS + o_n - CHOSEN)
     _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
+
+
+@triton.jit
+def _score(logits, top, total, SIGMOID: tl.constexpr):
+    """Between 0 and 1: by itself, or as the softmax whose greatest logit and sum these are."""
+    return tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top) / total
 
 
 @triton.jit
