@@ -116,6 +116,20 @@ def _convolve_window(
 
 
 @triton.jit
+def open_stream(tokens, state, sequence):
+    """Where a step that verifies finds a sequence's tokens: what the functions below call a
+    `stream`, and how many new ones there are. `tokens` are the rows of all and those of all
+    records, with their strides, `state` the sequence's own."""
+    projected, projected_stride, records, row_stride, record_stride = tokens
+    begin, length, fold, row, i_sequence = sequence
+    first = projected + tl.load(begin + i_sequence).to(tl.int64) * projected_stride
+    recorded = records + tl.load(row + i_sequence).to(tl.int64) * row_stride
+    num_folded = tl.load(fold + i_sequence)
+    stream = first, projected_stride, recorded, record_stride, state, num_folded
+    return stream, tl.load(length + i_sequence)
+
+
+@triton.jit
 def stream_window(stream, channel, is_channel, place, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
     """[BLOCK, BLOCK_TAPS], the inputs up to a place of a step that verifies, oldest first: of the
     state, of records, of the step's tokens."""
@@ -175,3 +189,24 @@ def keep_window(state, window, channel, is_channel, TAPS: tl.constexpr, BLOCK_TA
     is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
     at = channel[:, None] * (TAPS - 1) + tap - 1
     tl.store(state + at, window.to(state.dtype.element_ty), is_kept)
+
+
+@triton.jit
+def move_on(
+    stream,
+    target,
+    column,
+    is_column,
+    is_channel,
+    place,
+    num_new,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+):
+    """Leave what the next step reads of a sequence's columns: of those that are channels the inputs
+    up to a place, in the state `target`; then `record_drafts`."""
+    window = stream_window(stream, column, is_channel, place, TAPS, BLOCK_TAPS)
+    # Both are read before either is written: slot_in may be slot_out.
+    tl.debug_barrier()
+    keep_window(target, window, column, is_channel, TAPS, BLOCK_TAPS)
+    record_drafts(stream, column, is_column, num_new)

@@ -50,7 +50,7 @@ class KDAOperation:
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
         if batch.capacity.num_drafts:
-            return lay_out_verifies(batch, CHUNK, self.num_heads)
+            return lay_out_verifies(batch, CHUNK)
         if batch.capacity.decodes:
             return lay_out_decodes(batch.capacity.num_sequences, self.num_heads)
         return chunks.lay_out_step(batch, CHUNK)

@@ -1,9 +1,11 @@
-"""KDA's token mixer for decoding sequences with drafts, in one launch.
+"""KDA's token mixer for decoding sequences with drafts, in two launches; on Hopper in one, of
+another kernel, where there are few drafts.
 
-As `triton_decode`, token by token, with the state in registers all the while: first the recorded
-tokens that are folded in, then the sequence's own, behind which the state is written, then its
-drafts. The last program of a head to arrive, when all have read the records, also puts the drafts
-there. Hopper's kernel for decodes adds up in another order.
+1. `_walk`: a head's state goes through all tokens in registers: first the recorded ones that are
+   folded in, then the sequence's own, behind which the state is written, then its drafts. With each
+   the operations of `triton_decode` in their order: states are the same bit for bit.
+2. `_finish`: norms and gates what new tokens have read; moves the convolution's states on, and puts
+   the drafts' inputs in place of the records, which all have been read by then.
 
     place     0 .. F - 1    F          F + 1 .. F + N - 1
     token     records       its own    drafts
@@ -21,20 +23,26 @@ from torch import Tensor
 from milepost.kernels.activations import sigmoid
 from milepost.kernels.conv.triton_parts import (
     convolve_place,
-    keep_window,
     load_recorded,
+    move_on,
+    open_stream,
     record_drafts,
-    stream_window,
 )
 from milepost.kernels.device import num_sms
+from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import advance
-from milepost.kernels.kda.triton_parts import channel_decay, finish_head, unit
+from milepost.kernels.kda.triton_parts import channel_decay, gated_norm, unit
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.verify_layout import UNSPECIALISED, VerifyLayout
 
 _COLUMNS = 32
-_VERIFY = {"num_warps": 4}
+_WALK = {"num_warps": 4}
+_MOST_DRAFTS = 4
+"""Of Hopper's kernel: a thread holds what all of a step's tokens have in its channel."""
+_LEFT = 512
+"""Columns that a program leaves to the next step."""
+_FINISH = {"num_warps": 4}
 
 
 def verify(
@@ -49,12 +57,19 @@ def verify(
     output: Tensor,
 ) -> None:
     """Write `output` [T, H * K] of the sequences that decode; see `kda.mix`."""
-    assert layout.decodes is not None, "programs of a head wait for one another"
-    num_sequences = len(layout.slot_out)
+    if suits_hopper(recurrent_pool) and records.shape[1] <= _MOST_DRAFTS:
+        from milepost.kernels.kda import triton_hopper_verify
+
+        inputs = projected, decay_inputs, gate, weights, conv_pool, recurrent_pool
+        triton_hopper_verify.verify(*inputs, layout, records, output)
+        return
+    y = torch.empty_like(output, dtype=torch.float32)
+    _walk_states(projected, decay_inputs, weights, conv_pool, recurrent_pool, layout, records, y)
     _, heads, head_dim, _ = recurrent_pool.shape
-    conv_width = weights.conv.shape[1]
-    num_columns = triton.cdiv(head_dim, _COLUMNS)
-    _verify[(num_columns, heads, num_sequences)](
+    conv_width, num_sequences = weights.conv.shape[1], len(layout.slot_out)
+    size, pad = heads * head_dim, triton.next_power_of_2
+    num_blocks = triton.cdiv(3 * size + heads, _LEFT) + triton.cdiv(size, _LEFT)
+    _finish[(heads + num_blocks, num_sequences)](
         projected,
         projected.stride(0),
         decay_inputs,
@@ -62,19 +77,56 @@ def verify(
         records,
         records.stride(0),
         records.stride(1),
+        weights.norm,
+        weights.norm_eps,
+        conv_pool,
+        conv_pool.stride(0),
+        *layout.sequences,
+        y,
+        output,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        TAPS=conv_width,
+        BLOCK_TAPS=pad(conv_width),
+        BLOCK_N=pad(records.shape[1] + 1),
+        BLOCK=pad(head_dim),
+        BLOCK_C=_LEFT,
+        **_FINISH,
+        **OVERLAPPED,
+    )
+
+
+def _walk_states(
+    projected: Tensor,
+    decay_inputs: Tensor,
+    weights: KDAWeights,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    layout: VerifyLayout,
+    records: Tensor,
+    y: Tensor,
+) -> None:
+    """Write the states of `recurrent_pool`, and to `y` [T, H * K] float32 what new tokens read."""
+    num_sequences = len(layout.slot_out)
+    _, heads, head_dim, _ = recurrent_pool.shape
+    conv_width = weights.conv.shape[1]
+    num_columns = triton.cdiv(head_dim, _COLUMNS)
+    _walk[(num_columns, heads, num_sequences)](
+        projected,
+        projected.stride(0),
+        decay_inputs,
+        records,
+        records.stride(0),
+        records.stride(1),
         weights.conv,
         weights.decay_rate,
         weights.decay_bias,
-        weights.norm,
-        weights.norm_eps,
         conv_pool,
         conv_pool.stride(0),
         recurrent_pool,
         recurrent_pool.stride(0),
         *layout.sequences,
-        layout.decodes.arrivals,
-        torch.empty_like(output, dtype=torch.float32),
-        output,
+        y,
         HEADS=heads,
         HEAD_DIM=head_dim,
         TAPS=conv_width,
@@ -82,25 +134,22 @@ def verify(
         BLOCK=triton.next_power_of_2(head_dim),
         EARLY=num_columns * heads * num_sequences <= num_sms(projected.device),
         COLUMNS=_COLUMNS,
-        **_VERIFY,
+        **_WALK,
         **OVERLAPPED,
     )
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
-def _verify(
+def _walk(
     projected,
     projected_stride,
     decay_inputs,
-    gate,
     records,
     row_stride,
     record_stride,
     conv_weight,
     decay_rate,
     decay_bias,
-    norm_weight,
-    norm_eps,
     conv_pool,
     conv_stride,
     pool,
@@ -111,9 +160,7 @@ def _verify(
     row,
     slot_in,
     slot_out,
-    arrivals,
     y,
-    output,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TAPS: tl.constexpr,
@@ -123,7 +170,7 @@ def _verify(
     COLUMNS: tl.constexpr,
 ):
     """COLUMNS columns of a head: its state [K, K] moves on token by token, and is read behind new
-    ones; the last of a head's programs also writes the head's part of `output` [T, H * K]."""
+    ones."""
     i_column, i_head = tl.program_id(0), tl.program_id(1)
     i_sequence = tl.program_id(2).to(tl.int64)
     if EARLY:
@@ -138,20 +185,18 @@ def _verify(
         wait_for_inputs()
         return
     source = tl.load(slot_in + i_sequence).to(tl.int64)
-    num_folded, num_new = tl.load(fold + i_sequence), tl.load(length + i_sequence)
-    first = tl.load(begin + i_sequence).to(tl.int64)
+    sequence = begin, length, fold, row, i_sequence
+    tokens = projected, projected_stride, records, row_stride, record_stride
+    inputs, num_new = open_stream(tokens, conv_pool + source * conv_stride, sequence)
+    tokens = decay_inputs, size, records + 3 * size + HEADS, row_stride, record_stride
+    decays, num_new = open_stream(tokens, conv_pool, sequence)
+    num_folded = inputs[5]
     o_state = (i_head * HEAD_DIM + o_k[:, None]) * HEAD_DIM + o_v[None, :]
     in_state = is_k[:, None] & is_v[None, :]
     # What an earlier step wrote may be read before the kernels of this one have ended.
     b_state = tl.load(pool + source * slot_stride + o_state, in_state, 0).to(tl.float32)
     rate, bias = tl.load(decay_rate + i_head), tl.load(decay_bias + o_key, is_k, 0)
-    p_conv = conv_pool + source * conv_stride
-    p_record = records + tl.load(row + i_sequence).to(tl.int64) * row_stride
-    p_tokens = projected + first * projected_stride
-    inputs = p_tokens, projected_stride, p_record, record_stride, p_conv, num_folded
-    p_decays, p_recorded = decay_inputs + first * size, p_record + 3 * size + HEADS
-    decays = p_decays, size, p_recorded, record_stride, p_conv, num_folded
-    p_y = y + first * size + i_head * HEAD_DIM
+    p_y = y + tl.load(begin + i_sequence).to(tl.int64) * size + o_value
     p_written = pool + written * slot_stride + o_state
     last = num_folded + tl.minimum(num_new, 1) - 1
     wait_for_inputs()
@@ -167,7 +212,7 @@ def _verify(
         b_state = advance(b_state, b_k, b_v, beta, b_decay[:, None])
         if place >= num_folded:
             b_y = tl.sum(b_state * b_q[:, None], 0)
-            tl.store(p_y + (place - num_folded) * size + o_v, b_y, is_v)
+            tl.store(p_y + (place - num_folded) * size, b_y, is_v)
         b_kept = b_state.to(pool.dtype.element_ty)
         if place == last:
             # Threads that hold the same numbers have all read them: slot_in may be slot_out.
@@ -176,27 +221,65 @@ def _verify(
         # What a step that ends here would find in the pool.
         b_state = b_kept.to(tl.float32)
 
-    o_input = 2 * size + o_value
-    window_v = stream_window(inputs, o_input, is_v, last, TAPS, BLOCK_TAPS)
-    # All of the slots has been read by this program, and what the head's norm reads is stored.
-    tl.debug_barrier()
-    p_kept = conv_pool + written * conv_stride
-    keep_window(p_kept, window_v, o_input, is_v, TAPS, BLOCK_TAPS)
-    record_drafts(inputs, o_input, is_v, num_new)
-    p_arrivals = arrivals + i_sequence * HEADS + i_head
-    arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.num_programs(0) - 1:
-        tl.store(p_arrivals, 0)
-        window_q = stream_window(inputs, o_key, is_k, last, TAPS, BLOCK_TAPS)
-        window_k = stream_window(inputs, size + o_key, is_k, last, TAPS, BLOCK_TAPS)
-        tl.debug_barrier()
-        keep_window(p_kept, window_q, o_key, is_k, TAPS, BLOCK_TAPS)
-        keep_window(p_kept, window_k, size + o_key, is_k, TAPS, BLOCK_TAPS)
-        record_drafts(inputs, o_key, is_k, num_new)
-        record_drafts(inputs, size + o_key, is_k, num_new)
-        record_drafts(inputs, 3 * size + i_head, True, num_new)
-        record_drafts(decays, o_key, is_k, num_new)
-        for new in range(num_new):
-            own = (first + new) * size
-            parts = y + own, gate + own, output + own, norm_weight, norm_eps
-            finish_head(*parts, o_k, is_k, o_key, HEAD_DIM)
+
+@triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
+def _finish(
+    projected,
+    projected_stride,
+    decay_inputs,
+    gate,
+    records,
+    row_stride,
+    record_stride,
+    norm_weight,
+    norm_eps,
+    conv_pool,
+    conv_stride,
+    begin,
+    length,
+    fold,
+    row,
+    slot_in,
+    slot_out,
+    y,
+    output,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """A head of a sequence's new tokens; behind the heads BLOCK_C columns of what is recorded."""
+    i_part, i_sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    size: tl.constexpr = HEADS * HEAD_DIM
+    written = tl.load(slot_out + i_sequence).to(tl.int64)
+    sequence = begin, length, fold, row, i_sequence
+    state = conv_pool + tl.load(slot_in + i_sequence).to(tl.int64) * conv_stride
+    tokens = projected, projected_stride, records, row_stride, record_stride
+    inputs, num_new = open_stream(tokens, state, sequence)
+    first = tl.load(begin + i_sequence).to(tl.int64)
+    wait_for_inputs()
+    if written < 0:
+        return
+    if i_part < HEADS:
+        o_k, o_n = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK_N)[:, None]
+        is_k = o_k < HEAD_DIM
+        is_read = (o_n < num_new) & is_k
+        at = (first + o_n) * size + i_part * HEAD_DIM + o_k
+        b_y, b_gate = tl.load(y + at, is_read, 0), tl.load(gate + at, is_read, 0)
+        b_norm = tl.load(norm_weight + o_k, is_k, 0)
+        b_o = gated_norm(b_y, b_norm, b_gate, norm_eps, HEAD_DIM, 1)
+        tl.store(output + at, b_o.to(output.dtype.element_ty), is_read)
+        return
+    column = (i_part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inputs_end: tl.constexpr = (3 * size + HEADS + BLOCK_C - 1) // BLOCK_C * BLOCK_C
+    target = conv_pool + written * conv_stride
+    last = inputs[5] + tl.minimum(num_new, 1) - 1
+    is_input, is_channel = column < 3 * size + HEADS, column < 3 * size
+    move_on(inputs, target, column, is_input, is_channel, last, num_new, TAPS, BLOCK_TAPS)
+    tokens = decay_inputs, size, records + 3 * size + HEADS, row_stride, record_stride
+    decays, num_new = open_stream(tokens, state, sequence)
+    column -= inputs_end
+    record_drafts(decays, column, (column >= 0) & (column < size), num_new)

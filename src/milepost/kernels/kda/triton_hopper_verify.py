@@ -1,0 +1,250 @@
+"""`triton_verify` on Hopper in one launch, in Gluon.
+
+As `triton_hopper`: a head's whole state in each program, which TMA brings to shared memory while
+the program works on the one before. What does not depend on the state is worked out first, for all
+tokens, and waits in shared memory. What happens with a token is what `triton_hopper` does, in its
+order: states are the same, up to what the compiler fuses otherwise.
+
+Legend: S sequences, F folded and N new tokens of each, C channels, J taps, H heads, K head_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.device import num_sms
+from milepost.kernels.gluon import thread_barrier
+from milepost.kernels.kda.weights import KDAWeights
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.states_gluon import (
+    BY_LINE,
+    STATE,
+    STATE_SIZE,
+    begin_work,
+    delta_rule,
+    describe_states,
+    rms_scale,
+    sigmoid,
+    softplus,
+    take,
+)
+from milepost.kernels.stream_gluon import (
+    ROWS,
+    convolve,
+    keep_rows,
+    leave_column,
+    leave_inputs,
+    leave_places,
+    load_inputs,
+    load_places,
+    load_rows,
+    load_taps,
+    row_of,
+    unit_pair,
+)
+from milepost.kernels.verify_layout import VerifyLayout
+
+_UNSPECIALISED = ["begin", "length", "fold", "row", "slot_in", "slot_out"]
+
+
+def verify(
+    projected: Tensor,
+    decay_inputs: Tensor,
+    gate: Tensor,
+    weights: KDAWeights,
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
+    layout: VerifyLayout,
+    records: Tensor,
+    output: Tensor,
+) -> None:
+    """See `triton_verify.verify`."""
+    heads, conv_width = recurrent_pool.shape[1], weights.conv.shape[1]
+    num_units = len(layout.slot_out) * heads
+    units_at_once = num_sms(projected.device)
+    _verify_kernel[(min(num_units, 2 * units_at_once),)](
+        projected,
+        projected.stride(0),
+        decay_inputs,
+        gate,
+        records,
+        records.stride(0),
+        records.stride(1),
+        weights.conv,
+        conv_pool,
+        conv_pool.stride(0),
+        weights.decay_rate,
+        weights.decay_bias,
+        weights.norm,
+        weights.norm_eps,
+        describe_states(recurrent_pool),
+        recurrent_pool,
+        recurrent_pool.stride(0),
+        *layout.sequences,
+        output,
+        num_units,
+        HEADS=heads,
+        SIZE=STATE_SIZE,
+        TAPS=conv_width,
+        BLOCK_TAPS=triton.next_power_of_2(conv_width),
+        PLACES=2 * records.shape[1] + 1,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=_UNSPECIALISED)
+def _verify_kernel(
+    projected,
+    projected_stride,
+    decay_inputs,
+    gate,
+    records,
+    row_stride,
+    record_stride,
+    conv_weight,
+    conv_pool,
+    conv_stride,
+    decay_rate,
+    decay_bias,
+    norm_weight,
+    norm_eps,
+    states,
+    pool,
+    slot_stride,
+    begin,
+    length,
+    fold,
+    row,
+    slot_in,
+    slot_out,
+    output,
+    num_units,
+    HEADS: gl.constexpr,
+    SIZE: gl.constexpr,
+    TAPS: gl.constexpr,
+    BLOCK_TAPS: gl.constexpr,
+    PLACES: gl.constexpr,
+):
+    """Every so many units, each a head of a sequence."""
+    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WIDTH: gl.constexpr = HEADS * SIZE
+    rows = gl.allocate_shared_memory(gl.float32, [3 * PLACES, SIZE // 4, 4], ROWS)
+    columns = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
+    vectors = rows, columns
+    work = begin_work(states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], HEADS, 1, 1)
+    first, stride = work[4], work[5]
+    o_c = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    norm = gl.load(norm_weight + o_v), norm_eps
+    wait_for_inputs()
+    let_next_start()  # the output projection, which begins with its weights
+    for unit in range(first, num_units, stride):
+        sequence, head = unit // HEADS, unit % HEADS
+        num_folded, num_new = gl.load(fold + sequence), gl.load(length + sequence)
+        first_token, target = gl.load(begin + sequence).to(gl.int64), gl.load(slot_out + sequence)
+        token = projected + first_token * projected_stride
+        num_places = gl.where(target >= 0, num_folded + num_new, 0)
+        recorded = records + gl.load(row + sequence).to(gl.int64) * row_stride
+        stream = token, projected_stride, recorded, record_stride, num_folded, num_places
+        own, kept_own = decay_inputs + first_token * WIDTH, recorded + 3 * WIDTH + HEADS
+        decays = own, WIDTH, kept_own, record_stride, num_folded, num_places
+        read = conv_pool + gl.load(slot_in + sequence).to(gl.int64) * conv_stride
+        kept = conv_pool + target.to(gl.int64) * conv_stride
+        small = read, kept, conv_weight, gl.load(decay_rate + head), decay_bias
+        channel = head * SIZE + o_c
+        _keep_vectors(stream, decays, small, channel, vectors, WIDTH, SIZE, TAPS, PLACES)
+        state = take(work, (unit - first) // stride, STATE, BY_LINE, [SIZE, SIZE], HEADS, 1)
+        written = pool + target.to(gl.int64) * slot_stride + head * (SIZE * SIZE)
+        o_own = first_token * WIDTH + head * SIZE + o_v
+        own = gate + o_own, output + o_own, WIDTH
+        _walk(stream, state, vectors, 3 * WIDTH + head, written, norm, own, SIZE, PLACES)
+        # All threads have read what this column had recorded.
+        thread_barrier()
+        leave_column(stream, 3 * WIDTH + head, o_c)
+
+
+@gluon.jit
+def _keep_vectors(
+    stream,
+    decays,
+    small,
+    channel,
+    vectors,
+    WIDTH: gl.constexpr,
+    SIZE: gl.constexpr,
+    TAPS: gl.constexpr,
+    PLACES: gl.constexpr,
+):
+    """A head's queries, keys, values and decays, of all tokens in shared memory; leaves what they
+    are made of."""
+    read, kept, weight, rate, p_bias = small
+    rows, columns = vectors
+    # Everything is asked for before anything is used.
+    queries = load_inputs(stream, read, channel, TAPS, PLACES)
+    keys = load_inputs(stream, read, WIDTH + channel, TAPS, PLACES)
+    values = load_inputs(stream, read, 2 * WIDTH + channel, TAPS, PLACES)
+    wide = load_places(decays, channel, PLACES)
+    query_taps = load_taps(weight, channel, TAPS)
+    key_taps = load_taps(weight, WIDTH + channel, TAPS)
+    value_taps = load_taps(weight, 2 * WIDTH + channel, TAPS)
+    bias = gl.load(p_bias + channel)
+    for place in gl.static_range(PLACES):
+        if place < stream[5]:
+            query = convolve(queries, query_taps, None, place, TAPS)
+            key = convolve(keys, key_taps, None, place, TAPS)
+            query, key = unit_pair(query, key, SIZE)
+            value = convolve(values, value_taps, None, place, TAPS)
+            decay = gl.exp(rate * softplus(wide[place].to(gl.float32) + bias))
+            keep_rows(rows.index(place), query)
+            keep_rows(rows.index(PLACES + place), key)
+            keep_rows(rows.index(2 * PLACES + place), decay)
+            columns.index(place).store(value)
+    leave_inputs(queries, stream, kept, channel, TAPS, PLACES)
+    leave_inputs(keys, stream, kept, WIDTH + channel, TAPS, PLACES)
+    leave_inputs(values, stream, kept, 2 * WIDTH + channel, TAPS, PLACES)
+    leave_places(wide, decays, channel, PLACES)
+
+
+@gluon.jit
+def _walk(
+    stream,
+    state,
+    vectors,
+    strength,
+    written,
+    norm,
+    own,
+    SIZE: gl.constexpr,
+    PLACES: gl.constexpr,
+):
+    """Take a head's state through all tokens: it is stored behind the last committed one, and read
+    for each new one. `strength` is the column that betas are made of."""
+    scale, norm_eps = norm
+    rows, columns = vectors
+    p_gate, p_output, own_stride = own
+    num_folded, num_places = stream[4], stream[5]
+    last = gl.minimum(num_folded, num_places - 1)
+    o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    b_in = gl.load(row_of(stream, 0) + strength, mask=num_places > 0, other=0.0)
+    for place in range(num_places):
+        new, is_new = place - num_folded, place >= num_folded
+        gate = gl.load(p_gate + new * own_stride, mask=is_new, other=0.0)
+        beta = sigmoid(b_in)
+        b_in = gl.load(row_of(stream, gl.minimum(place + 1, num_places - 1)) + strength)
+        key, value = load_rows(rows.index(PLACES + place)), columns.index(place)
+        state *= load_rows(rows.index(2 * PLACES + place))
+        state = delta_rule(state, key, value.load(gl.SliceLayout(0, STATE)), beta)
+        if place == last:
+            gl.store(written + o_k[:, None] * SIZE + o_v[None, :], state)
+        if is_new:
+            x = gl.sum(state * load_rows(rows.index(place)), 0)
+            x *= rms_scale(x, norm_eps, SIZE) * scale
+            x = x / (1 + gl.exp(-gate.to(gl.float32)))
+            gl.store(p_output + new * own_stride, x.to(p_output.dtype.element_ty))

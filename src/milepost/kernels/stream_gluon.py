@@ -1,0 +1,137 @@
+"""What Hopper's verify kernels read of a sequence's tokens, and what they leave of them, in Gluon:
+all tokens of a step at once, a channel a thread. So nobody else reads what a thread overwrites.
+
+`stream` are (new, new_stride, folded, folded_stride, num_folded, num_places): rows of the step's
+own tokens, rows of the recorded ones before them, and how many there are. A place counts both.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.states_gluon import STATE, STATE_SIZE
+
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+"""In shared memory, of a vector with a number for each row of a state in the layout STATE: as
+[STATE_SIZE / 4, 4], the rows of a thread side by side."""
+_BY_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        lane_bases=[[0, 0], [0, 0], [0, 0], [0, 1], [0, 2]],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[STATE_SIZE // 4, 4],
+    )
+)
+
+
+@gluon.jit
+def keep_rows(place, x):
+    """Put a vector where `load_rows` finds it."""
+    place.store(x.reshape([x.shape[0] // 4, 4]))
+
+
+@gluon.jit
+def load_rows(place):
+    """[K, 1]"""
+    x = place.load(_BY_THREAD)
+    x = x.reshape([x.shape[0] * x.shape[1]])
+    return gl.convert_layout(x, gl.SliceLayout(1, STATE), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def row_of(stream, place):
+    """Where a token's row begins."""
+    new, new_stride, folded, folded_stride, num_folded, _num_places = stream
+    at = new + (place - num_folded) * new_stride
+    return gl.where(place < num_folded, folded + place * folded_stride, at)
+
+
+@gluon.jit
+def load_places(stream, column, PLACES: gl.constexpr):
+    """Columns of all tokens: a tuple of PLACES tensors, zeros behind the last token."""
+    rows = ()
+    for place in gl.static_range(PLACES):
+        is_token = place < stream[5]
+        rows += (gl.load(row_of(stream, place) + column, mask=is_token, other=0.0),)
+    return rows
+
+
+@gluon.jit
+def load_inputs(stream, state, channel, TAPS: gl.constexpr, PLACES: gl.constexpr):
+    """As `load_places`, behind the inputs that a convolution's `state` has kept, oldest first."""
+    rows = ()
+    for tap in gl.static_range(TAPS - 1):
+        old = gl.load(state + channel * (TAPS - 1) + tap)
+        rows += (old.to(stream[0].dtype.element_ty),)
+    return rows + load_places(stream, channel, PLACES)
+
+
+@gluon.jit
+def load_taps(weight, channel, TAPS: gl.constexpr):
+    """A convolution's weights, a tuple of TAPS tensors."""
+    taps = ()
+    for tap in gl.static_range(TAPS):
+        taps += (gl.load(weight + channel * TAPS + tap).to(gl.float32),)
+    return taps
+
+
+@gluon.jit
+def convolve(inputs, taps, bias, PLACE: gl.constexpr, TAPS: gl.constexpr):
+    """Convolution and SiLU at a place, in the order of `states_gluon.convolve`."""
+    x = inputs[PLACE].to(gl.float32) * taps[0]
+    for tap in gl.static_range(1, TAPS):
+        x += inputs[PLACE + tap].to(gl.float32) * taps[tap]
+    if bias is not None:
+        x += bias
+    return x / (1 + gl.exp(-x))
+
+
+@gluon.jit
+def unit_pair(query, key, SIZE: gl.constexpr):
+    """As `states_gluon.unit_vectors`, with both sums at once."""
+    squares = gl.reduce((query * query, key * key), 0, _add_each)
+    query *= gl.rsqrt(squares[0] + 1e-6) * SIZE**-0.5
+    key *= gl.rsqrt(squares[1] + 1e-6)
+    return query, key
+
+
+@gluon.jit
+def _add_each(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def leave_inputs(inputs, stream, state, channel, TAPS: gl.constexpr, PLACES: gl.constexpr):
+    """Leave what the next step reads of a convolution's inputs: those up to the last committed
+    token in the `state` that is written, the drafts' in place of the records."""
+    last = gl.minimum(stream[4], stream[5] - 1)
+    places = ()
+    for row in gl.static_range(TAPS - 1 + PLACES):
+        tap = row - (TAPS - 1) - last + TAPS - 2
+        is_kept = (stream[5] > 0) & (tap >= 0) & (tap < TAPS - 1)
+        old = inputs[row].to(state.dtype.element_ty)
+        gl.store(state + channel * (TAPS - 1) + tap, old, mask=is_kept)
+        if row >= TAPS - 1:
+            places += (inputs[row],)
+    leave_places(places, stream, channel, PLACES)
+
+
+@gluon.jit
+def leave_places(rows, stream, column, PLACES: gl.constexpr):
+    """Put what columns of the step's drafts hold in place of the records."""
+    _new, _new_stride, folded, folded_stride, num_folded, num_places = stream
+    for place in gl.static_range(PLACES):
+        draft = place - num_folded - 1
+        is_draft = (draft >= 0) & (place < num_places)
+        gl.store(folded + draft * folded_stride + column, rows[place], mask=is_draft)
+
+
+@gluon.jit
+def leave_column(stream, column, draft):
+    """As `leave_places`, of one column that all threads have read: a `draft` a thread."""
+    new, new_stride, folded, folded_stride, num_folded, num_places = stream
+    is_draft = draft < num_places - num_folded - 1
+    x = gl.load(new + (draft + 1) * new_stride + column, mask=is_draft, other=0.0)
+    gl.store(folded + draft * folded_stride + column, x, mask=is_draft)
