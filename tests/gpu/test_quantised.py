@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
-from milepost.kernels.quantised import Quantised, mix, triton
+from milepost.kernels import moe
+from milepost.kernels.quantised import Quantised, mix, multiply, multiply_gated, triton
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -64,6 +68,78 @@ def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], ro
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
 
 
+ROW = {
+    "blocks": lambda: make_fp8(1024, 2048),
+    "a part has one block more": lambda: make_fp8(264, 2688),
+    "fewer blocks than parts": lambda: make_fp8(48, 384),
+    "many blocks": lambda: make_fp8(48, 12288),
+    "rows": lambda: make_fp8(200, 512, rows=1),
+    "int4, 128": lambda: make_int4(1024, 2048, group=128),
+    "int4, odd": lambda: make_int4(72, 2688, group=128),
+    "int4, 512": lambda: make_int4(256, 4096, group=512),
+    "int4, all": lambda: make_int4(64, 1280, group=1280),
+    "int4, many blocks": lambda: make_int4(64, 12288, group=128),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ROW)
+def test_one_row(name: str, dtype: torch.dtype) -> None:
+    """Nothing beside the outputs is written; gates and ups may come in one launch."""
+    weight = to("cuda", ROW[name]())
+    hidden = (make_rows(1, weight.num_inputs) / 8).cuda().to(dtype)
+    bias = torch.randn(weight.num_outputs, device="cuda")
+    wide = hidden.new_full((1, weight.num_outputs + 9), float("nan"))
+    row = wide[:, :-9]
+    assert triton.multiply_into(row, hidden, weight, bias, lets_next_start=True)
+    check(row.float(), hidden, weight, bias, bound=5e-3)
+    assert wide[:, -9:].isnan().all()
+    gates, ups = multiply(hidden, weight).float().chunk(2, 1)
+    expected = torch.nn.functional.silu(gates) * ups
+    error = (multiply_gated(hidden, weight) - expected).norm() / expected.norm()
+    assert error < 1e-2
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_chain_of_single_rows(form: str) -> None:
+    """Kernels that begin before those ahead end return the bits of kernels that run one by one:
+    weights, and who was chosen, are read early."""
+    make = make_fp8 if form == "fp8" else partial(make_int4, group=128)
+    enter, leave = (to("cuda", make(*shape)) for shape in ((8192, 512), (512, 8192)))
+    up, down = to("cuda", make(32, 256, 512)), to("cuda", make(32, 512, 128))
+    for weight in (enter, leave, up, down):
+        weight.scales.mul_(weight.num_inputs**-0.5 / (40 if form == "fp8" else 4))
+    first = torch.randn(1, 512, device="cuda").bfloat16()
+
+    def run(pause: Callable[[], object]) -> list[torch.Tensor]:
+        hidden, kept = first, []
+        for _ in range(12):
+            wide = multiply(hidden, enter)
+            pause()
+            narrow = multiply(wide, leave)
+            pause()
+            shares, experts = moe.route(
+                (narrow * 4)[:, :32].contiguous(), 4, normalise=True, num_shared=0
+            )
+            pause()
+            mixed = mix(narrow, shares, experts, up, down)
+            pause()
+            hidden = torch.nn.functional.normalize((first + mixed.sum(1)).float()).bfloat16() * 22
+            kept += [wide, narrow, experts, mixed]
+        return kept
+
+    expected = run(torch.cuda.synchronize)
+    assert all(each.isfinite().all() for each in expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(lambda: None)
+    for _ in range(10):
+        for each in found:
+            each.fill_(-1)
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
+
+
 def fp8_experts(up_rows: int, **how: float) -> tuple[Quantised, Quantised]:
     return make_fp8(16, up_rows, 256, **how), make_fp8(16, 256, 256, seed=2, **how)
 
@@ -77,6 +153,10 @@ EXPERTS = {
     "int4": lambda: (make_int4(16, 512, 256, group=32), make_int4(16, 256, 256, group=64)),
     "int4, squared relu": lambda: (
         make_int4(16, 256, 256, group=128),
+        make_int4(16, 256, 256, group=128),
+    ),
+    "int4, 128": lambda: (
+        make_int4(16, 512, 256, group=128),
         make_int4(16, 256, 256, group=128),
     ),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from milepost.kernels import norm
 from milepost.kernels.device import runs_triton
 from milepost.kernels.quantised import reference
 from milepost.kernels.quantised.forms import (
@@ -33,6 +34,7 @@ __all__ = [
     "lane_of",
     "mix",
     "multiply",
+    "multiply_gated",
     "multiply_into",
     "pack",
     "partials",
@@ -62,6 +64,18 @@ def multiply_into(
         if triton.multiply_into(output, hidden, weight, bias, lets_next_start=lets_next_start):
             return
     output.copy_(multiply(hidden, weight, bias, lets_next_start=lets_next_start))
+
+
+def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor:
+    """SiLU(gate) * up [T, O]: gates and up are the halves of `multiply(hidden, weight)`, in this
+    order; `weight` [2 * O, I]."""
+    if hidden.dim() == 2 and runs_triton(hidden):
+        from milepost.kernels.quantised import triton
+
+        result = triton.multiply_gated(hidden, weight)
+        if result is not None:
+            return result
+    return norm.silu_mul(partials(hidden, weight))
 
 
 def partials(

@@ -102,6 +102,21 @@ def multiply_into(
     return True
 
 
+def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor | None:
+    """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
+    gates, if one launch does it, else None."""
+    if not (_suits(hidden, weight) and _is_row(hidden, weight) and runs_gluon(hidden)):
+        return None
+    chip = probe(hidden.device)
+    if weight.num_outputs % 2 or _cut_for_hopper(hidden, weight, None, chip):
+        return None
+    from milepost.kernels.quantised import triton_hopper_row
+
+    output = hidden.new_empty(1, weight.num_outputs // 2)
+    triton_hopper_row.multiply(hidden, weight, None, output, chip, is_gated=True)
+    return output
+
+
 def _multiply(
     output: Tensor,
     hidden: Tensor,
@@ -122,7 +137,12 @@ def _multiply(
         triton_hopper.multiply(rows, scales, weight, output, cut, chip)
         return
     if _is_row(hidden, weight):
-        triton_gemv.multiply(hidden, weight, bias, output, chip)
+        if runs_gluon(hidden):
+            from milepost.kernels.quantised import triton_hopper_row
+
+            triton_hopper_row.multiply(hidden, weight, bias, output, chip, is_gated=False)
+        else:
+            triton_gemv.multiply(hidden, weight, bias, output, chip)
         return
     tiles = _choose_dense(len(hidden), weight, chip)
     are_few = tiles.block_m <= _FEW.block_m
@@ -224,6 +244,10 @@ def mix(
     is_gated = up.num_outputs == 2 * size
     output = hidden.new_empty(num_tokens, num_chosen, down.num_outputs)
     if num_routed <= _FEWEST_ROUTED and triton_gemv.suits(up, down):
+        if runs_gluon(hidden):
+            from milepost.kernels.quantised import triton_hopper_row_experts
+
+            return triton_hopper_row_experts.mix(hidden, shares, experts, up, down, chip)
         active = hidden.new_empty(num_routed, size)
         triton_gemv_experts.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
         triton_gemv_experts.project_down(active, shares, experts, down, output, chip)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import norm, quantised
+from milepost.kernels import quantised
 from milepost.kernels.quantised import Quantised
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placements, cut_inputs, cut_outputs
@@ -96,7 +96,7 @@ class QuantisedMatrix(nn.Module):
         return quantised.partials(hidden, self.form, bias)
 
     def multiply_gated(self, hidden: Tensor) -> Tensor:
-        return norm.silu_mul(self.partials(hidden, None))
+        return quantised.multiply_gated(hidden, self.form)
 
     def multiply_precise(self, hidden: Tensor) -> Tensor:
         """Routers are multiplied so, and stay raw."""
