@@ -12,42 +12,60 @@ from milepost.kernels.activations import silu
 
 
 @triton.jit
-def convolve_rows(
+def first_window(
     projected,
     projected_stride,
-    weight,
     state,
     channel,
     is_channel,
-    row,
     begin,
-    end,
     part_from,
     TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """[ROWS, BLOCK] float32, the convolution of tokens from `part_from` on, at most up to `end`, of
-    a sequence whose first is `begin`; what precedes that is in `state`."""
-    x = tl.zeros([ROWS, BLOCK], tl.float32)
-    if part_from == begin:
-        # The oldest inputs go first, as they do where all inputs are tokens: equal bits.
-        for tap in tl.static_range(TAPS - 1):
-            inputs = tl.zeros([ROWS, BLOCK], tl.float32)
-            for kept in tl.static_range(TAPS - 1):
-                old = tl.load(state + channel * (TAPS - 1) + kept, is_channel, 0).to(tl.float32)
-                inputs = tl.where((row == kept - tap)[:, None], old[None, :], inputs)
-            taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
-            x += inputs * taps[None, :]
-    in_rows = (row < end - part_from)[:, None] & is_channel[None, :]
-    first_row = projected + part_from.to(tl.int64) * projected_stride
+    """The TAPS - 1 inputs before token `part_from` of a sequence whose first is `begin`, oldest
+    first, each of `channel`'s shape, float32; what precedes `begin` is in `state`."""
+    window = ()
+    is_first = part_from == begin
+    row = projected + part_from.to(tl.int64) * projected_stride + channel
+    for tap in tl.static_range(TAPS - 1):
+        old = tl.load(state + channel * (TAPS - 1) + tap, is_channel & is_first, 0)
+        inputs = tl.load(row + (tap - (TAPS - 1)) * projected_stride, is_channel & ~is_first, 0)
+        b_input = inputs.to(tl.float32) + old.to(tl.float32)
+        window = window + (b_input,)  # noqa: RUF005  Triton unpacks no tuples
+    return window
+
+
+@triton.jit
+def load_taps(weight, channel, is_channel, TAPS: tl.constexpr):
+    """The convolution's weights for each tap, of `channel`'s shape, float32."""
+    taps = ()
     for tap in tl.static_range(TAPS):
-        source = row - (TAPS - 1) + tap
-        at = source[:, None] * projected_stride + channel[None, :]
-        inputs = tl.load(first_row + at, in_rows & (source >= begin - part_from)[:, None], 0)
-        taps = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
-        x += inputs.to(tl.float32) * taps[None, :]
-    return x
+        b_tap = tl.load(weight + channel * TAPS + tap, is_channel, 0).to(tl.float32)
+        taps = taps + (b_tap,)  # noqa: RUF005
+    return taps
+
+
+@triton.jit
+def load_rows(p_inputs, stride, is_channel, num_rows, BATCH: tl.constexpr):
+    """BATCH rows of inputs, of which there are `num_rows`. All are loaded before anything is
+    stored: for all the compiler knows that might change what later ones read."""
+    rows = ()
+    for row in tl.static_range(BATCH):
+        b_row = tl.load(p_inputs + row * stride, is_channel & (row < num_rows), 0)
+        rows = rows + (b_row,)  # noqa: RUF005
+    return rows
+
+
+@triton.jit
+def slide(window, taps, newest, TAPS: tl.constexpr):
+    """What the convolution makes of `window` and the input behind it; and the next window."""
+    seen = window + (newest,)  # noqa: RUF005
+    x = seen[0] * taps[0]
+    following = ()
+    for tap in tl.static_range(1, TAPS):
+        x += seen[tap] * taps[tap]
+        following = following + (seen[tap],)  # noqa: RUF005
+    return x, following
 
 
 @triton.jit

@@ -11,12 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.device import probe
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.triton_chunks import export_state, load_state, store_state
 
 _COLUMNS = 32
 """Of the state in one program."""
+_WARPS, _STAGES = 4, (2, 3)
+"""The latter where it has room."""
 
 
 def chunk_fwd_h(
@@ -39,6 +42,7 @@ def chunk_fwd_h(
     """
     num_columns = min(_COLUMNS, shapes.blocks["BLOCK_W"])
     grid = (triton.cdiv(shapes.value_dim, num_columns), shapes.value_heads, len(slot_out))
+    step = shapes.chunk * (2 * shapes.blocks["BLOCK_K"] + num_columns) * values.element_size()
     _chunk_fwd_h_kernel[grid](
         values.shape[1],
         layout.sequence_chunk,
@@ -57,8 +61,8 @@ def chunk_fwd_h(
         BY_CHANNEL=decay.dim() == 3,
         **shapes.heads,
         **(shapes.blocks | {"BLOCK_W": num_columns}),
-        num_warps=4,
-        num_stages=2,
+        num_warps=_WARPS,
+        num_stages=_STAGES[probe(values.device).shared_bytes > (_STAGES[1] + 1) * step],
         **OVERLAPPED,
     )
 

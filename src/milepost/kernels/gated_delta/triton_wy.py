@@ -157,8 +157,8 @@ def _product(left, right, SPLIT: tl.constexpr):
     """Matrix product of float32 numbers; with SPLIT each is the sum of two bfloat16 numbers, which
     keeps 16 bits and is twice as fast."""
     if SPLIT:
-        left_high, left_low = _split(left)
-        right_high, right_low = _split(right)
+        left_high, left_low = split(left)
+        right_high, right_low = split(right)
         product = tl.dot(left_high, right_low)
         product = tl.dot(left_low, right_high, product)
         return tl.dot(left_high, right_high, product)
@@ -167,7 +167,7 @@ def _product(left, right, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _split(wide):
+def split(wide):
     """Two bfloat16 numbers whose sum is nearly `wide`, the first of them cut off."""
     bits = wide.to(tl.int32, bitcast=True) & -65536
     high = bits.to(tl.float32, bitcast=True)

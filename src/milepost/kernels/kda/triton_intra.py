@@ -1,11 +1,12 @@
 """The WY representation of a chunk of KDA (Kimi Linear, arXiv 2510.26692, section 3): what doesn't
 depend on the state before it.
 
-No decay is divided by: over a chunk a channel's may be too small for a number. A later and an
-earlier token are in different halves of one block of 2, 4, ... or C tokens, and the decay between
-them is the product of that from the earlier one to the end of its half and that from there to the
-later one. Neither exceeds 1, and for all pairs of one size of blocks a token has one of them. So
-all products are matrix products, one for each size.
+Of channels that decay little, tokens' decays from the middle of the chunk on and their opposites
+are numbers, and all pairs are one matrix product. Of others no decay is divided by: over a chunk it
+may be too small for a number. A later and an earlier token are in different halves of one block of
+2, 4, ... or C tokens, and the decay between them is the product of that from the earlier one to the
+end of its half and that from there to the later one. Neither exceeds 1, and for all pairs of one
+size of blocks a token has one of them. So all products are matrix products, one for each size.
 
 Legend: T tokens, N chunks, C tokens in a chunk, H heads, K head_dim.
 """
@@ -19,16 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.activations import sigmoid, softplus
+from milepost.kernels.activations import LOG2_E, sigmoid, softplus
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
-from milepost.kernels.gated_delta.triton_wy import invert
+from milepost.kernels.gated_delta.triton_wy import invert, split
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
-_CHANNELS = 32
+_CHANNELS = 64
 """Of a head at a time; all at once would be more than there are registers."""
-_INTRA = {"num_warps": 4}
+_INTRA = {"num_warps": 4, "num_stages": 2}
+_MOST = {torch.float16: 6.0}
+"""That half a chunk may decay by, as a power of two, if decays within it and their opposites are to
+be numbers of the type."""
+_MOST_OF_OTHERS = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ def intra(
         HEAD_DIM=shapes.key_dim,
         C=shapes.chunk,
         BLOCK_K=_CHANNELS,
+        MOST=_MOST.get(projected.dtype, _MOST_OF_OTHERS),
         SPLIT=projected.is_cuda and projected.dtype != torch.float32,
         **_INTRA,
         **OVERLAPPED,
@@ -101,6 +107,7 @@ def _intra_kernel(
     HEAD_DIM: tl.constexpr,
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MOST: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     """One head of a chunk."""
@@ -126,70 +133,105 @@ def _intra_kernel(
     b_qk = tl.zeros([C, C], tl.float32)
     b_kk = tl.zeros([C, C], tl.float32)
     b_own = tl.zeros([C], tl.float32)
-    for first in range(0, HEAD_DIM, BLOCK_K):
-        o_k = first + tl.arange(0, BLOCK_K)
-        b_g = _log_decays(p_f, p_bias, rate, in_chunk, o_k, HEAD_DIM)
-        in_k = in_chunk[:, None] & (o_k < HEAD_DIM)[None, :]
-        b_q = tl.load(p_q + o_k[None, :], in_k, 0)
-        b_k = tl.load(p_k + o_k[None, :], in_k, 0)
-        b_own += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-        b_qk, b_kk = _add_pairs(b_q, b_k, b_g, o_t, b_qk, b_kk, C, BLOCK_K)
-    b_qk += tl.where(o_t[:, None] == o_t[None, :], b_own[:, None], 0)
-    p_scores = scores + row * C + o_t[None, :]
-    tl.store(p_scores, b_qk.to(scores.dtype.element_ty), in_chunk[:, None] & (o_t < C)[None, :])
-    b_inv = invert(b_kk * b_beta[:, None], o_t, C, SPLIT)
-    # The factors of the right sides' rows stand in the inverse's columns.
-    b_inv = (b_inv * b_beta[None, :]).to(query_key.dtype.element_ty)
-
+    is_first = o_t < C // 2
+    # Sums of the rows from the middle on, back to where they are opposites.
+    middle: tl.constexpr = C // 2 - 1
+    signs = tl.where(o_t[:, None] > middle, 1.0, -1.0)
+    signs = tl.where(_between(tl.minimum(o_t, middle), tl.maximum(o_t, middle), o_t), signs, 0)
+    signs = signs.to(tl.bfloat16 if SPLIT else tl.float32)
     for first in range(0, HEAD_DIM, BLOCK_K):
         o_k = first + tl.arange(0, BLOCK_K)
         is_k = o_k < HEAD_DIM
-        b_g = _log_decays(p_f, p_bias, rate, in_chunk, o_k, HEAD_DIM)
-        # Tokens past the chunk's end decay nothing, so the last row holds the whole chunk's.
-        b_last = tl.sum(tl.where((o_t == C - 1)[:, None], b_g, 0), 0)
-        tl.store(decay + (i_t * HEADS + i_h) * HEAD_DIM + o_k, tl.exp(b_last), is_k)
         in_k = in_chunk[:, None] & is_k[None, :]
+        b_f = tl.load(p_f + o_k[None, :], in_k, 0).to(tl.float32)
         b_q = tl.load(p_q + o_k[None, :], in_k, 0)
         b_k = tl.load(p_k + o_k[None, :], in_k, 0)
-        from_begin = tl.exp(b_g)
-        tl.store(p_q + o_k[None, :], (b_q.to(tl.float32) * from_begin).to(b_q.dtype), in_k)
-        to_end = tl.exp(b_last[None, :] - b_g)
-        wide_k = b_k.to(tl.float32)
+        b_f += tl.load(p_bias + o_k, is_k, 0)[None, :]
+        # Log decays, of base 2: those of tokens, of both halves of the chunk, and from the first
+        # one's end on.
+        b_a = tl.where(in_k, rate * LOG2_E * softplus(b_f), 0)
+        if SPLIT:
+            # To 16 bits, which the two parts hold: sums of them cancel as sums of the whole do.
+            b_a = (b_a.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+        b_before = tl.sum(tl.where(is_first[:, None], b_a, 0), 0)
+        b_after = tl.sum(tl.where(is_first[:, None], 0, b_a), 0)
+        parts = split(b_a) if SPLIT else (b_a,)
+        b_d = _times(signs, parts)
+        wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
+        b_own += tl.sum(wide_q * wide_k, 1)
+        if tl.min(tl.minimum(b_before, b_after)) > -MOST:
+            b_qk, b_kk = _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk)
+        else:
+            b_qk, b_kk = _add_pairs(b_q, b_k, parts, o_t, b_qk, b_kk)
+        tl.store(decay + (i_t * HEADS + i_h) * HEAD_DIM + o_k, tl.exp2(b_before + b_after), is_k)
+        from_begin = tl.exp2(b_d + b_before[None, :])
+        to_end = tl.exp2(b_after[None, :] - b_d)
+        tl.store(p_q + o_k[None, :], (wide_q * from_begin).to(b_q.dtype), in_k)
         tl.store(p_k + o_k[None, :], (wide_k * to_end).to(b_k.dtype), in_k)
-        at = row * HEAD_DIM + o_k[None, :]
-        b_w = tl.dot(b_inv, (wide_k * from_begin).to(b_k.dtype), input_precision="ieee")
-        tl.store(w + at, b_w.to(b_k.dtype), in_k)
-        b_v = tl.load(values + at, in_k, 0)
-        b_u = tl.dot(b_inv, b_v, input_precision="ieee")
-        tl.store(values + at, b_u.to(b_v.dtype), in_k)
+        tl.store(w + row * HEAD_DIM + o_k[None, :], (wide_k * from_begin).to(b_k.dtype), in_k)
 
-
-@triton.jit
-def _log_decays(p_f, p_bias, rate, in_chunk, o_k, HEAD_DIM: tl.constexpr):
-    """[C, BLOCK_K] of some channels, added up from the chunk's begin."""
-    is_k = o_k < HEAD_DIM
-    in_k = in_chunk[:, None] & is_k[None, :]
-    inputs = tl.load(p_f + o_k[None, :], in_k, 0).to(tl.float32)
-    inputs += tl.load(p_bias + o_k, is_k, 0)[None, :]
-    return tl.cumsum(tl.where(in_k, rate * softplus(inputs), 0), 0)
-
-
-@triton.jit
-def _add_pairs(b_q, b_k, b_g, o_t, b_qk, b_kk, C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`b_qk` and `b_kk` [C, C] with decayed products of some channels of queries and keys, and of
-    keys and keys, added; those of a later token's with an earlier one's."""
     is_later = o_t[:, None] > o_t[None, :]
+    b_qk = tl.where(is_later, b_qk, tl.where(o_t[:, None] == o_t[None, :], b_own[:, None], 0))
+    p_scores = scores + row * C + o_t[None, :]
+    tl.store(p_scores, b_qk.to(scores.dtype.element_ty), in_chunk[:, None] & (o_t < C)[None, :])
+    b_inv = invert(tl.where(is_later, b_kk * b_beta[:, None], 0), o_t, C, SPLIT)
+    # The factors of the right sides' rows stand in the inverse's columns.
+    b_inv = (b_inv * b_beta[None, :]).to(query_key.dtype.element_ty)
+
+    # What threads stored others read.
+    tl.debug_barrier()
+    for first in range(0, HEAD_DIM, BLOCK_K):
+        o_k = first + tl.arange(0, BLOCK_K)
+        in_k = in_chunk[:, None] & (o_k < HEAD_DIM)[None, :]
+        at = row * HEAD_DIM + o_k[None, :]
+        b_w = tl.dot(b_inv, tl.load(w + at, in_k, 0), input_precision="ieee")
+        b_u = tl.dot(b_inv, tl.load(values + at, in_k, 0), input_precision="ieee")
+        tl.store(w + at, b_w.to(w.dtype.element_ty), in_k)
+        tl.store(values + at, b_u.to(values.dtype.element_ty), in_k)
+
+
+@triton.jit
+def _between(after, upto, o_t):
+    """[C, C], in which rows are behind `after` and up to `upto` [C]."""
+    return (o_t[None, :] > after[:, None]) & (o_t[None, :] <= upto[:, None])
+
+
+@triton.jit
+def _times(chosen, parts):
+    """`chosen` [C, C] times the sum of `parts` [C, K]."""
+    if len(parts) == 2:
+        return tl.dot(chosen, parts[0], tl.dot(chosen, parts[1]))
+    else:
+        return tl.dot(chosen, parts[0], input_precision="tf32x3")
+
+
+@triton.jit
+def _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk):
+    """As `_add_pairs`, where two to the power of `b_d`, log decays from the middle of the chunk on,
+    and its opposite are numbers."""
+    down = tl.exp2(b_d)
+    right = tl.trans((b_k.to(tl.float32) * tl.exp2(-b_d)).to(b_k.dtype))
+    left = (b_q.to(tl.float32) * down).to(b_q.dtype)
+    b_qk = tl.dot(left, right, b_qk, input_precision="ieee")
+    left = (b_k.to(tl.float32) * down).to(b_k.dtype)
+    return b_qk, tl.dot(left, right, b_kk, input_precision="ieee")
+
+
+@triton.jit
+def _add_pairs(b_q, b_k, parts, o_t, b_qk, b_kk):
+    """`b_qk` and `b_kk` [C, C] with decayed products of some channels of queries and keys, and of
+    keys and keys, added; those of later keys are anything."""
     apart = o_t[:, None] ^ o_t[None, :]
     wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
     # Rolled up: all sizes at once would be more than there are registers.
     for power in range(6):
         # Halves of 2 ** power tokens; their blocks' first halves end with these.
         end = (o_t | ((2 << power) - 1)) - (1 << power)
-        b_end = tl.gather(b_g, tl.broadcast_to(end[:, None], [C, BLOCK_K]), 0)
-        factor = tl.exp(-tl.abs(b_g - b_end))
+        is_added = _between(tl.minimum(o_t, end), tl.maximum(o_t, end), o_t)
+        factor = tl.exp2(_times(is_added.to(parts[0].dtype), parts))
         right = (wide_k * factor).to(b_k.dtype)
         left = (wide_q * factor).to(b_q.dtype)
-        is_pair = is_later & ((apart >> power) == 1)
+        is_pair = (apart >> power) == 1
         products = tl.dot(left, tl.trans(right), input_precision="ieee")
         b_qk += tl.where(is_pair, products, 0)
         products = tl.dot(right, tl.trans(right), input_precision="ieee")

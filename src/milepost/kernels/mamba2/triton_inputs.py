@@ -8,9 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.activations import silu
+from milepost.kernels.activations import LOG2_E, silu
 from milepost.kernels.chunks import UNSPECIALISED
-from milepost.kernels.conv.triton_parts import convolve_rows, keep_inputs
+from milepost.kernels.conv.triton_parts import (
+    first_window,
+    keep_inputs,
+    load_rows,
+    load_taps,
+    slide,
+)
 from milepost.kernels.mamba2.triton_parts import time_step
 from milepost.kernels.overlap import let_next_start, wait_for_inputs
 
@@ -37,6 +43,7 @@ def convolve(
     BLOCK_TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    BATCH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """ROWS tokens of some channels of a tile: convolution and SiLU into `mixed` [T, C]. The first
@@ -45,6 +52,12 @@ def convolve(
     let_next_start()
     i_tile, i_part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     sequence = tl.load(tile_sequence + i_tile)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_channel = channel < CHANNELS
+    taps = load_taps(weight, channel, is_channel, TAPS)
+    b_bias = tl.zeros([BLOCK], tl.float32)
+    if bias is not None:
+        b_bias += tl.load(bias + channel, is_channel, 0).to(tl.float32)
     wait_for_inputs()
     if sequence < 0:
         return
@@ -52,20 +65,18 @@ def convolve(
     part_from = tl.load(tile_begin + i_tile) + i_part * ROWS
     if part_from >= end:
         return
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_channel, row = channel < CHANNELS, tl.arange(0, ROWS)
     state = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
-    # fmt: off
-    x = convolve_rows(
-        projected, projected_stride, weight, state, channel, is_channel, row, begin, end, part_from,
-        TAPS, BLOCK, ROWS,
-    )
-    # fmt: on
-    if bias is not None:
-        x += tl.load(bias + channel, is_channel, 0).to(tl.float32)[None, :]
-    in_part = (row < end - part_from)[:, None] & is_channel[None, :]
-    p_mixed = mixed + (part_from + row).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
-    tl.store(p_mixed, silu(x).to(mixed.dtype.element_ty), in_part)
+    part = begin, part_from
+    window = first_window(projected, projected_stride, state, channel, is_channel, *part, TAPS)
+    for first in range(part_from, tl.minimum(end, part_from + ROWS), BATCH):
+        p_inputs = projected + tl.cast(first, tl.int64) * projected_stride + channel
+        p_mixed = mixed + tl.cast(first, tl.int64) * CHANNELS + channel
+        rows = load_rows(p_inputs, projected_stride, is_channel, end - first, BATCH)
+        for row in tl.static_range(BATCH):
+            x, window = slide(window, taps, rows[row].to(tl.float32), TAPS)
+            is_row = is_channel & (first + row < end)
+            b_mixed = silu(x + b_bias).to(mixed.dtype.element_ty)
+            tl.store(p_mixed + row * CHANNELS, b_mixed, is_row)
 
     if i_part > 0:
         return
@@ -90,12 +101,15 @@ def discretise(
     chunk_size,
     steps,
     decay_sums,
+    to_end,
+    decays,
     HEADS: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Time steps of some heads of a chunk, and their log decays added up from the chunk's begin:
-    `steps` and `decay_sums` [H, T], float32."""
+    """Of some heads of a chunk, all float32: time steps and their log decays (of base 2) added up
+    from the chunk's begin, `steps` and `decay_sums` [H, T]; steps decayed up to the chunk's end,
+    `to_end` [H, T], and the whole chunk's `decays` [N, H]."""
     let_next_start()
     i_chunk = tl.program_id(1)
     size = tl.load(chunk_size + i_chunk)
@@ -109,7 +123,12 @@ def discretise(
     inputs = tl.load(projected + token[:, None] * projected_stride + head[None, :], is_real, 0)
     bias = tl.load(dt_bias + head, is_head, 0)[None, :]
     b_steps = tl.where(is_real, time_step(inputs, bias, dt_low, dt_high), 0)
-    b_sums = tl.cumsum(b_steps * tl.load(rate + head, is_head, 0)[None, :], 0)
+    b_rate = tl.load(rate + head, is_head, 0) * LOG2_E
+    b_sums = tl.cumsum(b_steps * b_rate[None, :], 0)
     at = head.to(tl.int64)[None, :] * num_tokens + token[:, None]
     tl.store(steps + at, b_steps, is_real)
     tl.store(decay_sums + at, b_sums, is_real)
+    # Tokens past the chunk's end decay nothing.
+    total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], b_sums, 0), 0)
+    tl.store(to_end + at, b_steps * tl.exp2(total[None, :] - b_sums), is_real)
+    tl.store(decays + i_chunk * HEADS + head, tl.exp2(total), is_head)

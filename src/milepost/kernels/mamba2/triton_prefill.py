@@ -23,32 +23,33 @@ import triton
 from torch import Tensor
 
 from milepost.kernels.chunks import TILE, ChunkLayout
-from milepost.kernels.device import num_sms, probe
+from milepost.kernels.device import num_sms
 from milepost.kernels.mamba2.triton_inputs import convolve, discretise
 from milepost.kernels.mamba2.triton_norm import norm
 from milepost.kernels.mamba2.triton_states import chunk_fwd_h_kernel, chunk_fwd_o_kernel
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED
 
-_CONVOLVED_ROWS = 32
+_CONVOLVED_ROWS = 16
 """Rows of a tile in one program of `convolve`, no fewer than taps."""
-_CONVOLVED_CHANNELS = 128
+_CONVOLVED_BATCH = 8
+"""Of them are loaded at a time."""
+_CONVOLVED_CHANNELS = 512
 _HEADS = 8
 """Of a program of `discretise`."""
 _ROWS = 64
-"""Tiles of products are no narrower, as in Gated DeltaNet; of float32 they are no taller in
-`chunk_fwd_o`."""
+"""Tiles of products are no narrower, as in Gated DeltaNet; in `chunk_fwd_o` they are no taller, and
+of float32 no wider."""
 _O_HEADS = 8
 """Heads of a program of `chunk_fwd_o`, at most."""
-_H_COLUMNS = 64
-"""Columns of the state in one program of `chunk_fwd_h`."""
+_H_COLUMNS = 32
+"""Columns of the state in one program of `chunk_fwd_h`; twice as many of float32."""
 _NORMED = 4096
 """Entries in one program of `norm`."""
 _CONVOLVE = {"num_warps": 4}
 _DISCRETISE = {"num_warps": 4}
-_CHUNK_FWD_H = {"num_warps": 8, "num_stages": 3}
-_O_WARPS, _O_STAGES = 4, 3
-"""The former for each _ROWS rows; the latter where there is room."""
+_H_WARPS, _H_STAGES = 4, 3
+_O_WARPS = 4
 _NORM = {"num_warps": 4}
 
 
@@ -66,9 +67,22 @@ def prefill(
     inner = heads * head_dim
     slots = slot_in, slot_out
     mixed = _convolve(projected[:, inner:], weights, conv_pool, slots, layout)
-    steps, sums = _discretise(projected[:, -heads:], weights, layout)
-    y = _chunk_fwd(mixed, steps, sums, weights.skip, recurrent_pool, slots, layout)
+    y = scan(mixed, projected[:, -heads:], weights, recurrent_pool, slots, layout)
     return _norm(y, projected, weights, recurrent_pool, layout)
+
+
+def scan(
+    mixed: Tensor,
+    inputs: Tensor,
+    weights: Mamba2Weights,
+    pool: Tensor,
+    slots: tuple[Tensor, Tensor],
+    layout: ChunkLayout,
+) -> Tensor:
+    """The recurrence alone, of convolved x, B and C [T, channels] and what time steps are made of
+    [T, H]; returns outputs before gates and norm [T, H * P], and writes `pool`."""
+    times = _discretise(inputs, weights, layout)
+    return _chunk_fwd(mixed, *times, weights.skip, pool, slots, layout)
 
 
 def _convolve(
@@ -103,6 +117,7 @@ def _convolve(
         BLOCK_TAPS=triton.next_power_of_2(conv_width),
         BLOCK=_CONVOLVED_CHANNELS,
         ROWS=_CONVOLVED_ROWS,
+        BATCH=_CONVOLVED_BATCH,
         PARTS=parts,
         **_CONVOLVE,
         **OVERLAPPED,
@@ -112,10 +127,11 @@ def _convolve(
 
 def _discretise(
     inputs: Tensor, weights: Mamba2Weights, layout: ChunkLayout
-) -> tuple[Tensor, Tensor]:
-    """Time steps and decays added up within chunks, both [H, T] float32."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `discretise` fills."""
     num_tokens, heads = inputs.shape
-    steps, sums = (inputs.new_empty(heads, num_tokens, dtype=torch.float32) for _ in range(2))
+    steps, sums, to_end = inputs.new_empty(3, heads, num_tokens, dtype=torch.float32)
+    decays = inputs.new_empty(len(layout.chunk_size), heads, dtype=torch.float32)
     discretise[triton.cdiv(heads, _HEADS), len(layout.chunk_size)](
         inputs,
         inputs.stride(0),
@@ -127,19 +143,23 @@ def _discretise(
         layout.chunk_size,
         steps,
         sums,
+        to_end,
+        decays,
         HEADS=heads,
         C=layout.chunk,
         BLOCK=_HEADS,
         **_DISCRETISE,
         **OVERLAPPED,
     )
-    return steps, sums
+    return steps, sums, to_end, decays
 
 
 def _chunk_fwd(
     mixed: Tensor,
     steps: Tensor,
     sums: Tensor,
+    to_end: Tensor,
+    decays: Tensor,
     skip: Tensor,
     pool: Tensor,
     slots: tuple[Tensor, Tensor],
@@ -158,7 +178,9 @@ def _chunk_fwd(
         "STATE_SIZE": state_size,
         "BLOCK_P": max(_ROWS, triton.next_power_of_2(head_dim)),
     }
-    chunk_fwd_h_kernel[triton.cdiv(state_size, _H_COLUMNS), heads, len(slots[0])](
+    is_wide = mixed.dtype == torch.float32
+    columns = _H_COLUMNS * (1 + is_wide)
+    chunk_fwd_h_kernel[triton.cdiv(state_size, columns), heads, len(slots[0])](
         num_tokens,
         layout.sequence_chunk,
         layout.chunk_begin,
@@ -168,17 +190,17 @@ def _chunk_fwd(
         pool,
         pool.stride(0),
         mixed,
-        steps,
-        sums,
+        to_end,
+        decays,
         states,
         **sizes,
         C=layout.chunk,
-        BLOCK_K=_H_COLUMNS,
-        **_CHUNK_FWD_H,
+        BLOCK_K=columns,
+        num_warps=_H_WARPS * (1 + is_wide),
+        num_stages=_H_STAGES,
         **OVERLAPPED,
     )
-    rows = _ROWS if mixed.dtype == torch.float32 else layout.chunk
-    parts = triton.cdiv(layout.chunk, rows)
+    parts = triton.cdiv(layout.chunk, _ROWS)
     block_k = max(_ROWS, triton.next_power_of_2(state_size))
     each = _choose_heads(heads, groups, num_chunks * parts, num_sms(mixed.device))
     chunk_fwd_o_kernel[heads // each, num_chunks * parts](
@@ -192,23 +214,16 @@ def _chunk_fwd(
         states,
         y,
         **sizes,
-        PARTS=parts,
-        ROWS=rows,
+        C=layout.chunk,
+        ROWS=_ROWS,
+        COLUMNS=_ROWS if is_wide else max(_ROWS, layout.chunk),
         EACH=each,
         BLOCK_K=block_k,
-        num_warps=_O_WARPS * rows // _ROWS,
-        num_stages=_choose_stages(sizes["BLOCK_P"], block_k, rows, mixed),
+        num_warps=_O_WARPS,
+        num_stages=1 + is_wide,
         **OVERLAPPED,
     )
     return y
-
-
-def _choose_stages(block_p: int, block_k: int, rows: int, mixed: Tensor) -> int:
-    """Of `chunk_fwd_o`, which holds C and B, and of each head on the way its state and x."""
-    held = 2 * rows * block_k * mixed.element_size()
-    each = block_p * (rows + block_k) * mixed.element_size()
-    room = probe(mixed.device).shared_bytes - held
-    return _O_STAGES if room >= _O_STAGES * each else _O_STAGES - 1
 
 
 def _choose_heads(heads: int, groups: int, num_tiles: int, num_sms: int) -> int:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.overlap import let_next_start, wait_for_inputs
-from milepost.kernels.triton_chunks import export_state, load_state, store_state
+from milepost.kernels.triton_chunks import load_state, store_state
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
@@ -26,8 +26,8 @@ def chunk_fwd_h_kernel(
     pool,
     slot_stride,
     mixed,
-    steps,
-    decay_sums,
+    to_end,
+    decays,
     states,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -62,22 +62,25 @@ def chunk_fwd_h_kernel(
     # Loaded a chunk ahead: addresses that wait for a load would keep the tiles from being fetched
     # early.
     begin, size = tl.load(chunk_begin + first), tl.load(chunk_size + first)
+    slot, decay = tl.load(chunk_slot + first), tl.load(decays + first * HEADS + i_head)
     for chunk in range(first, last):
         in_chunk, at = row < size, begin.to(tl.int64) * width
         b_x = tl.load(p_x + at, in_chunk[:, None] & is_p[None, :], 0)
         b_b = tl.load(p_b + at, in_chunk[:, None] & is_k[None, :], 0)
-        step = tl.load(steps + head_begin + begin + row, in_chunk, 0)
-        decay = tl.load(decay_sums + head_begin + begin + row, in_chunk, 0)
-        total = tl.load(decay_sums + head_begin + begin + size - 1)
-        p_before = states + tl.cast(chunk, tl.int64) * (HEADS * HEAD_DIM * STATE_SIZE) + o_state
-        tl.store(p_before, b_state.to(states.dtype.element_ty), in_state)
-        weight = tl.where(in_chunk, step * tl.exp(tl.where(in_chunk, total - decay, 0)), 0)
-        b_x = (b_x.to(tl.float32) * weight[:, None]).to(b_b.dtype)
-        b_state *= tl.exp(total)
-        b_state += tl.dot(tl.trans(b_x), b_b, input_precision="ieee")
-        export_state(pool, slot_stride, chunk_slot, chunk, o_state, in_state, b_state)
+        weight = tl.load(to_end + head_begin + begin + row, in_chunk, 0)
         following = tl.minimum(chunk + 1, last - 1)
         begin, size = tl.load(chunk_begin + following), tl.load(chunk_size + following)
+        next_slot = tl.load(chunk_slot + following)
+        next_decay = tl.load(decays + following * HEADS + i_head)
+        p_before = states + tl.cast(chunk, tl.int64) * (HEADS * HEAD_DIM * STATE_SIZE) + o_state
+        tl.store(p_before, b_state.to(states.dtype.element_ty), in_state)
+        b_x = (b_x.to(tl.float32) * weight[:, None]).to(b_b.dtype)
+        b_state *= decay
+        b_state += tl.dot(tl.trans(b_x), b_b, input_precision="ieee")
+        if slot >= 0:
+            exported = b_state.to(pool.dtype.element_ty)
+            tl.store(pool + slot.to(tl.int64) * slot_stride + o_state, exported, in_state)
+        slot, decay = next_slot, next_decay
 
     store_state(pool, slot_stride, slot_out, i_sequence, o_state, in_state, b_state)
 
@@ -97,51 +100,52 @@ def chunk_fwd_o_kernel(
     HEAD_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
     STATE_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
+    C: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """ROWS tokens of EACH heads of a group and chunk: what C reads from the states before the chunk
-    and from the chunk's own tokens, and D * x, into `y` [T, I]. C times B is the
+    and from the chunk's own tokens, COLUMNS at a time, and D * x, into `y` [T, I]. C times B is the
     group's; how many heads share them changes no bit."""
     first = tl.program_id(0) * EACH
+    PARTS: tl.constexpr = (C + ROWS - 1) // ROWS
     i_chunk, i_part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     size = tl.load(chunk_size + i_chunk)
     wait_for_inputs()
     if i_part * ROWS >= size:
         return
     begin = tl.load(chunk_begin + i_chunk).to(tl.int64)
-    row, o_p, o_k = tl.arange(0, ROWS), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
+    o_p, o_k = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
     is_p, is_k = o_p < HEAD_DIM, o_k < STATE_SIZE
     width = HEADS * HEAD_DIM + 2 * GROUPS * STATE_SIZE
     p_b = mixed + begin * width + HEADS * HEAD_DIM + first // (HEADS // GROUPS) * STATE_SIZE
     p_b += o_k[None, :]
-    i_row = i_part * ROWS + row
-    is_row = i_row < size
+    i_row, column = i_part * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    # Of later tokens than these rows nothing is read.
+    is_row, stop = i_row < size, tl.minimum(size, (i_part + 1) * ROWS)
     p_c = p_b + GROUPS * STATE_SIZE + i_row[:, None] * width
     b_c = tl.load(p_c, is_row[:, None] & is_k[None, :], 0)
-    whole = _scores(b_c, p_b, row, size, is_k, width) if PARTS == 1 else 0.0
+    whole = _scores(b_c, p_b, i_row, column, stop, is_k, width) if COLUMNS >= C else 0.0
     for i_head in range(first, first + EACH):
         head_begin = tl.cast(i_head, tl.int64) * num_tokens + begin
         b_sums = tl.load(decay_sums + head_begin + i_row, is_row, 0)
         p_state = states + (i_chunk.to(tl.int64) * HEADS + i_head) * (HEAD_DIM * STATE_SIZE)
         p_state += o_p[:, None] * STATE_SIZE + o_k[None, :]
         b_state = tl.load(p_state, is_p[:, None] & is_k[None, :], 0)
-        b_y = tl.dot(b_c, tl.trans(b_state), input_precision="ieee") * tl.exp(b_sums)[:, None]
         p_x = mixed + begin * width + i_head * HEAD_DIM + o_p[None, :]
-        for part in range(i_part + 1):
-            j_row = part * ROWS + row
-            is_token = j_row < size
-            scores = whole if PARTS == 1 else _scores(b_c, p_b, j_row, size, is_k, width)
-            b_x = tl.load(p_x + j_row[:, None] * width, is_token[:, None] & is_p[None, :], 0)
-            sums = tl.load(decay_sums + head_begin + j_row, is_token, 0)
-            step = tl.load(steps + head_begin + j_row, is_token, 0)
-            is_seen = (i_row[:, None] >= j_row[None, :]) & is_row[:, None]
-            decay = tl.where(is_seen, b_sums[:, None] - sums[None, :], 0)
-            weight = tl.where(is_seen, tl.exp(decay) * step[None, :], 0)
-            b_y += tl.dot((scores * weight).to(b_x.dtype), b_x, input_precision="ieee")
+        p_steps, p_sums = steps + head_begin, decay_sums + head_begin
+        b_y = tl.dot(b_c, tl.trans(b_state), input_precision="ieee") * tl.exp2(b_sums)[:, None]
+        of_tokens = b_sums, p_x, p_steps, p_sums
+        if COLUMNS >= C:
+            b_y = _read_tokens(b_y, whole, *of_tokens, column, stop, is_p, width)
+        else:
+            for part in range(i_part * ROWS // COLUMNS + 1):
+                j_row = part * COLUMNS + column
+                scores = _scores(b_c, p_b, i_row, j_row, stop, is_k, width)
+                b_y = _read_tokens(b_y, scores, *of_tokens, j_row, stop, is_p, width)
         in_y = is_row[:, None] & is_p[None, :]
         b_own = tl.load(p_x + i_row[:, None] * width, in_y, 0)
         b_y += tl.load(skip + i_head) * b_own.to(tl.float32)
@@ -150,8 +154,22 @@ def chunk_fwd_o_kernel(
 
 
 @triton.jit
-def _scores(b_c, p_b, j_row, size, is_k, width):
-    """C times B transposed, [ROWS, ROWS]."""
-    in_b = (j_row < size)[:, None] & is_k[None, :]
+def _scores(b_c, p_b, i_row, j_row, stop, is_k, width):
+    """C times B transposed, [ROWS, COLUMNS], zero for later tokens."""
+    in_b = (j_row < stop)[:, None] & is_k[None, :]
     b_b = tl.load(p_b + j_row[:, None] * width, in_b, 0)
-    return tl.dot(b_c, tl.trans(b_b), input_precision="ieee")
+    scores = tl.dot(b_c, tl.trans(b_b), input_precision="ieee")
+    return tl.where(i_row[:, None] >= j_row[None, :], scores, 0)
+
+
+@triton.jit
+def _read_tokens(b_y, scores, b_sums, p_x, p_steps, p_sums, j_row, stop, is_p, width):
+    """`b_y` [ROWS, P] and what it reads of some tokens of a head."""
+    is_token = j_row < stop
+    b_x = tl.load(p_x + j_row[:, None] * width, is_token[:, None] & is_p[None, :], 0)
+    sums = tl.load(p_sums + j_row, is_token, 0)
+    step = tl.load(p_steps + j_row, is_token, 0)
+    # Of later tokens it would be no decay, perhaps no number; their scores are zero.
+    decay = tl.minimum(b_sums[:, None] - sums[None, :], 0, propagate_nan=tl.PropagateNan.ALL)
+    weight = scores * (tl.exp2(decay) * step[None, :])
+    return tl.dot(weight.to(b_x.dtype), b_x, b_y, input_precision="ieee")
