@@ -1,6 +1,7 @@
-"""Where the time of a step goes on a GPU: decode steps, and the step behind a hit.
+"""Where the time of a step goes on a GPU: decode steps, the step behind a hit, a cold chunk.
 
-    python bench/profile_step.py [--model bench/models/hybrid-35b-a3b] [--sequences 1] [--out FILE]
+    python bench/profile_step.py [--model bench/models/hybrid-35b-a3b] [--sequences 1]
+        [--cold 8192] [--option 'quantization="fp8"'] [--out FILE]
 
 Prints, for each, the kernels by their share of the device's time, the time in which none ran, and
 every call in which the host waited for the device. Kernels overlap: the time of one counts from the
@@ -14,6 +15,7 @@ import json
 import random
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +35,47 @@ _IDLE = "nothing, before "
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
-    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1])
+    parser.add_argument("--cold", type=int, default=0, help="tokens of a chunk of its own")
+    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
     parser.add_argument("--top", type=int, default=16)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "profile-step.jsonl")
     arguments = parser.parse_args()
+    options = {
+        name: json.loads(value) for name, _, value in (o.partition("=") for o in arguments.option)
+    }
     llm = LLM(
         arguments.model,
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=40960,
         max_num_seqs=64,
+        **options,
     )
     rng = random.Random(0)
     vocab = llm.llm_engine.vocab_size
     tokens = lambda num: rng.choices(range(10, vocab), k=num)  # noqa: E731
-    num = arguments.sequences
     shared = tokens(1900)
     for _ in range(3):
         _ask(llm, [[*shared, *tokens(64)]], 1)
     common = {
         **rows.provenance(),
         "model": Path(arguments.model).name,
+        "options": options,
     }
-    prompts = [tokens(128) for _ in range(num)]
-    _ask(llm, prompts, 40)
-    found = [
-        _measure(f"decode, {num} sequences", arguments.top, lambda: _steps(llm, prompts, 20)),
-        _measure("64 tokens behind a hit", arguments.top, lambda: _hits(llm, shared, tokens)),
-    ]
+    found = []
+    for num in arguments.sequences:
+        prompts = [tokens(128) for _ in range(num)]
+        _ask(llm, prompts, 40)
+        run = partial(_steps, llm, prompts, 20)
+        found.append(_measure(f"decode, {num} sequences", arguments.top, run))
+    run = partial(_hits, llm, shared, tokens)
+    found.append(_measure("64 tokens behind a hit", arguments.top, run))
+    if arguments.cold:
+        cold = [[tokens(arguments.cold)] for _ in range(5)]
+        _ask(llm, cold.pop(), 1)
+        run = partial(_prompts, llm, cold)
+        found.append(_measure(f"{arguments.cold} tokens, cold", arguments.top, run))
     rows.write(arguments.out, [common | row for row in found])
     return 0
 
@@ -89,10 +104,15 @@ def _steps(llm: LLM, prompts: list[list[int]], num_steps: int) -> tuple[Any, int
 
 def _hits(llm: LLM, shared: list[int], tokens: Any) -> tuple[Any, int]:
     """Profile prompts of which all but 64 tokens are cached."""
+    return _prompts(llm, [[[*shared, *tokens(64)]] for _ in range(5)])
+
+
+def _prompts(llm: LLM, asked: list[list[list[int]]]) -> tuple[Any, int]:
+    """Profile one output token for each of these."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        for _ in range(5):
-            _ask(llm, [[*shared, *tokens(64)]], 1)
-    return profiled, 5
+        for prompts in asked:
+            _ask(llm, prompts, 1)
+    return profiled, len(asked)
 
 
 def _measure(title: str, top: int, run: Any) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 PYTHONPATH=src:. python bench/kernels/quantised.py [--out FILE] [--copy-gbps N] [--tflops N]
 
-Dense ones of the 35B-A3B shape, and one layer's experts, of which each token chooses at random.
+Dense ones of the 35B-A3B shape and of the 9B's feed-forward, and one layer's experts, of which each
+token chooses at random.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from milepost.kernels import linear, moe, quantised
 from milepost.kernels.quantised import BLOCK, FP8, Fp8, Int4, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
-SHAPES = {"recurrent input": (2048, 12288), "mixer output": (4096, 2048)}
+SHAPES = {
+    "recurrent input": (2048, 12288),
+    "mixer output": (4096, 2048),
+    "9B gate and up": (4096, 24576),
+    "9B down": (12288, 4096),
+}
 """Inputs and outputs."""
 HIDDEN, SIZE, EXPERTS, CHOSEN = 2048, 512, 257, 8
 GROUP = 128

@@ -50,6 +50,10 @@ def test_multiply(
     assert output.dtype == dtype
     assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(output, linear.multiply(hidden, weight, bias))
+    beside = torch.zeros(num_tokens, num_outputs + 8, device="cuda", dtype=dtype)
+    linear.multiply_into(beside[:, 8:], hidden, weight, bias, lets_next_start=True)
+    assert torch.equal(beside[:, 8:], output)
+    assert (beside[:, :8] == 0).all()
     parts = linear.partials(hidden, weight, bias)
     summed = parts if parts.dim() == 2 else parts.sum(1)
     assert relative_error(summed, expected) < TOLERANCES[dtype]

@@ -8,8 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from milepost.kernels import moe
-from milepost.kernels.quantised import Quantised, mix, multiply, multiply_gated, triton
+from milepost.kernels import moe, norm
+from milepost.kernels.quantised import (
+    Quantised,
+    mix,
+    multiply,
+    multiply_gated,
+    partials_of_gated,
+    triton,
+)
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -56,7 +63,7 @@ def test_gemm(num_tokens: int, name: str) -> None:
     ("shape", "rows"), [((12288, 2048), 128), ((2048, 4096), 128), ((200, 512), 1)]
 )
 def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], rows: int) -> None:
-    monkeypatch.setattr(triton, "_HOPPER_ROWS", range(1, 65))
+    monkeypatch.setattr(triton, "_HOPPER_ROW_WEIGHTS", 0)
     monkeypatch.setattr(triton, "_HOPPER_WEIGHTS", 0)
     weight = to("cuda", make_fp8(*shape, rows=rows))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
@@ -138,6 +145,16 @@ def test_a_chain_of_single_rows(form: str) -> None:
             each.fill_(-1)
         graph.replay()
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 30, 64, 301])
+@pytest.mark.parametrize("name", ["blocks", "split", "rows", "int4, 64"])
+def test_gemm_of_gated_rows(num_tokens: int, name: str) -> None:
+    weight = to("cuda", DENSE[name]())
+    gate_up = make_rows(num_tokens, 2 * weight.num_inputs).cuda().bfloat16()
+    product = partials_of_gated(gate_up, weight)
+    active = norm.silu_mul(gate_up)
+    check(product, active, weight, torch.zeros(weight.num_outputs, device="cuda"), bound=2e-2)
 
 
 def fp8_experts(up_rows: int, **how: float) -> tuple[Quantised, Quantised]:

@@ -50,6 +50,9 @@ class Int8Weight(nn.Module):
     def multiply_gated(self, hidden: Tensor) -> Tensor:
         return norm.silu_mul(self.partials(hidden, None))
 
+    def takes_gated(self, num_tokens: int) -> bool:  # noqa: ARG002
+        return False
+
     def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
         return {
             "weight": replace(place_scattered(self.values, rows), types=("I8",)),

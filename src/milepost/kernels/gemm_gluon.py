@@ -25,14 +25,16 @@ def open_stages(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
+    CONSUMERS: gl.constexpr = 1,
 ):
     """Shared memory for the stages, and their barriers."""
     dtype: gl.constexpr = weight.dtype
     inputs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
     weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, MMA_M, BLOCK_K], weight.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(2 * STAGES):
+    for bar in gl.static_range(STAGES):
         mbarrier.init(bars.index(bar), count=1)
+        mbarrier.init(bars.index(STAGES + bar), count=CONSUMERS)
     return inputs, weights, bars
 
 
@@ -85,13 +87,14 @@ def _fetch_weights(
     PARTS: gl.constexpr,
 ):
     """Have a step's weights loaded; its barrier waits for the inputs too."""
-    _, weight, _, inputs, weights, bars = produced
-    BLOCK_M: gl.constexpr = inputs.type.shape[1]
+    hidden, weight, weights, bars = produced[0], produced[1], produced[4], produced[5]
+    ROWS: gl.constexpr = hidden.block_type.shape[0]
     BLOCK_K: gl.constexpr = weights.type.shape[2]
     BOX: gl.constexpr = weight.block_type.shape[0]
     bar = bars.index(stage)
     BYTES: gl.constexpr = weights.dtype.primitive_bitwidth // 8
-    mbarrier.expect(bar, (PARTS * BLOCK_N + BLOCK_M) * BLOCK_K * BYTES)
+    SCALES: gl.constexpr = 4 * ROWS if len(produced) > 6 else 0
+    mbarrier.expect(bar, (PARTS * BLOCK_N + ROWS) * BLOCK_K * BYTES + SCALES)
     for part in gl.static_range(PARTS):
         place = weights.index(stage * PARTS + part)
         for first in gl.static_range(0, BLOCK_N, BOX):
@@ -101,10 +104,13 @@ def _fetch_weights(
 
 @gluon.jit
 def _fetch_inputs(produced, step, stage):
-    hidden, _, _, inputs, _, bars = produced
+    hidden, inputs, bars = produced[0], produced[3], produced[5]
     BLOCK_K: gl.constexpr = inputs.type.shape[2]
-    at = [0, step * BLOCK_K]
-    load_box(hidden, at, bars.index(stage), inputs.index(stage))
+    ROWS: gl.constexpr = hidden.block_type.shape[0]
+    place = inputs.index(stage).slice(0, ROWS)
+    load_box(hidden, [0, step * BLOCK_K], bars.index(stage), place)
+    if len(produced) > 6:
+        load_box(produced[6], [step, 0], bars.index(stage), produced[7].index(stage))
 
 
 @gluon.jit

@@ -132,6 +132,15 @@ class Linear(nn.Module):
             return norm.silu_mul(self.forward(hidden))
         return self._weight.multiply_gated(hidden)
 
+    def takes_gated(self, num_tokens: int) -> bool:
+        """Whether `partials_of_gated` costs less than `gated` before it."""
+        is_plain = self._is_fused and self._bias is None
+        return is_plain and self._weight.takes_gated(num_tokens)
+
+    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
+        """`partials` of SiLU of the first half of `gate_up` [T, 2 * I] times the other half."""
+        return self._weight.partials_of_gated(gate_up)
+
     __call__ = forward
     """There are no hooks to run, and a module's own call costs as much as a small operation."""
 

@@ -46,6 +46,8 @@ class MLP(nn.Module):
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """The same, or partials [T, P, H] of it, for whoever reads it to add up. Padding costs
         nothing here, so it does not matter which tokens are real."""
+        if self.is_gated and self.down.takes_gated(len(hidden)):
+            return self.down.partials_of_gated(self.up(hidden))
         return self.down.partials(self._units(hidden))
 
     def _units(self, hidden: Tensor) -> Tensor:

@@ -69,6 +69,14 @@ class Weight(Protocol):
         """SiLU of the first half of the outputs times the other half: [T, O / 2]."""
         ...
 
+    def takes_gated(self, num_tokens: int) -> bool:
+        """Whether `partials_of_gated` costs less than `multiply_gated` before it."""
+        ...
+
+    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
+        """`partials` of SiLU of the first half of `gate_up` [T, 2 * I] times the other half."""
+        ...
+
     def place(self, rows: Tensor, path: str) -> Placements:
         """The tensors of the projection at `path`, by their names in it; its output i is row
         `rows[i]`."""
@@ -220,6 +228,12 @@ class RawWeight(nn.Module):
         if self._packed is not None:
             return norm.silu_mul(self.multiply(hidden, None, lets_next_start=True))
         return linear.multiply_gated(hidden, self.values)
+
+    def takes_gated(self, num_tokens: int) -> bool:  # noqa: ARG002
+        return False
+
+    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
+        return self.partials(norm.silu_mul(gate_up), None)
 
     def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
         return {"weight": place_scattered(self._unpacked(), rows)}

@@ -32,7 +32,11 @@ def test_multiply(
     if splits > 1:
         assert output.shape == (num_tokens, splits, num_outputs)
         assert output.dtype == torch.float32
+        wide = torch.full((num_tokens, num_outputs + 3), 7.0)
+        triton.add_up(output, hidden.dtype, wide[:, :num_outputs])
         output = triton.add_up(output, hidden.dtype)
+        assert torch.equal(wide[:, :num_outputs], output)
+        assert (wide[:, num_outputs:] == 7).all()
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
 
 

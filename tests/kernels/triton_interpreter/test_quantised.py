@@ -12,6 +12,7 @@ from torch import Tensor
 from milepost.kernels.device import Chip, probe
 from milepost.kernels.linear import triton as linear_triton
 from milepost.kernels.moe.grouping import group_many
+from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.quantised import (
     Quantised,
     reference,
@@ -114,6 +115,15 @@ def test_activations_are_rounded_as_defined(depth: int) -> None:
     expected_values, expected_scales = quantise_rows(hidden.half(), depth)
     torch.testing.assert_close(scales.T[:7], expected_scales)
     assert values.view(torch.uint8)[:7].tolist() == expected_values.view(torch.uint8).tolist()
+
+
+def test_rows_are_gated_as_they_are_rounded() -> None:
+    gate_up, chip = make_rows(3, 512), probe(torch.device("cpu"))
+    expected = triton_rounding.quantise(silu_mul(gate_up), 128, chip)
+    values, scales = triton_rounding.quantise(gate_up, 128, chip, is_gated=True)
+    torch.testing.assert_close(scales, expected[1], rtol=1e-3, atol=0)
+    wide, wanted = (each.view(torch.float8_e4m3fn).float() for each in (values, expected[0]))
+    assert ((wide - wanted).abs() > wanted.abs() / 8).float().mean() == 0
 
 
 def test_every_float8_number_is_read_and_written_without_its_unit() -> None:

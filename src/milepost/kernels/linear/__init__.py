@@ -42,7 +42,13 @@ def multiply_into(
 
         if triton.multiply_row_into(output, hidden, weight, bias):
             return
-    output.copy_(multiply(hidden, weight, bias, lets_next_start=lets_next_start))
+        product = partials(hidden, weight, bias, lets_next_start=lets_next_start)
+        if product.dim() == 3:
+            triton.add_up(product, output.dtype, output)
+            return
+    else:
+        product = multiply(hidden, weight, bias, lets_next_start=lets_next_start)
+    output.copy_(product)
 
 
 def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor:

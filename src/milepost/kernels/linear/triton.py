@@ -160,14 +160,18 @@ def multiply(
     return output if split_k == 1 else output.transpose(0, 1)
 
 
-def add_up(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the second dimension of `partials` [T, S, O], as `multiply` returns them."""
+def add_up(partials: Tensor, dtype: torch.dtype, output: Tensor | None = None) -> Tensor:
+    """The sum over the second dimension of `partials` [T, S, O], as `multiply` returns them; in
+    `output`, whose rows may lie apart, if there is one."""
     num_tokens, split_k, num_outputs = partials.shape
-    output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)
+    if output is None:
+        output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)
     _add_up_kernel[(triton.cdiv(num_tokens * num_outputs, 512),)](
         partials,
         output,
         num_tokens * num_outputs,
+        output.stride(0),
+        OUTPUTS=num_outputs,
         SPLIT_K=split_k,
         BLOCK=512,
         num_warps=4,
@@ -239,7 +243,15 @@ def _gemm_kernel(
 
 
 @triton.jit(do_not_specialize=("size",))
-def _add_up_kernel(partials, output, size, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up_kernel(
+    partials,
+    output,
+    size,
+    stride,
+    OUTPUTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     let_next_start()
     wait_for_inputs()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -247,7 +259,8 @@ def _add_up_kernel(partials, output, size, SPLIT_K: tl.constexpr, BLOCK: tl.cons
     acc = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLIT_K):
         acc += tl.load(partials + split * size + index, mask=is_index, other=0.0)
-    tl.store(output + index, acc.to(output.dtype.element_ty), mask=is_index)
+    target = output + (index // OUTPUTS).to(tl.int64) * stride + index % OUTPUTS
+    tl.store(target, acc.to(output.dtype.element_ty), mask=is_index)
 
 
 def gemv(

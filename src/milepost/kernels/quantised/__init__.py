@@ -38,6 +38,7 @@ __all__ = [
     "multiply_into",
     "pack",
     "partials",
+    "partials_of_gated",
     "quantise_fp8",
 ]
 
@@ -89,6 +90,17 @@ def partials(
         if product is not None:
             return product
     return multiply_plainly(hidden, weight, bias)
+
+
+def partials_of_gated(gate_up: Tensor, weight: Quantised) -> Tensor:
+    """`partials` of SiLU(first half) * second half of `gate_up` [T, 2 * I]."""
+    if gate_up.dim() == 2 and runs_triton(gate_up):
+        from milepost.kernels.quantised import triton
+
+        product = triton.multiply_of_gated(gate_up, weight)
+        if product is not None:
+            return product
+    return partials(norm.silu_mul(gate_up), weight)
 
 
 def mix(hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised) -> Tensor:

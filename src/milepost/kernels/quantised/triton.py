@@ -30,7 +30,10 @@ from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
 from milepost.kernels.tiles import Tiles, choose_split_k
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from milepost.kernels.quantised.triton_hopper import QuantisedTiles
+    from milepost.kernels.quantised.triton_hopper_rows import RowTiles
 
 _FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
 _SOME = Tiles(block_m=32, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
@@ -42,14 +45,14 @@ _OF_TENSOR_MEMORY = {_MORE: replace(_MORE, num_warps=8), _MANY: replace(_MANY, b
 of a GEMM spills 650 to 1,200 bytes there, with these none."""
 _INT4_WARPS = 8
 """Numbers of four bits take work in registers, which is spread over more threads."""
-_HOPPER_ROWS, _HOPPER_WEIGHTS = range(1, 2), 1 << 25
-"""Rows, and weights at least, of products that Hopper's own kernel is the fastest for."""
+_HOPPER_WEIGHTS, _HOPPER_ROW_WEIGHTS = 1 << 22, 1 << 25
+"""Weights at least of products that Hopper's own kernel is fastest for; then those of one row."""
 _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
 """From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
 _LINE = 4
-"""Rows that torch's GEMM takes at a time."""
+"""Rows that torch's GEMM takes at a time; scales that TMA does."""
 _TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
 16-bit weights of four bits first."""
@@ -78,12 +81,34 @@ def multiply(
     elif num_tokens <= _MORE.block_m and not _is_row(hidden, weight):
         tiles = _choose_dense(num_tokens, weight, chip)
         split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
-    if split_k == 1:
-        output = hidden.new_empty(num_tokens, num_outputs)
-    else:
-        output = hidden.new_empty(split_k, num_tokens, num_outputs, dtype=torch.float32)
+    output = _new_output(hidden, num_outputs, split_k)
     _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
     return output if split_k == 1 else output.transpose(0, 1)
+
+
+def _new_output(hidden: Tensor, num_outputs: int, split_k: int) -> Tensor:
+    """[T, O], or partials [S, T, O]."""
+    if split_k == 1:
+        return hidden.new_empty(len(hidden), num_outputs)
+    return hidden.new_empty(split_k, len(hidden), num_outputs, dtype=torch.float32)
+
+
+def multiply_of_gated(gate_up: Tensor, weight: Quantised) -> Tensor | None:
+    """`multiply` of SiLU(first half) * second half of `gate_up` [T, 2 * I], rounded as it is made;
+    None where no kernel does it."""
+    if isinstance(weight, Int4) or not _suits(gate_up, weight) or len(gate_up) < 2:
+        return None
+    chip = probe(gate_up.device)
+    if len(gate_up) > _LIBRARY_ROWS:
+        if not _library_multiplies(weight, chip):
+            return None
+        return _multiply_by_library(gate_up, weight, None, chip, is_gated=True)
+    cut = _cut_for_hopper(gate_up, weight, None, chip)
+    if cut is None:
+        return None
+    output = _new_output(gate_up, weight.num_outputs, cut.split_k)
+    _multiply(output, gate_up, weight, None, chip, overlaps=True, is_gated=True)
+    return output if cut.split_k == 1 else output.transpose(0, 1)
 
 
 def multiply_into(
@@ -125,17 +150,18 @@ def _multiply(
     chip: Chip,
     *,
     overlaps: bool,
+    is_gated: bool = False,
 ) -> None:
-    """`output` [T, O], or partials [S, T, O], by our kernels."""
+    """`output` [T, O], or partials [S, T, O], by our kernels; where it `is_gated`, of SiLU of the
+    first half of `hidden` [T, 2 * I] times the second."""
     split_k = len(output) if output.dim() == 3 else 1
     if cut := _cut_for_hopper(hidden, weight, bias, chip):
-        from milepost.kernels.quantised import triton_hopper
-
         assert isinstance(weight, Fp8), "the form that it multiplies"
-        rows, scales = triton_rounding.quantise(hidden, weight.depth, chip)
+        rows, scales = _round_lines(hidden, weight, chip, is_gated=is_gated)
         cut = replace(cut, split_k=split_k)
-        triton_hopper.multiply(rows, scales, weight, output, cut, chip)
+        _of_hopper(hidden).multiply(rows, scales, weight, output, cut, chip)
         return
+    assert not is_gated, "of rows that Hopper's kernel takes"
     if _is_row(hidden, weight):
         if runs_gluon(hidden):
             from milepost.kernels.quantised import triton_hopper_row
@@ -154,16 +180,21 @@ def _multiply(
 
 def _cut_for_hopper(
     hidden: Tensor, weight: Quantised, bias: Tensor | None, chip: Chip
-) -> QuantisedTiles | None:
+) -> QuantisedTiles | RowTiles | None:
     """How Hopper's own kernel cuts the product up; None where it does not do it."""
-    is_large = weight.num_outputs * weight.num_inputs >= _HOPPER_WEIGHTS
-    if len(hidden) not in _HOPPER_ROWS or not is_large or isinstance(weight, Int4):
+    least = _HOPPER_ROW_WEIGHTS if len(hidden) == 1 else _HOPPER_WEIGHTS
+    if weight.num_outputs * weight.num_inputs < least or isinstance(weight, Int4):
         return None
     if bias is not None or not runs_gluon(hidden):
         return None
-    from milepost.kernels.quantised import triton_hopper
+    return _of_hopper(hidden).find_tiles(len(hidden), weight, chip)
 
-    return triton_hopper.find_tiles(len(hidden), weight, chip)
+
+def _of_hopper(hidden: Tensor) -> ModuleType:
+    """Hopper's own kernel for one row, or for some."""
+    from milepost.kernels.quantised import triton_hopper, triton_hopper_rows
+
+    return triton_hopper if len(hidden) == 1 else triton_hopper_rows
 
 
 def _is_row(hidden: Tensor, weight: Quantised) -> bool:
@@ -185,14 +216,19 @@ def _library_multiplies(weight: Fp8, chip: Chip) -> bool:
 
 
 def _multiply_by_library(
-    hidden: Tensor, weight: Fp8, bias: Tensor | None, chip: Chip, output: Tensor | None = None
+    hidden: Tensor,
+    weight: Fp8,
+    bias: Tensor | None,
+    chip: Chip,
+    output: Tensor | None = None,
+    *,
+    is_gated: bool = False,
 ) -> Tensor:
     """The product, in `output` if it is given and rows are whole lines of four."""
     num_tokens = len(hidden)
-    num_padded = triton.cdiv(num_tokens, _LINE) * _LINE
-    if output is None or num_tokens != num_padded:
-        output = hidden.new_empty(num_padded, weight.num_outputs)
-    values, scales = triton_rounding.quantise(hidden, weight.depth, chip, num_padded=num_padded)
+    values, scales = _round_lines(hidden, weight, chip, is_gated=is_gated)
+    if output is None or num_tokens != len(values):
+        output = hidden.new_empty(len(values), weight.num_outputs)
     torch._scaled_mm(
         values,
         weight.values.t(),
@@ -203,6 +239,16 @@ def _multiply_by_library(
     )
     product = output[:num_tokens]
     return product if bias is None else product.add_(bias)
+
+
+def _round_lines(
+    hidden: Tensor, weight: Fp8, chip: Chip, *, is_gated: bool
+) -> tuple[Tensor, Tensor]:
+    """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
+    num_padded = triton.cdiv(len(hidden), _LINE) * _LINE if len(hidden) > 1 else 1
+    return triton_rounding.quantise(
+        hidden, weight.depth, chip, num_padded=num_padded, is_gated=is_gated
+    )
 
 
 def _choose(num_rows: float, weight: Quantised) -> Tiles:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.device import Chip
 from milepost.kernels.float8 import FP8
+from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import LEAST_SCALE
 from milepost.kernels.triton_float8 import LARGEST, decode, encode
@@ -28,10 +29,20 @@ def readable(values: Tensor, chip: Chip) -> Tensor:
     return values if values.dtype != FP8 or chip.has_fp8 else values.view(torch.uint8)
 
 
-def quantise(rows: Tensor, depth: int, chip: Chip, *, num_padded: int = 0) -> tuple[Tensor, Tensor]:
+def quantise(
+    rows: Tensor,
+    depth: int,
+    chip: Chip,
+    *,
+    num_padded: int = 0,
+    is_gated: bool = False,
+) -> tuple[Tensor, Tensor]:
     """`rows` [R, I] as `forms.quantise_rows` rounds them: values [R, I], and their scales [D, R],
-    where rows stand side by side. Unfilled rows behind the others make them `num_padded`."""
-    num_rows, num_inputs = rows.shape
+    where rows stand side by side. Unfilled rows behind the others make them `num_padded`.
+
+    Where it `is_gated`, `rows` are [R, 2 * I] and what is rounded is SiLU(first half) * second
+    half."""
+    num_rows, num_inputs = len(rows), rows.shape[1] // (1 + is_gated)
     count = triton.cdiv(num_inputs, depth)
     block = triton.next_power_of_2(depth)
     parts = max(1, min(triton.next_power_of_2(count), _PART // block))
@@ -48,6 +59,7 @@ def quantise(rows: Tensor, depth: int, chip: Chip, *, num_padded: int = 0) -> tu
         DEPTH=depth,
         PARTS=parts,
         BLOCK=block,
+        GATED=is_gated,
         NATIVE=chip.has_fp8,
         num_warps=max(1, min(8, parts * block // 512)),
         **OVERLAPPED,
@@ -66,6 +78,7 @@ def _quantise_kernel(
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     let_next_start()
@@ -76,8 +89,14 @@ def _quantise_kernel(
     column = o_d[:, None] * DEPTH + o_k[None, :]
     is_input = (o_k < DEPTH)[None, :] & (column < INPUTS)
     b_x = tl.load(rows + i_row * stride + column, mask=is_input, other=0.0).to(tl.float32)
+    if GATED:
+        p_up = rows + i_row * stride + INPUTS + column
+        b_up = tl.load(p_up, mask=is_input, other=0.0).to(tl.float32)
+        # Activations have 16 bits before they are rounded, whatever computes them.
+        b_x = activate(b_up, b_x, True).to(rows.dtype.element_ty).to(tl.float32)
     b_scale = scale_of(b_x, 1)
-    tl.store(values + i_row * INPUTS + column, encode(b_x / b_scale[:, None], NATIVE), is_input)
+    b_q = encode(b_x / b_scale[:, None], NATIVE)
+    tl.store(values + i_row * INPUTS + column, b_q, is_input)
     tl.store(scales + o_d * num_rows + i_row, b_scale, mask=o_d * DEPTH < INPUTS)
 
 

@@ -98,6 +98,12 @@ class QuantisedMatrix(nn.Module):
     def multiply_gated(self, hidden: Tensor) -> Tensor:
         return quantised.multiply_gated(hidden, self.form)
 
+    def takes_gated(self, num_tokens: int) -> bool:
+        return num_tokens > 1
+
+    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
+        return quantised.partials_of_gated(gate_up, self.form)
+
     def multiply_precise(self, hidden: Tensor) -> Tensor:
         """Routers are multiplied so, and stay raw."""
         return self.partials(hidden, None)

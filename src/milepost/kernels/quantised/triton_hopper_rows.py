@@ -1,0 +1,229 @@
+"""GEMMs of FP8 weights and up to 64 rows on Hopper, in Gluon.
+
+One warp has TMA bring steps of the weights, of the rows and of the rows' scales to shared memory,
+the weights while the kernels are under way that make and round the rows. Two groups of four warps
+multiply half of a tile's outputs each and do not wait for each other. The rows are the left
+operand, 64 of them whatever there are: memory is the limit, and so a thread has two rows' scales
+and one or two of the weights. A step is as deep as a block that shares a scale: its product is
+scaled and added up in float32.
+
+Legend: T tokens, I inputs, O outputs, S split-K partials, D scales of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.device import Chip
+from milepost.kernels.gemm_gluon import open_stages, produce
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import let_next_start
+from milepost.kernels.quantised.forms import BLOCK, Fp8
+
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+_NARROWEST = 8
+"""Outputs that a tile can be made wider by: rows of TMA's swizzle."""
+_MMA_M = 64
+"""Tokens that are multiplied at a time, the first of them the GEMM's."""
+_REGISTERS = 80
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 104, 24
+_WIDE_STAGES, _SPLIT_STAGES = 8, 6
+"""Steps that are under way at a time, of all inputs and of a share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTiles:
+    """Of `block_m` tokens, of which those past the last are dropped, and `block_n` outputs."""
+
+    block_m: int
+    block_n: int
+    split_k: int
+
+    @property
+    def mma_n(self) -> int:
+        """Outputs that are multiplied at a time, the tile's first."""
+        return max(64, triton.next_power_of_2(self.block_n))
+
+    @property
+    def num_stages(self) -> int:
+        return _WIDE_STAGES if self.split_k == 1 else _SPLIT_STAGES
+
+
+_ROWS = (16, 32, 64)
+
+
+def find_tiles(num_tokens: int, weight: Fp8, chip: Chip) -> RowTiles | None:
+    """Tiles of the GEMM if this kernel can do it: all SMs get as much of the weight."""
+    block_m = next((rows for rows in _ROWS if num_tokens <= rows), 0)
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    is_whole = weight.depth == weight.rows == BLOCK and num_inputs % BLOCK == 0
+    if not block_m or not is_whole or weight.input_scale is not None:
+        return None
+    tiles = RowTiles(block_m=block_m, block_n=128, split_k=1)
+    if num_outputs > chip.num_sms * 64:
+        rounds = triton.cdiv(num_outputs, chip.num_sms * 128)
+        block_n = triton.cdiv(num_outputs, chip.num_sms * rounds)
+        return replace(tiles, block_n=triton.cdiv(block_n, _NARROWEST) * _NARROWEST)
+    split_k, units = 1, triton.cdiv(num_outputs, tiles.block_n)
+    while 2 * units * split_k <= chip.num_sms and num_inputs % (4 * split_k * BLOCK) == 0:
+        split_k *= 2
+    return replace(tiles, split_k=split_k)
+
+
+def multiply(
+    rows: Tensor, row_scales: Tensor, weight: Fp8, output: Tensor, tiles: RowTiles, chip: Chip
+) -> None:
+    """`output` [T, O], or partials [S, T, O]: `rows` [T, I], rounded with `row_scales` [D, T],
+    times `weight` [O, I] transposed."""
+    num_units = triton.cdiv(weight.num_outputs, tiles.block_n) * tiles.split_k
+    # What is copied at a time has a power of two of rows.
+    box = tiles.block_n & -tiles.block_n
+    _gemm_kernel[(min(num_units, chip.num_sms),)](
+        TensorDescriptor.from_tensor(rows, [tiles.block_m, BLOCK], _LAYOUT),
+        TensorDescriptor.from_tensor(weight.values, [box, BLOCK], _LAYOUT),
+        TensorDescriptor.from_tensor(row_scales, [1, tiles.block_m], _SCALES),
+        weight.scales,
+        output,
+        output.shape[-2],
+        output.stride(-2),
+        INPUTS=weight.num_inputs,
+        OUTPUTS=weight.num_outputs,
+        BLOCK_N=tiles.block_n,
+        MMA_M=_MMA_M,
+        MMA_N=tiles.mma_n,
+        BLOCK=BLOCK,
+        SPLIT_K=tiles.split_k,
+        STAGES=tiles.num_stages,
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+        num_warps=4,
+        maxnreg=_REGISTERS,
+        **OVERLAPPED,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def _gemm_kernel(
+    rows,
+    weight,
+    row_scales,
+    scales,
+    output,
+    num_tokens,
+    output_stride,
+    INPUTS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    MMA_M: gl.constexpr,
+    MMA_N: gl.constexpr,
+    BLOCK: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Every so many units, each a tile of outputs and a share of the inputs."""
+    TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
+    inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 1, 2)
+    num_units = TILES * SPLIT_K
+    let_next_start()
+    held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, MMA_M], row_scales.layout)
+    consumed = (scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars)
+    produced = (rows, weight, num_units, inputs, weights, bars, row_scales, held)
+    gl.warp_specialize(
+        [
+            (_consume, (consumed, 0, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES)),
+            (_consume, (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES)),
+            (produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, 1)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _consume(
+    consumed,
+    PART: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STEPS: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Multiply half of the outputs of what is loaded. The tokens are the left operand: a thread has
+    few of them, whose scales it keeps, and the outputs have one or two scales."""
+    scales, output, num_tokens, output_stride, num_units = consumed[:5]
+    inputs, held, weights, bars = consumed[5:]
+    MMA_M: gl.constexpr = inputs.type.shape[1]
+    WIDTH: gl.constexpr = weights.type.shape[1] // 2
+    BLOCK: gl.constexpr = inputs.type.shape[2]
+    DEPTHS: gl.constexpr = STEPS * SPLIT_K
+    LAST: gl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK - 1
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    own = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, RESULT))
+    number = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        depth = unit // TILES * STEPS
+        column = unit % TILES * BLOCK_N + PART * WIDTH
+        is_first = own < BLOCK - column % BLOCK
+        p_first = scales + gl.minimum(column // BLOCK, LAST) * DEPTHS
+        p_second = scales + gl.minimum(column // BLOCK + 1, LAST) * DEPTHS
+        first, second = gl.load(p_first + depth), gl.load(p_second + depth)
+        result = gl.zeros([MMA_M, WIDTH], gl.float32, layout=RESULT)
+        for step in range(STEPS):
+            ahead = gl.minimum(depth + step + 1, DEPTHS - 1)
+            next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
+            stage = number % STAGES
+            mbarrier.wait(bars.index(stage), number // STAGES & 1)
+            product = gl.zeros([MMA_M, WIDTH], gl.float32, layout=RESULT)
+            right = weights.index(stage).slice(PART * WIDTH, WIDTH).permute((1, 0))
+            product = warpgroup_mma(
+                inputs.index(stage), right, product, use_acc=False, is_async=True
+            )
+            scale = gl.where(is_first, first, second)
+            row_scale = held.index(stage).permute((1, 0)).load(RESULT)
+            product = warpgroup_mma_wait(0, [product])
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            result += product * (row_scale * scale[None, :])
+            first, second = next_first, next_second
+            number += 1
+        values = result.to(output.dtype.element_ty)
+        _store(output, values, unit, PART, num_tokens, output_stride, OUTPUTS, BLOCK_N, TILES)
+
+
+@gluon.jit
+def _store(
+    output,
+    values,
+    unit,
+    PART: gl.constexpr,
+    num_tokens,
+    stride,
+    OUTPUTS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+):
+    """A half of a unit's results [MMA_M, WIDTH] to `output` [splits, tokens, OUTPUTS]."""
+    WIDTH: gl.constexpr = values.shape[1]
+    STORED: gl.constexpr = values.type.layout
+    inside = PART * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))[None, :]
+    column = unit % TILES * BLOCK_N + inside
+    row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, STORED))[:, None]
+    target = output + (unit // TILES * num_tokens + row) * stride + column
+    is_column = (inside < BLOCK_N) & (column < OUTPUTS)
+    gl.store(target, values, mask=is_column & (row < num_tokens))
