@@ -79,9 +79,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-DENSE = ("bamba", "falcon_h1", "lfm2", "olmo_hybrid")
-"""Those without experts: where logits of a router are close, the least rounding chooses another."""
-MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+MAX_ERROR = 1e-4
+"""In float32."""
+DENSE = {"bamba": 5e-2, "falcon_h1": 5e-2, "lfm2": 5e-2, "olmo_hybrid": 0.12}
+"""Those without experts, with the error in bfloat16: where logits of a router are close, the least
+rounding chooses another. Twice what the plain kernels are off on a CPU (0.011 to 0.025; 0.044 to
+0.057 in OLMo, whose norms come behind what is rounded)."""
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,7 @@ MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
     ids=str,
 )
 def test_logits_are_those_of_one_pass_wherever_they_resume(name, dtype, tmp_path, monkeypatch):
+    max_error = MAX_ERROR if dtype == torch.float32 else DENSE[name]
     tiny = save_tiny(tmp_path, name, torch.float32, **(COMMON | FAMILIES[name]))
     monkeypatch.setattr(sizing, "free_bytes", lambda *_, **__: 256 << 20)
     llm = open_llm(
@@ -105,7 +109,7 @@ def test_logits_are_those_of_one_pass_wherever_they_resume(name, dtype, tmp_path
     )
     run_fused = isinstance(llm.llm_engine.runner.executor, DeviceExecutor)
     assert run_fused
-    resuming = Resuming(llm, tiny.logits, MAX_ERROR[dtype])
+    resuming = Resuming(llm, tiny.logits, max_error)
     if name.startswith("lfm2"):
         resuming.run_through_pages()
     else:
