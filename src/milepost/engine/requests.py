@@ -109,7 +109,7 @@ class Answer:
         run, self._num_known = run[: self._num_known], None
         token_ids = [sampled.token_id for sampled in run]
         num_tokens, reason = self.request.cut(token_ids)
-        if reason is None and self.guide is None and run[0].logprob is None:
+        if run and reason is None and self.guide is None and run[0].logprob is None:
             return self._take_text(token_ids)  # most often
         for index, sampled in enumerate(run[:num_tokens]):
             if index and self.guide is not None and not self.guide.allows(sampled.token_id):
