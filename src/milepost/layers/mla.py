@@ -78,7 +78,10 @@ class MLA(nn.Module):
         self.out = Linear(heads * shapes.value_dim, out, kind, inputs=inputs)
         self.kv_scales = KVScales(1, kind)
         self.operation = MLAOperation(
-            num_heads=heads, latent_dim=latent, shared_dim=shapes.shared_dim
+            num_heads=heads,
+            latent_dim=latent,
+            shared_dim=shapes.shared_dim,
+            value_bytes=kind.dtype.itemsize,
         )
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 from milepost.kernels.device import probe
 from milepost.kernels.mla import MLAOperation
+from tests.batches import Part, build_batch
 from tests.kernels.mla_cases import Case, run
 from tests.numbers import relative_error
 
@@ -48,3 +49,17 @@ def test_too_many_heads_run_on_the_reference() -> None:
     sizes = {"latent_dim": 512, "shared_dim": 64}
     assert MLAOperation(num_heads=64, **sizes).why_reference(CHIP) == ""
     assert "heads" in MLAOperation(num_heads=65, **sizes).why_reference(CHIP)
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "value_bytes", "wide_rows"),
+    [(227, 2, 64), (227, 4, 64), (163, 2, 64), (163, 4, 32), (99, 2, 32)],
+)
+def test_tiles_are_as_wide_as_a_chip_has_room(shared_kib, value_bytes, wide_rows):
+    """At Kimi Linear's sizes. In float32 an A100 has not the 180 KiB for 64 rows."""
+    sizes = {"num_heads": 32, "latent_dim": 512, "shared_dim": 64}
+    part = Part(pages=[1, 2], start=0, length=40, slot_in=0, slot_out=1)
+    batch = build_batch([part], 32, 32)
+    chip = replace(CHIP, shared_bytes=shared_kib << 10)
+    layout = MLAOperation(**sizes, value_bytes=value_bytes).lay_out(replace(batch, chip=chip))
+    assert layout.wide_rows == wide_rows

@@ -31,7 +31,9 @@ _NARROW_UNIT = 32
 for little KV."""
 _MAX_LATENT = 512
 _WIDE_BYTES = 160 << 10
-"""Shared memory from which on wide tiles fit."""
+"""Shared memory from which on wide tiles fit; where entries are large, it has to hold their rows
+and the least block."""
+_LEAST_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class MLAOperation:
     num_heads: int
     latent_dim: int
     shared_dim: int
+    value_bytes: int = 2
+    """Of an entry of the queries."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout:
         """Items for the fused kernels, or rows for the reference."""
@@ -48,7 +52,10 @@ class MLAOperation:
             return lay_out(batch)
         one_token = max(_MIN_ROWS, 1 << (self.num_heads - 1).bit_length())
         # From 64 rows on Blackwell's matrix units take over, which want far more shared memory.
-        is_large = batch.chip.shared_bytes >= _WIDE_BYTES and batch.chip.capability[0] != 10
+        width = self.latent_dim + self.shared_dim
+        held = (_WIDE_ROWS + _LEAST_BLOCK) * width * self.value_bytes
+        has_room = batch.chip.shared_bytes >= max(_WIDE_BYTES, held)
+        is_large = has_room and batch.chip.capability[0] != 10
         return items.lay_out(
             batch.starts,
             batch.lengths,
