@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.gpu.test_families import FAMILIES
 pytest.importorskip("triton", reason="kernels are compiled by the package triton")
 
 
-def compiled(*arguments: str) -> dict[str, object]:
+def compiled(*arguments: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).parent / "families.py"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -30,10 +31,16 @@ def test_mamba2_without_a_norm_compiles():
     assert found == {"kernels": ["mamba2.triton_norm.norm"], "refused": {}}
 
 
+_CHUNK_O = "gated_delta.triton_chunk_o._chunk_fwd_o_kernel"
+TOO_LARGE = {("olmo_hybrid", "sm_80", "float32"): {_CHUNK_O}}
+"""States of 128 x 256 in float32 beside a chunk's tokens: 192 KiB, where an A100 has 163."""
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kernel_of_a_family_compiles(family, chip, dtype):
-    assert compiled(family, chip, dtype)["refused"] == {}
+    refused = compiled(family, chip, dtype)["refused"]
+    assert set(refused) == TOO_LARGE.get((family, chip, dtype), set())
