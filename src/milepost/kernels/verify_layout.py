@@ -43,12 +43,10 @@ class VerifyLayout:
     prefills: PrefillLayout | None
     """None where every sequence decodes."""
 
-    begin = property(lambda self: self.sequences[0])
-    length = property(lambda self: self.sequences[1])
-    fold = property(lambda self: self.sequences[2])
-    row = property(lambda self: self.sequences[3])
-    slot_in = property(lambda self: self.sequences[4])
-    slot_out = property(lambda self: self.sequences[5])
+    @property
+    def num_sequences(self) -> int:
+        """S, with padding."""
+        return self.sequences.shape[1]
 
 
 def lay_out_verifies(batch: Batch, chunk: int, num_groups: int = 0) -> VerifyLayout:

@@ -62,7 +62,7 @@ def verify(
     value_heads = recurrent_pool.shape[1]
     channels, conv_width = weights.conv.shape
     key_heads = (channels - value_heads * STATE_SIZE) // (2 * STATE_SIZE)
-    num_units = len(layout.slot_out) * key_heads
+    num_units = layout.num_sequences * key_heads
     units_at_once = num_sms(projected.device)
     _verify_kernel[(min(num_units, 2 * units_at_once),)](
         projected,
@@ -80,12 +80,7 @@ def verify(
         describe_states(recurrent_pool),
         recurrent_pool,
         recurrent_pool.stride(0),
-        layout.begin,
-        layout.length,
-        layout.fold,
-        layout.row,
-        layout.slot_in,
-        layout.slot_out,
+        *layout.sequences,
         output,
         num_units,
         KEY_HEADS=key_heads,

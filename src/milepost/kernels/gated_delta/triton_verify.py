@@ -53,7 +53,7 @@ def verify(
         pools = conv_pool, recurrent_pool
         triton_hopper_verify.verify(projected, weights, *pools, layout, records, output)
         return
-    num_sequences = len(layout.slot_out)
+    num_sequences = layout.num_sequences
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
     key_heads = (channels - value_heads * value_dim) // (2 * key_dim)

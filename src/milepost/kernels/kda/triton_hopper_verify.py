@@ -64,7 +64,7 @@ def verify(
 ) -> None:
     """See `triton_verify.verify`."""
     heads, conv_width = recurrent_pool.shape[1], weights.conv.shape[1]
-    num_units = len(layout.slot_out) * heads
+    num_units = layout.num_sequences * heads
     units_at_once = num_sms(projected.device)
     _verify_kernel[(min(num_units, 2 * units_at_once),)](
         projected,

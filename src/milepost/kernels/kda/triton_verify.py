@@ -66,7 +66,7 @@ def verify(
     y = torch.empty_like(output, dtype=torch.float32)
     _walk_states(projected, decay_inputs, weights, conv_pool, recurrent_pool, layout, records, y)
     _, heads, head_dim, _ = recurrent_pool.shape
-    conv_width, num_sequences = weights.conv.shape[1], len(layout.slot_out)
+    conv_width, num_sequences = weights.conv.shape[1], layout.num_sequences
     size, pad = heads * head_dim, triton.next_power_of_2
     num_blocks = triton.cdiv(3 * size + heads, _LEFT) + triton.cdiv(size, _LEFT)
     _finish[(heads + num_blocks, num_sequences)](
@@ -107,7 +107,7 @@ def _walk_states(
     y: Tensor,
 ) -> None:
     """Write the states of `recurrent_pool`, and to `y` [T, H * K] float32 what new tokens read."""
-    num_sequences = len(layout.slot_out)
+    num_sequences = layout.num_sequences
     _, heads, head_dim, _ = recurrent_pool.shape
     conv_width = weights.conv.shape[1]
     num_columns = triton.cdiv(head_dim, _COLUMNS)

@@ -46,7 +46,7 @@ def verify(
 ) -> None:
     """Write `output` [T, I] of the sequences that decode; see `mamba2.mix`."""
     assert layout.decodes is not None, "programs of a group wait for one another"
-    num_sequences = len(layout.slot_out)
+    num_sequences = layout.num_sequences
     _, heads, head_dim, state_size = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
     inner = heads * head_dim
