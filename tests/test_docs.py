@@ -1,0 +1,32 @@
+"""Files that the documentation names are where it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("src/**/README.md"))
+)
+NAMED = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|mjs|toml|yaml))`|\]\(((?![a-z]+:)[^)#]+)[^)]*\)")
+
+
+FOLDERS = ("bench", "deploy", "docs", "src", "tests", "tools")
+
+
+@pytest.fixture(scope="module")
+def files():
+    paths = [*ROOT.glob("*"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*"))]
+    return ["/" + path.relative_to(ROOT).as_posix() for path in paths]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_files_that_a_page_names_exist(page, files):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for code, link in NAMED.findall(text):
+        if code:
+            assert any(name.endswith(f"/{code}") for name in files), code
+        else:
+            assert (ROOT / page.parent / link).exists(), link
