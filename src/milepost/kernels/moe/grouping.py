@@ -70,37 +70,36 @@ def _group_kernel(
     """One expert: count its rows and those before, then list them. No atomics: always the same."""
     let_next_start()
     wait_for_inputs()
-    mine = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
-    before = tl.zeros([CHUNK], tl.int32)
-    own = tl.zeros([CHUNK], tl.int32)
+    i_x, o_c = tl.program_id(0), tl.arange(0, CHUNK)
+    b_before = tl.zeros([CHUNK], tl.int32)
+    b_own = tl.zeros([CHUNK], tl.int32)
     # `while`, because the interpreter cannot take a range's end from a tensor under NumPy 2.4.
     first = 0
     while first < num_routed:
-        routed = first + lane
-        chosen = tl.load(experts + routed, mask=routed < num_routed, other=1 << 30)
-        before += chosen < mine
-        own += chosen == mine
+        o_p = first + o_c
+        b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=1 << 30)
+        b_before += b_x < i_x
+        b_own += b_x == i_x
         first += CHUNK
-    start, count = tl.sum(before), tl.sum(own)
+    start, count = tl.sum(b_before), tl.sum(b_own)
     end = start + count
-    first_block, end_block = mine + start // ROWS, mine + 1 + end // ROWS
+    first_block, end_block = i_x + start // ROWS, i_x + 1 + end // ROWS
     begin = first_block
     while begin < end_block:
-        block = begin + lane
-        row = start + (block - first_block) * ROWS
-        is_block = block < end_block
-        tl.store(blocks + block, tl.where(row < end, mine, -1), mask=is_block)
-        tl.store(blocks + capacity + block, row, mask=is_block)
-        tl.store(blocks + 2 * capacity + block, end, mask=is_block)
+        o_b = begin + o_c
+        o_m = start + (o_b - first_block) * ROWS
+        is_b = o_b < end_block
+        tl.store(blocks + o_b, tl.where(o_m < end, i_x, -1), mask=is_b)
+        tl.store(blocks + capacity + o_b, o_m, mask=is_b)
+        tl.store(blocks + 2 * capacity + o_b, end, mask=is_b)
         begin += CHUNK
     first = 0
     while first < num_routed:
-        routed = first + lane
-        chosen = tl.load(experts + routed, mask=routed < num_routed, other=-1)
-        is_mine = (chosen == mine).to(tl.int32)
-        tl.store(order + start + tl.cumsum(is_mine, 0) - 1, routed, mask=is_mine == 1)
-        start += tl.sum(is_mine)
+        o_p = first + o_c
+        b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=-1)
+        b_mine = (b_x == i_x).to(tl.int32)
+        tl.store(order + start + tl.cumsum(b_mine, 0) - 1, o_p, mask=b_mine == 1)
+        start += tl.sum(b_mine)
         first += CHUNK
 
 
@@ -146,12 +145,13 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
 
 @triton.jit(do_not_specialize=("num_routed",))
 def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk's routed tokens by expert."""
     let_next_start()
     wait_for_inputs()
-    chunk, bins = tl.program_id(0), tl.arange(0, BINS)
-    routed = chunk * CHUNK + tl.arange(0, CHUNK)
-    chosen = tl.load(experts + routed, mask=routed < num_routed, other=BINS - 1)
-    tl.store(counts + chunk * BINS + bins, tl.histogram(chosen, BINS))
+    i_c, o_x = tl.program_id(0), tl.arange(0, BINS)
+    o_p = i_c * CHUNK + tl.arange(0, CHUNK)
+    b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=BINS - 1)
+    tl.store(counts + i_c * BINS + o_x, tl.histogram(b_x, BINS))
 
 
 @triton.jit(do_not_specialize=("chunks",))
@@ -161,15 +161,16 @@ def _prefix_kernel(
     """In place: an expert's count in each chunk becomes that of all chunks before it."""
     let_next_start()
     wait_for_inputs()
-    bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    before = tl.zeros([WIDTH], tl.int32)
+    o_x = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    b_before = tl.zeros([WIDTH], tl.int32)
     for first in range(0, chunks, STEP):
-        chunk = (first + tl.arange(0, STEP))[:, None]
-        target = counts + chunk * BINS + bins[None, :]
-        part = tl.load(target, mask=chunk < chunks, other=0)
-        tl.store(target, before[None, :] + tl.cumsum(part, 0) - part, mask=chunk < chunks)
-        before += tl.sum(part, 0)
-    tl.store(totals + bins, before)
+        o_c = (first + tl.arange(0, STEP))[:, None]
+        p_counts = counts + o_c * BINS + o_x[None, :]
+        b_counts = tl.load(p_counts, mask=o_c < chunks, other=0)
+        b_sums = b_before[None, :] + tl.cumsum(b_counts, 0)
+        tl.store(p_counts, b_sums - b_counts, mask=o_c < chunks)
+        b_before += tl.sum(b_counts, 0)
+    tl.store(totals + o_x, b_before)
 
 
 @triton.jit(do_not_specialize=("num_routed", "capacity"))
@@ -192,39 +193,36 @@ def _place_kernel(
     """Place one chunk's routed tokens behind earlier chunks', and list a share of the blocks."""
     let_next_start()
     wait_for_inputs()
-    mine, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
-    total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
-    starts = tl.cumsum(total, 0) - total
-    lane = tl.arange(0, CHUNK)
-    routed = mine * CHUNK + lane
-    is_routed = routed < num_routed
-    chosen = tl.load(experts + routed, mask=is_routed, other=BINS - 1)
-    rank = tl.zeros([CHUNK], tl.int32)
+    i_c, num_chunks, o_x = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
+    b_totals = tl.load(totals + o_x, mask=o_x < EXPERTS, other=0)
+    b_starts = tl.cumsum(b_totals, 0) - b_totals
+    o_c = tl.arange(0, CHUNK)
+    o_p = i_c * CHUNK + o_c
+    is_p = o_p < num_routed
+    b_x = tl.load(experts + o_p, mask=is_p, other=BINS - 1)
+    b_rank = tl.zeros([CHUNK], tl.int32)
     for first in range(0, CHUNK, PART):
         # Others go down the first axis, which lies in a thread's registers.
-        lane_before = first + tl.arange(0, PART)
-        others = tl.load(
-            experts + mine * CHUNK + lane_before,
-            mask=mine * CHUNK + lane_before < num_routed,
-            other=BINS - 1,
-        )
-        is_before = (others[:, None] == chosen[None, :]) & (lane_before[:, None] < lane[None, :])
-        rank += tl.sum(is_before.to(tl.int32), 0)
-    base = starts + tl.load(counts + mine * BINS + bins)
-    tl.store(order + tl.gather(base, chosen, 0) + rank, routed, mask=is_routed)
+        o_other = first + tl.arange(0, PART)
+        is_other = i_c * CHUNK + o_other < num_routed
+        b_other = tl.load(experts + i_c * CHUNK + o_other, mask=is_other, other=BINS - 1)
+        is_before = (b_other[:, None] == b_x[None, :]) & (o_other[:, None] < o_c[None, :])
+        b_rank += tl.sum(is_before.to(tl.int32), 0)
+    b_base = b_starts + tl.load(counts + i_c * BINS + o_x)
+    tl.store(order + tl.gather(b_base, b_x, 0) + b_rank, o_p, mask=is_p)
 
-    taken = (total + ROWS - 1) // ROWS
-    ends = tl.cumsum(taken, 0)
-    tl.store(num_blocks, tl.sum(taken), mask=mine == 0)
-    for first in range(mine * SHARE, capacity, programs * SHARE):
-        block = first + tl.arange(0, SHARE)
+    b_taken = (b_totals + ROWS - 1) // ROWS
+    b_ends = tl.cumsum(b_taken, 0)
+    tl.store(num_blocks, tl.sum(b_taken), mask=i_c == 0)
+    for first in range(i_c * SHARE, capacity, num_chunks * SHARE):
+        o_b = first + tl.arange(0, SHARE)
         # The block's expert is the number of experts whose blocks end before it.
-        expert = tl.sum((ends[:, None] <= block[None, :]).to(tl.int32), 0)
-        is_real = expert < BINS
-        expert = tl.minimum(expert, BINS - 1)
-        row = tl.gather(starts - (ends - taken) * ROWS, expert, 0) + block * ROWS
-        is_block = block < capacity
-        tl.store(blocks + block, tl.where(is_real, expert, -1), mask=is_block)
-        tl.store(blocks + capacity + block, row, mask=is_block)
-        end = tl.gather(starts + total, expert, 0)
-        tl.store(blocks + 2 * capacity + block, end, mask=is_block)
+        b_owner = tl.sum((b_ends[:, None] <= o_b[None, :]).to(tl.int32), 0)
+        is_real = b_owner < BINS
+        b_owner = tl.minimum(b_owner, BINS - 1)
+        o_m = tl.gather(b_starts - (b_ends - b_taken) * ROWS, b_owner, 0) + o_b * ROWS
+        is_b = o_b < capacity
+        tl.store(blocks + o_b, tl.where(is_real, b_owner, -1), mask=is_b)
+        tl.store(blocks + capacity + o_b, o_m, mask=is_b)
+        b_end = tl.gather(b_starts + b_totals, b_owner, 0)
+        tl.store(blocks + 2 * capacity + o_b, b_end, mask=is_b)

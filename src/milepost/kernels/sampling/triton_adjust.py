@@ -66,41 +66,41 @@ def _adjust_kernel(
     kind = tl.load(ints + row * INTS)
     if kind & PLAIN == 0:
         o_v = i_b * BLOCK + tl.arange(0, BLOCK)
-        is_token = o_v < vocab_size
-        x = tl.load(logits + row * stride + o_v, mask=is_token, other=float("-inf"))
-        x = x.to(tl.float32)
-        x = tl.where(x == x, x, float("-inf"))  # NaN is not chosen
-        entries = starts + row * (tl.num_programs(0) + 1) + i_b
-        for entry in range(tl.load(entries), tl.load(entries + 1)):
+        is_v = o_v < vocab_size
+        b_x = tl.load(logits + row * stride + o_v, mask=is_v, other=float("-inf"))
+        b_x = b_x.to(tl.float32)
+        b_x = tl.where(b_x == b_x, b_x, float("-inf"))  # NaN is not chosen
+        p_entries = starts + row * (tl.num_programs(0) + 1) + i_b
+        for entry in range(tl.load(p_entries), tl.load(p_entries + 1)):
             token = tl.load(entry_ids + entry)
-            x = tl.where(o_v == token, x + tl.load(entry_values + entry), x)
+            b_x = tl.where(o_v == token, b_x + tl.load(entry_values + entry), b_x)
         count_row = tl.load(ints + row * INTS + COUNTS).to(tl.int64)
         if count_row >= 0:
-            x = _penalized(x, counts + count_row * vocab_size + o_v, is_token, floats + row * 4)
+            b_x = _penalized(b_x, counts + count_row * vocab_size + o_v, is_v, floats + row * 4)
         mask_row = tl.load(ints + row * INTS + MASK).to(tl.int64)
         if mask_row >= 0:
-            words = masks + mask_row * num_words + o_v // 32
-            is_allowed = tl.load(words, mask=is_token, other=0) >> (o_v % 32) & 1
-            x = tl.where(is_allowed != 0, x, float("-inf"))
-        tl.store(adjusted + i_r * vocab_size + o_v, x, mask=is_token)
-        tl.store(tops + i_r * tl.num_programs(0) + i_b, tl.max(x, 0))
+            p_words = masks + mask_row * num_words + o_v // 32
+            b_allowed = tl.load(p_words, mask=is_v, other=0) >> (o_v % 32) & 1
+            b_x = tl.where(b_allowed != 0, b_x, float("-inf"))
+        tl.store(adjusted + i_r * vocab_size + o_v, b_x, mask=is_v)
+        tl.store(tops + i_r * tl.num_programs(0) + i_b, tl.max(b_x, 0))
         if i_b == 0:
-            bounds = tl.arange(0, NUM_BOUNDS)
-            nothing = tl.zeros([NUM_BOUNDS], tl.int64)
-            tl.store(sums + i_r * NUM_BOUNDS + bounds, nothing)
-            tl.store(sums + (num_rows + i_r) * NUM_BOUNDS + bounds, nothing)
+            o_bound = tl.arange(0, NUM_BOUNDS)
+            b_zeros = tl.zeros([NUM_BOUNDS], tl.int64)
+            tl.store(sums + i_r * NUM_BOUNDS + o_bound, b_zeros)
+            tl.store(sums + (num_rows + i_r) * NUM_BOUNDS + o_bound, b_zeros)
             tl.store(found + i_r * 4, 0)
             tl.store(found + i_r * 4 + 1, BEYOND)
             tl.store(found + i_r * 4 + 2, -1)
 
 
 @triton.jit
-def _penalized(x, counts, is_token, floats):
+def _penalized(b_x, p_counts, is_v, p_floats):
     """As the penalties change logits whose counts lie there."""
-    repetition, frequency = tl.load(floats + 1), tl.load(floats + 2)
-    presence = tl.load(floats + 3)
-    counted = tl.load(counts, mask=is_token, other=0).to(tl.int32)
-    count = (counted & 0x7FFF).to(tl.float32)
-    repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-    x = tl.where(counted != 0, repeated, x)
-    return tl.where(count > 0, x - (frequency * count + presence), x)
+    repetition, frequency = tl.load(p_floats + 1), tl.load(p_floats + 2)
+    presence = tl.load(p_floats + 3)
+    b_counted = tl.load(p_counts, mask=is_v, other=0).to(tl.int32)
+    b_count = (b_counted & 0x7FFF).to(tl.float32)
+    b_repeated = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
+    b_x = tl.where(b_counted != 0, b_repeated, b_x)
+    return tl.where(b_count > 0, b_x - (frequency * b_count + presence), b_x)

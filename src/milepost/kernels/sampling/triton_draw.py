@@ -111,14 +111,14 @@ def _draw_kernel(
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = i_r + first
     kind = tl.load(ints + row * INTS)
-    into = i_r * tl.num_programs(0) + i_b
+    o_best = i_r * tl.num_programs(0) + i_b
     if kind & PLAIN == 0:
         o_v = i_b * BLOCK + tl.arange(0, BLOCK)
-        source = adjusted + i_r * vocab_size + o_v
-        best_here = tl.load(tops + into)
+        p_x = adjusted + i_r * vocab_size + o_v
+        best_here = tl.load(tops + o_best)
         if kind & DRAWS == 0:
-            x = tl.load(source, mask=o_v < vocab_size, other=float("-inf"))
-            _store_best(x, i_b * BLOCK, best + into, columns + into)
+            b_x = tl.load(p_x, mask=o_v < vocab_size, other=float("-inf"))
+            _store_best(b_x, i_b * BLOCK, best + o_best, columns + o_best)
         else:
             top = top_of(tops, i_r, tl.num_programs(0), BLOCKS)
             temperature = tl.load(floats + row * 4)
@@ -126,24 +126,24 @@ def _draw_kernel(
             if kind & SEARCHES != 0:
                 lowest = tl.load(found + i_r * 4 + 3)
             if distance_of(best_here, top, temperature) <= lowest:
-                x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
-                distance = distance_of(x, top, temperature)
+                b_x = tl.load(p_x, mask=o_v < vocab_size, other=float("nan"))
+                b_distance = distance_of(b_x, top, temperature)
                 index = tl.load(ints + row * INTS + INDEX)
-                noise = gumbel(ints + row * INTS, index, i_b * (BLOCK // 4), BLOCK)
-                x = noise - distance.to(tl.float32, bitcast=True)
-                x = tl.where(distance <= lowest, x, float("-inf"))
-                _store_best(x, i_b * BLOCK, best + into, columns + into)
+                b_noise = gumbel(ints + row * INTS, index, i_b * (BLOCK // 4), BLOCK)
+                b_x = b_noise - b_distance.to(tl.float32, bitcast=True)
+                b_x = tl.where(b_distance <= lowest, b_x, float("-inf"))
+                _store_best(b_x, i_b * BLOCK, best + o_best, columns + o_best)
             else:
-                tl.store(best + into, float("-inf"))
-                tl.store(columns + into, i_b * BLOCK)
+                tl.store(best + o_best, float("-inf"))
+                tl.store(columns + o_best, i_b * BLOCK)
 
 
 @triton.jit
-def _store_best(x, start, best, o_v):
+def _store_best(b_x, start, p_best, p_column):
     """The first of the greatest."""
-    top, where = tl.max(x, 0, return_indices=True)
-    tl.store(best, top)
-    tl.store(o_v, start + where)
+    top, where = tl.max(b_x, 0, return_indices=True)
+    tl.store(p_best, top)
+    tl.store(p_column, start + where)
 
 
 @triton.jit
@@ -151,12 +151,12 @@ def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
     """See `reference.gumbel`."""
     low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
-    quad = first_quad + tl.arange(0, BLOCK // 4)
-    zero = quad * 0
-    w0, w1, w2, w3 = tl.philox(high << 32 | low, quad, zero + index, zero, zero)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BLOCK])
-    uniform = ((words >> 9).to(tl.int32) * 2 + 1).to(tl.float32) * (1 / 16777216)
-    return -_log(-_log(1 - uniform))
+    o_quad = first_quad + tl.arange(0, BLOCK // 4)
+    b_zero = o_quad * 0
+    w0, w1, w2, w3 = tl.philox(high << 32 | low, o_quad, b_zero + index, b_zero, b_zero)
+    b_words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BLOCK])
+    b_uniform = ((b_words >> 9).to(tl.int32) * 2 + 1).to(tl.float32) * (1 / 16777216)
+    return -_log(-_log(1 - b_uniform))
 
 
 @triton.jit
@@ -186,21 +186,21 @@ def _take_kernel(
     BLOCKS: tl.constexpr,
 ):
     i_r = tl.program_id(0).to(tl.int64)
-    row, i_b = i_r + first, tl.arange(0, BLOCKS)
+    row, o_b = i_r + first, tl.arange(0, BLOCKS)
     if tl.load(ints + row * INTS) & PLAIN != 0:
         tl.store(token_ids + row, tl.load(likeliest + row))
     else:
-        is_block = i_b < num_blocks
-        tops = tl.load(best + i_r * num_blocks + i_b, mask=is_block, other=float("-inf"))
-        _, winner = tl.max(tops, 0, return_indices=True)
+        is_b = o_b < num_blocks
+        b_tops = tl.load(best + i_r * num_blocks + o_b, mask=is_b, other=float("-inf"))
+        _, winner = tl.max(b_tops, 0, return_indices=True)
         winner = tl.minimum(winner, num_blocks - 1)
         # Among NaN the greatest may be found where there is no token.
         token = tl.minimum(tl.load(columns + i_r * num_blocks + winner), vocab_size - 1)
         tl.store(token_ids + row, token.to(tl.int64))
         count_row = tl.load(ints + row * INTS + COUNTS).to(tl.int64)
         if count_row >= 0:
-            entry = counts + count_row * vocab_size + token
-            counted = tl.load(entry).to(tl.int32)
+            p_count = counts + count_row * vocab_size + token
+            counted = tl.load(p_count).to(tl.int32)
             # Beyond the largest that there is room for it stays.
             step = tl.where((counted & 0x7FFF) < 0x7FFF, 1, 0)
-            tl.store(entry, (counted + step).to(tl.int16))
+            tl.store(p_count, (counted + step).to(tl.int16))

@@ -64,16 +64,16 @@ def _guess_kernel(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    is_token = column < vocab_size
-    x = tl.load(logits + row * stride + column, is_token, float("-inf")).to(tl.float32)
-    own = ints + row * INTS
-    if tl.load(own) & DRAWS != 0:
-        noise = gumbel(own, tl.load(indices + row), block * (BLOCK // 4), BLOCK)
-        x = x / tl.load(temperatures + row) + noise
-    top, place = tl.max(x, 0, return_indices=True)
-    target = row * tl.num_programs(0) + block
-    tl.store(best + target, top)
+    i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_v = i_b * BLOCK + tl.arange(0, BLOCK)
+    is_v = o_v < vocab_size
+    b_x = tl.load(logits + i_r * stride + o_v, is_v, float("-inf")).to(tl.float32)
+    p_ints = ints + i_r * INTS
+    if tl.load(p_ints) & DRAWS != 0:
+        b_noise = gumbel(p_ints, tl.load(indices + i_r), i_b * (BLOCK // 4), BLOCK)
+        b_x = b_x / tl.load(temperatures + i_r) + b_noise
+    top, place = tl.max(b_x, 0, return_indices=True)
+    o_best = i_r * tl.num_programs(0) + i_b
+    tl.store(best + o_best, top)
     # Among NaN the greatest may be found where there is no token.
-    tl.store(places + target, tl.minimum(block * BLOCK + place, vocab_size - 1))
+    tl.store(places + o_best, tl.minimum(i_b * BLOCK + place, vocab_size - 1))

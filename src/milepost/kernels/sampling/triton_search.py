@@ -127,9 +127,9 @@ def _second_interval(first_sums, sums, target):
 def _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK: tl.constexpr):
     """A row's logits in a block of the vocabulary, and their distances."""
     o_v = i_b * BLOCK + tl.arange(0, BLOCK)
-    source = adjusted + i_r * vocab_size + o_v
-    x = tl.load(source, mask=o_v < vocab_size, other=float("nan"))
-    return x, distance_of(x, top, temperature)
+    p_x = adjusted + i_r * vocab_size + o_v
+    b_x = tl.load(p_x, mask=o_v < vocab_size, other=float("nan"))
+    return b_x, distance_of(b_x, top, temperature)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -160,16 +160,16 @@ def _narrow_kernel(
             low, high = _first_interval(first_sums, target)
         best = tl.load(tops + i_r * tl.num_programs(0) + i_b)
         if distance_of(best, top, temperature) < high:
-            _x, distance = _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK)
-            weight = _weight(distance, top_k, floor)
-            numbers = tl.arange(0, NUM_BOUNDS)
-            below = tl.zeros([NUM_BOUNDS], tl.int64)
+            _, b_distance = _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK)
+            b_weight = _weight(b_distance, top_k, floor)
+            o_bound = tl.arange(0, NUM_BOUNDS)
+            b_below = tl.zeros([NUM_BOUNDS], tl.int64)
             for number in tl.static_range(NUM_BOUNDS):
                 bound = _first_bound(number) if LEVEL == 1 else _second_bound(low, high, number)
-                here = tl.sum(tl.where(distance < bound, weight, 0), 0)
-                below = tl.where(numbers == number, here, below)
-            into = sums + ((LEVEL - 1) * num_rows + i_r) * NUM_BOUNDS
-            tl.atomic_add(into + numbers, below, sem="relaxed")
+                b_here = tl.sum(tl.where(b_distance < bound, b_weight, 0), 0)
+                b_below = tl.where(o_bound == number, b_here, b_below)
+            p_sums = sums + ((LEVEL - 1) * num_rows + i_r) * NUM_BOUNDS
+            tl.atomic_add(p_sums + o_bound, b_below, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -201,17 +201,17 @@ def _collect_kernel(
         low, high, _ = _second_interval(first_sums, second_sums, target)
         best = tl.load(tops + i_r * tl.num_programs(0) + i_b)
         if distance_of(best, top, temperature) < high:
-            x, distance = _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK)
-            is_inside = (distance >= low) & (distance < high)
-            is_listed = tl.where(top_k > 0, distance < high, is_inside)
+            b_x, b_distance = _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK)
+            is_inside = (b_distance >= low) & (b_distance < high)
+            is_listed = tl.where(top_k > 0, b_distance < high, is_inside)
             number = tl.sum(is_listed.to(tl.int32), 0)
             if number > 0:
                 start = tl.atomic_add(found + i_r * 4, number, sem="relaxed")
-                order = start + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-                target_place = listed + i_r * _CAPACITY + order
-                tl.store(target_place, x, mask=is_listed & (order < _CAPACITY))
-                least = tl.min(tl.where(is_inside, distance, BEYOND), 0)
-                greatest = tl.max(tl.where(is_inside, distance, -1), 0)
+                o_listed = start + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+                p_listed = listed + i_r * _CAPACITY + o_listed
+                tl.store(p_listed, b_x, mask=is_listed & (o_listed < _CAPACITY))
+                least = tl.min(tl.where(is_inside, b_distance, BEYOND), 0)
+                greatest = tl.max(tl.where(is_inside, b_distance, -1), 0)
                 tl.atomic_min(found + i_r * 4 + 1, least, sem="relaxed")
                 tl.atomic_max(found + i_r * 4 + 2, greatest, sem="relaxed")
 
@@ -251,33 +251,35 @@ def _settle_kernel(
         low = tl.maximum(low, tl.load(found + i_r * 4 + 1))
         high = tl.minimum(high, tl.load(found + i_r * 4 + 2) + 1)
         number = tl.load(found + i_r * 4)
-        source, below = listed + i_r * _CAPACITY, tl.where(top_k > 0, 0, below)
+        p_x, below = listed + i_r * _CAPACITY, tl.where(top_k > 0, 0, below)
         if number > _CAPACITY:
-            source, below, number = adjusted + i_r * vocab_size, below * 0, vocab_size
+            p_x, below, number = adjusted + i_r * vocab_size, below * 0, vocab_size
         # The first logits are read once, and most often there are no others.
-        offset = tl.arange(0, CHUNK)
-        x = tl.load(source + offset, mask=offset < number, other=float("nan"))
-        distance = distance_of(x, top, temperature)
-        mass = _mass(distance, floor)
-        weight = tl.where(top_k > 0, tl.full([CHUNK], 1, tl.int64), mass)
-        others = (source, number, top, temperature, floor)
-        lowest = _bisected(distance, weight, low, high, below, target, top_k, others, CHUNK)
+        o_x = tl.arange(0, CHUNK)
+        b_x = tl.load(p_x + o_x, mask=o_x < number, other=float("nan"))
+        b_distance = distance_of(b_x, top, temperature)
+        b_mass = _mass(b_distance, floor)
+        b_weight = tl.where(top_k > 0, tl.full([CHUNK], 1, tl.int64), b_mass)
+        others = (p_x, number, top, temperature, floor)
+        lowest = _bisected(b_distance, b_weight, low, high, below, target, top_k, others, CHUNK)
         if (top_k > 0) & (share < 1):
             # Of equal logits at the end only as many count as top_k has room for.
-            above = _below(distance, weight, lowest, top_k, others, CHUNK)
-            total = _below(distance, mass, lowest, top_k * 0, others, CHUNK)
+            above = _below(b_distance, b_weight, lowest, top_k, others, CHUNK)
+            total = _below(b_distance, b_mass, lowest, top_k * 0, others, CHUNK)
             target = _share(share, total + (target - above) * _mass(lowest, floor))
             low, high = lowest * 0, lowest + 1
-            lowest = _bisected(distance, mass, low, high, below, target, top_k * 0, others, CHUNK)
+            lowest = _bisected(
+                b_distance, b_mass, low, high, below, target, top_k * 0, others, CHUNK
+            )
         tl.store(found + i_r * 4 + 3, tl.minimum(lowest, floor))
 
 
 @triton.jit
-def _bisected(distance, weight, low, high, below, target, top_k, others, CHUNK: tl.constexpr):
+def _bisected(b_distance, b_weight, low, high, below, target, top_k, others, CHUNK: tl.constexpr):
     """The least distance from `low` to below `high` at which the sum reaches the target."""
     while high - low > 1:
         middle = low + (high - low) // 2
-        here = _below(distance, weight, middle, top_k, others, CHUNK)
+        here = _below(b_distance, b_weight, middle, top_k, others, CHUNK)
         is_reached = below + here >= target
         low = tl.where(is_reached, low, middle)
         high = tl.where(is_reached, middle, high)
@@ -285,14 +287,14 @@ def _bisected(distance, weight, low, high, below, target, top_k, others, CHUNK: 
 
 
 @triton.jit
-def _below(distance, weight, bound, top_k, others, CHUNK: tl.constexpr):
+def _below(b_distance, b_weight, bound, top_k, others, CHUNK: tl.constexpr):
     """What the logits weigh whose distance is less than the bound: those that were read, and
     those behind them."""
-    source, number, top, temperature, floor = others
-    total = tl.where(distance < bound, weight, 0)
+    p_x, number, top, temperature, floor = others
+    b_total = tl.where(b_distance < bound, b_weight, 0)
     for start in range(CHUNK, number, CHUNK):
-        offset = start + tl.arange(0, CHUNK)
-        x = tl.load(source + offset, mask=offset < number, other=float("nan"))
-        other = distance_of(x, top, temperature)
-        total += tl.where(other < bound, _weight(other, top_k, floor), 0)
-    return tl.sum(total, 0)
+        o_x = start + tl.arange(0, CHUNK)
+        b_x = tl.load(p_x + o_x, mask=o_x < number, other=float("nan"))
+        b_other = distance_of(b_x, top, temperature)
+        b_total += tl.where(b_other < bound, _weight(b_other, top_k, floor), 0)
+    return tl.sum(b_total, 0)
