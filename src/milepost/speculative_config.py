@@ -13,7 +13,7 @@ from typing import Any, Literal
 from milepost.errors import ConfigError
 
 METHODS = ("auto", "mtp", "suffix", "ngram")
-_ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp")
+_ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")
 _OF_PEERS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu", "dflash")
 _DEFAULT_TOKENS = {"auto": 3, "mtp": 3, "suffix": 8}
 MOST_TOKENS = 32
@@ -145,6 +145,15 @@ _LOWEST = {
 }
 _IGNORED = {"model": None, "draft_tensor_parallel_size": 1, "draft_sample_method": "greedy"}
 """What vLLM's own command lines may say, with the value that asks for nothing here."""
+_DROPPED = (
+    "attention_backend",
+    "disable_by_batch_size",
+    "disable_padded_drafter_batch",
+    "enforce_eager",
+    "moe_backend",
+    "use_local_argmax_reduction",
+)
+"""The same where no value changes an answer: how drafts are made, and when they do not pay."""
 
 
 def read_speculative_config(value: object) -> SpeculativeConfig | None:
@@ -170,6 +179,8 @@ def _known(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a mapping sets; refuses those that there are none of."""
     names = [field.name for field in fields(SpeculativeConfig)]
     for name, value in given.items():
+        if name in _DROPPED:
+            continue
         if name in _IGNORED:
             _require(value == _IGNORED[name], f"{name}={value!r}: not supported here, leave it out")
         else:

@@ -21,6 +21,17 @@ LINES = (
     "--max-model-len auto --tool-call-parser qwen3_coder --enable-auto-tool-choice -q fp8",
     "--swap-space 4 ./m --cudagraph-capture-sizes 1 2 4 --trust-remote-code --no-enforce-eager",
     '--model ./m --limit-mm-per-prompt {"image":0} --async-scheduling --seed 0 -ep',
+    # As cards and recipes of Nemotron 3, Nemotron Nano 2 and Qwen3-Next print them.
+    "./m --max-num-seqs 8 --trust-remote-code --enable-auto-tool-choice --tool-call-parser "
+    "qwen3_coder --reasoning-parser-plugin nano_v3_reasoning_parser.py --reasoning-parser nano_v3",
+    "./m --kv-cache-dtype fp8 --mamba-backend triton --mamba-ssm-cache-dtype float32 "
+    "--load-format fastsafetensors --mamba-ssu-algorithm horizontal --linear-backend humming",
+    "./m --tool-call-parser-plugin ./nemotron_toolcall_parser_no_streaming.py "
+    "--tool-call-parser nemotron_json",
+    '--compilation_config.cudagraph_mode=PIECEWISE ./m -O.level=3 -cc {"level":3} '
+    "-cc.cudagraph_mode FULL --kernel-config.moe_backend=triton --attention-config {}",
+    '--mm-processor-cache-type shm ./m --speculative-config {"method":"nemotron_h_mtp",'
+    '"num_speculative_tokens":3,"moe_backend":"triton","attention_backend":"FLASHINFER"}',
 )
 
 
@@ -42,6 +53,10 @@ def test_names_and_values_of_vllms_are_ours():
     assert server.shutdown_timeout_s == 7
     assert engine.speculative_config.num_speculative_tokens == 2
     assert asked("./m", "--max-model-len", "-1")[1].max_model_len is None
+    line = "./m --api-key a b --reasoning-parser super_v3 --load-format runai_streamer"
+    server, engine = asked(*line.split())
+    assert (list(server.api_key), server.reasoning_parser) == (["a", "b"], "nemotron_v3")
+    assert engine.load_format == "auto"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +68,9 @@ def test_names_and_values_of_vllms_are_ours():
         ("--cpu-offload-gb=10", "--cpu-offload-gb 10 is not supported: weights stay"),
         ("--download-dir /d", "HF_HUB_CACHE"),
         ("--swap-space", "--swap-space: a value is missing"),
+        ("--compilation-config.level", "--compilation-config: a value is missing"),
+        ("--reasoning-parser-plugin ./my.py", "./my.py is not supported: --reasoning-parser lists"),
+        ("--kv-cache-memory-bytes 20G", "20G is not supported: use --gpu-memory-utilization"),
     ],
 )
 def test_what_cannot_be_served_is_named(line, words, capsys):

@@ -24,6 +24,8 @@ def _names(text: str) -> frozenset[str]:
 _SHORT = {"-q": "--quantization", "-pp": "--pipeline-parallel-size", "-O": "--optimization-level"}
 _SHORT |= {"-dp": "--data-parallel-size", "-ep": "--enable-expert-parallel"}
 _SHORT |= {"-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size"}
+_SHORT |= {"-cc": "--compilation-config", "-ac": "--attention-config"}
+_SHORT |= {"-asc": "--api-server-count", "-n": "--nnodes", "-r": "--node-rank"}
 _LEVEL = re.compile(r"-O\d")
 
 _SAME = {
@@ -37,6 +39,8 @@ _SAME = {
 _VALUES: Mapping[str, Mapping[str, str | None]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "max-model-len": {"auto": None, "-1": None},
+    "load-format": dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer")),
+    "reasoning-parser": dict.fromkeys(("nano_v3", "super_v3"), "nemotron_v3"),
 }
 """Other words for values; None is our default."""
 _IN_THOUSANDS = ("max-model-len", "max-num-batched-tokens")
@@ -50,7 +54,10 @@ _DROPPED = _names(
     "disable-hybrid-kv-cache-manager disable-cascade-attn enable-eplb enable-dbo numa-bind "
     "use-v2-block-manager multi-step-stream-outputs worker-use-ray engine-use-ray "
     "exclude-tools-when-tool-choice-none enable-mfu-metrics disable-mm-preprocessor-cache "
-    "enable-flashinfer-autotune skip-mm-profiling use-tqdm-on-load"
+    "enable-flashinfer-autotune skip-mm-profiling use-tqdm-on-load disable-chunked-mm-input "
+    "interleave-mm-strings kv-cache-metrics cudagraph-metrics enable-layerwise-nvtx-tracing "
+    "scheduler-reserve-full-isl enable-ep-weight-filter aggregate-engine-logging "
+    "disable-nccl-for-dp-synchronization enable-offline-docs fail-on-environ-validation"
 )
 """Without a value."""
 _DROPPED_WITH_VALUE = _names(
@@ -64,7 +71,11 @@ _DROPPED_WITH_VALUE = _names(
     "stream-interval code-revision model-loader-extra-config max-parallel-loading-workers "
     "safetensors-load-strategy ignore-patterns h11-max-incomplete-event-size "
     "h11-max-header-count show-hidden-metrics-for-version performance-mode "
-    "disable-access-log-for-endpoints master-addr master-port"
+    "disable-access-log-for-endpoints master-addr master-port mamba-backend mamba-ssu-algorithm "
+    "gdn-prefill-backend linear-backend attention-config kernel-config mm-processor-cache-type "
+    "mm-encoder-attn-backend mm-shm-cache-max-object-size-mb max-cudagraph-capture-size "
+    "renderer-num-workers ubatch-size numa-bind-nodes additional-config media-io-kwargs "
+    "video-pruning-rate"
 )
 
 _ROUTER = "run one server for each GPU behind a router (docs/disaggregation.md)"
@@ -72,6 +83,15 @@ _TEXT = "only text generation is served"
 _MERGE = "merge the adapter into the weights"
 _COPY = "edit config.json in a copy of the checkpoint, and serve that folder"
 _ONE_MACHINE = "a server runs on one machine"
+_TOOL_PLUGINS = (
+    tuple(f"nemotron_toolcall_parser_{how}streaming.py" for how in ("", "no_")),
+    "--tool-call-parser lists the formats that there are",
+)
+_REASONING_PLUGINS = (
+    ("nano_v3_reasoning_parser.py", "super_v3_reasoning_parser.py"),
+    "--reasoning-parser lists the formats that there are",
+)
+"""Files that come with checkpoints whose formats we know."""
 _ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pipeline-parallel-size": (("1",), "use --tensor-parallel-size"),
     "data-parallel-size": (("1",), _ROUTER),
@@ -98,6 +118,8 @@ _ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "mamba-cache-dtype": (("auto",), "use --mamba-ssm-cache-dtype"),
     "kv-offloading-backend": (("native",), "use --cache-host-gib"),
     "ssl-cert-reqs": (("0",), "--ssl-ca-certs makes clients' certificates required"),
+    **dict.fromkeys(("tool-parser-plugin", "tool-call-parser-plugin"), _TOOL_PLUGINS),
+    "reasoning-parser-plugin": _REASONING_PLUGINS,
 }
 """Which values ask for nothing; what to do instead of others."""
 
@@ -131,8 +153,9 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "enable-force-include-usage": (0, "set stream_options.include_usage in requests"),
     "return-tokens-as-token-ids": (0, "set return_token_ids in requests"),
     "trust-request-chat-template": (0, "use --chat-template: requests cannot bring one"),
-    "tool-parser-plugin": (1, "--tool-call-parser lists the formats that there are"),
-    "reasoning-parser-plugin": (1, "--reasoning-parser lists the formats that there are"),
+    "kv-cache-memory-bytes": (1, "use --gpu-memory-utilization, or --cpu-cache-gib on a CPU"),
+    "enable-mamba-cache-stochastic-rounding": (0, "states are rounded to the nearest value"),
+    "mamba-cache-philox-rounds": (1, "states are rounded to the nearest value"),
     "logits-processors": (1, "leave it out"),
     "scheduler-cls": (1, "leave it out"),
     "worker-cls": (1, "leave it out"),
@@ -142,8 +165,8 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
 """How many values each has, and what to do instead."""
 
 _LISTS = _names(
-    "served-model-name cuda-graph-sizes cudagraph-capture-sizes ignore-patterns lora-modules "
-    "disable-access-log-for-endpoints"
+    "served-model-name api-key cuda-graph-sizes cudagraph-capture-sizes ignore-patterns "
+    "lora-modules disable-access-log-for-endpoints"
 )
 """With any number of values."""
 _SWITCHES = frozenset(
@@ -170,7 +193,9 @@ def translated(arguments: Sequence[str]) -> list[str]:
             todo.append(value)
         whole, _, key = name.partition(".")
         name = whole = whole.replace("_", "-")
-        if key:  # --speculative-config.method mtp
+        if key and whole in _DROPPED_WITH_VALUE:
+            _value(todo, name)
+        elif key:  # --speculative-config.method mtp
             objects.setdefault(whole, {})[key] = _value(todo, name)
         else:
             found += _one(name, todo, has_model=bool(found) and not found[0].startswith("-"))
@@ -184,7 +209,8 @@ def _split(token: str) -> tuple[str, str, str]:
     if _LEVEL.fullmatch(token):
         return "optimization-level", "=", token[2:]
     name, sign, value = token.partition("=")
-    name = _SHORT.get(name, name)
+    short, dot, key = name.partition(".")
+    name = _SHORT.get(short, short) + dot + key
     if not name.startswith("--") or len(name) == 2:
         return "", "", ""
     return name[2:], sign, value
@@ -205,10 +231,10 @@ def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
     if name in _ONLY:
         nothing, instead = _ONLY[name]
         value = _value(todo, name)
-        if value not in nothing:
+        if value.rpartition("/")[2] not in nothing:  # a plugin is named by its path
             raise ConfigError(f"--{name} {value} is not supported: {instead}")
         return []
-    if name == "served-model-name" and has_model:
+    if name in ("served-model-name", "api-key") and has_model:
         return [part for value in _values(todo, name) for part in (f"--{name}", value)]
     if name in _VALUES or name in _IN_THOUSANDS:
         own = _VALUES.get(name, {})
