@@ -119,7 +119,6 @@ def store_tile(
     values,
     unit,
     num_tokens,
-    stride,
     OUTPUTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     TILES: gl.constexpr,
@@ -130,6 +129,6 @@ def store_tile(
     inside = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, STORED))[:, None]
     column = unit % TILES * BLOCK_N + inside
     row = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, STORED))[None, :]
-    target = output + (unit // TILES * num_tokens + row) * stride + column
+    target = output + (unit // TILES * num_tokens + row) * OUTPUTS + column
     is_column = (inside < BLOCK_N) & (column < OUTPUTS)
     gl.store(target, values, mask=is_column & (row < num_tokens))

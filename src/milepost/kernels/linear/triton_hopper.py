@@ -165,7 +165,7 @@ def _consume(
         if PARTS == 2:
             result = result / (1 + gl.exp(-result)) * gated
         values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
-        store_tile(output, values, unit, num_tokens, OUTPUTS, OUTPUTS, BLOCK_N, TILES, STORED)
+        store_tile(output, values, unit, num_tokens, OUTPUTS, BLOCK_N, TILES, STORED)
 
 
 @gluon.jit

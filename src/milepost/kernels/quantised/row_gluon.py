@@ -34,7 +34,7 @@ _ROW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [PARTS, 1], [1, 0]))
 """A block of each part."""
 _KEPT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _KEPT_SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [PARTS, 1], [1, 0]))
+OUTPUTS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [PARTS, 1], [1, 0]))
 
 
 @gluon.constexpr_function
@@ -44,7 +44,7 @@ def width_of(group):
 
 
 @gluon.constexpr_function
-def _weights_layout(group):
+def weights_layout(group):
     """A thread loads 16 bytes of FP8 side by side, 8 of four bits. Both operands have their inputs
     in one order, and which that is does not matter."""
     return gl.DotOperandLayout(0, _PRODUCTS.value, 8 if group else 16)
@@ -58,7 +58,7 @@ def _column_layout(group):
 @gluon.jit
 def weight_rows(ROWS: gl.constexpr, GROUP: gl.constexpr):
     """Of weights that are loaded: output within the program and part, [ROWS * PARTS]."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, _weights_layout(GROUP))
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, weights_layout(GROUP))
     o_m = gl.arange(0, ROWS * _PARTS, LAYOUT)
     return o_m // (_TILE * _PARTS) * _TILE + o_m % _TILE, o_m // _TILE % _PARTS
 
@@ -85,7 +85,7 @@ def load_blocks(
 ):
     """COUNT blocks, or as many as there are, from the FIRST of each row on; `starts` are addresses
     [ROWS * PARTS] for each of B blocks."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, _weights_layout(GROUP))
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, weights_layout(GROUP))
     o_k = gl.arange(0, width_of(GROUP), LAYOUT)[None, :]
     blocks = ()
     for b in gl.static_range(FIRST, min(FIRST + COUNT, B)):
@@ -144,17 +144,34 @@ def multiply_blocks(
         ahead = load_blocks(starts, i_b + HELD, HELD, B, GROUP)
         for b in gl.static_range(i_b, min(i_b + HELD, B)):
             b_w = held[b - i_b]
-            acc = _add_block(acc, b_w, kept.index(b), sums.index(b), scales[b], zeros[b], GROUP)
+            acc = add_block(acc, b_w, kept.index(b), sums.index(b), scales[b], zeros[b], GROUP)
         held = ahead
-    # Of each part what it made with its own column.
     part = gl.arange(0, SIZE, gl.SliceLayout(1, _PRODUCTS)) // _TILE % _PARTS
-    column = gl.arange(0, 8, gl.SliceLayout(0, _PRODUCTS))
-    own = gl.sum(gl.where(column[None, :] == part[:, None], acc, 0.0), 1)
+    own = own_products(acc, part)
     return gl.sum(gl.reshape(own, [SIZE // (_TILE * _PARTS), _PARTS, _TILE]), 1)
 
 
 @gluon.jit
-def _add_block(acc, b_w, b_x, sums, scale, zero, GROUP: gl.constexpr):
+def own_products(acc, part):
+    """Of each `part` what it made with its own column."""
+    column = gl.arange(0, 8, gl.SliceLayout(0, _PRODUCTS))
+    return gl.sum(gl.where(column[None, :] == part[:, None], acc, 0.0), 1)
+
+
+@gluon.jit
+def ring_rows():
+    """As `product_rows`, of boxes that hold one row's parts after the other's, [TILE * PARTS]."""
+    o_m = gl.arange(0, _TILE * _PARTS, gl.SliceLayout(1, _PRODUCTS))
+    return o_m // _PARTS, o_m % _PARTS
+
+
+@gluon.jit
+def no_products(ROWS: gl.constexpr):
+    return gl.zeros([ROWS * _PARTS, 8], gl.float32, _PRODUCTS)
+
+
+@gluon.jit
+def add_block(acc, b_w, b_x, sums, scale, zero, GROUP: gl.constexpr):
     """`acc` and a block's products; `scale` and `zero` [ROWS * PARTS] are the weights'."""
     dtype: gl.constexpr = b_x.dtype
     LAYOUT: gl.constexpr = _column_layout(GROUP)
@@ -205,11 +222,11 @@ def _unpack(b_w, dtype: gl.constexpr):
 @gluon.jit
 def to_outputs(values):
     """[ROWS / TILE, TILE] as `outputs_of` has them."""
-    return gl.convert_layout(values, _OUTPUTS)
+    return gl.convert_layout(values, OUTPUTS_LAYOUT)
 
 
 @gluon.jit
 def outputs_of(ROWS: gl.constexpr):
     """Places of a program's outputs, [ROWS / TILE, TILE]."""
-    tile = gl.arange(0, ROWS // _TILE, gl.SliceLayout(1, _OUTPUTS))[:, None]
-    return tile * _TILE + gl.arange(0, _TILE, gl.SliceLayout(0, _OUTPUTS))[None, :]
+    tile = gl.arange(0, ROWS // _TILE, gl.SliceLayout(1, OUTPUTS_LAYOUT))[:, None]
+    return tile * _TILE + gl.arange(0, _TILE, gl.SliceLayout(0, OUTPUTS_LAYOUT))[None, :]

@@ -30,9 +30,6 @@ from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
 from milepost.kernels.tiles import Tiles, choose_split_k
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-    from milepost.kernels.quantised.triton_hopper import QuantisedTiles
     from milepost.kernels.quantised.triton_hopper_rows import RowTiles
 
 _FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
@@ -45,8 +42,8 @@ _OF_TENSOR_MEMORY = {_MORE: replace(_MORE, num_warps=8), _MANY: replace(_MANY, b
 of a GEMM spills 650 to 1,200 bytes there, with these none."""
 _INT4_WARPS = 8
 """Numbers of four bits take work in registers, which is spread over more threads."""
-_HOPPER_WEIGHTS, _HOPPER_ROW_WEIGHTS = 1 << 22, 1 << 25
-"""Weights at least of products that Hopper's own kernel is fastest for; then those of one row."""
+_HOPPER_WEIGHTS = 1 << 22
+"""Weights at least of products of some rows that Hopper's own kernel is fastest for."""
 _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
@@ -132,14 +129,29 @@ def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor | None:
     gates, if one launch does it, else None."""
     if not (_suits(hidden, weight) and _is_row(hidden, weight) and runs_gluon(hidden)):
         return None
-    chip = probe(hidden.device)
-    if weight.num_outputs % 2 or _cut_for_hopper(hidden, weight, None, chip):
+    if weight.num_outputs % 2:
         return None
-    from milepost.kernels.quantised import triton_hopper_row
-
     output = hidden.new_empty(1, weight.num_outputs // 2)
-    triton_hopper_row.multiply(hidden, weight, None, output, chip, is_gated=True)
+    _multiply_row(output, hidden, weight, None, probe(hidden.device), is_gated=True)
     return output
+
+
+def _multiply_row(
+    output: Tensor,
+    hidden: Tensor,
+    weight: Quantised,
+    bias: Tensor | None,
+    chip: Chip,
+    *,
+    is_gated: bool,
+) -> None:
+    """`output` [1, O] by Hopper's own kernels."""
+    from milepost.kernels.quantised import triton_hopper_ring, triton_hopper_row
+
+    if isinstance(weight, Fp8) and triton_hopper_ring.suits(weight):
+        triton_hopper_ring.multiply(hidden, weight, bias, output, chip, is_gated=is_gated)
+    else:
+        triton_hopper_row.multiply(hidden, weight, bias, output, chip, is_gated=is_gated)
 
 
 def _multiply(
@@ -156,17 +168,17 @@ def _multiply(
     first half of `hidden` [T, 2 * I] times the second."""
     split_k = len(output) if output.dim() == 3 else 1
     if cut := _cut_for_hopper(hidden, weight, bias, chip):
+        from milepost.kernels.quantised import triton_hopper_rows
+
         assert isinstance(weight, Fp8), "the form that it multiplies"
         rows, scales = _round_lines(hidden, weight, chip, is_gated=is_gated)
         cut = replace(cut, split_k=split_k)
-        _of_hopper(hidden).multiply(rows, scales, weight, output, cut, chip)
+        triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip)
         return
     assert not is_gated, "of rows that Hopper's kernel takes"
     if _is_row(hidden, weight):
         if runs_gluon(hidden):
-            from milepost.kernels.quantised import triton_hopper_row
-
-            triton_hopper_row.multiply(hidden, weight, bias, output, chip, is_gated=False)
+            _multiply_row(output, hidden, weight, bias, chip, is_gated=False)
         else:
             triton_gemv.multiply(hidden, weight, bias, output, chip)
         return
@@ -180,21 +192,16 @@ def _multiply(
 
 def _cut_for_hopper(
     hidden: Tensor, weight: Quantised, bias: Tensor | None, chip: Chip
-) -> QuantisedTiles | RowTiles | None:
+) -> RowTiles | None:
     """How Hopper's own kernel cuts the product up; None where it does not do it."""
-    least = _HOPPER_ROW_WEIGHTS if len(hidden) == 1 else _HOPPER_WEIGHTS
-    if weight.num_outputs * weight.num_inputs < least or isinstance(weight, Int4):
+    is_large = weight.num_outputs * weight.num_inputs >= _HOPPER_WEIGHTS
+    if _is_row(hidden, weight) or not is_large or isinstance(weight, Int4):
         return None
     if bias is not None or not runs_gluon(hidden):
         return None
-    return _of_hopper(hidden).find_tiles(len(hidden), weight, chip)
+    from milepost.kernels.quantised import triton_hopper_rows
 
-
-def _of_hopper(hidden: Tensor) -> ModuleType:
-    """Hopper's own kernel for one row, or for some."""
-    from milepost.kernels.quantised import triton_hopper, triton_hopper_rows
-
-    return triton_hopper if len(hidden) == 1 else triton_hopper_rows
+    return triton_hopper_rows.find_tiles(len(hidden), weight, chip)
 
 
 def _is_row(hidden: Tensor, weight: Quantised) -> bool:
