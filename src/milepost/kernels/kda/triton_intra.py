@@ -133,42 +133,14 @@ def _intra_kernel(
     b_qk = tl.zeros([C, C], tl.float32)
     b_kk = tl.zeros([C, C], tl.float32)
     b_own = tl.zeros([C], tl.float32)
-    is_first = o_t < C // 2
-    # Sums of the rows from the middle on, back to where they are opposites.
-    middle: tl.constexpr = C // 2 - 1
-    signs = tl.where(o_t[:, None] > middle, 1.0, -1.0)
-    signs = tl.where(_between(tl.minimum(o_t, middle), tl.maximum(o_t, middle), o_t), signs, 0)
-    signs = signs.to(tl.bfloat16 if SPLIT else tl.float32)
+    signs = _signs(o_t, C // 2 - 1, SPLIT)
     for first in range(0, HEAD_DIM, BLOCK_K):
         o_k = first + tl.arange(0, BLOCK_K)
-        is_k = o_k < HEAD_DIM
-        in_k = in_chunk[:, None] & is_k[None, :]
-        b_f = tl.load(p_f + o_k[None, :], in_k, 0).to(tl.float32)
-        b_q = tl.load(p_q + o_k[None, :], in_k, 0)
-        b_k = tl.load(p_k + o_k[None, :], in_k, 0)
-        b_f += tl.load(p_bias + o_k, is_k, 0)[None, :]
-        # Log decays, of base 2: those of tokens, of both halves of the chunk, and from the first
-        # one's end on.
-        b_a = tl.where(in_k, rate * LOG2_E * softplus(b_f), 0)
-        if SPLIT:
-            # To 16 bits, which the two parts hold: sums of them cancel as sums of the whole do.
-            b_a = (b_a.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
-        b_before = tl.sum(tl.where(is_first[:, None], b_a, 0), 0)
-        b_after = tl.sum(tl.where(is_first[:, None], 0, b_a), 0)
-        parts = split(b_a) if SPLIT else (b_a,)
-        b_d = _times(signs, parts)
-        wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
-        b_own += tl.sum(wide_q * wide_k, 1)
-        if tl.min(tl.minimum(b_before, b_after)) > -MOST:
-            b_qk, b_kk = _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk)
-        else:
-            b_qk, b_kk = _add_pairs(b_q, b_k, parts, o_t, b_qk, b_kk)
-        tl.store(decay + (i_t * HEADS + i_h) * HEAD_DIM + o_k, tl.exp2(b_before + b_after), is_k)
-        from_begin = tl.exp2(b_d + b_before[None, :])
-        to_end = tl.exp2(b_after[None, :] - b_d)
-        tl.store(p_q + o_k[None, :], (wide_q * from_begin).to(b_q.dtype), in_k)
-        tl.store(p_k + o_k[None, :], (wide_k * to_end).to(b_k.dtype), in_k)
-        tl.store(w + row * HEAD_DIM + o_k[None, :], (wide_k * from_begin).to(b_k.dtype), in_k)
+        pointers, rows = (p_f, p_bias, p_q, p_k, w, decay), (row, i_t * HEADS + i_h)
+        sums = b_qk, b_kk, b_own
+        b_qk, b_kk, b_own = _take_channels(
+            pointers, rows, sums, o_t, o_k, in_chunk, rate, signs, HEAD_DIM, C, MOST, SPLIT
+        )
 
     is_later = o_t[:, None] > o_t[None, :]
     b_qk = tl.where(is_later, b_qk, tl.where(o_t[:, None] == o_t[None, :], b_own[:, None], 0))
@@ -183,11 +155,83 @@ def _intra_kernel(
     for first in range(0, HEAD_DIM, BLOCK_K):
         o_k = first + tl.arange(0, BLOCK_K)
         in_k = in_chunk[:, None] & (o_k < HEAD_DIM)[None, :]
-        at = row * HEAD_DIM + o_k[None, :]
-        b_w = tl.dot(b_inv, tl.load(w + at, in_k, 0), input_precision="ieee")
-        b_u = tl.dot(b_inv, tl.load(values + at, in_k, 0), input_precision="ieee")
-        tl.store(w + at, b_w.to(w.dtype.element_ty), in_k)
-        tl.store(values + at, b_u.to(values.dtype.element_ty), in_k)
+        _multiply(b_inv, w, values, row * HEAD_DIM + o_k[None, :], in_k)
+
+
+@triton.jit
+def _signs(o_t, middle, SPLIT: tl.constexpr):
+    """[C, C] that, times a column, sums it from the row behind the middle on; back to the middle
+    sums are opposites."""
+    signs = tl.where(o_t[:, None] > middle, 1.0, -1.0)
+    signs = tl.where(_between(tl.minimum(o_t, middle), tl.maximum(o_t, middle), o_t), signs, 0)
+    return signs.to(tl.bfloat16 if SPLIT else tl.float32)
+
+
+@triton.jit
+def _take_channels(
+    pointers,
+    rows,
+    sums,
+    o_t,
+    o_k,
+    in_chunk,
+    rate,
+    signs,
+    HEAD_DIM: tl.constexpr,
+    C: tl.constexpr,
+    MOST: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Add products of pairs of tokens in some channels to `sums`; leave queries and keys decayed,
+    and the channels' decays over the chunk."""
+    p_f, p_bias, p_q, p_k, w, decay = pointers
+    row, i_decay = rows
+    b_qk, b_kk, b_own = sums
+    is_k, is_first = o_k < HEAD_DIM, o_t < C // 2
+    in_k = in_chunk[:, None] & is_k[None, :]
+    b_f = tl.load(p_f + o_k[None, :], in_k, 0).to(tl.float32)
+    b_q = tl.load(p_q + o_k[None, :], in_k, 0)
+    b_k = tl.load(p_k + o_k[None, :], in_k, 0)
+    b_f += tl.load(p_bias + o_k, is_k, 0)[None, :]
+    # Log decays, of base 2: those of tokens, of both halves of the chunk, and from the first one's
+    # end on.
+    b_a = _log_decays(rate, b_f, in_k, SPLIT)
+    b_before = tl.sum(tl.where(is_first[:, None], b_a, 0), 0)
+    b_after = tl.sum(tl.where(is_first[:, None], 0, b_a), 0)
+    parts = split(b_a) if SPLIT else (b_a,)
+    b_d = _times(signs, parts)
+    wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
+    b_own += tl.sum(wide_q * wide_k, 1)
+    if tl.min(tl.minimum(b_before, b_after)) > -MOST:
+        b_qk, b_kk = _add_mild_pairs(b_q, b_k, b_d, b_qk, b_kk)
+    else:
+        b_qk, b_kk = _add_pairs(b_q, b_k, parts, o_t, b_qk, b_kk)
+    tl.store(decay + i_decay * HEAD_DIM + o_k, tl.exp2(b_before + b_after), is_k)
+    from_begin = tl.exp2(b_d + b_before[None, :])
+    to_end = tl.exp2(b_after[None, :] - b_d)
+    tl.store(p_q + o_k[None, :], (wide_q * from_begin).to(b_q.dtype), in_k)
+    tl.store(p_k + o_k[None, :], (wide_k * to_end).to(b_k.dtype), in_k)
+    tl.store(w + row * HEAD_DIM + o_k[None, :], (wide_k * from_begin).to(b_k.dtype), in_k)
+    return b_qk, b_kk, b_own
+
+
+@triton.jit
+def _log_decays(rate, b_f, in_k, SPLIT: tl.constexpr):
+    """Of base 2, of tokens, float32; with SPLIT to 16 bits, which the two parts hold: sums of them
+    cancel as sums of the whole do."""
+    b_a = tl.where(in_k, rate * LOG2_E * softplus(b_f), 0)
+    if SPLIT:
+        b_a = (b_a.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+    return b_a
+
+
+@triton.jit
+def _multiply(b_inv, w, values, at, in_k):
+    """In place, `w` and `values` [C, some of K] at `at` by `b_inv` [C, C]."""
+    b_w = tl.dot(b_inv, tl.load(w + at, in_k, 0), input_precision="ieee")
+    b_u = tl.dot(b_inv, tl.load(values + at, in_k, 0), input_precision="ieee")
+    tl.store(w + at, b_w.to(w.dtype.element_ty), in_k)
+    tl.store(values + at, b_u.to(values.dtype.element_ty), in_k)
 
 
 @triton.jit
