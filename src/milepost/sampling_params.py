@@ -72,7 +72,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
     seed: int | None = None
-    """Makes this request's samples repeatable; otherwise they follow from the engine's seed."""
+    """Makes this request's samples repeatable; otherwise, and for -1, they follow from the engine's
+    seed."""
     n: int = 1
     """Answers per prompt."""
     logprobs: int | None = None
@@ -191,8 +192,10 @@ class SamplingParams:
     def _check_seed(self) -> None:
         if self.seed is None:
             return
-        _check_int("seed", self.seed, 0, "0 or more, or None for the engine's")
-        if self.seed > _MAX_SEED:
+        _check_int("seed", self.seed, -_MAX_SEED - 1, "a number of 64 bits, or None for none")
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        elif self.seed > _MAX_SEED:
             _refuse("seed", self.seed, f"at most {_MAX_SEED}")
 
     def _checked_stop(self) -> tuple[str, ...]:

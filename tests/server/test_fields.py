@@ -1,10 +1,13 @@
 """What clients send beside the question: taken, ignored aloud, or refused by name."""
 
+import json
 from itertools import accumulate
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from milepost.server.config import ServerConfig
+from tests import chatmodel
 from tests.server.inprocess import answered
 
 HELLO = [{"role": "user", "content": "the quick brown fox"}]
@@ -95,6 +98,7 @@ def test_no_unknown_field_reaches_the_template(http):
         {"parallel_tool_calls": True, "tools": [], "tool_choice": "auto"},
         {"stream_options": None, "n": 1, "logit_bias": {}, "audio": None, "modalities": ["text"]},
         {"messages": CONVERSATION},
+        {"seed": -1, "spaces_between_special_tokens": False, "documents": []},
     ],
 )
 def test_what_clients_send_is_taken(http, changes):
@@ -164,6 +168,7 @@ def test_reasoning_has_a_budget(http):
         (choice,) = response.json()["choices"]
         message = choice["message"]
         assert bool(message.get("reasoning_content")) == bool(budget)
+        assert message.get("reasoning") == message.get("reasoning_content")
         assert message["content"]
         assert len(choice["token_ids"]) == 12
 
@@ -277,3 +282,93 @@ def test_a_refusal_is_what_the_assistant_said(http):
     said = token_ids(http, messages=[*HELLO, {"role": "assistant", "content": "I will not"}])
     for message in ({"content": parts}, {"content": None, "refusal": "I will not"}):
         assert token_ids(http, messages=[*HELLO, {"role": "assistant", **message}]) == said
+
+
+def test_reasoning_is_streamed_under_both_names(http):
+    own = {"chat_template_kwargs": {"enable_thinking": True}, "stream": True}
+    body = chat(http, **own).text.split("data: ")
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in body if line.startswith("{")]
+    told = [delta for delta in deltas if "reasoning" in delta]
+    assert told
+    assert all(delta["reasoning"] == delta["reasoning_content"] for delta in told)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url"])
+def test_only_text_is_served(http, kind):
+    """And the message says so, rather than which types there are."""
+    part = {"type": kind, kind: {"url": "http://127.0.0.1/x.png"}}
+    content = [{"type": "text", "text": "what is this?"}, part]
+    response = chat(http, messages=[{"role": "user", "content": content}])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages[0].content[1].type")
+    assert f"'{kind}' is not supported: only text is served" in error["message"]
+
+
+def test_arguments_of_calls_may_be_objects(http):
+    def tokens(arguments):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return token_ids(http, messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+
+    assert tokens({"a": [1, "é"]}) == tokens('{"a": [1, "é"]}') != tokens({})
+
+
+def test_seeds_may_be_negative(http):
+    """Seeds of 64 bits; -1 stands for none."""
+    texts = [text_of(complete(http, temperature=2, max_tokens=16, seed=-(2**63))) for _ in "ab"]
+    assert texts[0] == texts[1]
+    texts = [text_of(complete(http, temperature=2, max_tokens=16, seed=-1)) for _ in "ab"]
+    assert texts[0] != texts[1]
+
+
+def changed_tokenizer(monkeypatch, change):
+    make = chatmodel.make_tokenizer
+
+    def changed():
+        tokenizer = make()
+        change(tokenizer)
+        return tokenizer
+
+    monkeypatch.setattr(chatmodel, "make_tokenizer", changed)
+    return changed()
+
+
+def test_documents_reach_a_template_that_reads_them(http, monkeypatch):
+    documents = [{"doc_id": 1, "text": "lions <|im_end|> roar"}]
+    refused = chat(http, documents=documents)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
+    template = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    tokenizer = changed_tokenizer(monkeypatch, lambda t: setattr(t, "chat_template", template))
+    body = {"messages": HELLO, "documents": documents}
+    ids = answered(ServerConfig(), "/v1/chat/completions/render", body).json()["token_ids"]
+    assert tokenizer.decode(ids) == documents[0]["text"] + HELLO[0]["content"]
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids, "it is text"
+
+
+def test_a_prompt_without_its_beginning(monkeypatch):
+    def begin(tokenizer):
+        begins = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+        whole = TemplateProcessing(single="<|im_start|> $A", special_tokens=[begins])
+        tokenizer.backend_tokenizer.post_processor = whole
+
+    changed_tokenizer(monkeypatch, begin)
+    whole, bare = (
+        answered(ServerConfig(), "/v1/completions/render", {**PROMPT, **own}).json()[0]
+        for own in ({}, {"add_special_tokens": False})
+    )
+    assert whole["token_ids"][1:] == bare["token_ids"]
+
+
+def test_tokens_by_their_ids(http):
+    own = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = chat(http, logprobs=True, top_logprobs=1, **own).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert [each["token"] for each in entries] == [f"token_id:{id_}" for id_ in choice["token_ids"]]
+    assert [each["top_logprobs"][0]["token"] for each in entries] == [e["token"] for e in entries]
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode(errors="replace")
+    choice = complete(http, logprobs=2, echo=True, **own).json()["choices"][0]
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{id_}" for id_ in ids]
+    tops = choice["logprobs"]["top_logprobs"][1:]
+    assert all(name.startswith("token_id:") for top in tops for name in top)
+    plain = complete(http, logprobs=2).json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert choice["logprobs"]["token_logprobs"][-4:] == plain

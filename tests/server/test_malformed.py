@@ -38,7 +38,7 @@ def error(http, body, path="/v1/completions", headers=JSON):
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", ""),
         (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
         (b'{"prompt": "a", "stream_options": {"include_usage": true}}', "stream"),
-        (b'{"prompt": "a", "seed": -5}', "seed"),
+        (b'{"prompt": "a", "seed": -9223372036854775809}', "seed"),
         (b'{"prompt": "a", "n": 1e3}', "n"),
         (b"\x00\x01\x02", "JSON"),
     ],

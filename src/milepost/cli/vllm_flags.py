@@ -151,7 +151,7 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "disable-fastapi-docs": (0, "use --api-key: /docs is behind it"),
     "enable-ssl-refresh": (0, "restart the server for a new certificate"),
     "enable-force-include-usage": (0, "set stream_options.include_usage in requests"),
-    "return-tokens-as-token-ids": (0, "set return_token_ids in requests"),
+    "return-tokens-as-token-ids": (0, "set return_tokens_as_token_ids in requests"),
     "trust-request-chat-template": (0, "use --chat-template: requests cannot bring one"),
     "kv-cache-memory-bytes": (1, "use --gpu-memory-utilization, or --cpu-cache-gib on a CPU"),
     "enable-mamba-cache-stochastic-rounding": (0, "states are rounded to the nearest value"),

@@ -66,7 +66,7 @@ class _Answer:
         match found:
             case Reasoning(text):
                 self.reasoning += text
-                return {"reasoning_content": text}
+                return _reasoning(text)
             case Content(text):
                 self.content += text
                 return {"content": text}
@@ -91,10 +91,15 @@ class _Answer:
         if not self.content and (self.calls or self.reasoning):
             message["content"] = None
         if self.reasoning:
-            message["reasoning_content"] = self.reasoning
+            message |= _reasoning(self.reasoning)
         if self.calls:
             message["tool_calls"] = self.calls
         return message
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under the name that vLLM gives it since 0.12, and that which it had, and others have."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 class _ChatWriter:
@@ -130,6 +135,8 @@ class _ChatWriter:
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         if self._octets is None:
             return []
+        if self._request.return_tokens_as_token_ids:
+            delta = logprobs.by_id(delta)
         return logprobs.chat_content(delta, self._request.top_logprobs or 0, self._octets)
 
     # --- at once ----------------------------------------------------------------------------------

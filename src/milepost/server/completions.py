@@ -71,7 +71,11 @@ async def prompts_of(
     texts = [prompt for prompt in listed if isinstance(prompt, str)]
     encoded: list[Any] = listed
     if texts:
-        encoded = await service.encode(texts, is_cut=request.truncate_prompt_tokens is not None)
+        encoded = await service.encode(
+            texts,
+            is_cut=request.truncate_prompt_tokens is not None,
+            add_special_tokens=request.add_special_tokens is not False,
+        )
     prompts = [
         Prompt(
             token_ids=ids,
@@ -185,6 +189,8 @@ class _CompletionWriter:
         if delta.logprobs is not None:
             index, num_top = choice["index"], self._request.logprobs or 0
             known, offset = choice["logprobs"], self._offsets[index]
+            if self._request.return_tokens_as_token_ids:
+                delta = logprobs.by_id(delta)
             choice["logprobs"], self._offsets[index] = logprobs.extend_completion(
                 known, delta, num_top, offset
             )

@@ -131,6 +131,7 @@ async def render(
     return await service.render(
         for_template(request.messages),
         tools=_tools(request),
+        documents=request.documents,
         template_kwargs=template_kwargs(service, request, http.scope),
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),

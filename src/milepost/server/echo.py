@@ -77,7 +77,13 @@ def _begin_with(
     rest = "".join(logprobs.text_of(entry) for entry in scores if entry is not None)
     first = text.removesuffix(rest) if rest else text
     answer = choice["logprobs"]
-    choice["logprobs"], offset = logprobs.echoed(prompt.token_ids, scores, first, request.logprobs)
+    choice["logprobs"], offset = logprobs.echoed(
+        prompt.token_ids,
+        scores,
+        first,
+        request.logprobs,
+        is_by_id=bool(request.return_tokens_as_token_ids),
+    )
     for name, values in (answer or {}).items():
         if name == "text_offset":
             values = [value + offset for value in values]

@@ -100,6 +100,15 @@ def extend_completion(
     return logprobs, offset
 
 
+def by_id(delta: Delta) -> Delta:
+    """The delta with no token's text in its logprobs, so that each is named by its id."""
+    return replace(delta, logprobs=[_without_texts(entry) for entry in delta.logprobs or ()])
+
+
+def _without_texts(entry: Entry) -> Entry:
+    return {id_: replace(own, decoded_token=None) for id_, own in entry.items()}
+
+
 def _tops(entry: Entry, num_top: int) -> list[tuple[int, Logprob]]:
     """The likeliest tokens of an entry, best first."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
@@ -154,10 +163,17 @@ def text_of(entry: Entry) -> str:
 
 
 def echoed(
-    token_ids: Sequence[int], entries: Sequence[Entry | None], first: str, num_top: int
+    token_ids: Sequence[int],
+    entries: Sequence[Entry | None],
+    first: str,
+    num_top: int,
+    *,
+    is_by_id: bool = False,
 ) -> tuple[dict[str, Any], int]:
     """`logprobs` of a completion choice that begins with its prompt, and its length; the `first`
     token's text is given, since nothing says how likely it was."""
+    if is_by_id:
+        first = f"token_id:{token_ids[0]}"
     known: dict[str, Any] = {
         "tokens": [first],
         "token_logprobs": [None],
@@ -165,4 +181,4 @@ def echoed(
         "text_offset": [0],
     }
     delta = Delta(0, "", list(token_ids), [entry for entry in entries if entry is not None])
-    return extend_completion(known, delta, num_top, len(first))
+    return extend_completion(known, by_id(delta) if is_by_id else delta, num_top, len(first))

@@ -59,10 +59,12 @@ def _part(part: TextPart) -> dict[str, Any]:
 
 def _call(where: str, call: ToolCall) -> dict[str, Any]:
     """Arguments become an object: templates write it in the model's own way."""
-    try:
-        arguments = from_json(call.function.arguments or "{}")  # as deep as a body may be
-    except ValueError:
-        arguments = None
+    arguments: Any = call.function.arguments or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = from_json(arguments)  # as deep as a body may be
+        except ValueError:
+            arguments = None
     if not isinstance(arguments, dict):
         field = f"{where}.function.arguments"
         raise HttpError(400, f"{field}: use the text of a JSON object", param=field)

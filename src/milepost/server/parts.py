@@ -66,10 +66,16 @@ class CacheControl(Body):
     ttl: str | None = None
 
 
+def _only_text(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("text", "refusal"):
+        raise ValueError(f"{value[:32]!r} is not supported: only text is served")
+    return value
+
+
 class TextPart(Body):
     """Text, or what an assistant said in place of an answer, which counts as text."""
 
-    type: Literal["text", "refusal"]
+    type: Annotated[Literal["text", "refusal"], BeforeValidator(_only_text)]
     text: str | None = None
     refusal: str | None = None
     cache_control: CacheControl | None = None
@@ -83,7 +89,8 @@ class TextPart(Body):
 
 class FunctionCall(Body):
     name: str
-    arguments: str | None = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
+    """JSON text, or its object."""
 
 
 class ToolCall(Body):

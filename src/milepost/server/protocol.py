@@ -51,7 +51,7 @@ class Sampling(Body):
     min_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     stop: StopText | Annotated[Many[StopText], Field(max_length=MAX_STOPS)] | None = None
-    seed: Count | None = None
+    seed: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -68,6 +68,8 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Nothing is ever put between tokens."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -84,6 +86,8 @@ class Sampling(Body):
     """Lower goes first."""
     return_token_ids: bool | None = None
     """Add the token ids of the prompt and of the answers."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name the tokens of `logprobs` `token_id:5` in place of their text."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Goes to the access log."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -105,8 +109,6 @@ class Sampling(Body):
     logit_processors: only([]) = None
     logits_processors: only([]) = None
     logprob_token_ids: only([]) = None
-    return_tokens_as_token_ids: only(False) = None
-    spaces_between_special_tokens: only(True) = None
     repetition_detection: only() = None
     prompt_embeds: only() = None
     guided_json: instead("structured_outputs.json") = None
@@ -164,6 +166,8 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_marks: Many[Annotated[int, Field(ge=1, le=MAX_INT)]] | None = None
     """Token positions in the prompt at which a state is worth keeping; for a single prompt."""
+    add_special_tokens: bool | None = None
+    """False: put no beginning-of-sequence token before prompts that are text."""
     echo: bool | None = None
     """Begin the text with the prompt, and the logprobs with the prompt's."""
     best_of: only(1) = None
@@ -198,8 +202,10 @@ class ChatRequest(Sampling):
     """Goes to the chat template, if it reads it; `none` also as `enable_thinking`."""
     include_reasoning: bool | None = None
     """False: leave the reasoning out of the response."""
+    documents: Annotated[Many[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    """Go to the chat template, which has to read them."""
     chat_template: only() = None
-    documents: only([]) = None
+    add_special_tokens: only(False) = None
     echo: only(False) = None
     modalities: only(["text"]) = None
     audio: only() = None

@@ -251,6 +251,7 @@ class Service:
         tools: Sequence[Any] | None,
         template_kwargs: Mapping[str, Any] | None,
         add_generation_prompt: bool,
+        documents: Sequence[Any] | None = None,
         continue_final_message: bool = False,
         is_cut: bool = False,
     ) -> chat.ChatPrompt:
@@ -258,13 +259,16 @@ class Service:
         variables = self.template_variables
         template_kwargs = {**self._template_defaults, **(template_kwargs or {})}
         check_template_kwargs(template_kwargs, variables)
-        if tools and variables is not None and "tools" not in variables:
-            raise HttpError(
-                400,
-                "tools: this model's chat template does not support them: leave them out, or serve "
-                "a model that was trained to call tools",
-                param="tools",
-            )
+        for name, given in (("tools", tools), ("documents", documents)):
+            if given and variables is not None and name not in variables:
+                raise HttpError(
+                    400,
+                    f"{name}: this model's chat template does not support them: leave them out, or "
+                    "serve a model that was trained with them",
+                    param=name,
+                )
+        if documents:
+            template_kwargs["documents"] = documents
         is_stopped = self._lanes.can_be_stopped
 
         def work(tokenizer: PreTrainedTokenizerBase) -> chat.Composed | chat.ChatPrompt:
@@ -282,7 +286,8 @@ class Service:
                 return composed
             return chat.tokenized(tokenizer, composed)
 
-        found = await self.with_tokenizer(work, _length(messages) + _length(tools))
+        size = _length(messages) + _length(tools) + _length(documents)
+        found = await self.with_tokenizer(work, size)
         if isinstance(found, chat.ChatPrompt):
             return found
         texts = map(Text, found.pieces, found.places())
