@@ -6,6 +6,8 @@ Names are vLLM's where the meaning is the same. Nothing here reads files, the en
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from math import inf
@@ -48,6 +50,10 @@ class EngineConfig:
     quantization: str | None = None
     """`fp8` rounds the weights of a raw checkpoint while they are loaded; a quantised checkpoint
     needs nothing said."""
+    hf_overrides: str | None = None
+    """What stands in place of settings in the checkpoint's config.json: a JSON object such as
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0,
+    "original_max_position_embeddings": 262144}}, for longer prompts."""
     device: str = "auto"
     """`auto` takes CUDA where there is one, else the CPU."""
     generation_config: GenerationConfig = "auto"
@@ -138,6 +144,7 @@ class EngineConfig:
         object.__setattr__(self, "kv_events_config", events)
         transfer = read_json("kv_transfer_config", KVTransferConfig, self.kv_transfer_config)
         object.__setattr__(self, "kv_transfer_config", transfer)
+        object.__setattr__(self, "hf_overrides", _overrides(self.hf_overrides))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name))
         self._check_values()
@@ -203,6 +210,11 @@ class EngineConfig:
         )
 
     @property
+    def overrides(self) -> dict[str, Any]:
+        """`hf_overrides` as an object."""
+        return json.loads(self.hf_overrides or "{}")
+
+    @property
     def has_tiers(self) -> bool:
         """Whether anything is kept outside the device's memory."""
         return self.cache_host_gib is not None or self.cache_dir is not None
@@ -226,6 +238,19 @@ def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
         f"max_num_batched_tokens={max_num_batched_tokens} with max_num_seqs={max_num_seqs}: "
         "each sequence needs a token of a step; raise the first or lower the second",
     )
+
+
+def _overrides(given: object) -> str | None:
+    """JSON text of an object or of such a text; None where it asks for nothing."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"hf_overrides={given!r}: not JSON ({error})") from error
+    if given is None:
+        return None
+    _require(isinstance(given, Mapping), f"hf_overrides={given!r}: use a JSON object")
+    return json.dumps(given, sort_keys=True) if given else None
 
 
 _GRID = grid_of(HYBRID)

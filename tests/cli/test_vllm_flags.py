@@ -57,6 +57,11 @@ def test_names_and_values_of_vllms_are_ours():
     server, engine = asked(*line.split())
     assert (list(server.api_key), server.reasoning_parser) == (["a", "b"], "nemotron_v3")
     assert engine.load_format == "auto"
+    line = "./m --max-model-len 1010000 --hf-overrides.text_config.rope_parameters.factor 4.0"
+    assert asked(*line.split(), "--hf_overrides.a", "b")[1].overrides == {
+        "text_config": {"rope_parameters": {"factor": 4.0}},
+        "a": "b",
+    }
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ BAD_PARAMS = {
     "presence_penalty=3": {"presence_penalty": 3},
     "frequency_penalty=-3": {"frequency_penalty": -3},
     "repetition_penalty=0": {"repetition_penalty": 0},
-    "seed=-1": {"seed": -1},
+    "seed=9223372036854775808": {"seed": 2**63},
     "stop=''": {"stop": ""},
     "stop=('x',): use detokenize=True": {"stop": "x", "detokenize": False},
     "stop_token_ids=-1": {"stop_token_ids": [-1]},

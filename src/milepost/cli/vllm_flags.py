@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
@@ -81,6 +82,7 @@ _DROPPED_WITH_VALUE = _names(
 _ROUTER = "run one server for each GPU behind a router (docs/disaggregation.md)"
 _TEXT = "only text generation is served"
 _MERGE = "merge the adapter into the weights"
+_OVERRIDE = "use --hf-overrides, with rope_parameters"
 _COPY = "edit config.json in a copy of the checkpoint, and serve that folder"
 _ONE_MACHINE = "a server runs on one machine"
 _TOOL_PLUGINS = (
@@ -108,7 +110,6 @@ _ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("0",),
         "weights stay on the GPU: use --quantization fp8, or --tensor-parallel-size for more GPUs",
     ),
-    "hf-overrides": (("{}",), _COPY),
     "response-role": (("assistant",), "answers have the role assistant"),
     "logprobs-mode": (
         ("raw_logprobs",),
@@ -128,8 +129,8 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "lora-modules": (1, _MERGE),
     "max-loras": (1, _MERGE),
     "max-lora-rank": (1, _MERGE),
-    "rope-scaling": (1, _COPY),
-    "rope-theta": (1, _COPY),
+    "rope-scaling": (1, _OVERRIDE),
+    "rope-theta": (1, _OVERRIDE),
     "hf-config-path": (1, _COPY),
     "disable-sliding-window": (0, "leave it out"),
     "headless": (0, _ONE_MACHINE),
@@ -200,7 +201,19 @@ def translated(arguments: Sequence[str]) -> list[str]:
         else:
             found += _one(name, todo, has_model=bool(found) and not found[0].startswith("-"))
     for name, parts in objects.items():
-        found += [f"--{name}", json.dumps({key: _json(part) for key, part in parts.items()})]
+        found += [f"--{name}", json.dumps(_nested(parts))]
+    return found
+
+
+def _nested(parts: Mapping[str, str]) -> dict[str, Any]:
+    """The object that `a.b` and its like are keys of."""
+    found: dict[str, Any] = {}
+    for path, part in parts.items():
+        *outer, key = path.split(".")
+        place = found
+        for name in outer:
+            place = place.setdefault(name, {})
+        place[key] = _json(part)
     return found
 
 

@@ -55,7 +55,7 @@ def dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType:
     """On a CPU half precision is slower and less exact than float32: `auto` avoids it there."""
     if config.dtype != "auto" or device.type != "cpu":
         return config.dtype
-    own = resolve_dtype("auto", load_config(folder))
+    own = resolve_dtype("auto", load_config(folder, config.overrides))
     return "float32" if own.itemsize < torch.float32.itemsize else "auto"
 
 

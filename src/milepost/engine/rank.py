@@ -78,6 +78,7 @@ def build_rank(
         head=head_of(config),
         quantization=config.quantization,
         max_model_len=config.max_model_len,
+        overrides=config.overrides,
         ranks=ranks,
     )
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -218,6 +219,8 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_position
         # The angles of some models depend on it.
         "num_positions": num_positions,
     }
+    if config.hf_overrides is not None:
+        facts["overrides"] = config.hf_overrides
     if not has_weights:
         facts["seed"] = config.seed
     if shape.carried_size:

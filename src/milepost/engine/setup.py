@@ -111,7 +111,7 @@ def build(config: EngineConfig) -> EngineParts:
             cache_bytes=sizes.num_bytes(shape),
             is_shared=isinstance(sizes, OneMemory),
             num_graphs=own.num_graphs,
-            model_type=load_config(folder).model_type,
+            model_type=load_config(folder, config.overrides).model_type,
         ),
         runs_ahead=runs_ahead(config, own.device),
         team=team,
@@ -132,6 +132,7 @@ def _check_split(config: EngineConfig, folder: Path) -> None:
         load_format=config.load_format,
         head=head_of(config),
         quantization=config.quantization,
+        overrides=config.overrides,
         ranks=Ranks(size=size, splits_experts=config.enable_expert_parallel),
     )
 

@@ -58,7 +58,10 @@ def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, cap
     if asked is None:
         return min(limit, capacity)
     if asked > limit:
-        raise ConfigError(f"max_model_len={asked}: the model's own limit is {limit} positions")
+        raise ConfigError(
+            f"max_model_len={asked}: the model's own limit is {limit} positions; lower it, or "
+            "stretch them with hf_overrides, as the model's card says"
+        )
     if asked > capacity:
         missing = (asked - capacity) / shape.page_size * shape.page_bytes / GIB
         halves = "" if shape.dtype_of_kv == FP8 else "use kv_cache_dtype='fp8' or more GPUs, "

@@ -8,10 +8,10 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -41,6 +41,7 @@ from milepost.parallel import ALONE, Ranks
 logger = logging.getLogger(__name__)
 
 Head = Literal["none", "auto", "mtp"]
+Overrides = Mapping[str, Any]
 GIB = 2**30
 _WEIGHTS_SHARE = 0.8
 """Of what is free, at most, for there to be a cache to speak of."""
@@ -59,6 +60,7 @@ def load_model(
     head: Head = "none",
     quantization: str | None = None,
     max_model_len: int | None = None,
+    overrides: Overrides | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Decoder, PreTrainedConfig]:
     """Load a model and its whole configuration (of a multimodal checkpoint, the outer one).
@@ -67,11 +69,15 @@ def load_model(
     and the weights are filled from `seed`. With `head="mtp"` the model has the checkpoint's MTP
     head; with "auto" too, or a warning says why not. `quantization="fp8"` rounds the weights of a
     raw checkpoint while they are loaded. `max_model_len` is the longest sequence that it is run
-    for, which a few models' positions depend on. Of several `ranks`, this one's part is loaded.
+    for, which a few models' positions depend on. `overrides` are as `load_config` takes them. Of
+    several `ranks`, this one's part is loaded.
     Raises UnsupportedModelError, ConfigError, WeightsError.
     """
     folder = find_folder(model, revision=revision, with_weights=load_format != "dummy")
-    plan = _plan(folder, dtype, device, load_format, head, quantization, max_model_len, ranks)
+    config = load_config(folder, overrides)
+    plan = _plan(
+        folder, config, dtype, device, load_format, head, quantization, max_model_len, ranks
+    )
     plan.check_room()
     loaded = plan.decoder().eval()
     if plan.files is None:
@@ -92,11 +98,13 @@ def check_split(
     load_format: LoadFormat,
     head: Head,
     quantization: str | None,
+    overrides: Overrides | None = None,
     ranks: Ranks,
 ) -> None:
     """Raise ConfigError if the model cannot be split among so many ranks, before anything is
     allocated."""
-    plan = _plan(folder, dtype, "meta", load_format, head, quantization, None, ranks)
+    config = load_config(folder, overrides)
+    plan = _plan(folder, config, dtype, "meta", load_format, head, quantization, None, ranks)
     model = plan.decoder()
     if plan.files is not None:
         model.placements()
@@ -107,7 +115,9 @@ def outline(
 ) -> Decoder:
     """The model with parameters that have shapes and no memory; needs the folder's `config.json`
     alone. Raises what `load_model` raises."""
-    return _plan(folder, dtype, "meta", "dummy", "none", quantization, None, ALONE).decoder()
+    config = load_config(folder)
+    plan = _plan(folder, config, dtype, "meta", "dummy", "none", quantization, None, ALONE)
+    return plan.decoder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +149,7 @@ class _Plan:
 
 def _plan(
     folder: Path,
+    config: PreTrainedConfig,
     dtype: DType | torch.dtype,
     device: str | torch.device,
     load_format: LoadFormat,
@@ -147,7 +158,6 @@ def _plan(
     max_model_len: int | None,
     ranks: Ranks,
 ) -> _Plan:
-    config = load_config(folder)
     run_up_to(config.get_text_config(), max_model_len)
     architecture = find_architecture(config.model_type)
     files = None if load_format == "dummy" else WeightFiles(folder)
@@ -175,9 +185,13 @@ def _plan(
     )
 
 
-def load_config(folder: Path) -> PreTrainedConfig:
+def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedConfig:
     """Read `config.json`; raises ConfigError if it isn't there, UnsupportedModelError if we don't
-    run it."""
+    run it.
+
+    `overrides` stand in place of settings in it; objects in them in place of the same settings of
+    the object there. Raises ConfigError for one that the configuration does not have.
+    """
     path = folder / "config.json"
     try:
         raw = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -191,10 +205,34 @@ def load_config(folder: Path) -> PreTrainedConfig:
             # That a setting has another name by now is nothing that who runs the model can mend.
             warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if overrides:
+                _check_overrides(config, overrides)
+                config = type(config).from_dict(_merged(raw, overrides))
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
     refuse_unsupported(config.get_text_config(), architecture)
     return config
+
+
+def _check_overrides(config: PreTrainedConfig, overrides: Overrides, where: str = "") -> None:
+    """Raise ConfigError for a setting that nothing reads."""
+    for name, value in overrides.items():
+        if not hasattr(config, name):
+            inner = config.get_text_config()
+            hint = ": those of the text model stand in text_config" if inner is not config else ""
+            raise ConfigError(f"hf_overrides: config.json has no {where}{name} to override{hint}")
+        own = getattr(config, name)
+        if isinstance(own, PreTrainedConfig) and isinstance(value, Mapping):
+            _check_overrides(own, value, f"{where}{name}.")
+
+
+def _merged(own: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
+    found = dict(own)
+    for name, value in overrides.items():
+        inner = found.get(name)
+        are_objects = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        found[name] = _merged(inner, value) if are_objects else value
+    return found
 
 
 def _has_head(
