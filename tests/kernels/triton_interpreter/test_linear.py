@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels.linear import triton
+from milepost.kernels.linear import triton, triton_gemv
 from milepost.kernels.tiles import Tiles
 from tests.numbers import relative_error
 
@@ -44,7 +44,7 @@ def test_multiply(
 def test_gemv(has_bias: bool) -> None:
     hidden, weight = randn(2, 75)[:, :70], randn(37, 70)
     bias = randn(37) if has_bias else None
-    output = triton.gemv(hidden, weight, bias, block_n=8, block_k=32, num_warps=4)
+    output = triton_gemv.gemv(hidden, weight, bias, block_n=8, block_k=32, num_warps=4)
     torch.testing.assert_close(output, F.linear(hidden, weight, bias), rtol=1e-4, atol=1e-4)
 
 
@@ -75,18 +75,18 @@ def test_multiply_precise(num_tokens: int) -> None:
 def test_multiply_heads(is_transposed: bool) -> None:
     hidden = randn(1, 3, 50)[..., :37]
     weight = randn(3, 70, 37).mT if is_transposed else randn(3, 37, 70)
-    output = triton.multiply_heads(hidden, weight)
+    output = triton_gemv.multiply_heads(hidden, weight)
     assert output is not None
     assert relative_error(output, torch.einsum("thi,hio->tho", hidden, weight)) < 1e-6
-    assert triton.multiply_heads(randn(2, 3, 37), weight) is None
+    assert triton_gemv.multiply_heads(randn(2, 3, 37), weight) is None
 
 
 def test_multiply_both() -> None:
     hidden, weights = randn(1, 90).half(), (randn(75, 40).half(), randn(75, 40).half() + 1)
     inputs = hidden[:, :40], hidden[:, 50:]
-    outputs = triton.multiply_both(inputs, weights)
+    outputs = triton_gemv.multiply_both(inputs, weights)
     assert outputs is not None
     for output, row, weight in zip(outputs, inputs, weights, strict=True):
         assert relative_error(output, F.linear(row.float(), weight.float())) < 1e-3
-    assert triton.multiply_both((randn(2, 40), randn(2, 40)), weights) is None
-    assert triton.multiply_both(inputs, (weights[0], weights[1][:70])) is None
+    assert triton_gemv.multiply_both((randn(2, 40), randn(2, 40)), weights) is None
+    assert triton_gemv.multiply_both(inputs, (weights[0], weights[1][:70])) is None

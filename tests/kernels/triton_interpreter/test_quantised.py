@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.device import Chip, probe
-from milepost.kernels.linear import triton as linear_triton
+from milepost.kernels.linear import triton_gemv
 from milepost.kernels.moe.grouping import group_many
 from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.quantised import (
@@ -94,7 +94,7 @@ def test_outputs_may_stand_beside_others(
     target = wide[:, 8:80]
     if isinstance(weight, Tensor):
         weight = weight.half()
-        has_kernel = linear_triton.multiply_row_into(target, hidden, weight, None)
+        has_kernel = triton_gemv.multiply_row_into(target, hidden, weight, None)
         assert has_kernel == (num_tokens == 1)
         expected = hidden @ weight.T if has_kernel else target
     else:

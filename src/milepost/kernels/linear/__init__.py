@@ -38,9 +38,9 @@ def multiply_into(
 ) -> None:
     """`output` [T, O], whose rows may lie apart, becomes what `multiply` returns."""
     if _are_few(hidden):
-        from milepost.kernels.linear import triton
+        from milepost.kernels.linear import triton, triton_gemv
 
-        if triton.multiply_row_into(output, hidden, weight, bias):
+        if triton_gemv.multiply_row_into(output, hidden, weight, bias):
             return
         product = partials(hidden, weight, bias, lets_next_start=lets_next_start)
         if product.dim() == 3:
@@ -72,18 +72,18 @@ def multiply_both(
     """`multiply` of each of the inputs and its weight in one launch, where there is one."""
     if not _are_few(inputs[0]):
         return None
-    from milepost.kernels.linear import triton
+    from milepost.kernels.linear import triton_gemv
 
-    return triton.multiply_both(inputs, weights)
+    return triton_gemv.multiply_both(inputs, weights)
 
 
 def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden` [T, H, I] times `weight` [H, I, O], head by head: [T, H, O] with tokens as the outer
     dimension in memory."""
     if runs_triton(hidden) and hidden.dtype in (torch.bfloat16, torch.float16):
-        from milepost.kernels.linear import triton
+        from milepost.kernels.linear import triton_gemv
 
-        result = triton.multiply_heads(hidden, weight)
+        result = triton_gemv.multiply_heads(hidden, weight)
         if result is not None:
             return result
     output = hidden.new_empty(*hidden.shape[:2], weight.shape[2])
