@@ -98,6 +98,12 @@ class Batch:
         return bool(self.folds[own].any() or (self.lengths[own] != 1).any())
 
 
+def ordinals_of(counts: Ints) -> Ints:
+    """0, 1 ... count - 1 for each of `counts`: the place of each token of a batch, say, among its
+    sequence's."""
+    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+
+
 def padded(
     values: Sequence[int] | Ints, length: int, filler: int, dtype: type = np.int32
 ) -> NDArray[Any]:

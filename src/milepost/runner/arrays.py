@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from milepost.cache.tree import TOKEN_BYTES
-from milepost.kernels.batch import Batch, Capacity, Ints, Operation, padded
+from milepost.kernels.batch import Batch, Capacity, Ints, Operation, ordinals_of, padded
 from milepost.kernels.device import Chip
 from milepost.layers.context import StepArrays
 from milepost.runner.records import NO_ROW, RecordRows
@@ -92,8 +92,7 @@ def _spread(lengths: bytes, num_sampled: bytes) -> _Spread:
     """Of sequences of so many tokens, behind the last of which is sampled: mostly those of the step
     before."""
     own, last = np.frombuffer(lengths, np.int64), np.frombuffer(num_sampled, np.int64)
-    owners = np.arange(len(own)).repeat(own)
-    ordinals = np.arange(len(owners)) - (own.cumsum() - own)[owners]
+    owners, ordinals = np.arange(len(own)).repeat(own), ordinals_of(own)
     return _Spread(owners, ordinals, (ordinals >= (own - last)[owners]).nonzero()[0])
 
 

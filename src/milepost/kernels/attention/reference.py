@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.attention.pages import as_rows, read_rows, write_rows
-from milepost.kernels.batch import Batch, Ints
+from milepost.kernels.batch import Batch, Ints, ordinals_of
 from milepost.kernels.precision import cast
 
 _QUERY_TILE = 512
@@ -85,8 +85,7 @@ def lay_out(batch: Batch, first_row: int = 0) -> AttentionRows:
 def _lay_out_decodes(batch: Batch, first_row: int) -> Decodes:
     lengths = batch.lengths[: batch.num_decodes]
     owners = np.arange(batch.num_decodes).repeat(lengths)
-    begins = lengths.cumsum() - lengths
-    ends = batch.starts[owners] + np.arange(len(owners)) - begins[owners] + 1
+    ends = batch.starts[owners] + ordinals_of(lengths) + 1
     longest = int(ends.max(initial=0))
     kv_rows = _rows_of(batch, batch.rows[owners], longest)
     mask = np.arange(longest) < ends[:, None]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.batch import Batch, Ints
+from milepost.kernels.batch import Batch, Ints, ordinals_of
 
 _NUM_REMEMBERED = 64
 """Steps of sequences of so many tokens each."""
@@ -102,7 +102,7 @@ def _places(packed: bytes, num_decodes: int) -> _TokenPlaces:
     lasts[:num_decodes] = begins[:num_decodes]
     lasts[lengths == 0] = -1
     owners = np.arange(num_decodes).repeat(lengths[:num_decodes])
-    ordinals = np.arange(len(owners)) - begins[owners] - 1
+    ordinals = ordinals_of(lengths[:num_decodes]) - 1
     drafts = (ordinals >= 0).nonzero()[0]
     return _TokenPlaces(
         begins, computing, begins[computing], lasts, drafts, owners[drafts], ordinals[drafts]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import conv
-from milepost.kernels.batch import Batch, Ints
+from milepost.kernels.batch import Batch, Ints, ordinals_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def _lay_out_drafts(batch: Batch, num_taps: int) -> DraftRows:
     assert ((rows >= 0) | ((recorded < 0) & (drafts == 0))).all(), "V2: who records has a row"
     again = np.flatnonzero(recorded >= 0)
     counts = np.where(drafts > 0, width + drafts, 0)
-    number = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+    number = ordinals_of(counts)
     own = batch.lengths[:decodes]
     first = own.cumsum() - own + np.arange(decodes) * width + 1  # behind a sequence's own token
 
