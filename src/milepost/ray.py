@@ -252,7 +252,7 @@ class Replica:
         request = CompletionRequest.model_validate_json(body)
         prompt: Any = request.prompt
         if isinstance(prompt, str):
-            (prompt,) = await service.encode([prompt], is_cut=False)
+            (prompt,) = await service.encoder.encode([prompt], is_cut=False)
         is_one = prompt and isinstance(prompt[0], int)
         return prompt if is_one else [], request.cache_salt or ""
 

@@ -19,7 +19,7 @@ from milepost.engine.text_process import Text, TextProcess, Texts
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.server.config import ServerConfig
-from milepost.server.service import Service
+from milepost.server.encoder import Encoder
 from milepost.server.tokenizing import MAX_SHORT, Lane, Lanes
 from tests import chatmodel
 from tests.engine.test_parent import is_running
@@ -257,7 +257,7 @@ def test_a_long_text_with_a_client_is_tokenized(http):
 
 def test_more_prompts_than_are_taken_are_not_tokenized(monkeypatch):
     """60,000 of a letter each took 9 seconds of the HTTP process."""
-    monkeypatch.setattr(Service, "with_tokenizer", None)
+    monkeypatch.setattr(Encoder, "with_tokenizer", None)
     body = {"prompt": ["a"] * (MAX_IN_FLIGHT + 1)}
     response = answered(ServerConfig(), "/v1/completions", body)
     assert response.status_code == 400

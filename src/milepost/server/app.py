@@ -170,7 +170,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         tokens, marks = await unless_disconnected(request, work, lambda: None)
         names = None
         if body.return_token_strs:
-            names = await service.with_tokenizer(
+            names = await service.encoder.with_tokenizer(
                 lambda tokenizer: tokenizer.convert_ids_to_tokens(tokens), len(tokens)
             )
         found = {
@@ -194,7 +194,9 @@ def _add_text(app: FastAPI, service: Service) -> None:
                     f"tokens[{index}]={token}: the vocabulary has {vocab_size} tokens",
                     param=f"tokens[{index}]",
                 )
-        text = await service.with_tokenizer(lambda t: t.decode(body.tokens), len(body.tokens))
+        text = await service.encoder.with_tokenizer(
+            lambda t: t.decode(body.tokens), len(body.tokens)
+        )
         return {"prompt": text}
 
 
@@ -202,7 +204,7 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
     """Token ids and marks."""
     if body.prompt is not None:
         text = body.prompt
-        (tokens,) = await service.encode(
+        (tokens,) = await service.encoder.encode(
             [text], is_cut=True, add_special_tokens=body.add_special_tokens
         )
         return tokens, []

@@ -71,7 +71,7 @@ async def prompts_of(
     texts = [prompt for prompt in listed if isinstance(prompt, str)]
     encoded: list[Any] = listed
     if texts:
-        encoded = await service.encode(
+        encoded = await service.encoder.encode(
             texts,
             is_cut=request.truncate_prompt_tokens is not None,
             add_special_tokens=request.add_special_tokens is not False,

@@ -65,7 +65,7 @@ async def _begin(
     prompt, rendered = await prompt_of(service, request, params, http)
     is_open = service.format.is_open(rendered.text)
     if request.response_format or request.structured_outputs or request.tool_choice:
-        form = await service.with_tokenizer(
+        form = await service.encoder.with_tokenizer(
             lambda tokenizer: forms.of_chat(
                 request, tools, service.format, tokenizer, is_open=is_open
             )

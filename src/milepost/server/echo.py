@@ -18,7 +18,7 @@ async def texts_of(
     """The prompts as text, one by one; None if nobody asked for them."""
     if not request.echo:
         return None
-    return await service.with_tokenizer(
+    return await service.encoder.with_tokenizer(
         lambda tokenizer: [tokenizer.decode(prompt.token_ids) for prompt in prompts],
         sum(len(prompt.token_ids) for prompt in prompts),
     )
@@ -32,7 +32,7 @@ async def scores_of(
     if service.tokenizer is None:
         return entries
     size = sum(map(len, filter(None, entries)))
-    return await service.with_tokenizer(
+    return await service.encoder.with_tokenizer(
         lambda tokenizer: logprobs.with_texts(entries, tokenizer), size
     )
 

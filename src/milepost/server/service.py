@@ -1,30 +1,24 @@
-"""Joins the HTTP handlers with the tokenizer and the engine.
-
-Tokenizing runs in threads and a process of its own (`tokenizing`); a text that must be too long for
-the model is refused before.
-"""
+"""Joins the HTTP handlers with the tokenizer (`encoder`) and the engine, and refuses what neither
+could serve."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from milepost.engine import chat, heap
+from milepost.engine import chat
 from milepost.engine.client import EngineClient
 from milepost.engine.generation_config import overridden
 from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import check_combination
-from milepost.engine.lengths import FewestTokens
 from milepost.engine.prompts import Prompt, check_prompt
 from milepost.engine.restrictions import think_ids
 from milepost.engine.special import special_texts
 from milepost.engine.stream import Stream, StreamBell
-from milepost.engine.text_process import Encoded, Text, Texts
 from milepost.errors import (
     ConfigError,
     EngineAsleepError,
@@ -35,23 +29,16 @@ from milepost.errors import (
 )
 from milepost.sampling_params import SamplingParams
 from milepost.server.config import ServerConfig, read_object
+from milepost.server.encoder import TOO_LONG, Encoder
 from milepost.server.errors import HttpError
-from milepost.server.logprobs import TokenBytes
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, special_tags
 from milepost.server.submission import Submission
 from milepost.server.templates import check_template_kwargs, variables_of
-from milepost.server.tokenizing import MAX_SHORT, Lanes
 from milepost.server.unknown import UnknownFields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
-
-TOO_LONG = "context_length_exceeded"
-GIVE_BACK_S = 1.0
-"""After a long text, until free memory goes back to the system."""
 
 
 class Service:
@@ -85,7 +72,6 @@ class Service:
             "default_chat_template_kwargs", config.default_chat_template_kwargs
         )
         self._check_template_defaults()
-        self._token_bytes: TokenBytes | None = None
         self._special = None
         if tokenizer is not None and not config.special_tokens_in_content:
             self._special = special_texts(tokenizer)
@@ -100,9 +86,7 @@ class Service:
         """Whether the engine can count the tokens of this model's reasoning."""
         self.is_closing = False
         self.is_asleep = False
-        self._lanes = Lanes(tokenizer)
-        self._fewest_tokens: FewestTokens | None = None
-        self._giving_back: asyncio.TimerHandle | None = None
+        self.encoder = Encoder(tokenizer, client.info.max_model_len)
 
     def _check_template_defaults(self) -> None:
         """Raise ConfigError for what the chat template does not read."""
@@ -145,105 +129,6 @@ class Service:
             )
         return name
 
-    async def with_tokenizer(
-        self, work: Callable[[PreTrainedTokenizerBase], T], size: int = 0
-    ) -> T:
-        """Run `work` in a thread with a tokenizer; `size` is the length of its text.
-
-        Raises InvalidRequestError for bad text.
-        """
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "this server has no tokenizer (--skip-tokenizer-init): use token ids"
-            )
-        try:
-            return await self._lanes.run(work, size)
-        except UnicodeError as error:
-            raise _no_unicode(error) from error
-        finally:
-            if size > MAX_SHORT:
-                self._give_back_soon()
-
-    async def encode(
-        self, texts: Sequence[str], *, is_cut: bool, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Token ids of texts, none of which can be longer than the model takes, unless they are cut
-        to its length. Raises InvalidRequestError."""
-        size = sum(map(len, texts))
-        is_apart = size > MAX_SHORT and self._lanes.can_be_stopped
-
-        def work(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-            if not is_cut:
-                for text in texts:
-                    self._check_text(text)
-            if is_apart:
-                return []
-            return [
-                list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-                for text in texts
-            ]
-
-        found = await self.with_tokenizer(work, size)
-        if not is_apart:
-            return found
-        encoded = await self._encode_apart(
-            [Text(text) for text in texts], is_cut=is_cut, add_special_tokens=add_special_tokens
-        )
-        return [one.token_ids for one in encoded]
-
-    async def _encode_apart(
-        self, texts: Sequence[Text], *, is_cut: bool, add_special_tokens: bool
-    ) -> list[Encoded]:
-        """Tokens of long texts, of which none may be too long unless they are cut."""
-        limit = None if is_cut else self.client.info.max_model_len - 1
-        asked = Texts(list(texts), add_special_tokens, limit)
-        try:
-            encoded = await self._lanes.encode(asked)
-        except UnicodeError as error:
-            raise _no_unicode(error) from error
-        finally:
-            self._give_back_soon()
-        longest = max((one.num_tokens for one in encoded), default=0)
-        if limit is not None and longest > limit:
-            raise self._too_long(f"{longest} tokens")
-        return encoded
-
-    def _check_text(self, text: str) -> None:
-        """Raise for a text that has too many tokens whichever way it is cut into them."""
-        limit = self.client.info.max_model_len
-        if len(text) < limit:
-            return
-        if self._fewest_tokens is None:
-            self._fewest_tokens = FewestTokens(self.tokenizer)
-        least = self._fewest_tokens(text)
-        if least >= limit:
-            raise self._too_long(f"{least} tokens or more")
-
-    def _too_long(self, length: str) -> HttpError:
-        limit = self.client.info.max_model_len
-        return HttpError(
-            400,
-            f"the prompt has {length}, and max_model_len={limit} leaves no room for an answer: "
-            f"shorten it to {limit - 1} or raise max_model_len",
-            code=TOO_LONG,
-        )
-
-    def _give_back_soon(self) -> None:
-        """A long text leaves free memory behind, which nothing else would return."""
-        if self._giving_back is None:
-            loop = asyncio.get_running_loop()
-            self._giving_back = loop.call_later(GIVE_BACK_S, self._give_back)
-
-    def _give_back(self) -> None:
-        self._giving_back = None
-        threading.Thread(target=heap.give_back, daemon=True).start()
-
-    async def token_bytes(self) -> TokenBytes:
-        """The bytes of the vocabulary, read when first asked for. Raises as `with_tokenizer`."""
-        if self._token_bytes is None:
-            self._token_bytes = await self.with_tokenizer(TokenBytes)
-        return self._token_bytes
-
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -269,10 +154,9 @@ class Service:
                 )
         if documents:
             template_kwargs["documents"] = documents
-        is_stopped = self._lanes.can_be_stopped
 
-        def work(tokenizer: PreTrainedTokenizerBase) -> chat.Composed | chat.ChatPrompt:
-            composed = chat.compose(
+        def compose(tokenizer: PreTrainedTokenizerBase) -> chat.Composed:
+            return chat.compose(
                 tokenizer,
                 messages,
                 tools=tools,
@@ -280,19 +164,11 @@ class Service:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 special=self._special,
-                check=None if is_cut else self._check_text,
+                check=None if is_cut else self.encoder.check,
             )
-            if is_stopped and composed.length > MAX_SHORT:
-                return composed
-            return chat.tokenized(tokenizer, composed)
 
         size = _length(messages) + _length(tools) + _length(documents)
-        found = await self.with_tokenizer(work, size)
-        if isinstance(found, chat.ChatPrompt):
-            return found
-        texts = map(Text, found.pieces, found.places())
-        encoded = await self._encode_apart(list(texts), is_cut=is_cut, add_special_tokens=False)
-        return found.prompt([(one.token_ids, one.counts) for one in encoded])
+        return await self.encoder.encode_chat(compose, size, is_cut=is_cut)
 
     async def checked(self, params: SamplingParams, field: str) -> SamplingParams:
         """With a form that can be kept to, if there is one; `field` is what errors about it name.
@@ -386,9 +262,7 @@ class Service:
             stream.fail(RequestTimeoutError(f"the request took longer than {limit:g} seconds"))
 
     async def close(self) -> None:
-        await self._lanes.close()
-        if self._giving_back is not None:
-            self._giving_back.cancel()
+        await self.encoder.close()
         await self.form_checks.close()
 
 
@@ -404,7 +278,3 @@ def _length(value: Any) -> int:
         elif isinstance(item, list | tuple):
             todo += item
     return length
-
-
-def _no_unicode(error: UnicodeError) -> InvalidRequestError:
-    return InvalidRequestError(f"the text is not valid Unicode: {error}")
