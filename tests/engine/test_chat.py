@@ -190,6 +190,26 @@ def test_text_parts_become_text_and_images_are_refused(with_template):
         render(tokenizer, [{"role": "user", "content": [{"type": "image_url"}]}])
 
 
+@pytest.mark.parametrize("joint", ["", " "])
+def test_a_template_that_reads_parts_says_what_stands_between_them(with_template, joint):
+    """As Qwen3.5's do, whose parts follow each other."""
+    tokenizer = with_template(
+        "{% for m in messages %}<|im_start|>{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text }}"
+        f"{{% if not loop.last %}}{{{{ '{joint}' }}}}{{% endif %}}"
+        "{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    )
+    marked = {"type": "text", "text": "the quick", "cache_control": {"type": "ephemeral"}}
+    parts = [marked, {"type": "text", "text": "brown"}, {"type": "text", "text": "fox"}]
+    plain = [{key: part[key] for key in ("type", "text")} for part in parts]
+    own = tokenizer.apply_chat_template([{"role": "user", "content": plain}], tokenize=False)
+    prompt = render(tokenizer, [USER, {"role": "user", "content": parts}])
+    assert prompt.text.endswith(own)
+    assert own == f"<|im_start|>the quick{joint}brown{joint}fox<|im_end|>"
+    (end,) = prompt.breakpoints
+    assert tokenizer.decode(prompt.token_ids[:end]).endswith("the quick")
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [

@@ -127,7 +127,8 @@ def compose(
         messages, tools = cut(messages, special), cut(tools, special)
         template_kwargs = cut(template_kwargs, special)
     conversation = _Conversation(tokenizer, tools, template_kwargs)
-    checked = [_checked(message) for message in messages]
+    joint = _joint(conversation, messages)
+    checked = [_checked(message, joint) for message in messages]
     if not checked:
         raise InvalidRequestError("messages=[]: use one message or more")
     try:
@@ -139,7 +140,7 @@ def compose(
     ends = [
         _head_end(conversation, checked, text),
         _body_end(conversation, checked, text),
-        *_breakpoints(conversation, messages, checked, text, ending),
+        *_breakpoints(conversation, messages, checked, text, ending, joint),
     ]
     return Composed(pieces=text.split(CUT) if special is not None else [text], ends=ends)
 
@@ -177,13 +178,28 @@ class _Conversation:
             return None
 
 
-def _checked(message: Message) -> dict[str, Any]:
+_PARTS = ("\ue0b2", "\ue0b3")
+"""Two texts that no template has."""
+
+
+def _joint(conversation: _Conversation, messages: Sequence[Message]) -> str:
+    """What stands between the text parts of a message: what the template puts there, where it reads
+    parts at all, and else a line break."""
+    if all(len(_parts(message)) < 2 for message in messages if isinstance(message, Mapping)):
+        return "\n"
+    parts = [{"type": "text", "text": text} for text in _PARTS]
+    shown = conversation.text_if_taken([{"role": "user", "content": parts}]) or ""
+    between = shown.partition(_PARTS[0])[2].partition(_PARTS[1])
+    return between[0] if between[1] and not between[0].strip() else "\n"
+
+
+def _checked(message: Message, joint: str) -> dict[str, Any]:
     """A copy without breakpoints, whose content is text: a list of parts becomes one string."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"message {message!r}: use a dict with a role and a content")
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content = "\n".join(_part_text(part) for part in content)
+        content = joint.join(_part_text(part) for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidRequestError(f"content={content!r}: use a string or a list of text parts")
     own = {key: value for key, value in message.items() if key != "cache_control"}
@@ -243,6 +259,7 @@ def _breakpoints(
     checked: list[dict[str, Any]],
     text: str,
     ending: Mapping[str, bool],
+    joint: str,
 ) -> list[int]:
     """Where the parts with a `cache_control` end: the last MAX_BREAKPOINTS of them.
 
@@ -250,7 +267,7 @@ def _breakpoints(
     """
     ends = []
     for index, place in _last_places(messages):
-        changed = _checked(_marked(messages[index], place))
+        changed = _checked(_marked(messages[index], place), joint)
         others = [*checked[:index], changed, *checked[index + 1 :]]
         try:
             marked = conversation.text(others, ending)
