@@ -371,4 +371,5 @@ def test_tokens_by_their_ids(http):
     tops = choice["logprobs"]["top_logprobs"][1:]
     assert all(name.startswith("token_id:") for top in tops for name in top)
     plain = complete(http, logprobs=2).json()["choices"][0]["logprobs"]["token_logprobs"]
-    assert choice["logprobs"]["token_logprobs"][-4:] == plain
+    # What was computed again may be rounded otherwise than what is reused.
+    assert choice["logprobs"]["token_logprobs"][-4:] == pytest.approx(plain, abs=1e-3)
