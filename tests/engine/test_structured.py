@@ -112,6 +112,11 @@ def test_forms_that_cannot_be_followed_are_refused(llm, wanted):
         llm.generate("a", SamplingParams(structured_outputs=wanted), use_tqdm=False)
 
 
+def test_a_regex_that_is_none_says_why(llm):
+    with pytest.raises(InvalidRequestError, match=r"regex parse error: unclosed group$"):
+        answer(llm, StructuredOutputs(regex="(ab"))
+
+
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}])
 def test_a_form_says_where_an_answer_ends(llm, options):
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **options)

@@ -254,4 +254,7 @@ class Forms:
 
 
 def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it cannot be read"])[0]
+    """And of a regular expression, below whose first line it is shown, what is wrong with it."""
+    lines = text.strip().splitlines() or ["it cannot be read"]
+    why = [line.removeprefix("error:") for line in lines[1:] if line.startswith("error:")]
+    return lines[0] + "".join(why) if lines[0].endswith(":") else lines[0]
