@@ -1,12 +1,15 @@
 """Sums over GPUs of one machine: one launch over memory that all reach, beside NCCL.
 
     python bench/all_reduce.py [--ranks 2] [--hidden-size 2048] [--rows 1 4 16 64 256 512 8192]
+        [--parts 1 9]
 
 Times are of one call within a CUDA graph of many, in microseconds, the median of some replays: of
 the sum alone (`sum_us`; of more than 512 rows NCCL's, too), and with the residual and the norm
-behind it (`norm_us`); `nccl` is NCCL's all-reduce and the norm's own launch. `link_us` is how long
-a peer's rows take at 450 GB/s. Says first whether both return the same on all ranks. One JSON row
-for each number of rows, the most first, for which memory is shared.
+behind it (`norm_us`), of so many partials on each rank as the layer behind leaves (experts one for
+each of a token's); `nccl` is NCCL's all-reduce and the norm's own launch, `local_us` what one GPU
+takes for its own partials. `link_us` is how long a peer's rows take at 450 GB/s. Says first whether
+both return the same on all ranks. One JSON row for each number of rows, the most first, for which
+memory is shared.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import rows
@@ -37,6 +41,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64, 256, 512, 8192])
+    parser.add_argument("--parts", type=int, nargs="*", default=[1])
     options = parser.parse_args()
     store = open_store(0, options.ranks, TIMEOUT_S, is_first=True)
     context = multiprocessing.get_context("spawn")
@@ -60,8 +65,8 @@ def run(rank: int, port: int, options: argparse.Namespace, store: Any = None) ->
         store, rank, options.ranks, timeout_s=TIMEOUT_S, why_lost=lambda: "a rank is lost"
     )
     link = GpuLink(hosts, torch.device("cuda", rank))
-    for num_rows in sorted(options.rows, reverse=True):
-        row = measure(link, rank, num_rows, options.hidden_size)
+    for num_rows, num_parts in product(sorted(options.rows, reverse=True), options.parts):
+        row = measure(link, rank, num_rows, num_parts, options.hidden_size)
         if rank == 0:
             print(json.dumps(rows.provenance() | row), flush=True)
     torch.cuda.synchronize()
@@ -69,18 +74,22 @@ def run(rank: int, port: int, options: argparse.Namespace, store: Any = None) ->
     link.close()
 
 
-def measure(link: GpuLink, rank: int, num_rows: int, hidden_size: int) -> dict[str, Any]:
-    """Both ways, of so many rows."""
+def measure(
+    link: GpuLink, rank: int, num_rows: int, num_parts: int, hidden_size: int
+) -> dict[str, Any]:
+    """Both ways, of so many rows in so many partials."""
     generator = torch.Generator("cuda").manual_seed(rank)
     like = {"dtype": torch.bfloat16, "device": "cuda"}
-    values = torch.randn(num_rows, hidden_size, generator=generator, **like)
+    parts = torch.randn(num_rows, num_parts, hidden_size, generator=generator, **like)
+    values = parts[:, 0].contiguous()
     hidden = torch.ones(num_rows, hidden_size, **like)
     scale = torch.ones(hidden_size, device="cuda")
     ways: dict[str, Callable[[], Any]] = {
         "sum": partial(link.all_reduce, values),
         "nccl_sum": lambda: torch.distributed.all_reduce(values.clone()),
-        "norm": lambda: link.add_norm(hidden, values[:, None], scale, 1e-6, 1.0),
-        "nccl_norm": lambda: nccl_norm(hidden, values, scale),
+        "norm": lambda: link.add_norm(hidden, parts, scale, 1e-6, 1.0),
+        "nccl_norm": lambda: nccl_norm(hidden, parts, scale),
+        "local": lambda: norm.add_norm(hidden, parts, scale, 1e-6),
     }
     ours, theirs = ways["norm"](), ways["nccl_norm"]()
     everywhere = torch.empty(hosts_size(link), *ours[1].shape, **like)
@@ -91,6 +100,7 @@ def measure(link: GpuLink, rank: int, num_rows: int, hidden_size: int) -> dict[s
     num_bytes = values.nbytes
     return {
         "rows": num_rows,
+        "parts": num_parts,
         "bytes": num_bytes,
         "is_same_on_all": is_same,
         "largest_error": error,
@@ -103,8 +113,8 @@ def hosts_size(link: GpuLink) -> int:
     return link._hosts.size
 
 
-def nccl_norm(hidden: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> Any:
-    own = values.clone()
+def nccl_norm(hidden: torch.Tensor, parts: torch.Tensor, scale: torch.Tensor) -> Any:
+    own = parts.sum(1)
     torch.distributed.all_reduce(own)
     return norm.add_norm(hidden, own, scale, 1e-6)
 

@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 MODELS = HERE / "models"
 LINK_MB_PER_MS = 715 / 2.0
 """At which NIXL by itself reads pages of another GPU of one host."""
-ROWS = ("1", "64", "512", "2048", "8192")
+SUMS = ("--rows", "1", "64", "512", "2048", "8192", "--parts", "1", "9")
 Row = dict[str, Any]
 
 
@@ -96,7 +96,7 @@ def _apart(logs: Path) -> Iterator[list[Job]]:
 
 
 def _sums(logs: Path) -> Iterator[list[Job]]:  # noqa: ARG001
-    yield [Job("sums", (0, 1), 45, ("all_reduce.py", "--rows", *ROWS))]
+    yield [Job("sums", (0, 1), 45, ("all_reduce.py", *SUMS))]
 
 
 def _four(logs: Path) -> Iterator[list[Job]]:
@@ -108,8 +108,7 @@ def _four(logs: Path) -> Iterator[list[Job]]:
     (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for name, gpus in (("80B on two", (0, 1)), ("80B on four", (0, 1, 2, 3))):
         yield [_engine(name, logs, gpus, 90, str(plain), "decode", "cold")]
-    rows_of_four = ("--ranks", "4", "--rows", *ROWS)
-    yield [Job("sums of four", (0, 1, 2, 3), 45, ("all_reduce.py", *rows_of_four))]
+    yield [Job("sums of four", (0, 1, 2, 3), 45, ("all_reduce.py", "--ranks", "4", *SUMS))]
 
 
 def _engine(
