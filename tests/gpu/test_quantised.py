@@ -83,6 +83,7 @@ ROW = {
     "large, rows": lambda: make_fp8(4112, 8192, rows=1),
     "rows": lambda: make_fp8(200, 512, rows=1),
     "int4, 128": lambda: make_int4(1024, 2048, group=128),
+    "int4, two tiles": lambda: make_int4(6376, 256, group=128),
     "int4, odd": lambda: make_int4(72, 2688, group=128),
     "int4, 512": lambda: make_int4(256, 4096, group=512),
     "int4, all": lambda: make_int4(64, 1280, group=1280),

@@ -34,7 +34,7 @@ from milepost.kernels.quantised.row_gluon import (
     weights_layout,
 )
 
-_FEWEST_WEIGHTS = 1 << 25
+_FEWEST_WEIGHTS = 1 << 24
 _PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120
 """Programs of an SM, and stages and registers that leave it room for them."""
 _BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)

@@ -17,7 +17,7 @@ from milepost.kernels.device import Chip
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.quantised.forms import BLOCK, Quantised
+from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
 from milepost.kernels.quantised.row_gluon import (
     PARTS,
     TILE,
@@ -35,6 +35,8 @@ from milepost.kernels.quantised.triton_step import constants, operands
 
 _HELD = 4
 """Blocks of a row that a thread holds at a time; of two rows, gate and up, half as many."""
+_PROGRAMS, _REGISTERS = 3, 80
+"""Of four bits: programs that share an SM, and registers that leave it room for them."""
 _TILE = gl.constexpr(TILE)
 
 
@@ -86,7 +88,8 @@ def _launch(
 ) -> None:
     num_blocks = weight.num_inputs // BLOCK
     num_rows, num_outputs = output.shape
-    _row_kernel[(triton.cdiv(num_outputs, TILE), num_rows)](
+    how = _cut(weight, num_outputs, chip, is_gated=is_gated, is_routed=experts is not None)
+    _row_kernel[(triton.cdiv(num_outputs, how["TILES"] * TILE), num_rows)](
         hidden,
         experts,
         *values_of(weight, chip),
@@ -99,11 +102,22 @@ def _launch(
         GATED=is_gated,
         ACTIVE=is_active,
         B=triton.cdiv(num_blocks, PARTS),
-        HELD=_HELD // (1 + is_gated),
+        **how,
         **form_of(weight, chip),
         num_warps=PARTS,
         **OVERLAPPED,
     )
+
+
+def _cut(
+    weight: Quantised, num_outputs: int, chip: Chip, *, is_gated: bool, is_routed: bool
+) -> dict[str, int]:
+    """How many tiles a program has, and blocks a thread. Four bits are cut so that all programs run
+    at once: most of the time of one goes by before it multiplies."""
+    if not isinstance(weight, Int4) or is_gated or is_routed:
+        return {"TILES": 1, "HELD": _HELD // (1 + is_gated)}
+    are_many = triton.cdiv(num_outputs, TILE) > _PROGRAMS * chip.num_sms
+    return {"TILES": 1 + are_many, "HELD": _HELD // 2, "maxnreg": _REGISTERS}
 
 
 @gluon.jit
@@ -122,37 +136,39 @@ def _row_kernel(
     GATED: gl.constexpr,
     ACTIVE: gl.constexpr,
     B: gl.constexpr,
+    TILES: gl.constexpr,
     HELD: gl.constexpr,
     GROUP: gl.constexpr,
     DEPTHS: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
 ):
-    """A tile of outputs of one row; with gates, one of them and one of ups, which stand behind all
+    """TILES of outputs of one row; with gates, one of them and one of ups, which stand behind all
     gates."""
     WIDTH: gl.constexpr = width_of(GROUP)
-    ROWS: gl.constexpr = 2 * _TILE if GATED else _TILE
+    EACH: gl.constexpr = TILES * _TILE
+    HALVES: gl.constexpr = 2 if GATED else 1
     number = gl.program_id(1).to(gl.int64)
-    first = gl.program_id(0) * _TILE
+    first = gl.program_id(0) * EACH
     p_scale = 0
     if experts is not None:
         # In this order: the kernel behind may read as it begins who was chosen.
         wait_for_inputs()
         let_next_start()
         expert = gl.load(experts + number).to(gl.int64)
-        weight += expert * (ROWS // _TILE * OUTPUTS * BLOCKS * WIDTH)
-        HEIGHT: gl.constexpr = (ROWS // _TILE * OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
+        weight += expert * (HALVES * OUTPUTS * BLOCKS * WIDTH)
+        HEIGHT: gl.constexpr = (HALVES * OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
         p_scale = expert * (HEIGHT * DEPTHS)
     else:
         let_next_start()
-    row, part = weight_rows(ROWS, GROUP)
-    row = row // _TILE * OUTPUTS + (first + row % _TILE) % OUTPUTS
+    row, part = weight_rows(HALVES * EACH, GROUP)
+    row = row // EACH * OUTPUTS + (first + row % EACH) % OUTPUTS
     starts = ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, BLOCKS - 1)
         starts += (weight + row.to(gl.int64) * (BLOCKS * WIDTH) + block * WIDTH,)
     held = load_blocks(starts, 0, HELD, B, GROUP)
-    row, part = product_rows(ROWS)
-    row = row // _TILE * OUTPUTS + (first + row % _TILE) % OUTPUTS
+    row, part = product_rows(HALVES * EACH)
+    row = row // EACH * OUTPUTS + (first + row % EACH) % OUTPUTS
     scale, zero = (), ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, BLOCKS - 1)
@@ -167,7 +183,7 @@ def _row_kernel(
     if ACTIVE:
         ups = activate(ups, gates, GATED)
     b_o = to_outputs(ups)
-    o_n = first + outputs_of(_TILE)
+    o_n = first + outputs_of(EACH)
     if bias is not None:
         b_o += gl.load(bias + o_n, mask=o_n < OUTPUTS, other=0.0).to(gl.float32)
     place = output + number * OUTPUTS + o_n
