@@ -53,10 +53,12 @@ def test_names_and_values_of_vllms_are_ours():
     assert server.shutdown_timeout_s == 7
     assert engine.speculative_config.num_speculative_tokens == 2
     assert asked("./m", "--max-model-len", "-1")[1].max_model_len is None
-    line = "./m --api-key a b --reasoning-parser super_v3 --load-format runai_streamer"
+    line = (
+        "./m --api-key a b --reasoning-parser super_v3 --load-format runai_streamer -q awq_marlin"
+    )
     server, engine = asked(*line.split())
     assert (list(server.api_key), server.reasoning_parser) == (["a", "b"], "nemotron_v3")
-    assert engine.load_format == "auto"
+    assert (engine.load_format, engine.quantization) == ("auto", "awq")
     line = "./m --max-model-len 1010000 --hf-overrides.text_config.rope_parameters.factor 4.0"
     assert asked(*line.split(), "--hf_overrides.a", "b")[1].overrides == {
         "text_config": {"rope_parameters": {"factor": 4.0}},

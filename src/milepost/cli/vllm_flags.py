@@ -41,6 +41,7 @@ _VALUES: Mapping[str, Mapping[str, str | None]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "max-model-len": {"auto": None, "-1": None},
     "load-format": dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer")),
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
     "reasoning-parser": dict.fromkeys(("nano_v3", "super_v3"), "nemotron_v3"),
 }
 """Other words for values; None is our default."""
