@@ -25,7 +25,8 @@ def multiply(
 
     On a GPU the kernel behind it may start early; not if it had better wait for this one's end.
     """
-    result = partials(hidden, weight, bias, lets_next_start=lets_next_start)
+    how = {"lets_next_start": lets_next_start, "is_whole": True}
+    result = _multiply(hidden, weight, bias, **how)
     if result.dim() == hidden.dim():
         return result
     from milepost.kernels.linear import triton
@@ -42,7 +43,8 @@ def multiply_into(
 
         if triton_gemv.multiply_row_into(output, hidden, weight, bias):
             return
-        product = partials(hidden, weight, bias, lets_next_start=lets_next_start)
+        how = {"lets_next_start": lets_next_start, "is_whole": True}
+        product = _multiply(hidden, weight, bias, **how)
         if product.dim() == 3:
             triton.add_up(product, output.dtype, output)
             return
@@ -94,16 +96,23 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor:
 def partials(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, lets_next_start: bool = True
 ) -> Tensor:
-    """What `multiply` returns; or float32 split-K partials [T, P, O] that add up to it, as many as
-    suit the device.
+    """What `multiply` returns, but for the order of sums; or float32 split-K partials [T, P, O]
+    that add up to it, as many as suit the device.
 
     Whoever reads the result next adds them up for less than a pass of its own would cost.
     """
+    return _multiply(hidden, weight, bias, lets_next_start=lets_next_start, is_whole=False)
+
+
+def _multiply(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, lets_next_start: bool, is_whole: bool
+) -> Tensor:
     if _are_few(hidden):
         # Imported where it is used: machines without a GPU need not have it.
         from milepost.kernels.linear import triton
 
-        result = triton.multiply_few(hidden, weight, bias, lets_next_start=lets_next_start)
+        how = {"lets_next_start": lets_next_start, "is_whole": is_whole}
+        result = triton.multiply_few(hidden, weight, bias, **how)
         if result is not None:
             return result
     return F.linear(hidden, weight, bias)

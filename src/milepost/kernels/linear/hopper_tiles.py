@@ -91,15 +91,20 @@ _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 <
 with fewer of both, `triton`'s tiles are as fast."""
 
 
-def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> HopperTiles | None:
-    """Tiles of the GEMM if this kernel can do it and is the faster one."""
+def find_tiles(
+    hidden: Tensor, weight: Tensor, *, is_gated: bool = False, is_whole: bool = False
+) -> HopperTiles | None:
+    """Tiles of the GEMM if this kernel can do it and is the faster one. Where the result `is_whole`
+    nobody adds up split-K partials on the way.
+    """
     num_tokens, num_inputs = hidden.shape
     num_outputs = len(weight) // (2 if is_gated else 1)
     regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.block_m), None)
     if regime is None or not (_can_copy(hidden) and _can_copy(weight)):
         return None
     tiles: HopperTiles | None = None
-    if num_outputs in _MANY:
+    is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
+    if num_outputs in _MANY or is_wide:
         tiles = _spread(regime.gated if is_gated else regime.wide, num_outputs, hidden.device)
     elif is_gated:
         return None
@@ -109,6 +114,8 @@ def find_tiles(hidden: Tensor, weight: Tensor, *, is_gated: bool = False) -> Hop
         tiles = regime.square
     elif num_inputs in _SOME and num_outputs in _FEW:
         tiles = regime.small
+    elif num_inputs in _FEW and (num_outputs in _FEW or num_outputs in _SOME) and not is_whole:
+        tiles = regime.long
     if tiles is None or num_inputs % (BLOCK_K * tiles.split_k) != 0:
         return None
     return tiles

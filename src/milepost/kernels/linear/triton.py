@@ -32,17 +32,22 @@ _FEW_OUTPUTS = 1024
 
 
 def multiply_few(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, lets_next_start: bool = True
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    lets_next_start: bool = True,
+    is_whole: bool = False,
 ) -> Tensor | None:
     """The result [T, O], or its partials [T, S, O] in float32, if that is faster here than torch's
-    GEMM, else None.
+    GEMM, else None. Partials of what `is_whole` cost a launch that adds them up.
 
     `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
     """
     if bias is None and runs_gluon(hidden):
         from milepost.kernels.linear import hopper_tiles, triton_hopper
 
-        spread = hopper_tiles.find_tiles(hidden, weight)
+        spread = hopper_tiles.find_tiles(hidden, weight, is_whole=is_whole)
         if spread is not None:
             return triton_hopper.multiply(hidden, weight, spread, lets_next_start=lets_next_start)
     num_tokens, num_outputs = hidden.shape[0], weight.shape[0]

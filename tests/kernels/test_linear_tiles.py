@@ -1,0 +1,50 @@
+"""Which GEMMs of few rows Hopper's kernel takes, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from milepost.kernels.linear import hopper_tiles
+
+NUM_SMS = 132
+
+
+@pytest.fixture(autouse=True)
+def chip(monkeypatch):
+    monkeypatch.setattr(hopper_tiles, "num_sms", lambda _: NUM_SMS)
+
+
+def tiles_of(num_tokens, num_inputs, num_outputs, **how):
+    hidden = torch.empty(num_tokens, num_inputs, dtype=torch.bfloat16)
+    weight = torch.empty(num_outputs, num_inputs, dtype=torch.bfloat16)
+    return hopper_tiles.find_tiles(hidden, weight, **how)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 64])
+@pytest.mark.parametrize("sizes", [(2048, 4608), (2048, 6176), (4096, 5120), (4096, 12352)])
+def test_what_nobody_adds_up_has_no_partials_and_a_tile_for_each_sm(sizes, num_tokens):
+    """The inner sizes of a layer that two ranks share, and of a whole one."""
+    found = tiles_of(num_tokens, *sizes, is_whole=True)
+    assert found.split_k == 1
+    assert NUM_SMS * 3 // 4 < -(-sizes[1] // found.block_n) <= NUM_SMS
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 64])
+@pytest.mark.parametrize("sizes", [(2048, 2048), (2048, 4096), (4096, 2048), (6144, 4096)])
+def test_few_outputs_are_cut_along_their_inputs_for_who_adds_them_up(sizes, num_tokens):
+    found = tiles_of(num_tokens, *sizes)
+    if found is None:
+        assert sizes == (4096, 2048)
+        assert num_tokens <= 16, "triton's tiles are as fast"
+    else:
+        assert found.split_k > 1
+        assert sizes[0] % (hopper_tiles.BLOCK_K * found.split_k) == 0
+
+
+def test_few_inputs_and_outputs_that_nobody_adds_up_are_left_to_others():
+    assert tiles_of(16, 2048, 2048, is_whole=True) is None
+    assert tiles_of(1, 2048, 12352) is None
+    assert tiles_of(65, 2048, 12352) is None
