@@ -1,10 +1,11 @@
 """Wide tiles of attention on Hopper, in Gluon: Triton's language for programs that place data and
 divide work among warps themselves.
 
-One warp loads KV with TMA; two groups of four warps take half of a tile's rows each and
-go through the same blocks. They don't wait for each other, so one group's matrix products run while
-the other's exponentials do. Everything else is as in `triton`, whose kernel does the same work on
-any chip.
+One warp loads KV with TMA; two groups of four warps take half of a tile's rows each and go through
+the same blocks. They don't wait for each other, and a group has a block's scores and the values of
+the block before multiplied while it works on shares, so matrix products run while exponentials do
+(as in FlashAttention-3, arXiv 2407.08608). Everything else is as in `triton`, whose kernel does the
+same work on any chip.
 
 Legend: T tokens, H query heads, G KV heads, E head_dim, P partial results.
 """
@@ -25,10 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.attention.pages import MAX_ROWS, as_rows, rows_per_page
 from milepost.kernels.attention.triton_hopper_parts import (
     add_values,
+    attend_blocks,
     clean,
     load_item,
-    online_softmax,
-    score,
     store,
 )
 from milepost.kernels.gluon import load_box
@@ -232,37 +232,21 @@ def _consume(
     last_seen = position + row // GROUP
     if SCALED:
         scale *= gl.load(kv_scales + i_h)
-    m = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    l = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
-    acc = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
-    # All rows see all of the blocks before `masked`; blocks before `whole` hold tokens only.
+    scale += gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
+    # All rows see all of the blocks before this place.
     masked = begin + gl.maximum(gl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
-    whole = begin + (end - begin) // BLOCK * BLOCK
-    i_b = 0
-    for _ in range(begin, masked, BLOCK):
-        b_s = score(queries, keys, bars, i_b, SCORES, BLOCK, STAGES)
-        m, l, acc, b_p = online_softmax(m, l, acc, b_s, scale, False)
-        acc = add_values(acc, b_p, values, bars, i_b, RESULT, STAGES)
-        i_b += 1
-    for i_kv in range(masked, whole, BLOCK):
-        b_s = score(queries, keys, bars, i_b, SCORES, BLOCK, STAGES)
-        o_kv = i_kv + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-        seen = o_kv[None, :] <= last_seen[:, None]
-        b_s = gl.where(seen, b_s, float("-inf"))
-        m, l, acc, b_p = online_softmax(m, l, acc, b_s, scale, True)
-        acc = add_values(acc, b_p, values, bars, i_b, RESULT, STAGES)
-        i_b += 1
-    if whole < end:
-        b_s = score(queries, keys, bars, i_b, SCORES, BLOCK, STAGES)
-        o_kv = whole + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-        seen = (o_kv[None, :] <= last_seen[:, None]) & (o_kv < end)[None, :]
-        b_s = gl.where(seen, b_s, float("-inf"))
-        m, l, acc, b_p = online_softmax(m, l, acc, b_s, scale, True)
+    # No scales of keys: it is the queries' place again.
+    places = queries, keys, queries, values, bars
+    m, l, acc, b_p, i_b = attend_blocks(
+        places, scale, begin, masked, end, last_seen, SCORES, RESULT, BLOCK, STAGES
+    )
+    if (end - begin) % BLOCK == 0:
+        acc = add_values(places, acc, b_p, i_b, STAGES)
+    else:
         mbarrier.wait(bars.index(2 * STAGES + i_b % STAGES), i_b // STAGES & 1)
         # What lies past the end may be NaN, which no share of 0 would silence. The clean values
         # take the queries' place, which is this group's own and needed no more.
-        clean(values.index(i_b % STAGES), queries, end - whole, BLOCK, LOADED)
-        b_p = gl.convert_layout(b_p.to(queries.dtype), gl.DotOperandLayout(0, RESULT, 2))
+        clean(values.index(i_b % STAGES), queries, (end - begin) % BLOCK, BLOCK, LOADED)
         acc = warpgroup_mma(b_p, queries, acc)
 
     l = gl.where(l == 0.0, 1.0, l)

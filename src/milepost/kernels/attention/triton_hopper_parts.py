@@ -1,7 +1,9 @@
 """What a group of warps of Hopper's attention does with a block of KV, and with its result.
 
-`bars` are 4 * STAGES barriers: blocks of keys loaded and used up, blocks of values loaded and used
-up. SCORES is the layout of a block's scores [64, BLOCK], RESULT that of results [64, HEAD_DIM].
+`places` are (queries [64, HEAD_DIM], keys [STAGES, BLOCK, HEAD_DIM], scales of int8 keys
+[STAGES, 1, BLOCK], values as keys, bars) in shared memory; `bars` are 4 * STAGES barriers: blocks
+of keys loaded and used up, blocks of values loaded and used up. SCORES is the layout of a block's
+scores [64, BLOCK], RESULT that of results [64, HEAD_DIM].
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 
@@ -29,49 +32,143 @@ def load_item(item):
 
 
 @gluon.jit
-def score(
-    queries,
-    keys,
-    bars,
-    i_b,
+def attend_blocks(
+    places,
+    scale,
+    begin,
+    masked,
+    end,
+    last_seen,
     SCORES: gl.constexpr,
+    RESULT: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Products of queries with a block's keys, whose place is free afterwards."""
-    stage = i_b % STAGES
-    mbarrier.wait(bars.index(stage), i_b // STAGES & 1)
-    b_s = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
-    b_s = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), b_s, use_acc=False)
-    mbarrier.arrive(bars.index(STAGES + stage), count=1)
+    """Pass over the blocks of a range; all rows see all of those before `masked`. A block's scores
+    and the values of the one before are multiplied while the shares of neither are worked out.
+    `scale` [64] is that of each row's scores.
+
+    Returns m, l, acc, the last block's shares, whose values are not added yet, and its number.
+    """
+    m = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    l = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
+    HEAD_DIM: gl.constexpr = places[3].type.shape[2]
+    acc = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
+    b_s = _start_scores(places, 0, SCORES, BLOCK, STAGES)
+    b_s = _finish_scores(places, b_s, 0, 0, SCORES, STAGES)
+    b_s = _hide(b_s, begin, last_seen, SCORES, BLOCK)
+    m, l, b_p, _shrink = _online_softmax(m, l, b_s, scale, True)
+    b_p = _as_operand(b_p, places, RESULT)
+    i_b = 1
+    for i_kv in range(begin + BLOCK, masked, BLOCK):
+        place = i_b, i_kv, last_seen
+        m, l, acc, b_p = _advance(
+            places, m, l, acc, b_p, scale, place, False, SCORES, RESULT, BLOCK, STAGES
+        )
+        i_b += 1
+    for i_kv in range(gl.maximum(masked, begin + BLOCK), end, BLOCK):
+        place = i_b, i_kv, last_seen
+        m, l, acc, b_p = _advance(
+            places, m, l, acc, b_p, scale, place, True, SCORES, RESULT, BLOCK, STAGES
+        )
+        i_b += 1
+    return m, l, acc, b_p, i_b - 1
+
+
+@gluon.jit
+def _advance(
+    places,
+    m,
+    l,
+    acc,
+    b_p,
+    scale,
+    place,
+    MASKED: gl.constexpr,
+    SCORES: gl.constexpr,
+    RESULT: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Add the values of the block before, and take a block's scores into the running softmax."""
+    i_b, i_kv, last_seen = place
+    bars = places[4]
+    b_s = _start_scores(places, i_b, SCORES, BLOCK, STAGES)
+    acc = _start_values(places, acc, b_p, i_b - 1, STAGES)
+    b_s = _finish_scores(places, b_s, i_b, 1, SCORES, STAGES)
+    if MASKED:
+        b_s = _hide(b_s, i_kv, last_seen, SCORES, BLOCK)
+    m, l, b_new, shrink = _online_softmax(m, l, b_s, scale, MASKED)
+    b_new = _as_operand(b_new, places, RESULT)
+    acc, b_p = warpgroup_mma_wait(0, [acc, b_p])
+    mbarrier.arrive(bars.index(3 * STAGES + (i_b - 1) % STAGES), count=1)
+    acc *= gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
+    return m, l, acc, b_new
+
+
+@gluon.jit
+def _start_scores(places, i_b, SCORES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    """Have queries multiplied with a block's keys."""
+    queries, keys, bars = places[0], places[1], places[4]
+    TYPE: gl.constexpr = gl.int32 if keys.dtype == gl.int8 else gl.float32
+    mbarrier.wait(bars.index(i_b % STAGES), i_b // STAGES & 1)
+    right = keys.index(i_b % STAGES).permute((1, 0))
+    b_s = gl.zeros([64, BLOCK], TYPE, layout=SCORES)
+    return warpgroup_mma(queries, right, b_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _finish_scores(
+    places, b_s, i_b, LATER: gl.constexpr, SCORES: gl.constexpr, STAGES: gl.constexpr
+):
+    """The products, after which LATER others were begun; the keys' place is free afterwards."""
+    keys, scales, bars = places[1], places[2], places[4]
+    b_s = warpgroup_mma_wait(LATER, [b_s])
+    if keys.dtype == gl.int8:
+        b_s = b_s.to(gl.float32) * scales.index(i_b % STAGES).load(SCORES)
+    mbarrier.arrive(bars.index(STAGES + i_b % STAGES), count=1)
     return b_s
 
 
 @gluon.jit
-def online_softmax(m, l, acc, b_s, scale, MASKED: gl.constexpr):
-    """Take a block's scores into the running softmax; the last returned are its shares."""
+def _start_values(places, acc, b_p, i_b, STAGES: gl.constexpr):
+    """Have a block's values added by their shares."""
+    values, bars = places[3], places[4]
+    mbarrier.wait(bars.index(2 * STAGES + i_b % STAGES), i_b // STAGES & 1)
+    return warpgroup_mma(b_p, values.index(i_b % STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def add_values(places, acc, b_p, i_b, STAGES: gl.constexpr):
+    """Add the last block's values by their shares."""
+    acc = _start_values(places, acc, b_p, i_b, STAGES)
+    return warpgroup_mma_wait(0, [acc])
+
+
+@gluon.jit
+def _hide(b_s, i_kv, last_seen, SCORES: gl.constexpr, BLOCK: gl.constexpr):
+    """Scores of what lies behind a row."""
+    o_kv = i_kv + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
+    return gl.where(o_kv[None, :] <= last_seen[:, None], b_s, float("-inf"))
+
+
+@gluon.jit
+def _as_operand(b_p, places, RESULT: gl.constexpr):
+    return gl.convert_layout(b_p.to(places[3].dtype), gl.DotOperandLayout(0, RESULT, 2))
+
+
+@gluon.jit
+def _online_softmax(m, l, b_s, scale, MASKED: gl.constexpr):
+    """Take a block's scores into the running softmax. Returns its shares, and by how much to shrink
+    what was summed up before."""
     m_new = gl.maximum(m, gl.max(b_s, 1) * scale)
     base = m_new
     if MASKED:
         # A row that has seen nothing yet has no m to subtract.
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = gl.exp2(b_s * scale - base[:, None])
+    b_p = gl.exp2(b_s * scale[:, None] - base[:, None])
     shrink = gl.exp2(m - base)
-    l = l * shrink + gl.sum(b_p, 1)
-    RESULT: gl.constexpr = acc.type.layout
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
-    return m_new, l, acc, b_p
-
-
-@gluon.jit
-def add_values(acc, b_p, values, bars, i_b, RESULT: gl.constexpr, STAGES: gl.constexpr):
-    """Add a block's values by their shares; their place is free afterwards."""
-    stage = i_b % STAGES
-    b_p = gl.convert_layout(b_p.to(values.dtype), gl.DotOperandLayout(0, RESULT, 2))
-    mbarrier.wait(bars.index(2 * STAGES + stage), i_b // STAGES & 1)
-    acc = warpgroup_mma(b_p, values.index(stage), acc)
-    mbarrier.arrive(bars.index(3 * STAGES + stage), count=1)
-    return acc
+    return m_new, l * shrink + gl.sum(b_p, 1), b_p, shrink
 
 
 @gluon.jit
