@@ -14,6 +14,7 @@ import pytest
 from milepost import kernels
 
 CHANNELS, TAPS = 3, 4
+STEP = 8
 
 
 class Memory:
@@ -77,10 +78,11 @@ def stream_gluon():
     return types.SimpleNamespace(**namespace)
 
 
-def test_a_step_reads_and_leaves_what_one_token_at_a_time_does(stream_gluon):
-    """Where the state that is read is the one that is written, too."""
-    num_drafts = 4
-    most, places = num_drafts + 1, 2 * num_drafts + 1
+@pytest.mark.parametrize("num_drafts", [3, 20])
+def test_a_step_reads_and_leaves_what_one_token_at_a_time_does(stream_gluon, num_drafts):
+    """In steps of STEP tokens, and where the state that is read is the one that is written."""
+    most = num_drafts + 1
+    step = min(STEP, 2 * num_drafts + 1)
     random = np.random.default_rng(0)
     channel = np.arange(CHANNELS)
     for num_folded, num_new in itertools.product(range(most), range(most + 1)):
@@ -99,9 +101,12 @@ def test_a_step_reads_and_leaves_what_one_token_at_a_time_does(stream_gluon):
         flat, kept = records.reshape(-1), state.reshape(-1)
         stream = Memory(tokens.reshape(-1)), CHANNELS + 1, Memory(flat), CHANNELS + 2
         stream += num_folded, num_places
-        own = stream, Memory(kept), channel, TAPS, places
-        rows = stream_gluon.load_inputs(*own)
-        assert np.array_equal(rows[: len(inputs)], inputs), (num_folded, num_new)
-        stream_gluon.leave_inputs(rows, *own)
+        for begin in range(0, num_places, step):
+            own = stream, Memory(kept), channel, begin
+            rows = stream_gluon.load_inputs(*own, begin == 0, TAPS, step)
+            left = min(step, num_places - begin)
+            expected = inputs[begin : begin + TAPS - 1 + left]
+            assert np.array_equal(rows[: TAPS - 1 + left], expected), (num_folded, num_new)
+            stream_gluon.leave_inputs(rows, *own, TAPS, step)
         assert np.array_equal(kept.reshape(CHANNELS, -1), wanted_state), (num_folded, num_new)
         assert np.array_equal(flat.reshape(records.shape), wanted_records), (num_folded, num_new)

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.activations import LOG2_E
 from milepost.kernels.gluon import load_box, thread_barrier
 
 STATE_SIZE = 128
@@ -35,6 +36,8 @@ _ALIGNMENT = 16
 _MAX_LINES = 2**31
 """TMA counts lines from the first state to the last."""
 
+CHANNEL = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""Of a head's channels, one a thread."""
 STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [1, 4], [1, 0]))
 """Of [K, W], both STATE_SIZE: a warp holds 32 columns, so sums over rows stay inside it."""
 BY_LINE = gl.constexpr(
@@ -154,44 +157,66 @@ def take(
 
 
 @gluon.jit
-def load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr):
-    """A head's inputs of the convolution, oldest first, and its weights: [SIZE, BLOCK_TAPS]."""
+def load_window(inputs, head, SIZE: gl.constexpr, TAPS: gl.constexpr):
+    """A head's inputs of the convolution, oldest first, and its weights: two tuples of [SIZE]."""
     token, weight, source = inputs
-    channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
-    tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
-    taps = gl.load(weight + channel * TAPS + tap, mask=tap < TAPS, other=0.0)
-    older = gl.load(source + channel * (TAPS - 1) + tap, mask=tap < TAPS - 1, other=0.0)
+    channel = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL)
     newest = gl.load(token + channel)
-    return gl.where(tap == TAPS - 1, newest, older.to(newest.dtype)), taps
+    window = ()
+    for tap in gl.static_range(TAPS - 1):
+        window += (gl.load(source + channel * (TAPS - 1) + tap).to(newest.dtype),)
+    window += (newest,)
+    return window, load_taps(weight, channel, TAPS)
 
 
 @gluon.jit
-def convolve(window, p_bias=None):
-    """Convolution and SiLU, a channel a thread."""
-    x = gl.sum(window[0].to(gl.float32) * window[1].to(gl.float32), 1)
-    if p_bias is not None:
-        x += gl.load(p_bias).to(gl.float32)
+def load_taps(weight, channel, TAPS: gl.constexpr):
+    """A convolution's weights, a tuple of TAPS tensors."""
+    taps = ()
+    for tap in gl.static_range(TAPS):
+        taps += (gl.load(weight + channel * TAPS + tap).to(gl.float32),)
+    return taps
+
+
+@gluon.jit
+def convolve(inputs, taps, TAPS: gl.constexpr, PLACE: gl.constexpr = 0, bias=None):
+    """Convolution and SiLU of TAPS inputs from a place on. Here and below what is fused is said, so
+    that kernels that verify round as those that decode."""
+    x = inputs[PLACE].to(gl.float32) * taps[0]
+    for tap in gl.static_range(1, TAPS):
+        x = gl.fma(inputs[PLACE + tap].to(gl.float32), taps[tap], x)
+    if bias is not None:
+        x += bias
     return x / (1 + gl.exp(-x))
 
 
 @gluon.jit
-def keep_window(
-    window, target, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr, WINDOW: gl.constexpr
-):
+def keep_window(window, target, head, is_real, SIZE: gl.constexpr, TAPS: gl.constexpr):
     """Move a head's convolution state on by one input."""
-    channel = head * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))[:, None]
-    tap = gl.arange(0, WINDOW.size_per_thread[1], layout=gl.SliceLayout(0, WINDOW))[None, :]
-    is_kept = is_real & (tap > 0) & (tap < TAPS)
-    at = target + channel * (TAPS - 1) + tap - 1
-    gl.store(at, window[0].to(target.dtype.element_ty), mask=is_kept)
+    channel = head * SIZE + gl.arange(0, SIZE, layout=CHANNEL)
+    for tap in gl.static_range(1, TAPS):
+        at = target + channel * (TAPS - 1) + tap - 1
+        gl.store(at, window[tap].to(target.dtype.element_ty), mask=is_real)
 
 
 @gluon.jit
 def unit_vectors(query, key, SIZE: gl.constexpr):
     """Both as unit vectors, the query shorter by SIZE ** -0.5."""
-    query *= unit_scale(query) * SIZE**-0.5
-    key *= unit_scale(key)
+    squares = gl.reduce((square(query), square(key)), 0, _add_each)
+    query *= gl.rsqrt(squares[0] + 1e-6) * SIZE**-0.5
+    key *= gl.rsqrt(squares[1] + 1e-6)
     return query, key
+
+
+@gluon.jit
+def _add_each(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def square(x):
+    """Rounded, whatever it is added to."""
+    return gl.fma(x, x, gl.zeros_like(x))
 
 
 @gluon.jit
@@ -201,14 +226,18 @@ def by_row(x):
 
 
 @gluon.jit
-def unit_scale(x):
-    """What makes `x` a unit vector."""
-    return gl.rsqrt(gl.sum(x * x, 0) + 1e-6)
-
-
-@gluon.jit
 def softplus(x):
-    return gl.where(x > 20, x, gl.log(1 + gl.exp(x)))
+    """As `activations.softplus`."""
+    e = gl.exp2(gl.abs(x) * -LOG2_E)
+    p = gl.fma(e, 0.005126102361828089, -0.029074065387248993)
+    p = gl.fma(p, e, 0.0775160863995552)
+    p = gl.fma(p, e, -0.13602247834205627)
+    p = gl.fma(p, e, 0.19076880812644958)
+    p = gl.fma(p, e, -0.2483539879322052)
+    p = gl.fma(p, e, 0.3331812024116516)
+    p = gl.fma(p, e, -0.4999944567680359)
+    p = gl.fma(p, e, 0.9999999403953552)
+    return gl.fma(e, p, gl.where(x > 0, x, 0.0))
 
 
 @gluon.jit
@@ -229,29 +258,39 @@ def times_silu(x, gate):
 
 
 @gluon.jit
+def read_rows(state, x):
+    """[W], what `x` [K, 1] reads of a state [K, W]. A thread's sum begins with one product that is
+    rounded, its first; else the compiler chooses one of the first two."""
+    SIZE: gl.constexpr = state.shape[0]
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))[:, None]
+    begins = row < 4  # of all threads' first rows
+    rounded = gl.fma(state, x, gl.zeros_like(state))
+    return gl.sum(gl.where(begins, rounded, state * x), 0)
+
+
+@gluon.jit
 def delta_rule(state, key, value, beta):
     """A decayed state [K, W] behind a token, whose key is [K, 1]."""
-    change = (value - gl.sum(state * key, 0)) * beta
-    state += key * change[None, :]
-    return state
+    change = (value - read_rows(state, key)) * beta
+    return gl.fma(key, change[None, :], state)
 
 
 @gluon.jit
 def pass_token(work, number, token, target, UNITS: gl.constexpr, EACH: gl.constexpr):
-    """Take the state [K, W] of this number past a token and store it; returns what the token's
-    query reads of it, [W]. `token` are (query [K, 1], key [K, 1], value [W], beta, decay), `target`
-    the slot that is written, the head, rows, columns, and whether there is a sequence."""
-    query, key, value, beta, decay = token
+    """Take the state [K, W] of this number past a token and store it; returns it. `token` are (key
+    [K, 1], value [W], beta, decay), `target` the slot that is written, the head, rows, columns, and
+    whether there is a sequence."""
+    key, value, beta, decay = token
     written, head, row, column, is_real = target
-    SIZE: gl.constexpr = query.shape[0]
+    SIZE: gl.constexpr = key.shape[0]
     state = take(work, number, STATE, BY_LINE, [SIZE, SIZE], UNITS, EACH, decay)
     state = delta_rule(state, key, value, beta)
     written += head * (SIZE * SIZE)
     gl.store(written + row[:, None] * SIZE + column[None, :], state, mask=is_real)
-    return gl.sum(state * query, 0)
+    return state
 
 
 @gluon.jit
 def rms_scale(x, eps, SIZE: gl.constexpr):
     """What makes the mean square of `x` [SIZE] 1."""
-    return gl.rsqrt(gl.sum(x * x, 0) / SIZE + eps)
+    return gl.rsqrt(gl.sum(square(x), 0) / SIZE + eps)

@@ -1,5 +1,5 @@
 """What Hopper's verify kernels read of a sequence's tokens, and what they leave of them, in Gluon:
-all tokens of a step at once, a channel a thread. So nobody else reads what a thread overwrites.
+some tokens at once, a channel a thread. So nobody else reads what a thread overwrites.
 
 `stream` are (new, new_stride, folded, folded_stride, num_folded, num_places): rows of the step's
 own tokens, rows of the recorded ones before them, and how many there are. A place counts both.
@@ -49,83 +49,62 @@ def row_of(stream, place):
 
 
 @gluon.jit
-def load_places(stream, column, PLACES: gl.constexpr):
-    """Columns of all tokens: a tuple of PLACES tensors, zeros behind the last token."""
+def load_places(stream, column, begin, STEP: gl.constexpr):
+    """Columns of STEP tokens from a place on: a tuple of tensors, zeros behind the last token."""
     rows = ()
-    for place in gl.static_range(PLACES):
-        is_token = place < stream[5]
-        rows += (gl.load(row_of(stream, place) + column, mask=is_token, other=0.0),)
+    for ahead in gl.static_range(STEP):
+        place = begin + ahead
+        rows += (gl.load(row_of(stream, place) + column, mask=place < stream[5], other=0.0),)
     return rows
 
 
 @gluon.jit
-def load_inputs(stream, state, channel, TAPS: gl.constexpr, PLACES: gl.constexpr):
-    """As `load_places`, behind the inputs that a convolution's `state` has kept, oldest first."""
+def load_inputs(
+    stream,
+    state,
+    channel,
+    begin,
+    IS_FIRST: gl.constexpr,
+    TAPS: gl.constexpr,
+    STEP: gl.constexpr,
+):
+    """As `load_places`, behind the TAPS - 1 inputs before them, which a convolution's `state` has
+    kept before the first token."""
     rows = ()
     for tap in gl.static_range(TAPS - 1):
-        old = gl.load(state + channel * (TAPS - 1) + tap)
-        rows += (old.to(stream[0].dtype.element_ty),)
-    return rows + load_places(stream, channel, PLACES)
+        if IS_FIRST:
+            p_old = state + channel * (TAPS - 1) + tap
+        else:
+            p_old = row_of(stream, begin - (TAPS - 1) + tap) + channel
+        rows += (gl.load(p_old).to(stream[0].dtype.element_ty),)
+    return rows + load_places(stream, channel, begin, STEP)
 
 
 @gluon.jit
-def load_taps(weight, channel, TAPS: gl.constexpr):
-    """A convolution's weights, a tuple of TAPS tensors."""
-    taps = ()
-    for tap in gl.static_range(TAPS):
-        taps += (gl.load(weight + channel * TAPS + tap).to(gl.float32),)
-    return taps
-
-
-@gluon.jit
-def convolve(inputs, taps, bias, PLACE: gl.constexpr, TAPS: gl.constexpr):
-    """Convolution and SiLU at a place, in the order of `states_gluon.convolve`."""
-    x = inputs[PLACE].to(gl.float32) * taps[0]
-    for tap in gl.static_range(1, TAPS):
-        x += inputs[PLACE + tap].to(gl.float32) * taps[tap]
-    if bias is not None:
-        x += bias
-    return x / (1 + gl.exp(-x))
-
-
-@gluon.jit
-def unit_pair(query, key, SIZE: gl.constexpr):
-    """As `states_gluon.unit_vectors`, with both sums at once."""
-    squares = gl.reduce((query * query, key * key), 0, _add_each)
-    query *= gl.rsqrt(squares[0] + 1e-6) * SIZE**-0.5
-    key *= gl.rsqrt(squares[1] + 1e-6)
-    return query, key
-
-
-@gluon.jit
-def _add_each(a, b, c, d):
-    return a + c, b + d
-
-
-@gluon.jit
-def leave_inputs(inputs, stream, state, channel, TAPS: gl.constexpr, PLACES: gl.constexpr):
+def leave_inputs(inputs, stream, state, channel, begin, TAPS: gl.constexpr, STEP: gl.constexpr):
     """Leave what the next step reads of a convolution's inputs: those up to the last committed
-    token in the `state` that is written, the drafts' in place of the records."""
+    token in the `state` that is written, the drafts' in place of the records. These are read up to
+    TAPS - 1 places behind what was left last, which is none that any draft takes."""
     last = gl.minimum(stream[4], stream[5] - 1)
     places = ()
-    for row in gl.static_range(TAPS - 1 + PLACES):
-        tap = row - (TAPS - 1) - last + TAPS - 2
+    for row in gl.static_range(TAPS - 1 + STEP):
+        tap = begin + row - (TAPS - 1) - last + TAPS - 2
         is_kept = (stream[5] > 0) & (tap >= 0) & (tap < TAPS - 1)
         old = inputs[row].to(state.dtype.element_ty)
         gl.store(state + channel * (TAPS - 1) + tap, old, mask=is_kept)
         if row >= TAPS - 1:
             places += (inputs[row],)
-    leave_places(places, stream, channel, PLACES)
+    leave_places(places, stream, channel, begin, STEP)
 
 
 @gluon.jit
-def leave_places(rows, stream, column, PLACES: gl.constexpr):
+def leave_places(rows, stream, column, begin, STEP: gl.constexpr):
     """Put what columns of the step's drafts hold in place of the records."""
     _new, _new_stride, folded, folded_stride, num_folded, num_places = stream
-    for place in gl.static_range(PLACES):
-        draft = place - num_folded - 1
-        is_draft = (draft >= 0) & (place < num_places)
-        gl.store(folded + draft * folded_stride + column, rows[place], mask=is_draft)
+    for ahead in gl.static_range(STEP):
+        draft = begin + ahead - num_folded - 1
+        is_draft = (draft >= 0) & (begin + ahead < num_places)
+        gl.store(folded + draft * folded_stride + column, rows[ahead], mask=is_draft)
 
 
 @gluon.jit

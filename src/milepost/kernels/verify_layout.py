@@ -13,9 +13,8 @@ import numpy as np
 from milepost.kernels import chunks
 from milepost.kernels.batch import Batch, padded
 from milepost.kernels.chunks import Array, ChunkLayout
-from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 
-UNSPECIALISED = [*chunks.UNSPECIALISED, "begin", "length", "fold", "row", "arrivals"]
+UNSPECIALISED = [*chunks.UNSPECIALISED, "begin", "length", "fold", "row"]
 """Arrays that begin anywhere in a buffer."""
 
 
@@ -38,8 +37,6 @@ class VerifyLayout:
     """[6, S], of each: its first token; its tokens, one and its drafts, or none; recorded tokens
     before them; its row of the records; slot_in; slot_out, -1 for padding. In this order kernels
     take them."""
-    decodes: DecodeLayout | None
-    """Of programs that finish for others, as those of decodes do."""
     prefills: PrefillLayout | None
     """None where every sequence decodes."""
 
@@ -49,9 +46,8 @@ class VerifyLayout:
         return self.sequences.shape[1]
 
 
-def lay_out_verifies(batch: Batch, chunk: int, num_groups: int = 0) -> VerifyLayout:
-    """Decodes of any length, in so many groups of programs that wait for one another, and chunks
-    for the others."""
+def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:
+    """Decodes of any length, and chunks for the others."""
     own, num = slice(batch.num_decodes), batch.capacity.num_sequences
     lengths = batch.lengths[own]
     sequences = np.zeros((6, num), np.int32)
@@ -66,7 +62,6 @@ def lay_out_verifies(batch: Batch, chunk: int, num_groups: int = 0) -> VerifyLay
     )
     return VerifyLayout(
         sequences=sequences,
-        decodes=lay_out_decodes(num, num_groups) if num_groups else None,
         prefills=None if batch.capacity.decodes else _lay_out_prefills(batch, chunk),
     )
 

@@ -124,13 +124,23 @@ def convolve_one(
 def _convolve_window(
     window, weight, bias, channel, is_channel, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr
 ):
-    """Convolution and SiLU, float32."""
+    """Convolution and SiLU, float32. Products are added one after the other in any kernel, however
+    its threads hold them: states behind them are the same."""
     tap = tl.arange(0, BLOCK_TAPS)[None, :]
     taps = tl.load(weight + channel[:, None] * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
-    x = tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1)
+    x = _at_tap(window, 0, BLOCK_TAPS) * _at_tap(taps, 0, BLOCK_TAPS)
+    for i_tap in tl.static_range(1, TAPS):
+        x = tl.fma(_at_tap(window, i_tap, BLOCK_TAPS), _at_tap(taps, i_tap, BLOCK_TAPS), x)
     if bias is not None:
         x += tl.load(bias + channel, is_channel, 0).to(tl.float32)
     return silu(x)
+
+
+@triton.jit
+def _at_tap(x, i_tap, BLOCK_TAPS: tl.constexpr):
+    """A column of [BLOCK, BLOCK_TAPS], float32: a sum of one number and zeros."""
+    tap = tl.arange(0, BLOCK_TAPS)[None, :]
+    return tl.sum(tl.where(tap == i_tap, x.to(tl.float32), 0.0), 1)
 
 
 @triton.jit

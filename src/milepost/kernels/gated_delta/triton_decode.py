@@ -96,7 +96,7 @@ def decode(
 
 def suits_hopper(recurrent_pool: Tensor) -> bool:
     """Whether the kernels of `triton_hopper` and `triton_hopper_verify` do the work: both or none,
-    whatever the number of rows. For one sequence two launches verify sooner (19 against 29 us a
+    whatever the number of rows. For one sequence two launches verify sooner (19 against 21 us a
     layer on an H200), but they norm a key in one warp and Hopper's kernels in four, so squares are
     added up in another order and a state would no longer be a decode's bit for bit."""
     if not runs_gluon(recurrent_pool):

@@ -15,7 +15,6 @@ Legend: D sequences, C channels, J taps, G key heads, V value heads, K key_dim, 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,6 +35,7 @@ from milepost.kernels.states_gluon import (
     keep_window,
     load_window,
     pass_token,
+    read_rows,
     rms_scale,
     sigmoid,
     times_silu,
@@ -92,7 +92,6 @@ def decode(
         GROUP=value_heads // key_heads,
         SIZE=STATE_SIZE,
         TAPS=conv_width,
-        BLOCK_TAPS=triton.next_power_of_2(conv_width),
         MAX_BETA=weights.max_beta,
         STAGES=stages,
         num_warps=4,
@@ -123,12 +122,10 @@ def _decode_kernel(
     GROUP: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
-    BLOCK_TAPS: gl.constexpr,
     MAX_BETA: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Every so many units, each the value heads of a key head of a sequence."""
-    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     work = begin_work(
@@ -149,12 +146,12 @@ def _decode_kernel(
         p_token = projected + i_n * projected_stride
         # Everything is asked for before anything is used.
         inputs = p_token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
-        window_q = load_window(inputs, i_h, SIZE, TAPS, WINDOW)
-        window_k = load_window(inputs, KEY_HEADS + i_h, SIZE, TAPS, WINDOW)
+        window_q = load_window(inputs, i_h, SIZE, TAPS)
+        window_k = load_window(inputs, KEY_HEADS + i_h, SIZE, TAPS)
         members = ()
         for i_m in gl.static_range(GROUP):
             i_hv = i_h * GROUP + i_m
-            window_v = load_window(inputs, 2 * KEY_HEADS + i_hv, SIZE, TAPS, WINDOW)
+            window_v = load_window(inputs, 2 * KEY_HEADS + i_hv, SIZE, TAPS)
             b_gate = gl.load(p_token + CHANNELS + i_hv * SIZE + o_v)
             p_gates = p_token + CHANNELS + VALUE_HEADS * SIZE + i_hv
             b_in, a_in = gl.load(p_gates), gl.load(p_gates + VALUE_HEADS)
@@ -166,18 +163,20 @@ def _decode_kernel(
         following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        b_q, b_k = unit_vectors(convolve(window_q), convolve(window_k), SIZE)
+        b_q, b_k = convolve(*window_q, TAPS), convolve(*window_k, TAPS)
+        b_q, b_k = unit_vectors(b_q, b_k, SIZE)
         b_q, b_k = by_row(b_q), by_row(b_k)
-        keep_window(window_q, p_conv, i_h, is_real, SIZE, TAPS, WINDOW)
-        keep_window(window_k, p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS, WINDOW)
+        keep_window(window_q[0], p_conv, i_h, is_real, SIZE, TAPS)
+        keep_window(window_k[0], p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS)
         for i_m in gl.static_range(GROUP):
             window_v, b_gate, b_in, a_in, rate, bias = members[i_m]
             i_hv = i_h * GROUP + i_m
-            b_v = gl.convert_layout(convolve(window_v), gl.SliceLayout(0, STATE))
-            keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS, WINDOW)
-            own = b_q, b_k, b_v, sigmoid(b_in) * MAX_BETA, decay_of(a_in, rate, bias)
+            b_v = gl.convert_layout(convolve(*window_v, TAPS), gl.SliceLayout(0, STATE))
+            keep_window(window_v[0], p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS)
+            own = b_k, b_v, sigmoid(b_in) * MAX_BETA, decay_of(a_in, rate, bias)
             own_target = p_state, i_hv, o_k, o_v, is_real
-            b_o = pass_token(work, number, own, own_target, KEY_HEADS, GROUP)
+            b_state = pass_token(work, number, own, own_target, KEY_HEADS, GROUP)
+            b_o = read_rows(b_state, b_q)
             number += 1
             b_o *= rms_scale(b_o, norm_eps, SIZE) * b_norm
             b_o = gl.where(is_real, times_silu(b_o, b_gate), 0.0)

@@ -2,9 +2,9 @@
 
 As `triton_hopper`: programs go through sequences and key heads, and while one works on a value
 head's state, TMA brings the next. A key head's queries and keys are worked out once, for all tokens
-and all its value heads, and wait in shared memory. A value head's state then goes through all
-tokens in registers; the inputs of the next token are asked for before a token is taken in. What
-happens with a token is what `triton_hopper` does, in its order: states are the same bit for bit.
+and all its value heads, and a value head's values; they wait in shared memory. Its state then goes
+through all tokens in registers. What happens with a token is what `triton_hopper` does, in its
+order: states and outputs are the same bit for bit.
 
 Legend: S sequences, F folded and N new tokens of each, C channels, J taps, G key heads, V value
 heads, K key_dim, W value_dim.
@@ -12,25 +12,18 @@ heads, K key_dim, W value_dim.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import num_sms
-from milepost.kernels.gated_delta.triton_hopper_records import (
-    keep_inputs,
-    load_strengths,
-    load_taps,
-    load_window,
-    record_strengths,
-)
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
     BY_LINE,
+    CHANNEL,
     STATE,
     STATE_SIZE,
     begin_work,
@@ -38,11 +31,22 @@ from milepost.kernels.states_gluon import (
     decay_of,
     delta_rule,
     describe_states,
+    load_taps,
+    read_rows,
     rms_scale,
     sigmoid,
     take,
     times_silu,
     unit_vectors,
+)
+from milepost.kernels.stream_gluon import (
+    ROWS,
+    keep_rows,
+    leave_column,
+    leave_inputs,
+    load_inputs,
+    load_rows,
+    row_of,
 )
 from milepost.kernels.verify_layout import VerifyLayout
 
@@ -87,7 +91,6 @@ def verify(
         GROUP=value_heads // key_heads,
         SIZE=STATE_SIZE,
         TAPS=conv_width,
-        BLOCK_TAPS=triton.next_power_of_2(conv_width),
         MAX_BETA=weights.max_beta,
         PLACES=2 * records.shape[1] + 1,
         STAGES=2 if num_units <= units_at_once else 1,
@@ -125,24 +128,23 @@ def _verify_kernel(
     GROUP: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
-    BLOCK_TAPS: gl.constexpr,
     MAX_BETA: gl.constexpr,
     PLACES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Every so many units, each the value heads of a key head of a sequence."""
-    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
-    queries = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
-    keys = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
+    GATES: gl.constexpr = VALUE_HEADS * SIZE
+    STEP: gl.constexpr = min(PLACES, 8)  # tokens whose inputs a thread holds at a time
+    rows = gl.allocate_shared_memory(gl.float32, [2 * PLACES, SIZE // 4, 4], ROWS)
+    columns = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
     work = begin_work(
         states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], KEY_HEADS, GROUP, STAGES
     )
     first, stride = work[4], work[5]
-
-    o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    o_c = gl.arange(0, SIZE, layout=CHANNEL)
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     norm = gl.load(norm_weight + o_v), norm_eps
     wait_for_inputs()
@@ -150,121 +152,134 @@ def _verify_kernel(
     number = 0
     for unit in range(first, num_units, stride):
         sequence, key_head = unit // KEY_HEADS, unit % KEY_HEADS
-        target = gl.load(slot_out + sequence)
         num_folded, num_new = gl.load(fold + sequence), gl.load(length + sequence)
-        first_token = gl.load(begin + sequence).to(gl.int64)
+        first_token, target = gl.load(begin + sequence).to(gl.int64), gl.load(slot_out + sequence)
         token = projected + first_token * projected_stride
+        num_places = gl.where(target >= 0, num_folded + num_new, 0)
         recorded = records + gl.load(row + sequence).to(gl.int64) * row_stride
+        stream = token, projected_stride, recorded, record_stride, num_folded, num_places
+        gate, kept_gate = token + CHANNELS + GATES, recorded + CHANNELS
+        gates = gate, projected_stride, kept_gate, record_stride, num_folded, num_places
         read = conv_pool + gl.load(slot_in + sequence).to(gl.int64) * conv_stride
         kept = conv_pool + target.to(gl.int64) * conv_stride
-        written = pool + target.to(gl.int64) * slot_stride
-        is_real, num_places = target >= 0, num_folded + num_new
-        last = num_folded + gl.minimum(num_new, 1) - 1
-        # Behind the step's last token there may be nobody's memory: a step may have none at all.
-        stream = token, projected_stride, recorded, record_stride, read, num_folded, num_places
-
-        target_at = kept, last, num_new, is_real
-        _keep_keys(
-            stream, conv_weight, key_head, queries, keys, target_at, KEY_HEADS, SIZE, TAPS, WINDOW
-        )
+        o_key, o_value = key_head * SIZE + o_c, (2 * KEY_HEADS + key_head * GROUP) * SIZE + o_c
+        small = read, kept, conv_weight
+        tokens = stream, small, o_key
+        WIDTH: gl.constexpr = KEY_HEADS * SIZE
+        _keep_keys(*tokens, (rows, 0), True, WIDTH, SIZE, TAPS, PLACES, STEP)
+        if PLACES > STEP:
+            for begin_at in range(STEP, num_places, STEP):
+                _keep_keys(*tokens, (rows, begin_at), False, WIDTH, SIZE, TAPS, PLACES, STEP)
         for member in gl.static_range(GROUP):
             head = key_head * GROUP + member
-            value_head = 2 * KEY_HEADS + head
-            value_taps = load_taps(conv_weight, value_head, SIZE, TAPS, WINDOW)
             rate, bias = gl.load(decay_rate + head), gl.load(decay_bias + head)
-            gates = token + CHANNELS + VALUE_HEADS * SIZE + head
-            kept_gates = recorded + CHANNELS + head
-            gate_at = token + CHANNELS + head * SIZE + o_v
-            output_at = output + (first_token * VALUE_HEADS + head) * SIZE + o_v
-            # Everything is asked for before anything is used.
-            window = load_window(stream, value_head, 0, SIZE, TAPS, WINDOW)
-            b_in, a_in = load_strengths(stream, gates, kept_gates, 0, VALUE_HEADS)
-
+            tokens = stream, small, o_value + member * SIZE
+            _keep_values(*tokens, (columns, 0), True, TAPS, STEP)
+            if PLACES > STEP:
+                for begin_at in range(STEP, num_places, STEP):
+                    _keep_values(*tokens, (columns, begin_at), False, TAPS, STEP)
             state = take(work, number, STATE, BY_LINE, [SIZE, SIZE], KEY_HEADS, GROUP)
             number += 1
-            inputs = window, value_taps, b_in, a_in, rate, bias, gates, kept_gates, gate_at
-            _walk(
-                stream, state, inputs, queries, keys, value_head, norm, output_at,
-                (written, head, o_k, o_v, last, is_real), VALUE_HEADS, SIZE, TAPS, MAX_BETA, WINDOW,
-            )  # fmt: skip
-            # All that is read of the records and of the convolution's state has been.
+            written = pool + target.to(gl.int64) * slot_stride + head * (SIZE * SIZE)
+            p_gate = token + CHANNELS + head * SIZE + o_v
+            p_output = output + (first_token * VALUE_HEADS + head) * SIZE + o_v
+            own = head, VALUE_HEADS, rate, bias, MAX_BETA
+            at = rows, columns, written, p_gate, projected_stride, p_output, GATES
+            _walk(gates, state, own, norm, at, SIZE, PLACES)
+            # All threads have read what these columns had recorded.
             thread_barrier()
-            keep_inputs(stream, value_head, target_at, SIZE, TAPS, WINDOW)
-            record_strengths(stream, gates, kept_gates, num_new, VALUE_HEADS)
+            leave_column(gates, head, o_c)
+            leave_column(gates, VALUE_HEADS + head, o_c)
 
 
 @gluon.jit
 def _keep_keys(
     stream,
-    conv_weight,
-    key_head,
-    queries,
-    keys,
-    target,
-    KEY_HEADS: gl.constexpr,
+    small,
+    channel,
+    at,
+    IS_FIRST: gl.constexpr,
+    WIDTH: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
-    WINDOW: gl.constexpr,
+    PLACES: gl.constexpr,
+    STEP: gl.constexpr,
 ):
-    """A key head's queries and keys, for all tokens, in shared memory; then `keep_inputs`."""
-    num_places = stream[6]
-    query_taps = load_taps(conv_weight, key_head, SIZE, TAPS, WINDOW)
-    key_taps = load_taps(conv_weight, KEY_HEADS + key_head, SIZE, TAPS, WINDOW)
-    query_window = load_window(stream, key_head, 0, SIZE, TAPS, WINDOW)
-    key_window = load_window(stream, KEY_HEADS + key_head, 0, SIZE, TAPS, WINDOW)
-    for place in range(num_places):
-        query, key = convolve((query_window, query_taps)), convolve((key_window, key_taps))
-        following = gl.minimum(place + 1, num_places - 1)
-        query_window = load_window(stream, key_head, following, SIZE, TAPS, WINDOW)
-        key_window = load_window(stream, KEY_HEADS + key_head, following, SIZE, TAPS, WINDOW)
-        query, key = unit_vectors(query, key, SIZE)
-        queries.index(place).store(query)
-        keys.index(place).store(key)
-    thread_barrier()
-    for part in gl.static_range(2):
-        keep_inputs(stream, part * KEY_HEADS + key_head, target, SIZE, TAPS, WINDOW)
+    """A key head's queries and keys of STEP tokens in shared memory; leaves their inputs."""
+    read, kept, weight = small
+    rows, begin = at
+    queries = load_inputs(stream, read, channel, begin, IS_FIRST, TAPS, STEP)
+    keys = load_inputs(stream, read, WIDTH + channel, begin, IS_FIRST, TAPS, STEP)
+    query_taps = load_taps(weight, channel, TAPS)
+    key_taps = load_taps(weight, WIDTH + channel, TAPS)
+    for ahead in gl.static_range(STEP):
+        place = begin + ahead
+        if place < stream[5]:
+            query = convolve(queries, query_taps, TAPS, ahead)
+            key = convolve(keys, key_taps, TAPS, ahead)
+            query, key = unit_vectors(query, key, SIZE)
+            keep_rows(rows.index(place), query)
+            keep_rows(rows.index(PLACES + place), key)
+    leave_inputs(queries, stream, kept, channel, begin, TAPS, STEP)
+    leave_inputs(keys, stream, kept, WIDTH + channel, begin, TAPS, STEP)
+
+
+@gluon.jit
+def _keep_values(
+    stream,
+    small,
+    channel,
+    at,
+    IS_FIRST: gl.constexpr,
+    TAPS: gl.constexpr,
+    STEP: gl.constexpr,
+):
+    """Likewise a value head's values."""
+    read, kept, weight = small
+    columns, begin = at
+    values = load_inputs(stream, read, channel, begin, IS_FIRST, TAPS, STEP)
+    taps = load_taps(weight, channel, TAPS)
+    for ahead in gl.static_range(STEP):
+        if begin + ahead < stream[5]:
+            columns.index(begin + ahead).store(convolve(values, taps, TAPS, ahead))
+    leave_inputs(values, stream, kept, channel, begin, TAPS, STEP)
 
 
 @gluon.jit
 def _walk(
-    stream,
+    gates,
     state,
-    inputs,
-    queries,
-    keys,
-    value_head,
+    own,
     norm,
-    p_output,
-    target,
-    VALUE_HEADS: gl.constexpr,
+    at,
     SIZE: gl.constexpr,
-    TAPS: gl.constexpr,
-    MAX_BETA: gl.constexpr,
-    WINDOW: gl.constexpr,
+    PLACES: gl.constexpr,
 ):
     """Take a value head's state through all tokens: it is stored behind the last committed one, and
-    read for each new one. `inputs` are those of the first token."""
-    projected_stride, num_folded, num_places = stream[1], stream[5], stream[6]
-    window, value_taps, b_in, a_in, rate, bias, gates, kept_gates, p_gate = inputs
-    written, head, o_k, o_v, last, is_real = target
+    read for each new one. `gates` is the stream of what betas and decays are made of."""
+    head, value_heads, rate, bias, max_beta = own
     scale, norm_eps = norm
+    rows, columns, written, p_gate, gate_stride, p_output, output_stride = at
+    num_folded, num_places = gates[4], gates[5]
+    last = gl.minimum(num_folded, num_places - 1)
+    o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
+    row = row_of(gates, 0) + head
+    b_in = gl.load(row, mask=num_places > 0, other=0.0)
+    a_in = gl.load(row + value_heads, mask=num_places > 0, other=0.0)
     for place in range(num_places):
         new, is_new = place - num_folded, place >= num_folded
-        gate = gl.load(p_gate + new * projected_stride, mask=is_new, other=0.0)
-        beta, decay = sigmoid(b_in) * MAX_BETA, decay_of(a_in, rate, bias)
-        value = gl.convert_layout(convolve((window, value_taps)), gl.SliceLayout(0, STATE))
-        query = queries.index(place).load(gl.SliceLayout(1, STATE))[:, None]
-        key = keys.index(place).load(gl.SliceLayout(1, STATE))[:, None]
-        following = gl.minimum(place + 1, num_places - 1)
-        window = load_window(stream, value_head, following, SIZE, TAPS, WINDOW)
-        b_in, a_in = load_strengths(stream, gates, kept_gates, following, VALUE_HEADS)
-
+        gate = gl.load(p_gate + new * gate_stride, mask=is_new, other=0.0)
+        beta, decay = sigmoid(b_in) * max_beta, decay_of(a_in, rate, bias)
+        row = row_of(gates, gl.minimum(place + 1, num_places - 1)) + head
+        b_in, a_in = gl.load(row), gl.load(row + value_heads)
+        key = load_rows(rows.index(PLACES + place))
+        value = columns.index(place).load(gl.SliceLayout(0, STATE))
         state = delta_rule(state * decay, key, value, beta)
         if place == last:
-            at = written + head * (SIZE * SIZE) + o_k[:, None] * SIZE + o_v[None, :]
-            gl.store(at, state, mask=is_real)
+            gl.store(written + o_k[:, None] * SIZE + o_v[None, :], state)
         if is_new:
-            x = gl.sum(state * query, 0)
+            x = read_rows(state, load_rows(rows.index(place)))
             x *= rms_scale(x, norm_eps, SIZE) * scale
             x = times_silu(x, gate).to(p_output.dtype.element_ty)
-            gl.store(p_output + new * (VALUE_HEADS * SIZE), x)
+            gl.store(p_output + new * output_stride, x)

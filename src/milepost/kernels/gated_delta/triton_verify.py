@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.activations import sigmoid, silu
-from milepost.kernels.conv.triton_parts import record_drafts, stream_window
+from milepost.kernels.activations import sigmoid
+from milepost.kernels.conv.triton_parts import convolve_place, move_on
 from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import (
     advance,
@@ -144,24 +144,15 @@ def _convolve(
     records += tl.load(row + sequence).to(tl.int64) * row_stride
     state = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
     stream = tokens, projected_stride, records, record_stride, state, num_folded
-    tap = tl.arange(0, BLOCK_TAPS)[None, :]
-    at = channel[:, None]
-    taps = tl.load(weight + at * TAPS + tap, is_channel[:, None] & (tap < TAPS), 0)
     mixed += sequence * places * channels + channel
     for place in range(num_folded + num_new):
-        window = stream_window(stream, channel, is_channel, place, TAPS, BLOCK_TAPS)
-        x = silu(tl.sum(window.to(tl.float32) * taps.to(tl.float32), 1))
+        x = convolve_place(stream, weight, None, channel, is_channel, place, TAPS, BLOCK_TAPS)
         x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 0)
         tl.store(mixed + place * channels, x, is_channel)
 
     last = num_folded + tl.minimum(num_new, 1) - 1
-    window = stream_window(stream, channel, is_channel, last, TAPS, BLOCK_TAPS)
-    # All that is read of the state and of the records has been.
-    tl.debug_barrier()
-    is_kept = is_channel[:, None] & (tap > 0) & (tap < TAPS)
-    target = pool + written * slot_stride + at * (TAPS - 1) + tap - 1
-    tl.store(target, window.to(pool.dtype.element_ty), is_kept)
-    record_drafts(stream, channel, is_channel, num_new)
+    target = pool + written * slot_stride
+    move_on(stream, target, channel, is_channel, is_channel, last, num_new, TAPS, BLOCK_TAPS)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)

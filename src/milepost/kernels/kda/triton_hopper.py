@@ -6,7 +6,6 @@ Legend: D sequences, C channels, J taps, H heads, K head_dim.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,6 +15,7 @@ from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
+    CHANNEL,
     STATE,
     STATE_SIZE,
     begin_work,
@@ -25,6 +25,7 @@ from milepost.kernels.states_gluon import (
     keep_window,
     load_window,
     pass_token,
+    read_rows,
     rms_scale,
     sigmoid,
     softplus,
@@ -70,7 +71,6 @@ def decode(
         HEADS=heads,
         SIZE=STATE_SIZE,
         TAPS=conv_width,
-        BLOCK_TAPS=triton.next_power_of_2(conv_width),
         num_warps=4,
         **OVERLAPPED,
     )
@@ -100,16 +100,14 @@ def _decode_kernel(
     HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
-    BLOCK_TAPS: gl.constexpr,
 ):
     """Every so many units, each a head of a sequence."""
-    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     work = begin_work(states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], HEADS, 1, 1)
     first, stride = work[4], work[5]
 
     o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
-    o_c = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))
+    o_c = gl.arange(0, SIZE, layout=CHANNEL)
     b_norm = gl.load(norm_weight + o_v)
     following = first // HEADS
     source, target = gl.load(slot_in + following), gl.load(slot_out + following)
@@ -122,9 +120,9 @@ def _decode_kernel(
         o_own = i_n * (HEADS * SIZE) + i_h * SIZE
         # Everything is asked for before anything is used.
         inputs = p_token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
-        window_q = load_window(inputs, i_h, SIZE, TAPS, WINDOW)
-        window_k = load_window(inputs, HEADS + i_h, SIZE, TAPS, WINDOW)
-        window_v = load_window(inputs, 2 * HEADS + i_h, SIZE, TAPS, WINDOW)
+        window_q = load_window(inputs, i_h, SIZE, TAPS)
+        window_k = load_window(inputs, HEADS + i_h, SIZE, TAPS)
+        window_v = load_window(inputs, 2 * HEADS + i_h, SIZE, TAPS)
         b_wide = gl.load(decay_inputs + o_own + o_c).to(gl.float32)
         b_wide += gl.load(decay_bias + i_h * SIZE + o_c)
         rate = gl.load(decay_rate + i_h)
@@ -136,17 +134,21 @@ def _decode_kernel(
         following = gl.minimum(unit + stride, num_units - 1) // HEADS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
-        b_q, b_k = unit_vectors(convolve(window_q), convolve(window_k), SIZE)
+        b_q, b_k = convolve(*window_q, TAPS), convolve(*window_k, TAPS)
+        b_q, b_k = unit_vectors(b_q, b_k, SIZE)
         b_decay = gl.exp(rate * softplus(b_wide))
-        b_q, b_k, b_decay = by_row(b_q), by_row(b_k), by_row(b_decay)
-        b_v = gl.convert_layout(convolve(window_v), gl.SliceLayout(0, STATE))
-        keep_window(window_q, p_conv, i_h, is_real, SIZE, TAPS, WINDOW)
-        keep_window(window_k, p_conv, HEADS + i_h, is_real, SIZE, TAPS, WINDOW)
-        keep_window(window_v, p_conv, 2 * HEADS + i_h, is_real, SIZE, TAPS, WINDOW)
+        b_k, b_decay = by_row(b_k), by_row(b_decay)
+        b_v = gl.convert_layout(convolve(*window_v, TAPS), gl.SliceLayout(0, STATE))
+        keep_window(window_q[0], p_conv, i_h, is_real, SIZE, TAPS)
+        keep_window(window_k[0], p_conv, HEADS + i_h, is_real, SIZE, TAPS)
+        keep_window(window_v[0], p_conv, 2 * HEADS + i_h, is_real, SIZE, TAPS)
         b_beta = sigmoid(b_in)
 
-        own = b_q, b_k, b_v, b_beta, b_decay
-        b_o = pass_token(work, number, own, (p_state, i_h, o_k, o_v, is_real), HEADS, 1)
+        own = b_k, b_v, b_beta, b_decay
+        own_target = p_state, i_h, o_k, o_v, is_real
+        b_state = pass_token(work, number, own, own_target, HEADS, 1)
+        # Only now by row: beside a state, its key and its decay a thread has no registers left.
+        b_o = read_rows(b_state, by_row(b_q))
         b_o *= rms_scale(b_o, norm_eps, SIZE) * b_norm
         b_o = gl.where(is_real, b_o / (1 + gl.exp(-b_gate.to(gl.float32))), 0.0)
         gl.store(output + o_own + o_v, b_o.to(output.dtype.element_ty))

@@ -3,14 +3,13 @@
 As `triton_hopper`: a head's whole state in each program, which TMA brings to shared memory while
 the program works on the one before. What does not depend on the state is worked out first, for all
 tokens, and waits in shared memory. What happens with a token is what `triton_hopper` does, in its
-order: states are the same, up to what the compiler fuses otherwise.
+order: states and outputs are the same bit for bit.
 
 Legend: S sequences, F folded and N new tokens of each, C channels, J taps, H heads, K head_dim.
 """
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,19 +21,23 @@ from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
     BY_LINE,
+    CHANNEL,
     STATE,
     STATE_SIZE,
     begin_work,
+    convolve,
     delta_rule,
     describe_states,
+    load_taps,
+    read_rows,
     rms_scale,
     sigmoid,
     softplus,
     take,
+    unit_vectors,
 )
 from milepost.kernels.stream_gluon import (
     ROWS,
-    convolve,
     keep_rows,
     leave_column,
     leave_inputs,
@@ -42,9 +45,7 @@ from milepost.kernels.stream_gluon import (
     load_inputs,
     load_places,
     load_rows,
-    load_taps,
     row_of,
-    unit_pair,
 )
 from milepost.kernels.verify_layout import VerifyLayout
 
@@ -90,7 +91,6 @@ def verify(
         HEADS=heads,
         SIZE=STATE_SIZE,
         TAPS=conv_width,
-        BLOCK_TAPS=triton.next_power_of_2(conv_width),
         PLACES=2 * records.shape[1] + 1,
         num_warps=4,
         **OVERLAPPED,
@@ -127,19 +127,18 @@ def _verify_kernel(
     HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
-    BLOCK_TAPS: gl.constexpr,
     PLACES: gl.constexpr,
 ):
     """Every so many units, each a head of a sequence."""
-    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WIDTH: gl.constexpr = HEADS * SIZE
+    STEP: gl.constexpr = min(PLACES, 8)  # tokens whose inputs a thread holds at a time
     rows = gl.allocate_shared_memory(gl.float32, [3 * PLACES, SIZE // 4, 4], ROWS)
     columns = gl.allocate_shared_memory(gl.float32, [PLACES, SIZE], VECTOR)
     vectors = rows, columns
     work = begin_work(states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], HEADS, 1, 1)
     first, stride = work[4], work[5]
-    o_c = gl.arange(0, SIZE, layout=gl.SliceLayout(1, WINDOW))
+    o_c = gl.arange(0, SIZE, layout=CHANNEL)
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     norm = gl.load(norm_weight + o_v), norm_eps
     wait_for_inputs()
@@ -158,7 +157,12 @@ def _verify_kernel(
         kept = conv_pool + target.to(gl.int64) * conv_stride
         small = read, kept, conv_weight, gl.load(decay_rate + head), decay_bias
         channel = head * SIZE + o_c
-        _keep_vectors(stream, decays, small, channel, vectors, WIDTH, SIZE, TAPS, PLACES)
+        tokens = stream, decays, small, channel
+        _keep_vectors(*tokens, (rows, columns, 0), True, WIDTH, SIZE, TAPS, PLACES, STEP)
+        if PLACES > STEP:
+            for begin_at in range(STEP, num_places, STEP):
+                at = rows, columns, begin_at
+                _keep_vectors(*tokens, at, False, WIDTH, SIZE, TAPS, PLACES, STEP)
         state = take(work, (unit - first) // stride, STATE, BY_LINE, [SIZE, SIZE], HEADS, 1)
         written = pool + target.to(gl.int64) * slot_stride + head * (SIZE * SIZE)
         o_own = first_token * WIDTH + head * SIZE + o_v
@@ -175,40 +179,43 @@ def _keep_vectors(
     decays,
     small,
     channel,
-    vectors,
+    at,
+    IS_FIRST: gl.constexpr,
     WIDTH: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     PLACES: gl.constexpr,
+    STEP: gl.constexpr,
 ):
-    """A head's queries, keys, values and decays, of all tokens in shared memory; leaves what they
+    """A head's queries, keys, values and decays of STEP tokens in shared memory; leaves what they
     are made of."""
     read, kept, weight, rate, p_bias = small
-    rows, columns = vectors
+    rows, columns, begin = at
     # Everything is asked for before anything is used.
-    queries = load_inputs(stream, read, channel, TAPS, PLACES)
-    keys = load_inputs(stream, read, WIDTH + channel, TAPS, PLACES)
-    values = load_inputs(stream, read, 2 * WIDTH + channel, TAPS, PLACES)
-    wide = load_places(decays, channel, PLACES)
+    queries = load_inputs(stream, read, channel, begin, IS_FIRST, TAPS, STEP)
+    keys = load_inputs(stream, read, WIDTH + channel, begin, IS_FIRST, TAPS, STEP)
+    values = load_inputs(stream, read, 2 * WIDTH + channel, begin, IS_FIRST, TAPS, STEP)
+    wide = load_places(decays, channel, begin, STEP)
     query_taps = load_taps(weight, channel, TAPS)
     key_taps = load_taps(weight, WIDTH + channel, TAPS)
     value_taps = load_taps(weight, 2 * WIDTH + channel, TAPS)
     bias = gl.load(p_bias + channel)
-    for place in gl.static_range(PLACES):
+    for ahead in gl.static_range(STEP):
+        place = begin + ahead
         if place < stream[5]:
-            query = convolve(queries, query_taps, None, place, TAPS)
-            key = convolve(keys, key_taps, None, place, TAPS)
-            query, key = unit_pair(query, key, SIZE)
-            value = convolve(values, value_taps, None, place, TAPS)
-            decay = gl.exp(rate * softplus(wide[place].to(gl.float32) + bias))
+            query = convolve(queries, query_taps, TAPS, ahead)
+            key = convolve(keys, key_taps, TAPS, ahead)
+            query, key = unit_vectors(query, key, SIZE)
+            value = convolve(values, value_taps, TAPS, ahead)
+            decay = gl.exp(rate * softplus(wide[ahead].to(gl.float32) + bias))
             keep_rows(rows.index(place), query)
             keep_rows(rows.index(PLACES + place), key)
             keep_rows(rows.index(2 * PLACES + place), decay)
             columns.index(place).store(value)
-    leave_inputs(queries, stream, kept, channel, TAPS, PLACES)
-    leave_inputs(keys, stream, kept, WIDTH + channel, TAPS, PLACES)
-    leave_inputs(values, stream, kept, 2 * WIDTH + channel, TAPS, PLACES)
-    leave_places(wide, decays, channel, PLACES)
+    leave_inputs(queries, stream, kept, channel, begin, TAPS, STEP)
+    leave_inputs(keys, stream, kept, WIDTH + channel, begin, TAPS, STEP)
+    leave_inputs(values, stream, kept, 2 * WIDTH + channel, begin, TAPS, STEP)
+    leave_places(wide, decays, channel, begin, STEP)
 
 
 @gluon.jit
@@ -244,7 +251,7 @@ def _walk(
         if place == last:
             gl.store(written + o_k[:, None] * SIZE + o_v[None, :], state)
         if is_new:
-            x = gl.sum(state * load_rows(rows.index(place)), 0)
+            x = read_rows(state, load_rows(rows.index(place)))
             x *= rms_scale(x, norm_eps, SIZE) * scale
             x = x / (1 + gl.exp(-gate.to(gl.float32)))
             gl.store(p_output + new * own_stride, x.to(p_output.dtype.element_ty))

@@ -1,5 +1,5 @@
 """KDA's token mixer for decoding sequences with drafts, in two launches; on Hopper in one, of
-another kernel, where there are few drafts.
+another kernel.
 
 1. `_walk`: a head's state goes through all tokens in registers: first the recorded ones that are
    folded in, then the sequence's own, behind which the state is written, then its drafts. With each
@@ -38,8 +38,6 @@ from milepost.kernels.verify_layout import UNSPECIALISED, VerifyLayout
 
 _COLUMNS = 32
 _WALK = {"num_warps": 4}
-_MOST_DRAFTS = 4
-"""Of Hopper's kernel: a thread holds what all of a step's tokens have in its channel."""
 _LEFT = 512
 """Columns that a program leaves to the next step."""
 _FINISH = {"num_warps": 4}
@@ -57,7 +55,7 @@ def verify(
     output: Tensor,
 ) -> None:
     """Write `output` [T, H * K] of the sequences that decode; see `kda.mix`."""
-    if suits_hopper(recurrent_pool) and records.shape[1] <= _MOST_DRAFTS:
+    if suits_hopper(recurrent_pool):
         from milepost.kernels.kda import triton_hopper_verify
 
         inputs = projected, decay_inputs, gate, weights, conv_pool, recurrent_pool

@@ -60,7 +60,7 @@ class Mamba2Operation:
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=self.chunk)
         if batch.capacity.num_drafts:
-            return lay_out_verifies(batch, self.chunk, self.num_groups)
+            return lay_out_verifies(batch, self.chunk)
         if batch.capacity.decodes:
             return lay_out_decodes(batch.capacity.num_sequences, self.num_groups)
         return chunks.lay_out_step(batch, self.chunk)

@@ -8,7 +8,6 @@ Legend: D sequences, H heads, P head_dim, G groups, K state_size, J taps; I = H 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,6 +17,7 @@ from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
+    CHANNEL,
     begin_work,
     can_describe,
     convolve,
@@ -25,39 +25,46 @@ from milepost.kernels.states_gluon import (
     keep_window,
     load_window,
     softplus,
+    square,
     take,
 )
 
-_HEAD_DIM, _STATE_SIZE = 64, 128
-_MOST_HEADS = 16
+HEAD_DIM, STATE_SIZE = 64, 128
+MOST_HEADS = 16
 """Of a group: its outputs stay in registers until its norm is known."""
 _STAGES = 2
 """Places for states in a program."""
-_STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+STATE = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 """Of [P, K]: a warp holds whole rows, so sums over columns stay inside it."""
-_BY_LINE = gl.constexpr(
+BY_LINE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [64, 0], [128, 0]],
         lane_bases=[[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[_HEAD_DIM * _STATE_SIZE // 32, 32],
+        shape=[HEAD_DIM * STATE_SIZE // 32, 32],
     )
 )
 """The same by lines, four to a row."""
+NUM_WARPS = 4
 
 
 def suits(weights: Mamba2Weights, recurrent_pool: Tensor, num_sequences: int) -> bool:
     """Whether the kernel can do this work, where `runs_gluon`, and has some for each SM."""
-    _, heads, head_dim, state_size = recurrent_pool.shape
-    if (head_dim, state_size) != (_HEAD_DIM, _STATE_SIZE) or weights.norm is None:
+    if weights.norm is None or not suits_states(recurrent_pool):
         return False
-    groups = (len(weights.conv) - heads * head_dim) // (2 * state_size)
+    heads = recurrent_pool.shape[1]
+    groups = (len(weights.conv) - heads * HEAD_DIM) // (2 * STATE_SIZE)
+    has_enough = 2 * groups * num_sequences > num_sms(recurrent_pool.device)
+    return heads // groups <= MOST_HEADS and has_enough
+
+
+def suits_states(recurrent_pool: Tensor) -> bool:
+    """Whether a program can go through these states, where `runs_gluon`."""
     return (
         recurrent_pool.dtype == torch.float32
-        and heads // groups <= _MOST_HEADS
-        and 2 * groups * num_sequences > num_sms(recurrent_pool.device)
-        and recurrent_pool.stride(0) % state_size == 0
+        and recurrent_pool.shape[2:] == (HEAD_DIM, STATE_SIZE)
+        and recurrent_pool.stride(0) % STATE_SIZE == 0
         and can_describe(recurrent_pool)
     )
 
@@ -73,8 +80,8 @@ def decode(
     """See `mamba2.mix`."""
     num_sequences, heads = len(slot_out), recurrent_pool.shape[1]
     channels, conv_width = weights.conv.shape
-    inner = heads * _HEAD_DIM
-    groups = (channels - inner) // (2 * _STATE_SIZE)
+    inner = heads * HEAD_DIM
+    groups = (channels - inner) // (2 * STATE_SIZE)
     output = projected.new_empty(num_sequences, inner)
     num_units = num_sequences * groups
     _decode_kernel[(min(num_units, 2 * num_sms(projected.device)),)](
@@ -99,13 +106,12 @@ def decode(
         num_units,
         GROUPS=groups,
         EACH=heads // groups,
-        HEAD_DIM=_HEAD_DIM,
-        STATE_SIZE=_STATE_SIZE,
+        HEAD_DIM=HEAD_DIM,
+        STATE_SIZE=STATE_SIZE,
         TAPS=conv_width,
         BEFORE_GATE=weights.norm_before_gate,
-        BLOCK_TAPS=triton.next_power_of_2(conv_width),
         STAGES=_STAGES,
-        num_warps=4,
+        num_warps=NUM_WARPS,
         **OVERLAPPED,
     )
     return output
@@ -139,11 +145,9 @@ def _decode_kernel(
     STATE_SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     BEFORE_GATE: gl.constexpr,
-    BLOCK_TAPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Every so many units, each a group of a sequence, EACH heads."""
-    WINDOW: gl.constexpr = gl.BlockedLayout([1, BLOCK_TAPS], [32, 1], [4, 1], [1, 0])
     HEADS: gl.constexpr = GROUPS * EACH
     INNER: gl.constexpr = HEADS * HEAD_DIM
     CHANNELS: gl.constexpr = INNER + 2 * GROUPS * STATE_SIZE
@@ -154,10 +158,10 @@ def _decode_kernel(
     )
     first, stride = work[4], work[5]
 
-    o_p = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, _STATE))
-    o_k = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, _STATE))
-    o_c = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, WINDOW))
-    o_wide = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(1, WINDOW))
+    o_p = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, STATE_SIZE, layout=gl.SliceLayout(0, STATE))
+    o_c = gl.arange(0, HEAD_DIM, layout=CHANNEL)
+    o_wide = gl.arange(0, STATE_SIZE, layout=CHANNEL)
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
     for unit in range(first, num_units, stride):
@@ -170,56 +174,83 @@ def _decode_kernel(
         inputs = p_token + INNER, conv_weight, conv_pool + source * conv_stride
         p_conv = conv_pool + target * conv_stride
         p_state = pool + target * slot_stride
-        window_b = load_window(inputs, FIRST_B + i_g, STATE_SIZE, TAPS, WINDOW)
-        window_c = load_window(inputs, FIRST_B + GROUPS + i_g, STATE_SIZE, TAPS, WINDOW)
-        b_b = convolve(window_b, _bias_of(conv_bias, INNER, i_g, STATE_SIZE, o_wide))
-        bias = _bias_of(conv_bias, INNER, GROUPS + i_g, STATE_SIZE, o_wide)
-        b_c = convolve(window_c, bias)
-        b_b = gl.convert_layout(b_b, gl.SliceLayout(0, _STATE))[None, :]
-        b_c = gl.convert_layout(b_c, gl.SliceLayout(0, _STATE))[None, :]
-        keep_window(window_b, p_conv, FIRST_B + i_g, is_real, STATE_SIZE, TAPS, WINDOW)
-        keep_window(window_c, p_conv, FIRST_B + GROUPS + i_g, is_real, STATE_SIZE, TAPS, WINDOW)
+        window_b = load_window(inputs, FIRST_B + i_g, STATE_SIZE, TAPS)
+        window_c = load_window(inputs, FIRST_B + GROUPS + i_g, STATE_SIZE, TAPS)
+        bias = bias_of(conv_bias, INNER + i_g * STATE_SIZE + o_wide)
+        b_b = convolve(*window_b, TAPS, bias=bias)
+        bias = bias_of(conv_bias, INNER + (GROUPS + i_g) * STATE_SIZE + o_wide)
+        b_c = convolve(*window_c, TAPS, bias=bias)
+        b_b = gl.convert_layout(b_b, gl.SliceLayout(0, STATE))[None, :]
+        b_c = gl.convert_layout(b_c, gl.SliceLayout(0, STATE))[None, :]
+        keep_window(window_b[0], p_conv, FIRST_B + i_g, is_real, STATE_SIZE, TAPS)
+        keep_window(window_c[0], p_conv, FIRST_B + GROUPS + i_g, is_real, STATE_SIZE, TAPS)
         outputs, squares = (), 0.0
         for i_m in gl.static_range(EACH):
             i_h = i_g * EACH + i_m
-            window_x = load_window(inputs, i_h, HEAD_DIM, TAPS, WINDOW)
+            window_x = load_window(inputs, i_h, HEAD_DIM, TAPS)
             b_gate = gl.load(p_token + i_h * HEAD_DIM + o_p).to(gl.float32)
-            bias = _bias_of(conv_bias, 0, i_h, HEAD_DIM, o_c)
-            b_step = _time_step(p_token + INNER + CHANNELS + i_h, dt_bias + i_h, dt_low, dt_high)
+            bias = bias_of(conv_bias, i_h * HEAD_DIM + o_c)
+            b_in = gl.load(p_token + INNER + CHANNELS + i_h)
+            b_step = time_step(b_in, gl.load(dt_bias + i_h), dt_low, dt_high)
             decay, own_skip = gl.exp(b_step * gl.load(rate + i_h)), gl.load(skip + i_h)
-            b_x = gl.convert_layout(convolve(window_x, bias), gl.SliceLayout(1, _STATE))
-            keep_window(window_x, p_conv, i_h, is_real, HEAD_DIM, TAPS, WINDOW)
+            b_x = gl.convert_layout(convolve(*window_x, TAPS, bias=bias), gl.SliceLayout(1, STATE))
+            keep_window(window_x[0], p_conv, i_h, is_real, HEAD_DIM, TAPS)
 
-            b_state = take(work, number + i_m, _STATE, _BY_LINE, SHAPE, GROUPS, EACH, decay)
-            b_state += (b_x * b_step)[:, None] * b_b
+            b_state = take(work, number + i_m, STATE, BY_LINE, SHAPE, GROUPS, EACH, decay)
+            b_state = gl.fma((b_x * b_step)[:, None], b_b, b_state)
             o_state = (i_h * HEAD_DIM + o_p)[:, None] * STATE_SIZE + o_k[None, :]
             gl.store(p_state + o_state, b_state, mask=is_real)
-            b_y = gl.sum(b_state * b_c, 1) + own_skip * b_x
+            b_y = gl.fma(b_x, own_skip, read_columns(b_state, b_c))
             b_gate = b_gate / (1 + gl.exp(-b_gate))
             if not BEFORE_GATE:
                 b_y *= b_gate
-            squares += gl.sum(b_y * b_y, 0)
+            squares += add_squares(b_y)
             outputs += ((b_y, b_gate),)
+        squares = _add_in_turn(squares)
         scale = gl.rsqrt(squares / (EACH * HEAD_DIM) + norm_eps)
         target = output, i_n, i_g, o_p, is_real
         _store_group(outputs, scale, norm_weight, target, EACH, INNER, BEFORE_GATE)
 
 
 @gluon.jit
-def _bias_of(conv_bias, FIRST: gl.constexpr, number, SIZE: gl.constexpr, channel):
-    """Where a convolution's bias lies of the channels of this number, if there is one."""
-    p_bias = conv_bias
-    if conv_bias is not None:
-        p_bias = conv_bias + FIRST + number * SIZE + channel
-    return p_bias
+def read_columns(state, x):
+    """[P], what `x` [1, K] reads of a state [P, K]; as `states_gluon.read_rows`."""
+    column = gl.arange(0, state.shape[1], layout=gl.SliceLayout(0, STATE))[None, :]
+    begins = column & 99 == 0  # of all threads' first columns
+    rounded = gl.fma(state, x, gl.zeros_like(state))
+    return gl.sum(gl.where(begins, rounded, state * x), 1)
 
 
 @gluon.jit
-def _time_step(p_input, p_bias, dt_low, dt_high):
+def add_squares(y):
+    """[NUM_WARPS], the sums of squares of what each warp has of `y` [P]: none waits for another."""
+    x = square(y).reshape([y.shape[0] // 16, 4, 4])
+    return gl.sum(gl.sum(x, 0), 1)
+
+
+@gluon.jit
+def _add_in_turn(x):
+    """Those of all warps, from the first to the last."""
+    warp = gl.arange(0, x.shape[0], layout=x.type.layout)
+    total = 0.0
+    for number in gl.static_range(x.shape[0]):
+        total += gl.sum(gl.where(warp == number, x, 0.0), 0)
+    return total
+
+
+@gluon.jit
+def bias_of(conv_bias, channel):
+    """Of some channels' convolution, if there is one."""
+    bias = conv_bias
+    if conv_bias is not None:
+        bias = gl.load(conv_bias + channel).to(gl.float32)
+    return bias
+
+
+@gluon.jit
+def time_step(inputs, bias, dt_low, dt_high):
     """A head's time step, between its limits."""
-    wide = gl.load(p_input).to(gl.float32)
-    wide += gl.load(p_bias)
-    step = softplus(wide)
+    step = softplus(inputs.to(gl.float32) + bias)
     step = gl.where(step < dt_low, dt_low, step)
     return gl.where(step > dt_high, dt_high, step)
 

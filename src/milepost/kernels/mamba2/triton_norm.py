@@ -14,21 +14,35 @@ from milepost.kernels.overlap import wait_for_inputs
 
 @triton.jit
 def gated_norm(
-    y, gate, weight, eps, BEFORE_GATE: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr
+    y,
+    gate,
+    weight,
+    eps,
+    BEFORE_GATE: tl.constexpr,
+    W: tl.constexpr,
+    AXIS: tl.constexpr,
+    squares=None,
 ):
     """`y` times SiLU of `gate`, normed over AXIS (W entries, zeros beyond) behind that or before
-    it; without a `weight` not normed. float32."""
+    it, by the sum of its `squares` if that is known; without a `weight` not normed. float32."""
     gate = silu(gate.to(tl.float32))
     # In one piece: Triton compiles no function that returns from within a branch, and goes on.
     if weight is None:
         y *= gate
     elif BEFORE_GATE:
-        y *= tl.rsqrt(tl.sum(y * y, AXIS, keep_dims=True) / W + eps) * weight
+        y *= _rms_scale(y, squares, eps, W, AXIS) * weight
         y *= gate
     else:
         y *= gate
-        y *= tl.rsqrt(tl.sum(y * y, AXIS, keep_dims=True) / W + eps) * weight
+        y *= _rms_scale(y, squares, eps, W, AXIS) * weight
     return y
+
+
+@triton.jit
+def _rms_scale(y, squares, eps, W: tl.constexpr, AXIS: tl.constexpr):
+    if squares is None:
+        squares = tl.sum(y * y, AXIS, keep_dims=True)
+    return tl.rsqrt(squares / W + eps)
 
 
 @triton.jit
@@ -42,8 +56,10 @@ def finish_group(
     BEFORE_GATE: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
+    squares=None,
 ):
-    """Gate and norm what all programs of a group have read of a token."""
+    """Gate and norm what all programs of a group have read of a token. `squares` as in
+    `gated_norm`."""
     column = tl.arange(0, BLOCK)
     o_w, is_w = group * W + column, column < W
     b_w = None
@@ -51,7 +67,7 @@ def finish_group(
         b_w = tl.load(weight + o_w, is_w, 0)
     b_gate = tl.load(gate + o_w, is_w, 0)
     b_y = tl.load(y + o_w, is_w, 0)
-    b_y = gated_norm(b_y, b_gate, b_w, eps, BEFORE_GATE, W, 0)
+    b_y = gated_norm(b_y, b_gate, b_w, eps, BEFORE_GATE, W, 0, squares)
     tl.store(output + o_w, b_y.to(output.dtype.element_ty), is_w)
 
 
