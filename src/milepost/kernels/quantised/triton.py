@@ -306,15 +306,7 @@ def mix(
         triton_gemv_experts.project_down(active, shares, experts, down, output, chip)
         return output
     if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
-        groups = group_many(experts, num_experts, triton_tall.BLOCK_M)
-        rows, scales = triton_rounding.quantise(hidden, up.depth, chip)
-        active = hidden.new_empty(num_routed, size, dtype=FP8)
-        active_scales = scales.new_empty(size // BLOCK, num_routed)
-        triton_tall.project_up(
-            rows, scales, up, active, active_scales, groups, chip,
-            is_gated=is_gated, is_bfloat=hidden.dtype == torch.bfloat16,
-        )  # fmt: skip
-        triton_tall.project_down(active, active_scales, shares, down, output, groups, chip)
+        _mix_tall(hidden, shares, experts, up, down, output, chip)
         return output
     if num_routed > _UNPACKED_ROUTED * num_experts and isinstance(up, Int4):
         assert isinstance(down, Int4), "experts have one form"
@@ -335,3 +327,30 @@ def mix(
     last = narrow if isinstance(down, Int4) and tiles.block_m < _MANY.block_m else tiles
     triton_experts.project_down(rows, scales, shares, down, output, groups, last, chip)
     return output
+
+
+def _mix_tall(
+    hidden: Tensor,
+    shares: Tensor,
+    experts: Tensor,
+    up: Quantised,
+    down: Quantised,
+    output: Tensor,
+    chip: Chip,
+) -> None:
+    """`mix` into `output` [P, H] of so many rows an expert that they are multiplied in tall blocks:
+    on Hopper by a kernel that lays its own output out by blocks."""
+    assert isinstance(up, Fp8), "what the kernels suit"
+    assert isinstance(down, Fp8), "what the kernels suit"
+    num_rows, size = experts.numel(), down.num_inputs
+    groups, tall = group_many(experts, len(up.scales), triton_tall.BLOCK_M), triton_tall
+    if runs_gluon(hidden):
+        from milepost.kernels.quantised import triton_tall_hopper as tall
+
+        num_rows = groups.blocks.shape[1] * triton_tall.BLOCK_M
+    active = hidden.new_empty(num_rows, size, dtype=FP8)
+    active_scales = hidden.new_empty(size // BLOCK, num_rows, dtype=torch.float32)
+    how = {"is_gated": up.num_outputs == 2 * size, "is_bfloat": hidden.dtype == torch.bfloat16}
+    rows, scales = triton_rounding.quantise(hidden, up.depth, chip)
+    tall.project_up(rows, scales, up, active, active_scales, groups, chip, **how)
+    tall.project_down(active, active_scales, shares, down, output, groups, chip)
