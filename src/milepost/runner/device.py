@@ -7,7 +7,7 @@ themselves. Two steps may be under way at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -255,16 +255,24 @@ def measure_activations(
     max_model_len: int,
 ) -> int:
     """Bytes that the `largest` step takes besides weights and pools, with a sequence of
-    `max_model_len`. Compiles its kernels, and those of the steps that are `captured` later; raises
-    KernelError if one does not run."""
+    `max_model_len`. Compiles its kernels, those of the steps that are `captured` later, and those
+    of steps between, which may have others; raises KernelError if one does not run."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, device=device)
     executor = DeviceExecutor(
         model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
     )
-    executor.compile([largest, *captured])
+    first = max((each.num_tokens for each in captured), default=largest.num_sequences)
+    between = [replace(largest, num_tokens=num) for num in _doubled(first, largest.num_tokens)]
+    executor.compile([largest, *between, *captured])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     executor.warm_up(largest)
     step = torch.cuda.max_memory_allocated(device) - before
     return step + executor.num_sampling_bytes
+
+
+def _doubled(num: int, end: int) -> Iterator[int]:
+    """`num` twice, four times ... below `end`."""
+    while (num := 2 * num) < end:
+        yield num

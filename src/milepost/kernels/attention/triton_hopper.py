@@ -235,8 +235,7 @@ def _consume(
     scale += gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
     # All rows see all of the blocks before this place.
     masked = begin + gl.maximum(gl.minimum(end, position + 1) - begin, 0) // BLOCK * BLOCK
-    # No scales of keys: it is the queries' place again.
-    places = queries, keys, queries, values, bars
+    places = queries, keys, values, bars
     m, l, acc, b_p, i_b = attend_blocks(
         places, scale, begin, masked, end, last_seen, SCORES, RESULT, BLOCK, STAGES
     )

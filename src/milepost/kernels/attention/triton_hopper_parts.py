@@ -1,9 +1,9 @@
 """What a group of warps of Hopper's attention does with a block of KV, and with its result.
 
-`places` are (queries [64, HEAD_DIM], keys [STAGES, BLOCK, HEAD_DIM], scales of int8 keys
-[STAGES, 1, BLOCK], values as keys, bars) in shared memory; `bars` are 4 * STAGES barriers: blocks
-of keys loaded and used up, blocks of values loaded and used up. SCORES is the layout of a block's
-scores [64, BLOCK], RESULT that of results [64, HEAD_DIM].
+`places` are (queries [64, HEAD_DIM], keys and values [STAGES, BLOCK, HEAD_DIM], bars) in shared
+memory; `bars` are 4 * STAGES barriers: blocks of keys loaded and used up, blocks of values loaded
+and used up. SCORES is the layout of a block's scores [64, BLOCK], RESULT that of results
+[64, HEAD_DIM].
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def attend_blocks(
     """
     m = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     l = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
-    HEAD_DIM: gl.constexpr = places[3].type.shape[2]
+    HEAD_DIM: gl.constexpr = places[2].type.shape[2]
     acc = gl.zeros([64, HEAD_DIM], gl.float32, layout=RESULT)
     b_s = _start_scores(places, 0, SCORES, BLOCK, STAGES)
-    b_s = _finish_scores(places, b_s, 0, 0, SCORES, STAGES)
+    b_s = _finish_scores(places, b_s, 0, 0, STAGES)
     b_s = _hide(b_s, begin, last_seen, SCORES, BLOCK)
     m, l, b_p, _shrink = _online_softmax(m, l, b_s, scale, True)
     b_p = _as_operand(b_p, places, RESULT)
@@ -92,10 +92,10 @@ def _advance(
 ):
     """Add the values of the block before, and take a block's scores into the running softmax."""
     i_b, i_kv, last_seen = place
-    bars = places[4]
+    bars = places[3]
     b_s = _start_scores(places, i_b, SCORES, BLOCK, STAGES)
     acc = _start_values(places, acc, b_p, i_b - 1, STAGES)
-    b_s = _finish_scores(places, b_s, i_b, 1, SCORES, STAGES)
+    b_s = _finish_scores(places, b_s, i_b, 1, STAGES)
     if MASKED:
         b_s = _hide(b_s, i_kv, last_seen, SCORES, BLOCK)
     m, l, b_new, shrink = _online_softmax(m, l, b_s, scale, MASKED)
@@ -109,31 +109,25 @@ def _advance(
 @gluon.jit
 def _start_scores(places, i_b, SCORES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):
     """Have queries multiplied with a block's keys."""
-    queries, keys, bars = places[0], places[1], places[4]
-    TYPE: gl.constexpr = gl.int32 if keys.dtype == gl.int8 else gl.float32
+    queries, keys, _, bars = places
     mbarrier.wait(bars.index(i_b % STAGES), i_b // STAGES & 1)
     right = keys.index(i_b % STAGES).permute((1, 0))
-    b_s = gl.zeros([64, BLOCK], TYPE, layout=SCORES)
+    b_s = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
     return warpgroup_mma(queries, right, b_s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _finish_scores(
-    places, b_s, i_b, LATER: gl.constexpr, SCORES: gl.constexpr, STAGES: gl.constexpr
-):
+def _finish_scores(places, b_s, i_b, LATER: gl.constexpr, STAGES: gl.constexpr):
     """The products, after which LATER others were begun; the keys' place is free afterwards."""
-    keys, scales, bars = places[1], places[2], places[4]
     b_s = warpgroup_mma_wait(LATER, [b_s])
-    if keys.dtype == gl.int8:
-        b_s = b_s.to(gl.float32) * scales.index(i_b % STAGES).load(SCORES)
-    mbarrier.arrive(bars.index(STAGES + i_b % STAGES), count=1)
+    mbarrier.arrive(places[3].index(STAGES + i_b % STAGES), count=1)
     return b_s
 
 
 @gluon.jit
 def _start_values(places, acc, b_p, i_b, STAGES: gl.constexpr):
     """Have a block's values added by their shares."""
-    values, bars = places[3], places[4]
+    values, bars = places[2], places[3]
     mbarrier.wait(bars.index(2 * STAGES + i_b % STAGES), i_b // STAGES & 1)
     return warpgroup_mma(b_p, values.index(i_b % STAGES), acc, is_async=True)
 
@@ -154,7 +148,7 @@ def _hide(b_s, i_kv, last_seen, SCORES: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _as_operand(b_p, places, RESULT: gl.constexpr):
-    return gl.convert_layout(b_p.to(places[3].dtype), gl.DotOperandLayout(0, RESULT, 2))
+    return gl.convert_layout(b_p.to(places[2].dtype), gl.DotOperandLayout(0, RESULT, 2))
 
 
 @gluon.jit
