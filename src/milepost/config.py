@@ -250,7 +250,10 @@ def _overrides(given: object) -> str | None:
     if given is None:
         return None
     _require(isinstance(given, Mapping), f"hf_overrides={given!r}: use a JSON object")
-    return json.dumps(given, sort_keys=True) if given else None
+    try:
+        return json.dumps(given, sort_keys=True, allow_nan=False) if given else None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"hf_overrides={given!r}: not JSON ({error})") from error
 
 
 _GRID = grid_of(HYBRID)

@@ -76,6 +76,8 @@ def test_names_and_values_of_vllms_are_ours():
         ("--download-dir /d", "HF_HUB_CACHE"),
         ("--swap-space", "--swap-space: a value is missing"),
         ("--compilation-config.level", "--compilation-config: a value is missing"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b 2: a is 1, no object"),
+        ("--hf-overrides.a.b 2 --hf-overrides.a 1", "--hf-overrides.a 1: a is an object"),
         ("--reasoning-parser-plugin ./my.py", "./my.py is not supported: --reasoning-parser lists"),
         ("--kv-cache-memory-bytes 20G", "20G is not supported: use --gpu-memory-utilization"),
     ],

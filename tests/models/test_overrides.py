@@ -82,6 +82,6 @@ def test_of_the_text_in_a_multimodal_checkpoint(tmp_path):
 
 def test_what_is_no_object():
     assert EngineConfig(hf_overrides="{}").hf_overrides is None
-    for given in ("[1]", "{", 5):
+    for given in ("[1]", "{", 5, {"a": {1}}, {"a": float("nan")}):
         with pytest.raises(ConfigError, match="hf_overrides="):
             EngineConfig(hf_overrides=given)

@@ -202,18 +202,23 @@ def translated(arguments: Sequence[str]) -> list[str]:
         else:
             found += _one(name, todo, has_model=bool(found) and not found[0].startswith("-"))
     for name, parts in objects.items():
-        found += [f"--{name}", json.dumps(_nested(parts))]
+        found += [f"--{name}", json.dumps(_nested(name, parts))]
     return found
 
 
-def _nested(parts: Mapping[str, str]) -> dict[str, Any]:
-    """The object that `a.b` and its like are keys of."""
+def _nested(name: str, parts: Mapping[str, str]) -> dict[str, Any]:
+    """The object that `a.b` and its like are keys of, as the flag `name` has them."""
     found: dict[str, Any] = {}
     for path, part in parts.items():
         *outer, key = path.split(".")
         place = found
-        for name in outer:
-            place = place.setdefault(name, {})
+        for step in outer:
+            inner = place.setdefault(step, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--{name}.{path} {part}: {step} is {inner}, no object")
+            place = inner
+        if isinstance(place.get(key), dict):
+            raise ConfigError(f"--{name}.{path} {part}: {key} is an object by what stands before")
         place[key] = _json(part)
     return found
 
