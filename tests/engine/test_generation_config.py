@@ -29,6 +29,21 @@ def test_end_ids_of_a_multimodal_checkpoint_are_its_texts(tmp_path):
     assert end_token_ids(tmp_path, None) == (5,)
 
 
+def test_end_ids_of_an_override_stand_in_place_of_both_files(tokenizer, tmp_path):
+    write(tmp_path, "config.json", {"eos_token_id": 90})
+    write(tmp_path, "generation_config.json", {"eos_token_id": [70, 60]})
+    assert end_token_ids(tmp_path, None, {"eos_token_id": 5}) == (5,)
+    assert end_token_ids(tmp_path, None, {"text_config": {"eos_token_id": [8, 7]}}) == (7, 8)
+    assert end_token_ids(tmp_path, None, {"eos_token_id": None}) == (60, 70)
+    assert end_token_ids(tmp_path, tokenizer, {"eos_token_id": 99}) == (tokenizer.eos_token_id, 99)
+
+
+@pytest.mark.parametrize("given", ["x", -1, [1, "x"], [[1]], True, {"a": 1}])
+def test_an_override_that_is_no_token_id_is_refused(tmp_path, given):
+    with pytest.raises(ConfigError, match="hf_overrides: eos_token_id=.*: use a token id"):
+        end_token_ids(tmp_path, None, {"eos_token_id": given})
+
+
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_config_that_is_no_object_is_refused(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
@@ -72,6 +87,14 @@ def test_prompts_without_parameters_get_the_defaults(folder):
     best = answer(llm, SamplingParams(temperature=0))
     assert answer(llm, None) == best
     assert answer(llm, SamplingParams(seed=1)) != best
+
+
+def test_an_override_ends_answers(folder):
+    """What a greedy answer has as its third token is made its end."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    before = answer(LLM(folder, cpu_cache_gib=0.02), params)
+    llm = LLM(folder, cpu_cache_gib=0.02, hf_overrides={"eos_token_id": before[2]})
+    assert answer(llm, params) == before[: before.index(before[2]) + 1]
 
 
 def test_they_can_be_left_out(folder):

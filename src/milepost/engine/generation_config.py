@@ -24,13 +24,20 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that have the same name in SamplingParams."""
 
 
-def end_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def end_token_ids(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
     """The ids that end an answer, sorted: those of generation_config.json and the tokenizer's own.
 
-    A checkpoint without generation_config.json is asked through config.json. Raises ConfigError for
-    a file that is no JSON object.
+    A checkpoint without generation_config.json is asked through config.json; what `overrides`
+    says, which stands in place of config.json, comes before both. Raises ConfigError for a file
+    that is no JSON object, and for overrides that are no token ids.
     """
-    ids = _listed_ids(_read(folder / FILE))
+    ids = _overridden_ids(overrides or {})
+    if not ids:
+        ids = _listed_ids(_read(folder / FILE))
     if not ids:
         config = _read(folder / "config.json")
         ids = _listed_ids(config) or _listed_ids(config.get("text_config") or {})
@@ -90,7 +97,23 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _listed_ids(config: dict[str, Any]) -> set[int]:
+def _overridden_ids(overrides: Mapping[str, Any]) -> set[int]:
+    inner = overrides.get("text_config")
+    for given in (overrides, inner if isinstance(inner, Mapping) else {}):
+        try:
+            found = _listed_ids(given)
+        except TypeError:  # a list of lists
+            found = {-1}
+        if any(type(id_) is not int or id_ < 0 for id_ in found):
+            raise ConfigError(
+                f"hf_overrides: eos_token_id={given['eos_token_id']!r}: use a token id, or a list"
+            )
+        if found:
+            return found
+    return set()
+
+
+def _listed_ids(config: Mapping[str, Any]) -> set[int]:
     ids = config.get("eos_token_id")
     if ids is None:
         return set()

@@ -96,7 +96,7 @@ def build(config: EngineConfig) -> EngineParts:
             config.speculative_config, scheduler, shape.num_drafts, has_head=model.mtp is not None
         ),
         tokenizer=tokenizer,
-        end_token_ids=end_token_ids(folder, tokenizer),
+        end_token_ids=end_token_ids(folder, tokenizer, config.overrides),
         sampling_defaults=sampling_defaults(folder, config.generation_config),
         vocab_size=model.vocab_size,
         max_model_len=own.max_model_len,
