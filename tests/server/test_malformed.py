@@ -6,6 +6,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from milepost.server.config import ServerConfig
+from tests.server.inprocess import answered
+
 JSON = {"content-type": "application/json"}
 
 
@@ -52,6 +55,39 @@ def test_bodies(http, body, words):
 def test_a_body_that_says_it_is_something_else(http):
     error(http, b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     error(http, b"prompt=a", headers={"content-type": "application/x-www-form-urlencoded"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 8193}]},
+            "messages[0].content",
+        ),
+        ("/v1/completions", {"prompt": "a", "stop": ["x"] * 65}, "stop"),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 1,
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 8193}],
+            },
+            "messages[0].content",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 8193}]},
+            "content",
+        ),
+    ],
+)
+def test_a_list_that_is_too_long_is_not_called_no_text(path, body, where):
+    response = answered(ServerConfig(), path, body)
+    assert response.status_code == 400
+    said = response.json()["error"]["message"]
+    assert where in said
+    assert "at most" in said
+    assert "string" not in said
 
 
 def test_paths_and_methods(http):

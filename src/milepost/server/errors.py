@@ -135,11 +135,17 @@ def of_validation(error: RequestValidationError, fields: Collection[str]) -> Htt
     """What is wrong with a body, and where: the deepest finding, and how many more there are.
 
     `fields` are the names that bodies have; other steps of a location name the member of a union
-    that was tried.
+    that was tried. Of one place, that it is of another member's type says least: a list that is too
+    long is no text either.
     """
     findings = error.errors()
     paths = [path_of(finding, fields) for finding in findings]
-    best = max(range(len(findings)), key=lambda i: (paths[i].count(".") + paths[i].count("["), -i))
+
+    def worth(i: int) -> tuple[int, bool, int]:
+        depth = paths[i].count(".") + paths[i].count("[")
+        return depth, not findings[i]["type"].endswith("_type"), -i
+
+    best = max(range(len(findings)), key=worth)
     message = _message(findings[best], paths[best])
     others = len(set(paths) - {paths[best]})
     if others:
