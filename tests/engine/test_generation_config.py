@@ -40,7 +40,7 @@ def test_end_ids_of_an_override_stand_in_place_of_both_files(tokenizer, tmp_path
 
 @pytest.mark.parametrize("given", ["x", -1, [1, "x"], [[1]], True, {"a": 1}])
 def test_an_override_that_is_no_token_id_is_refused(tmp_path, given):
-    with pytest.raises(ConfigError, match="hf_overrides: eos_token_id=.*: use a token id"):
+    with pytest.raises(ConfigError, match=r"hf_overrides: eos_token_id=.*: use a token id"):
         end_token_ids(tmp_path, None, {"eos_token_id": given})
 
 

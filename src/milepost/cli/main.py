@@ -22,6 +22,7 @@ from milepost.cli.bench import bench_command
 from milepost.cli.chat import chat_command
 from milepost.cli.display import Screen
 from milepost.cli.generate import StreamingEngine, generate_command
+from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.simulate import simulate_command
 from milepost.cli.vllm_flags import translated
@@ -42,8 +43,8 @@ def main(
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     app = build_app(open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server)
     try:
-        if arguments[:1] == ["serve"]:
-            arguments = ["serve", *translated(arguments[1:])]
+        if arguments[:1] in (["serve"], ["run-batch"]):
+            arguments = [arguments[0], *translated(arguments[1:])]
         status = app(
             arguments,
             exit_on_error=False,
@@ -85,6 +86,7 @@ def build_app(
     app.command(generate_command(open_engine, screen, stdin))
     app.command(chat_command(open_engine, screen, stdin))
     app.command(serve_command(serve))
+    app.command(run_batch_command(screen.reports))
     app.command(simulate_command(screen))
     app.command(bench_command(screen.reports))
     return app

@@ -53,7 +53,7 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         if settings.get("api_key") is None and settings.get("key_file") is None:
             settings["api_key"] = _keys_of(os.environ)
         server, engine = SERVER.build(settings), ENGINE.build(settings)
-        _log_to_stderr(verbose)
+        log_to_stderr(verbose)
         if sys.stderr.isatty():
             print(f"loading {engine.model or 'the embedded model'}", file=sys.stderr)
         return serve(server, engine)
@@ -98,7 +98,7 @@ def forget_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _log_to_stderr(is_detailed: bool) -> None:
+def log_to_stderr(is_detailed: bool) -> None:
     logging.basicConfig(
         level=logging.INFO if is_detailed else logging.WARNING,
         format=_FORM,

@@ -1,0 +1,141 @@
+"""`milepost run-batch`: the requests of a file, answered without a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from milepost.cli.flags import Flags, add_flags
+from milepost.cli.serve import ENGINE, log_to_stderr
+from milepost.engine.tokenizer import without_torch
+from milepost.errors import ConfigError
+from milepost.server.config import ServerConfig
+
+_DAY_S = 86400.0
+_OF_REQUESTS = (
+    "served_model_name",
+    "request_timeout_s",
+    "step_timeout_s",
+    "grammar_timeout_s",
+    "max_request_bytes",
+    "strict",
+    "chat_template",
+    "default_chat_template_kwargs",
+    "override_generation_config",
+    "tool_call_parser",
+    "reasoning_parser",
+    "special_tokens_in_content",
+)
+"""Fields of ServerConfig that mean something without a socket."""
+REQUESTS = Flags(
+    config=ServerConfig,
+    group=Group("Requests", sort_key=1),
+    renamed={},
+    left_out={each.name for each in fields(ServerConfig)}.difference(_OF_REQUESTS),
+    defaults={"request_timeout_s": _DAY_S},
+    with_negative=("special_tokens_in_content",),
+)
+
+Run = Callable[..., Any]
+
+
+def run_batch_command(reports: Console, run: Run | None = None) -> Callable[..., int]:
+    """The command, bound to where its summary goes, and to what answers."""
+
+    def run_batch(
+        *,
+        input_file: Annotated[
+            Path,
+            Parameter(alias="-i", help="A request in each line, as in OpenAI's batch files."),
+        ],
+        output_file: Annotated[
+            Path, Parameter(alias="-o", help="Takes a line for each, in the order they end.")
+        ],
+        verbose: Annotated[bool, Parameter(negative=(), help="Log what the engine does.")] = False,
+        **settings: Any,
+    ) -> int:
+        """Answer the requests of a file.
+
+        Lines are those of OpenAI's batch files: {"custom_id": "1", "method": "POST", "url":
+        "/v1/chat/completions", "body": {...}}. One that cannot be answered gets an `error`, and the
+        exit status is 1. Command lines of `vllm run-batch` are taken as they are.
+        """
+        # Nobody reads the access log of a batch: errors stand in the output.
+        values = {**REQUESTS.given(settings), "access_log": False, "ui": False}
+        server, engine = ServerConfig(**values), ENGINE.build(settings)
+        _check_files(input_file, output_file)
+        log_to_stderr(verbose)
+        start = time.perf_counter()
+        with input_file.open("rb") as source, _bar(reports) as progress:
+            counts = (run or _runner())(
+                server, engine, source, lambda: _opened(output_file), progress
+            )
+        seconds = time.perf_counter() - start
+        failed = "".join(f", {n} with {status}" for status, n in sorted(counts.statuses.items()))
+        reports.print(
+            f"{counts.answered} answered, {counts.failed} failed{failed}, {seconds:.1f} s: "
+            f"{output_file}"
+        )
+        return 1 if counts.failed else 0
+
+    run_batch.__name__ = "run-batch"
+    return add_flags(run_batch, [REQUESTS, ENGINE])
+
+
+def _check_files(source: Path, target: Path) -> None:
+    """Raise ConfigError for those that cannot be used, before the model is loaded."""
+    if not source.is_file():
+        raise ConfigError(f"input_file={str(source)!r}: there is no such file")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError(f"output_file={str(target)!r}: name a file in a folder that is there")
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"output_file={str(target)!r}: this is the input file")
+
+
+def _opened(target: Path) -> BinaryIO:
+    """Raises ConfigError if it cannot be written."""
+    try:
+        return target.open("wb")
+    except OSError as error:
+        raise ConfigError(f"output_file={str(target)!r}: {error.strerror}") from error
+
+
+def _runner() -> Run:
+    """What answers. Raises ConfigError if its libraries are not installed."""
+    without_torch()  # the engine is in a process of its own
+    try:
+        from milepost.server.batch import run_batch
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"run-batch needs {error.name}: install it with `pip install 'milepost[server]'`"
+        ) from error
+    return run_batch
+
+
+@contextmanager
+def _bar(reports: Console) -> Iterator[Callable[[bool], None]]:
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.completed} requests, {task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+        console=reports,
+        transient=True,
+        disable=not reports.is_terminal,
+    )
+    with bar:
+        task, failed = bar.add_task("requests", total=None, failed=0), 0
+
+        def advance(is_answered: bool) -> None:
+            nonlocal failed
+            failed += not is_answered
+            bar.update(task, advance=1, failed=failed)
+
+        yield advance

@@ -1,0 +1,225 @@
+"""`milepost run-batch`: answers the requests of a file, each a line as in OpenAI's batch files.
+
+The lines go through the same application as a server's requests, without a socket between. So many
+are under way that the engine always has a full step, and the file is read no further ahead; what
+each came to is written when it is over. A line that cannot be answered fails alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import msgspec
+
+from milepost.config import EngineConfig
+from milepost.engine import heap
+from milepost.engine.client import EngineClient
+from milepost.server import app
+from milepost.server.config import ServerConfig
+from milepost.server.errors import error_body
+from milepost.server.run import load
+from milepost.server.stats import log_stats
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+NUM_AHEAD = 2
+"""Lines under way for each sequence that can run: those that wait fill the places that get free."""
+_NO_LIMIT = 2**31
+
+Progress = Callable[[bool], None]
+"""Told of each line that is over whether it was answered."""
+
+
+class Line(msgspec.Struct):
+    """A request. The body stays as it is written."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Name(msgspec.Struct):
+    custom_id: Any = None
+
+
+class _Stream(msgspec.Struct):
+    stream: Any = None
+
+
+@dataclass(slots=True)
+class Tally:
+    answered: int = 0
+    failed: int = 0
+    statuses: dict[int, int] = field(default_factory=dict)
+    """Of those that failed."""
+
+
+class LineError(Exception):
+    """A line that no request can be made of."""
+
+
+def run_batch(
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    source: Iterable[bytes],
+    open_target: Callable[[], BinaryIO],
+    progress: Progress,
+) -> Tally:
+    """Answer all lines of `source`. The target is opened once requests are taken.
+
+    Raises ConfigError and WeightsError.
+    """
+
+    async def work() -> Tally:
+        async with _application(config, engine_config) as application:
+            num_ahead = NUM_AHEAD * engine_config.max_num_seqs
+            with open_target() as target:
+                return await answer_all(application, source, target, num_ahead, progress)
+
+    return asyncio.run(work())
+
+
+@asynccontextmanager
+async def _application(config: ServerConfig, engine_config: EngineConfig) -> AsyncIterator[Any]:
+    client = EngineClient(
+        engine_config, max_waiting=_NO_LIMIT, step_timeout_s=config.step_timeout_s or None
+    )
+    stats = None
+    try:
+        service = await load(config, engine_config, client)
+        heap.settle()
+        if not engine_config.disable_log_stats:
+            stats = asyncio.create_task(log_stats(client))
+        yield app.build(service)
+        await service.close()
+    finally:
+        if stats is not None:
+            stats.cancel()
+        await client.close()
+
+
+async def answer_all(
+    application: Any,
+    source: Iterable[bytes],
+    target: BinaryIO,
+    num_ahead: int,
+    progress: Progress,
+) -> Tally:
+    """Ask the application for every line that is not empty, `num_ahead` at a time; in `target` they
+    stand in the order in which they end. Raises OSError if that cannot be written."""
+    counts, places = Tally(), asyncio.Semaphore(num_ahead)
+
+    async def answer_one(line: bytes) -> None:
+        try:
+            result, status = await answer(application, line)
+        finally:
+            places.release()
+        target.write(msgspec.json.encode(result) + b"\n")
+        target.flush()
+        is_answered = status == 200
+        counts.answered += is_answered
+        if not is_answered:
+            counts.failed += 1
+            counts.statuses[status] = counts.statuses.get(status, 0) + 1
+        progress(is_answered)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for line in source:
+                if line.strip():
+                    await places.acquire()
+                    tasks.create_task(answer_one(line))
+    except ExceptionGroup as errors:  # of a full disk, say: each says the same
+        raise errors.exceptions[0] from None
+    return counts
+
+
+async def answer(application: Any, line: bytes) -> tuple[dict[str, Any], int]:
+    """What the output says of a line, and its status."""
+    custom_id = None
+    try:
+        custom_id = _name(line)
+        request = _request(line)
+        status, body = await ask(application, request.url, bytes(request.body))
+    except LineError as error:
+        status = 400
+        body = msgspec.json.encode(error_body(str(error), "invalid_request_error", code="line"))
+    error = None if status == 200 else msgspec.json.decode(body).get("error")
+    response = {"status_code": status, "request_id": _id(), "body": msgspec.Raw(body)}
+    return {"id": _id(), "custom_id": custom_id, "response": response, "error": error}, status
+
+
+def _id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+def _name(line: bytes) -> str | None:
+    """As far as it can be told. Raises LineError for what is no JSON object."""
+    try:
+        found = msgspec.json.decode(line, type=_Name).custom_id
+    except (ValueError, RecursionError) as error:  # msgspec's and those of the encoding
+        raise LineError(f"the line is no JSON object: {error}") from error
+    return found if isinstance(found, str) else None
+
+
+def _request(line: bytes) -> Line:
+    """Raises LineError for a line that asks for what a batch does not have."""
+    try:
+        request = msgspec.json.decode(line, type=Line)
+    except (ValueError, RecursionError) as error:
+        raise LineError(f"the line is no request: {error}") from error
+    if request.method != "POST":
+        raise LineError(f"method={request.method!r}: use POST")
+    if request.url not in PATHS:
+        raise LineError(f"url={request.url!r}: use one of {', '.join(PATHS)}")
+    try:
+        is_stream = bool(msgspec.json.decode(request.body, type=_Stream).stream)
+    except (ValueError, RecursionError):
+        is_stream = False  # the application says what is wrong with it
+    if is_stream:
+        raise LineError("stream=true: a batch has whole answers, leave it out")
+    return request
+
+
+async def ask(application: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of the response to a POST, from the application itself."""
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+    status, parts = 500, bytearray()
+
+    async def receive() -> dict[str, Any]:
+        if received:
+            return received.pop()
+        await asyncio.Event().wait()  # until it is cancelled: nobody leaves
+        raise AssertionError("no event ever comes")
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.extend(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
+        "client": None,
+        "server": None,
+    }
+    await application(scope, receive, send)
+    return status, bytes(parts)
