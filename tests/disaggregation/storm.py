@@ -127,6 +127,7 @@ def left(engine: Engine) -> dict[str, Any]:
         "finds": connector._finds,
         "leases": connector.leases._leases,
         "borrowed": links._borrowed._held,
+        "claims": links._pulls._claims,
         "pulls": links._pulls._under_way,
         "loading": [None] * engine.scheduler.num_loading,
     }

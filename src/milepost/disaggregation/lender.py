@@ -25,6 +25,7 @@ from milepost.disaggregation.messages import (
     Gone,
     Granted,
     Hello,
+    Reading,
     Release,
     Released,
     Welcome,
@@ -64,8 +65,8 @@ class Lender:
         """Who asks here."""
         self._readers: dict[str, float] = {}
         """Leases that somebody may be reading under, and since when."""
-        self._claims: list[tuple[Callable[[], bool], bytes, bytes, Granted]] = []
-        """That wait until what is lent has been computed."""
+        self._claims: list[tuple[float, Callable[[], bool], bytes, bytes, Granted]] = []
+        """That wait until what is lent has been computed, and since when."""
 
     def _bind(self, hello: Hello) -> int:
         try:
@@ -80,12 +81,12 @@ class Lender:
             ) from error
 
     def begun_at(self) -> list[float]:
-        """Since when others may be reading here."""
+        """Since when others may be reading here, or wait until they may."""
         now = self._clock()
         for lease, since in list(self._readers.items()):
             if now - since > self._timeout_s:  # whoever it was has given up
                 del self._readers[lease]
-        return list(self._readers.values())
+        return [*self._readers.values(), *(since for since, *_ in self._claims)]
 
     def answer(self) -> None:
         """Take a question."""
@@ -105,6 +106,8 @@ class Lender:
                 self._claim(who, number, id_)
             case Beat(leases=ids):
                 self._leases.prolong(ids)
+            case Reading(lease=id_):
+                self._readers[id_] = self._clock()
             case Release(lease=id_):
                 self._release(who, number, id_)
             case Find():
@@ -130,24 +133,24 @@ class Lender:
         if lease is None:
             self.reply(who, number, Gone())
             return
-        self._readers[id_] = self._clock()
         loan = lease.loan
         granted = Granted(
             lease=id_, position=loan.position, key=lease.key, pages=loan.pages, slot=loan.slot
         )
-        self._claims.append((lease.is_ready, who, number, granted))
+        self._claims.append((self._clock(), lease.is_ready, who, number, granted))
         self.grant_ready()
 
     def grant_ready(self) -> None:
         """Answer claims of what the devices have come to the end of by now, and let go of those
         whose answer nobody waits for any more."""
+        now = self._clock()
         for claim in self._claims.copy():
-            is_ready, who, number, granted = claim
-            is_wanted = granted.lease in self._readers
-            if is_wanted and not is_ready():
+            since, is_ready, who, number, granted = claim
+            is_late = now - since > self._timeout_s
+            if not is_late and not is_ready():
                 continue
             self._claims.remove(claim)
-            if is_wanted:
+            if not is_late:
                 self.reply(who, number, granted)
 
     def _release(self, who: bytes, number: bytes, id_: str) -> None:

@@ -79,12 +79,13 @@ class Links:
     # --- of the engine's thread -------------------------------------------------------------------
 
     def hold(self, remote: Remote) -> None:
-        """Tell the other engine from time to time that this lease is still wanted."""
-        self._command(lambda: self._borrowed.hold(remote))
+        """Ask the other engine what this lease is of, and tell it from time to time that it is still
+        wanted."""
+        self._command(lambda: self._pulls.hold(remote))
 
     def release(self, remote: Remote) -> None:
         """It is not wanted any more."""
-        self._command(lambda: self._borrowed.release(remote))
+        self._command(lambda: self._pulls.release(remote))
 
     def pull(self, pull: Pull) -> None:
         """Begin one; it ends with a `Pulled`."""

@@ -3,6 +3,7 @@
 Hello    who I am and how my memory lies       -> Welcome, or Declined, with why
 Claim    what is this lease of?                -> Granted, or Gone
 Beat     I still want these                    (no answer)
+Reading  I begin to read under this lease      (no answer)
 Release  I have read; was it valid all along?  -> Released
 Find     what have you of these tokens?        -> Granted under a new lease, or Gone
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 
 
 class MemoryRows(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +82,10 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     leases: list[str]
 
 
+class Reading(msgspec.Struct, tag=True, frozen=True):
+    lease: str
+
+
 class Release(msgspec.Struct, tag=True, frozen=True):
     lease: str
 
@@ -97,7 +102,7 @@ class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Fewer tokens than that are no use."""
 
 
-Question = Hello | Claim | Beat | Release | Find
+Question = Hello | Claim | Beat | Reading | Release | Find
 Answer = Welcome | Declined | Granted | Gone | Released
 QUESTIONS = msgspec.msgpack.Decoder(Question)
 ANSWERS = msgspec.msgpack.Decoder(Answer)

@@ -21,6 +21,7 @@ from milepost.disaggregation.messages import (
     Hello,
     Layout,
     Question,
+    Reading,
     Welcome,
 )
 from milepost.disaggregation.transport import TransferError, Transport
@@ -67,11 +68,11 @@ class Peer:
         else:
             self._waiting.append((question, then, is_hint))
 
-    def say(self, beat: Beat) -> None:
+    def say(self, what: Beat | Reading) -> None:
         """Without an answer."""
         self.used_at = self._peers.now
         if self._is_known and not self._over:
-            self.socket.send_multipart([b"", b"", ENCODER.encode(beat)])
+            self.socket.send_multipart([b"", b"", ENCODER.encode(what)])
 
     def read(self) -> None:
         """Take an answer."""

@@ -1,8 +1,9 @@
 """What this engine reads from others, from the wish to the certainty.
 
-A pull goes: claim the lease and compare what it is of with what is wanted; read, once nothing that
-runs here can be in the way; ask whether the lease was valid all along. Whatever goes wrong on the
-way ends it with one reason, and only once nobody writes here any more. Used by one thread.
+A pull goes: claim the lease (as soon as a request comes with it, while it is matched and planned)
+and compare what it is of with what is wanted; read, once nothing that runs here can be in the way;
+ask whether the lease was valid all along. Whatever goes wrong on the way ends it with one reason,
+and only once nobody writes here any more. Used by one thread.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.disaggregation.borrowed import Borrowed
 from milepost.disaggregation.memory import pieces_of
-from milepost.disaggregation.messages import Answer, Claim, Granted, Hello, Release, Released
+from milepost.disaggregation.messages import (
+    Answer,
+    Claim,
+    Granted,
+    Hello,
+    Reading,
+    Release,
+    Released,
+)
 from milepost.disaggregation.outcomes import Pulled
 from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peer, Peers
@@ -53,6 +62,15 @@ class Pull:
     is_over: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Claimed:
+    """What a lease is of, and who waits to hear it."""
+
+    peer: Peer | None = None
+    answer: Answer | str | None = None
+    waiting: list[Pull] = field(default_factory=list)
+
+
 class Pulls:
     """Those under way, into pieces of memory that lie as `hello` says. `tell` hears how each
     ended."""
@@ -75,6 +93,8 @@ class Pulls:
         self._timeout_s = timeout_s
         self._clock = clock
         self._tell = tell
+        self._claims: dict[str, _Claimed] = {}
+        """By lease."""
         self._under_way: list[Pull] = []
         self._ended: list[threading.Event] = []
         """Of those who wait until nothing is under way."""
@@ -87,18 +107,29 @@ class Pulls:
             if pull.transfer is not None or pull.granted is not None
         ]
 
+    def hold(self, remote: Remote) -> None:
+        """A request may want it: ask what it is of."""
+        self._borrowed.hold(remote)
+        self._claim(remote)
+
+    def release(self, remote: Remote) -> None:
+        """Nobody wants it any more."""
+        self._claims.pop(remote.lease, None)
+        self._borrowed.release(remote)
+
     def begin(self, pull: Pull) -> None:
         """It ends with a `Pulled`."""
-        remote = pull.remote
-        self._borrowed.hold(remote)
+        self._borrowed.hold(pull.remote)
         self._under_way.append(pull)
         pull.asked_at = self._clock()
-        try:
-            peer = pull.peer = self._peers.at(remote.host, remote.port)
-        except TransferError as error:
-            self._end(pull, str(error))
+        claim = self._claims.get(pull.remote.lease)
+        if claim is None or claim.peer is None or claim.peer.is_over:
+            claim = self._claim(pull.remote)
+        pull.peer = claim.peer
+        if claim.answer is None:
+            claim.waiting.append(pull)
         else:
-            peer.ask(Claim(remote.lease), lambda answer: self._claimed(pull, answer))
+            self._claimed(pull, claim.answer)
 
     def look(self) -> None:
         """Begin what waits for the device, take in what has come, and give up what takes too
@@ -136,6 +167,23 @@ class Pulls:
             if pull.transfer is not None:
                 self._transport.give_up(pull.transfer)
 
+    def _claim(self, remote: Remote) -> _Claimed:
+        claim = self._claims[remote.lease] = _Claimed()
+
+        def told(answer: Answer | str) -> None:
+            claim.answer = answer
+            waiting, claim.waiting = claim.waiting, []
+            for pull in waiting:
+                self._claimed(pull, answer)
+
+        try:
+            claim.peer = self._peers.at(remote.host, remote.port)
+        except TransferError as error:
+            told(str(error))
+        else:
+            claim.peer.ask(Claim(remote.lease), told)
+        return claim
+
     def _claimed(self, pull: Pull, answer: Answer | str) -> None:
         if pull.is_over:
             return
@@ -163,6 +211,7 @@ class Pulls:
             if len(local) != len(there):
                 raise IndexError("less is lent than that")
             pull.began_at = self._clock()
+            peer.say(Reading(pull.remote.lease))
             pull.transfer = self._transport.begin(peer.handle, local, there)
         except (TransferError, IndexError) as error:
             self._peers.drop(peer, str(error))
@@ -202,6 +251,7 @@ class Pulls:
 
     def _end(self, pull: Pull, problem: str) -> None:
         self._borrowed.let_go(pull.remote)
+        self._claims.pop(pull.remote.lease, None)
         self._under_way.remove(pull)
         pull.is_over = True
         if problem:
