@@ -209,9 +209,9 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
     """
     if type(bench.llm).__module__.partition(".")[0] != "milepost":
         return {}
-    config = bench.llm.llm_engine.config
-    if config.tensor_parallel_size > 1 or config.device == "cpu":
-        return {}  # the other ranks would go on with their graphs, and a CPU has none
+    engine = bench.llm.llm_engine
+    if engine.config.tensor_parallel_size > 1 or not hasattr(engine.runner.executor, "_graphs"):
+        return {}  # other ranks would go on with their graphs; a CPU has none
     from milepost.kernels import moe
     from milepost.layers.moe import MoE
     from milepost.runner.graphs import Graphs

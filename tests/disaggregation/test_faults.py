@@ -236,8 +236,8 @@ def test_what_a_lease_is_of_is_asked_while_a_request_waits(tiny, fleet):
     assert job.answers[0].request.allocation is None, "it still waits"
     assert not first.connector._links._lender.begun_at()
     asked, ask = [], Peer.ask
-    for peer in second.connector._links._peers._known.values():
-        peer.ask = lambda what, then, **how: asked.append(what) or ask(peer, what, then, **how)
+    (peer,) = second.connector._links._peers._known.values()
+    peer.ask = lambda what, then, **how: asked.append(what) or ask(peer, what, then, **how)
     fleet.run(job, *busy)
     assert set(job.answers[0].request.report.loaded) == {"remote"}
     assert [type(what) for what in asked] == [Release]

@@ -79,8 +79,8 @@ class Links:
     # --- of the engine's thread -------------------------------------------------------------------
 
     def hold(self, remote: Remote) -> None:
-        """Ask the other engine what this lease is of, and tell it from time to time that it is still
-        wanted."""
+        """Ask the other engine what this lease is of, and tell it from time to time that somebody
+        wants it."""
         self._command(lambda: self._pulls.hold(remote))
 
     def release(self, remote: Remote) -> None:
