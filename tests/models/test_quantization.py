@@ -388,7 +388,7 @@ _AS_WRITTEN: dict[str, dict[str, Any]] = {
         "format": "gptq",
         "method": "gptq",
         "pack_dtype": "int32",
-        "dynamic": {"-:.*mlp.gate.*": {}},
+        "dynamic": {"lm_head": {}, "-:.*mlp.gate.*": {}, "+:.*down.*": {"bits": 4}},
         "true_sequential": True,
         "static_groups": False,
         "damp_percent": 0.05,

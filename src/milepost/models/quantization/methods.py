@@ -143,15 +143,21 @@ def _check_packed(settings: Mapping[str, Any]) -> None:
 
 
 def _left_out(settings: Mapping[str, Any]) -> list[re.Pattern[str]]:
-    """GPTQModel's rules for single layers."""
-    rules = mapping_of(settings.get("dynamic"), "dynamic")
-    others = [rule for rule in rules if rule[:2] != "-:"]
-    if others:
-        raise UnsupportedModelError(
-            f"dynamic[{others[0]!r}] gives some layers other bits; supported are only layers that "
-            "are left out ('-:...')"
-        )
-    return [expression(rule[2:], "dynamic") for rule in rules]
+    """GPTQModel's rules for single layers. Some that leave nothing out say nothing: `lm_head: {}`
+    in Qwen's own checkpoints."""
+    left = []
+    for rule, own in mapping_of(settings.get("dynamic"), "dynamic").items():
+        if rule.startswith("-:"):
+            left.append(expression(rule[2:], "dynamic"))
+            continue
+        expression(rule.removeprefix("+:"), "dynamic")
+        others = mapping_of(own, f"dynamic[{rule!r}]")
+        if any(value != settings.get(name) for name, value in others.items()):
+            raise UnsupportedModelError(
+                f"dynamic[{rule!r}] gives some layers other bits; supported are only layers that "
+                "are left out ('-:...')"
+            )
+    return left
 
 
 def read_autoround(settings: Mapping[str, Any]) -> Read:
