@@ -38,7 +38,7 @@ EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 64,
 }
 _LEFT = ("lm_head", "embed_tokens", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
-_LEFT_TOO = ("in_proj_ba", "conv1d", "visual")
+_LEFT_TOO = ("in_proj_ba", "conv1d", "visual", "embeddings", "b_proj", "f_b_proj", "g_b_proj")
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:

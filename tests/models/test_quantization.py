@@ -107,11 +107,13 @@ class RoundingExperts(RawExperts):
     def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         depth, scale = self.rounding.depth, self.rounding.scale
         output = torch.zeros_like(hidden)
+        has_gate = self.up.shape[1] > self.down.shape[2]
         for token, (row, chosen, weights) in enumerate(zip(hidden, experts, shares, strict=True)):
             for expert, share in zip(chosen.tolist(), weights, strict=True):
-                rounded = round_inputs(row[None], depth, scale)
-                gate, up = (rounded @ self.up[expert].T).chunk(2, 1)
-                active = round_inputs(F.silu(gate) * up, depth, scale)
+                first = round_inputs(row[None], depth, scale) @ self.up[expert].T
+                gate, up = first.chunk(2, 1)
+                active = F.silu(gate) * up if has_gate else F.relu(first).square()
+                active = round_inputs(active, depth, scale)
                 output[token] += share * (active @ self.down[expert].T)[0]
         return output.unsqueeze(1)
 
@@ -142,6 +144,24 @@ ROUNDINGS = {
     "fp8-tensors": Rounding(None, 0.02),
     "modelopt": Rounding(None, 0.02),
 }
+NEMOTRON: dict[str, Any] = {
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+}
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 128,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "qk_head_dim": 64,
+}
+"""Also `kv_b_proj`, which is multiplied raw, is quantised."""
 CASES = [
     ("qwen3_next", "fp8-blocks", EXPERTS),
     ("qwen3_5_moe", "fp8-blocks", EXPERTS | {"linear_key_head_dim": 64, "hidden_size": 256}),
@@ -157,6 +177,10 @@ CASES = [
         EXPERTS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     ),
     ("qwen3_5", "packed-asymmetric", {"intermediate_size": 256}),
+    ("nemotron_h", "modelopt", NEMOTRON),
+    ("nemotron_h", "fp8-blocks", NEMOTRON),
+    ("kimi_linear", "fp8-blocks", KIMI),
+    ("kimi_linear", "packed", KIMI),
 ]
 
 

@@ -18,13 +18,8 @@ from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.placements import (
-    Placement,
-    Placements,
-    cut_all,
-    fill_matrix,
-    place_whole,
-)
+from milepost.layers.placements import Placements, fill_matrix, place_whole
+from milepost.layers.quantised.expanded import place_expanded
 
 _NORM_EPS = 1e-6
 """Of latents, whatever the model's."""
@@ -117,11 +112,10 @@ class MLA(nn.Module):
             ):
                 parameter.copy_(part)
 
-        shape = shapes.num_heads * sum(sizes), shapes.latent_dim
-        tensors = {
-            "kv_a_layernorm.weight": place_whole(self.norm_weight),
-            "kv_b_proj.weight": cut_all(Placement(shape, store), self.cut.times(sum(sizes))),
-        }
+        name, shape = "kv_b_proj", (shapes.num_heads * sum(sizes), shapes.latent_dim)
+        parts = place_expanded(name, shape, self.kind, self.cut.times(sum(sizes)), store)
+        tensors = {"kv_a_layernorm.weight": place_whole(self.norm_weight)}
+        tensors |= {f"{name}.{part}": place for part, place in parts.items()}
         return {self.kind.full(name): place for name, place in tensors.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:

@@ -12,6 +12,9 @@ from milepost.kernels.precision import accumulation_dtype
 from milepost.layers.weights import RAW, Precision
 from milepost.parallel import ALONE, Ranks
 
+_VALUES = ("weight", "qweight", "weight_packed")
+"""What forms call a projection's values."""
+
 
 def _raw(_: str) -> Precision:
     return RAW
@@ -48,6 +51,10 @@ class ParameterKind:
     def has(self, name: str) -> bool:
         """Whether the checkpoint has such a tensor."""
         return self.full(name) in self.names
+
+    def has_projection(self, name: str) -> bool:
+        """Whether the checkpoint has the projection of this name, in whichever form."""
+        return any(self.has(f"{name}.{values}") for values in _VALUES)
 
     def precision(self, name: str) -> Precision:
         """Of the module's projection of this name."""

@@ -44,11 +44,11 @@ def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
     return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
 
 
-def _feed_forward(kind: ParameterKind, tensor: str) -> ParameterKind:
+def _feed_forward(kind: ParameterKind, projection: str) -> ParameterKind:
     """Where a layer's feed-forward stands: published checkpoints have experts under a name of their
     own, transformers gives that to all or to none."""
     own = kind.under("block_sparse_moe")
-    return own if own.has(f"{tensor}.weight") else kind.under("mlp")
+    return own if own.has_projection(projection) else kind.under("mlp")
 
 
 def _delta_shapes(config: PreTrainedConfig) -> KDAShapes:

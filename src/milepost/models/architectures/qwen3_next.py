@@ -53,9 +53,7 @@ def qwen_head(
 ) -> MTPHead:
     """Its layer is one of the model's with attention; dense where the checkpoint has it so."""
     own = kind.under("layers.0")
-    values = ("weight", "qweight", "weight_packed")
-    is_dense = any(own.has(f"mlp.gate_proj.{each}") for each in values)
-    experts = None if is_dense else experts
+    experts = None if own.has_projection("mlp.gate_proj") else experts
     layer = _layer(config, own, _attention(config, own, rotary, first_row=FIRST_ROW), experts)
     return MTPHead(config.hidden_size, layer, kind, eps=config.rms_norm_eps, offset=1.0)
 

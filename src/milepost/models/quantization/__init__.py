@@ -33,9 +33,10 @@ SKIPPED = (r".*\.[qkv]_scale$", r".*\.kv_scale$", r".*\.prob_scale$")
 `layers.kv_scales`)."""
 _STAY_RAW = re.compile(
     r"(.*\.)?(lm_head|embed_tokens|gate|router|shared_expert_gate|in_proj_(a|b|ba)|[abfg]_(a_|b_)?"
-    r"proj|dt_proj|x_proj)$"
+    r"proj|kv_b_proj|dt_proj|x_proj)$"
 )
-"""Projections that are not rounded on the fly: small, and answers depend on them most."""
+"""Projections that are not rounded on the fly: small, and answers depend on them most; `kv_b_proj`
+is kept raw whatever the checkpoint has."""
 
 _FOUR_BIT_METHODS = ("mxfp4", "modelopt_fp4", "petit_nvfp4")
 _READERS = {

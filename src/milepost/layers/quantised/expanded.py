@@ -1,0 +1,50 @@
+"""Projections that a checkpoint has quantised and a layer keeps in the model's type, since what it
+multiplies is made of them.
+
+Legend: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import Placement, Placements, cut_all, cut_outputs
+from milepost.layers.quantised.base import QuantisedMatrix
+from milepost.layers.weights import Raw
+from milepost.parallel import Cut
+
+
+def place_expanded(
+    name: str,
+    shape: tuple[int, int],
+    kind: ParameterKind,
+    cut: Cut,
+    store: Callable[[Tensor], object],
+) -> Placements:
+    """The tensors of a projection, by their names in it; `store` gets its weight [O, I] when all of
+    them are there. Of its outputs `cut` is kept, which are O."""
+    precision = kind.precision(name)
+    if isinstance(precision, Raw):
+        return {"weight": cut_all(Placement(shape, store), cut)}
+    path = kind.full(name)
+    matrix = precision.matrix(*shape, kind)
+    assert isinstance(matrix, QuantisedMatrix), f"{path} is raw or quantised"
+    tensors = matrix.place(torch.arange(shape[0]), path)
+    cut_outputs(tensors, matrix.axes, cut, path)
+    missing = set(tensors)
+
+    def note(part: str, place: Placement, values: Tensor) -> None:
+        place.store(values)
+        missing.discard(part)
+        if not missing:
+            store(matrix.form.dequantise(kind.dtype))
+
+    return {
+        part: replace(place, store=lambda values, part=part, place=place: note(part, place, values))
+        for part, place in tensors.items()
+    }
