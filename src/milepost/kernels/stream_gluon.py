@@ -41,6 +41,22 @@ def load_rows(place):
 
 
 @gluon.jit
+def open_stream(tokens, sequences, i_sequence):
+    """A sequence's `stream`, the number of its first new token, and the slot that it writes: below
+    0 it is padding, which has no places. `tokens` are the rows of all and those of all records,
+    with their strides."""
+    projected, projected_stride, records, row_stride, record_stride = tokens
+    begin, length, fold, row, slot_out = sequences
+    num_folded, num_new = gl.load(fold + i_sequence), gl.load(length + i_sequence)
+    first_token, target = gl.load(begin + i_sequence).to(gl.int64), gl.load(slot_out + i_sequence)
+    new = projected + first_token * projected_stride
+    num_places = gl.where(target >= 0, num_folded + num_new, 0)
+    folded = records + gl.load(row + i_sequence).to(gl.int64) * row_stride
+    stream = new, projected_stride, folded, record_stride, num_folded, num_places
+    return stream, first_token, target
+
+
+@gluon.jit
 def row_of(stream, place):
     """Where a token's row begins."""
     new, new_stride, folded, folded_stride, num_folded, _num_places = stream

@@ -46,6 +46,7 @@ from milepost.kernels.stream_gluon import (
     leave_inputs,
     load_inputs,
     load_rows,
+    open_stream,
     row_of,
 )
 from milepost.kernels.verify_layout import VerifyLayout
@@ -149,15 +150,13 @@ def _verify_kernel(
     norm = gl.load(norm_weight + o_v), norm_eps
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
+    step = projected, projected_stride, records, row_stride, record_stride
+    sequences = begin, length, fold, row, slot_out
     number = 0
     for unit in range(first, num_units, stride):
         sequence, key_head = unit // KEY_HEADS, unit % KEY_HEADS
-        num_folded, num_new = gl.load(fold + sequence), gl.load(length + sequence)
-        first_token, target = gl.load(begin + sequence).to(gl.int64), gl.load(slot_out + sequence)
-        token = projected + first_token * projected_stride
-        num_places = gl.where(target >= 0, num_folded + num_new, 0)
-        recorded = records + gl.load(row + sequence).to(gl.int64) * row_stride
-        stream = token, projected_stride, recorded, record_stride, num_folded, num_places
+        stream, first_token, target = open_stream(step, sequences, sequence)
+        token, _, recorded, _, num_folded, num_places = stream
         gate, kept_gate = token + CHANNELS + GATES, recorded + CHANNELS
         gates = gate, projected_stride, kept_gate, record_stride, num_folded, num_places
         read = conv_pool + gl.load(slot_in + sequence).to(gl.int64) * conv_stride

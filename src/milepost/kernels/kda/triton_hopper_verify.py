@@ -45,6 +45,7 @@ from milepost.kernels.stream_gluon import (
     load_inputs,
     load_places,
     load_rows,
+    open_stream,
     row_of,
 )
 from milepost.kernels.verify_layout import VerifyLayout
@@ -143,14 +144,12 @@ def _verify_kernel(
     norm = gl.load(norm_weight + o_v), norm_eps
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
+    step = projected, projected_stride, records, row_stride, record_stride
+    sequences = begin, length, fold, row, slot_out
     for unit in range(first, num_units, stride):
         sequence, head = unit // HEADS, unit % HEADS
-        num_folded, num_new = gl.load(fold + sequence), gl.load(length + sequence)
-        first_token, target = gl.load(begin + sequence).to(gl.int64), gl.load(slot_out + sequence)
-        token = projected + first_token * projected_stride
-        num_places = gl.where(target >= 0, num_folded + num_new, 0)
-        recorded = records + gl.load(row + sequence).to(gl.int64) * row_stride
-        stream = token, projected_stride, recorded, record_stride, num_folded, num_places
+        stream, first_token, target = open_stream(step, sequences, sequence)
+        _, _, recorded, _, num_folded, num_places = stream
         own, kept_own = decay_inputs + first_token * WIDTH, recorded + 3 * WIDTH + HEADS
         decays = own, WIDTH, kept_own, record_stride, num_folded, num_places
         read = conv_pool + gl.load(slot_in + sequence).to(gl.int64) * conv_stride

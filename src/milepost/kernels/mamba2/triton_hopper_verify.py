@@ -189,26 +189,12 @@ def _walk_kernel(
         tokens = stream, read, convolution
         own = _ask(stream, read, of_heads, first_head, o_x, TAPS, STEP)
         o_b, o_c = INNER + group * STATE_SIZE + o_k, INNER + WIDTH + group * STATE_SIZE + o_k
-        b_inputs = _ask_channels(*tokens, o_b, 0, True, TAPS, STEP)
-        c_inputs = _ask_channels(*tokens, o_c, 0, True, TAPS, STEP)
-        _keep_vectors(b_inputs, vectors, 0, 0, num_places, TAPS, STEP)
-        _keep_vectors(c_inputs, vectors, PLACES, 0, num_places, TAPS, STEP)
-        if PLACES > STEP:
-            for begin_at in range(STEP, num_places, STEP):
-                b_inputs = _ask_channels(*tokens, o_b, begin_at, False, TAPS, STEP)
-                c_inputs = _ask_channels(*tokens, o_c, begin_at, False, TAPS, STEP)
-                behind = begin_at, num_places
-                _keep_vectors(b_inputs, vectors, begin_at, *behind, TAPS, STEP)
-                _keep_vectors(c_inputs, vectors, PLACES + begin_at, *behind, TAPS, STEP)
+        _keep_group(tokens, vectors, o_b, o_c, num_places, PLACES, TAPS, STEP)
         for member in range(EACH):
             head = first_head + member
             x_inputs, small = own
-            _keep_vectors(x_inputs, values, 0, 0, num_places, TAPS, STEP)
-            if PLACES > STEP:
-                for begin_at in range(STEP, num_places, STEP):
-                    o_own = head * HEAD_DIM + o_x
-                    x_inputs = _ask_channels(*tokens, o_own, begin_at, False, TAPS, STEP)
-                    _keep_vectors(x_inputs, values, begin_at, begin_at, num_places, TAPS, STEP)
+            o_own = head * HEAD_DIM + o_x
+            _keep_values(x_inputs, tokens, values, o_own, num_places, PLACES, TAPS, STEP)
             following = first_head + gl.minimum(member + 1, EACH - 1)
             own = _ask(stream, read, of_heads, following, o_x, TAPS, STEP)
             state = take(work, number, STATE, BY_LINE, SHAPE, UNITS, EACH)
@@ -258,6 +244,50 @@ def _keep_vectors(asked, vectors, first, begin, num_places, TAPS: gl.constexpr, 
     for ahead in gl.static_range(STEP):
         if begin + ahead < num_places:
             vectors.index(first + ahead).store(convolve(inputs, taps, TAPS, ahead, bias))
+
+
+@gluon.jit
+def _keep_group(
+    tokens,
+    vectors,
+    o_b,
+    o_c,
+    num_places,
+    PLACES: gl.constexpr,
+    TAPS: gl.constexpr,
+    STEP: gl.constexpr,
+):
+    """B of all tokens in shared memory, and C behind it, which the heads of a group have in
+    common."""
+    b_inputs = _ask_channels(*tokens, o_b, 0, True, TAPS, STEP)
+    c_inputs = _ask_channels(*tokens, o_c, 0, True, TAPS, STEP)
+    _keep_vectors(b_inputs, vectors, 0, 0, num_places, TAPS, STEP)
+    _keep_vectors(c_inputs, vectors, PLACES, 0, num_places, TAPS, STEP)
+    if PLACES > STEP:
+        for begin in range(STEP, num_places, STEP):
+            b_inputs = _ask_channels(*tokens, o_b, begin, False, TAPS, STEP)
+            c_inputs = _ask_channels(*tokens, o_c, begin, False, TAPS, STEP)
+            _keep_vectors(b_inputs, vectors, begin, begin, num_places, TAPS, STEP)
+            _keep_vectors(c_inputs, vectors, PLACES + begin, begin, num_places, TAPS, STEP)
+
+
+@gluon.jit
+def _keep_values(
+    asked,
+    tokens,
+    values,
+    channel,
+    num_places,
+    PLACES: gl.constexpr,
+    TAPS: gl.constexpr,
+    STEP: gl.constexpr,
+):
+    """A head's x of all tokens in shared memory; that of the first STEP has been asked for."""
+    _keep_vectors(asked, values, 0, 0, num_places, TAPS, STEP)
+    if PLACES > STEP:
+        for begin in range(STEP, num_places, STEP):
+            asked = _ask_channels(*tokens, channel, begin, False, TAPS, STEP)
+            _keep_vectors(asked, values, begin, begin, num_places, TAPS, STEP)
 
 
 @gluon.jit
