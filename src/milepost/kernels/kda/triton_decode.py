@@ -21,7 +21,7 @@ from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import num_sms
 from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import advance
-from milepost.kernels.kda.triton_parts import channel_decay, finish_head, unit
+from milepost.kernels.kda.triton_parts import channel_decay, finish_head, sizes_of, unit
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -49,7 +49,6 @@ def decode(
         return triton_hopper.decode(*inputs, conv_pool, recurrent_pool, *slots)
     num_sequences = len(slot_out)
     _, heads, head_dim, _ = recurrent_pool.shape
-    conv_width = weights.conv.shape[1]
     num_columns = triton.cdiv(head_dim, _COLUMNS)
     y = projected.new_empty(num_sequences, heads * head_dim, dtype=torch.float32)
     output = projected.new_empty(num_sequences, heads * head_dim)
@@ -72,11 +71,7 @@ def decode(
         layout.arrivals,
         y,
         output,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        TAPS=conv_width,
-        BLOCK_TAPS=triton.next_power_of_2(conv_width),
-        BLOCK=triton.next_power_of_2(head_dim),
+        **sizes_of(weights, recurrent_pool),
         EARLY=num_columns * heads * num_sequences <= num_sms(projected.device),
         COLUMNS=_COLUMNS,
         **_DECODE,

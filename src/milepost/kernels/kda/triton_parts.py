@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from milepost.kernels.activations import sigmoid, softplus
+from milepost.kernels.kda.weights import KDAWeights
+
+
+def sizes_of(weights: KDAWeights, recurrent_pool: Tensor) -> dict[str, int]:
+    """The sizes of a mixer, as kernels of decodes name them."""
+    _, heads, head_dim, _ = recurrent_pool.shape
+    conv_width = weights.conv.shape[1]
+    return {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "TAPS": conv_width,
+        "BLOCK_TAPS": triton.next_power_of_2(conv_width),
+        "BLOCK": triton.next_power_of_2(head_dim),
+    }
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from milepost.kernels.conv.triton_parts import (
 from milepost.kernels.device import num_sms
 from milepost.kernels.gated_delta.triton_decode import suits_hopper
 from milepost.kernels.gated_delta.triton_parts import advance
-from milepost.kernels.kda.triton_parts import channel_decay, gated_norm, unit
+from milepost.kernels.kda.triton_parts import channel_decay, gated_norm, sizes_of, unit
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.verify_layout import UNSPECIALISED, VerifyLayout
@@ -64,10 +64,9 @@ def verify(
     y = torch.empty_like(output, dtype=torch.float32)
     _walk_states(projected, decay_inputs, weights, conv_pool, recurrent_pool, layout, records, y)
     _, heads, head_dim, _ = recurrent_pool.shape
-    conv_width, num_sequences = weights.conv.shape[1], layout.num_sequences
-    size, pad = heads * head_dim, triton.next_power_of_2
+    size = heads * head_dim
     num_blocks = triton.cdiv(3 * size + heads, _LEFT) + triton.cdiv(size, _LEFT)
-    _finish[(heads + num_blocks, num_sequences)](
+    _finish[(heads + num_blocks, layout.num_sequences)](
         projected,
         projected.stride(0),
         decay_inputs,
@@ -82,12 +81,8 @@ def verify(
         *layout.sequences,
         y,
         output,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        TAPS=conv_width,
-        BLOCK_TAPS=pad(conv_width),
-        BLOCK_N=pad(records.shape[1] + 1),
-        BLOCK=pad(head_dim),
+        **sizes_of(weights, recurrent_pool),
+        BLOCK_N=triton.next_power_of_2(records.shape[1] + 1),
         BLOCK_C=_LEFT,
         **_FINISH,
         **OVERLAPPED,
@@ -107,7 +102,6 @@ def _walk_states(
     """Write the states of `recurrent_pool`, and to `y` [T, H * K] float32 what new tokens read."""
     num_sequences = layout.num_sequences
     _, heads, head_dim, _ = recurrent_pool.shape
-    conv_width = weights.conv.shape[1]
     num_columns = triton.cdiv(head_dim, _COLUMNS)
     _walk[(num_columns, heads, num_sequences)](
         projected,
@@ -125,11 +119,7 @@ def _walk_states(
         recurrent_pool.stride(0),
         *layout.sequences,
         y,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        TAPS=conv_width,
-        BLOCK_TAPS=triton.next_power_of_2(conv_width),
-        BLOCK=triton.next_power_of_2(head_dim),
+        **sizes_of(weights, recurrent_pool),
         EARLY=num_columns * heads * num_sequences <= num_sms(projected.device),
         COLUMNS=_COLUMNS,
         **_WALK,
@@ -197,13 +187,11 @@ def _walk(
     p_y = y + tl.load(begin + i_sequence).to(tl.int64) * size + o_value
     p_written = pool + written * slot_stride + o_state
     last = num_folded + tl.minimum(num_new, 1) - 1
+    columns = o_key, is_k, o_value, is_v
     wait_for_inputs()
 
     for place in range(num_folded + num_new):
-        b_q = convolve_place(inputs, conv_weight, None, o_key, is_k, place, TAPS, BLOCK_TAPS)
-        b_k = convolve_place(inputs, conv_weight, None, size + o_key, is_k, place, TAPS, BLOCK_TAPS)
-        o_input = 2 * size + o_value
-        b_v = convolve_place(inputs, conv_weight, None, o_input, is_v, place, TAPS, BLOCK_TAPS)
+        b_q, b_k, b_v = _convolve_head(inputs, conv_weight, columns, place, size, TAPS, BLOCK_TAPS)
         b_q, b_k = unit(b_q, b_k, HEAD_DIM)
         beta = sigmoid(load_recorded(inputs, 3 * size + i_head, True, place))
         b_decay = channel_decay(rate, bias, load_recorded(decays, o_key, is_k, place))
@@ -218,6 +206,24 @@ def _walk(
             tl.store(p_written, b_kept, in_state)
         # What a step that ends here would find in the pool.
         b_state = b_kept.to(tl.float32)
+
+
+@triton.jit
+def _convolve_head(
+    inputs,
+    weight,
+    columns,
+    place,
+    SIZE: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+):
+    """A token's query, key and value behind the convolution."""
+    o_key, is_k, o_value, is_v = columns
+    b_q = convolve_place(inputs, weight, None, o_key, is_k, place, TAPS, BLOCK_TAPS)
+    b_k = convolve_place(inputs, weight, None, SIZE + o_key, is_k, place, TAPS, BLOCK_TAPS)
+    b_v = convolve_place(inputs, weight, None, 2 * SIZE + o_value, is_v, place, TAPS, BLOCK_TAPS)
+    return b_q, b_k, b_v
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)

@@ -20,7 +20,7 @@ from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import num_sms, runs_gluon
 from milepost.kernels.mamba2.triton_norm import finish_group
-from milepost.kernels.mamba2.triton_parts import advance, time_step
+from milepost.kernels.mamba2.triton_parts import advance, sizes_of, time_step
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -48,10 +48,8 @@ def decode(
             pools = conv_pool, recurrent_pool
             return triton_hopper.decode(projected, weights, *pools, slot_in, slot_out)
     _, heads, head_dim, state_size = recurrent_pool.shape
-    channels, conv_width = weights.conv.shape
-    inner = heads * head_dim
-    groups = (channels - inner) // (2 * state_size)
-    pad = triton.next_power_of_2
+    sizes, pad = sizes_of(weights, recurrent_pool), triton.next_power_of_2
+    inner, groups = heads * head_dim, sizes["GROUPS"]
     y = projected.new_empty(num_sequences, inner, dtype=torch.float32)
     output = projected.new_empty(num_sequences, inner)
     each = choose_heads(heads, groups, num_sequences, projected.device)
@@ -75,16 +73,10 @@ def decode(
         layout.arrivals,
         y,
         output,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        GROUPS=groups,
-        STATE_SIZE=state_size,
-        TAPS=conv_width,
+        **sizes,
         BEFORE_GATE=weights.norm_before_gate,
-        BLOCK_TAPS=pad(conv_width),
         EACH=each,
         BLOCK_P=pad(each * head_dim),
-        BLOCK_K=pad(state_size),
         BLOCK_W=pad(inner // groups),
         EARLY=heads // each * num_sequences <= num_sms(projected.device),
         num_warps=choose_warps(head_dim, state_size, each),

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from milepost.kernels.activations import softplus
+from milepost.kernels.mamba2.weights import Mamba2Weights
+
+
+def sizes_of(weights: Mamba2Weights, recurrent_pool: Tensor) -> dict[str, int]:
+    """The sizes of a mixer, as kernels of decodes name them."""
+    _, heads, head_dim, state_size = recurrent_pool.shape
+    channels, conv_width = weights.conv.shape
+    return {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "GROUPS": (channels - heads * head_dim) // (2 * state_size),
+        "STATE_SIZE": state_size,
+        "TAPS": conv_width,
+        "BLOCK_TAPS": triton.next_power_of_2(conv_width),
+        "BLOCK_K": triton.next_power_of_2(state_size),
+    }
 
 
 @triton.jit

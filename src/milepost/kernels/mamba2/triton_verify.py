@@ -29,7 +29,7 @@ from milepost.kernels.conv.triton_parts import (
 from milepost.kernels.device import num_sms, runs_gluon
 from milepost.kernels.mamba2.triton_decode import choose_heads, choose_warps
 from milepost.kernels.mamba2.triton_norm import finish_group
-from milepost.kernels.mamba2.triton_parts import advance, time_step
+from milepost.kernels.mamba2.triton_parts import advance, sizes_of, time_step
 from milepost.kernels.mamba2.weights import Mamba2Weights
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.verify_layout import UNSPECIALISED, VerifyLayout
@@ -106,10 +106,8 @@ def _walk_states(
             return triton_hopper_verify.walk(*inputs)
     num_sequences = layout.num_sequences
     _, heads, head_dim, state_size = recurrent_pool.shape
-    channels, conv_width = weights.conv.shape
-    groups = (channels - heads * head_dim) // (2 * state_size)
-    pad = triton.next_power_of_2
-    each = choose_heads(heads, groups, num_sequences, projected.device)
+    sizes = sizes_of(weights, recurrent_pool)
+    each = choose_heads(heads, sizes["GROUPS"], num_sequences, projected.device)
     _walk[(heads // each, num_sequences)](
         projected,
         projected.stride(0),
@@ -128,15 +126,9 @@ def _walk_states(
         recurrent_pool.stride(0),
         *layout.sequences,
         y,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        GROUPS=groups,
-        STATE_SIZE=state_size,
-        TAPS=conv_width,
-        BLOCK_TAPS=pad(conv_width),
+        **sizes,
         EACH=each,
-        BLOCK_P=pad(each * head_dim),
-        BLOCK_K=pad(state_size),
+        BLOCK_P=triton.next_power_of_2(each * head_dim),
         EARLY=heads // each * num_sequences <= num_sms(projected.device),
         num_warps=choose_warps(head_dim, state_size, each),
         **OVERLAPPED,
