@@ -119,8 +119,8 @@ def test_a_schema_that_cannot_be_followed_is_refused(client):
 
 def thinking(client, **options):
     """Options and answer of a request whose random reasoning is neither empty nor endless: with a
-    bias, the model closes it at some point."""
-    for seed in range(20):
+    bias, the model closes it at some point. The first of these seeds is one that does, here."""
+    for seed in (5, *range(20)):
         own = {**OPTIONS, "logit_bias": {"444": 5}, "seed": seed, **options}
         own["extra_body"] = {"chat_template_kwargs": {"enable_thinking": True}}
         message = client.chat.completions.create(**own).choices[0].message

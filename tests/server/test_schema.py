@@ -8,7 +8,8 @@ from schemathesis.checks import not_a_server_error
 
 from tests.server.conftest import serving
 
-SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+NIGHTLY = pytest.param(300, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])
+"""Examples of each operation; to make one takes longer than to answer it."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,10 @@ def schema(folder):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-def test_no_server_error(schema, mode):
+@pytest.mark.parametrize("num_examples", [20, NIGHTLY])
+def test_no_server_error(schema, num_examples, mode):
+    checks = list(HealthCheck)
+    drawn = settings(max_examples=num_examples, deadline=None, suppress_health_check=checks)
     labels = []
     for result in schema.get_all_operations():
         operation = result.ok()
@@ -30,7 +34,7 @@ def test_no_server_error(schema, mode):
             continue  # nothing in it can be wrong
         labels.append(operation.label)
 
-        @SETTINGS
+        @drawn
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case):
             response = case.call()
