@@ -343,8 +343,16 @@ def test_quantized_checkpoint(copy):
 
 def test_missing_config(copy):
     (copy / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"this folder has no config\.json: name one"):
+    with pytest.raises(ConfigError, match=r"there is no config\.json: name one"):
         open_llm(copy)
+
+
+def test_gguf_is_refused_by_name(copy):
+    (copy / "config.json").unlink()
+    (copy / "tiny-q4_k_m.gguf").write_bytes(b"GGUF")
+    for model in (copy, copy / "tiny-q4_k_m.gguf"):
+        with pytest.raises(ConfigError, match="GGUF is not read: name the model's safetensors"):
+            open_llm(model)
 
 
 def test_missing_weights(copy):

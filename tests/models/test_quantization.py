@@ -354,7 +354,15 @@ def test_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
 
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ({"quant_method": "bitsandbytes"}, "bitsandbytes.*use the model's FP8"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION.*NVFP4"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}},
+        },
+        "type int with 8 bits are not(?!.*NVFP4).*use the model's FP8",
+    ),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4.*use the model's FP8"),
     ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "FP8_PB_WO"),
     ({"quant_method": "auto-round", "bits": 8}, "bits=8"),
@@ -598,14 +606,24 @@ def test_both_words_for_kv_in_float8_are_read() -> None:
     assert not has_fp8_kv(Qwen3NextConfig())
 
 
-def test_a_checkpoint_that_does_not_say_how_it_is_quantised_is_refused(tmp_path: Path) -> None:
-    """As ModelOpt's older ones, which say it in a file beside."""
+def test_modelopts_older_checkpoints_say_in_a_file_beside_how_they_are_quantised(tmp_path) -> None:
     stored, _ = write("qwen3_5", tmp_path, "modelopt")
     config = json.loads((stored / "config.json").read_text())
+    expected = logits(load_model(stored)[0])
     del config["quantization_config"]
     (stored / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match="input_scale' has no place in the model"):
         load_model(stored)
+    beside = stored / "hf_quant_config.json"
+    for settings in ('{"producer": {}}', "[]", "{"):
+        beside.write_text(settings)
+        with pytest.raises(ConfigError, match=r"hf_quant_config\.json: not ModelOpt's"):
+            load_model(stored)
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    model, read = load_model(stored)
+    assert torch.equal(logits(model), expected)
+    assert has_fp8_kv(read)
 
 
 @pytest.mark.parametrize(("settings", "named"), REFUSED, ids=lambda each: str(each)[:40])

@@ -12,6 +12,7 @@ from milepost.errors import ConfigError
 EMBEDDED_MODEL = Path(__file__).parent.parent / "tiny"
 
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer*", "*.model"]
+_GGUF = "; GGUF is not read: name the model's safetensors checkpoint"
 _WEIGHT_FILES = ["*.safetensors"]
 
 
@@ -19,15 +20,11 @@ def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) 
     """The folder itself, or the hub's snapshot of it; raises ConfigError if there is neither."""
     folder = Path(model)
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ConfigError(
-                f"model={str(model)!r}: this folder has no config.json: name one with a checkpoint "
-                "in Hugging Face's format"
-            )
-        return folder
-    if folder.is_absolute() or str(model).startswith((".", "~")):
+        return _checked(folder, model)
+    if folder.is_absolute() or folder.exists() or str(model).startswith((".", "~")):
         what = "this is a file, not a folder" if folder.exists() else "there is no such folder"
-        raise ConfigError(f"model={str(model)!r}: {what}")
+        advice = _GGUF if folder.suffix == ".gguf" else ""
+        raise ConfigError(f"model={str(model)!r}: {what}{advice}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -37,9 +34,20 @@ def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) 
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
-        return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+        found = Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"model={str(model)!r} is neither a folder nor a checkpoint from the hub ({why})"
         ) from error
+    return _checked(found, model)
+
+
+def _checked(folder: Path, model: str | Path) -> Path:
+    """The folder, which has a configuration."""
+    if (folder / "config.json").exists():
+        return folder
+    advice = ": name one with a checkpoint in Hugging Face's format"
+    if "gguf" in str(model).lower() or any(folder.glob("*.gguf")):
+        advice = _GGUF
+    raise ConfigError(f"model={str(model)!r}: there is no config.json{advice}")

@@ -32,6 +32,7 @@ from milepost.models.quantization import (
     Quantization,
     on_the_fly,
     quantization_settings,
+    read_modelopt_file,
     read_quantization,
 )
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
@@ -211,6 +212,8 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
     refuse_unsupported(config.get_text_config(), architecture)
+    if not quantization_settings(config) and (own := read_modelopt_file(folder)):
+        config.quantization_config = own
     return config
 
 

@@ -8,14 +8,16 @@ lists do.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from milepost.errors import UnsupportedModelError
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.quantised import Fp8Precision
 from milepost.layers.weights import RAW, Precision
 from milepost.models.quantization.compressed import read_compressed
@@ -26,7 +28,14 @@ from milepost.models.quantization.methods import (
     read_gptq,
     read_modelopt,
 )
-from milepost.models.quantization.rules import FOUR_BIT_FLOATS, Form, Group, Rule, mapping_of
+from milepost.models.quantization.rules import (
+    FOUR_BIT_FLOATS,
+    USE_INSTEAD,
+    Form,
+    Group,
+    Rule,
+    mapping_of,
+)
 
 SKIPPED = (r".*\.[qkv]_scale$", r".*\.kv_scale$", r".*\.prob_scale$")
 """Scales of what attention multiplies, but for those of KV that have a place (see
@@ -38,6 +47,7 @@ _STAY_RAW = re.compile(
 """Projections that are not rounded on the fly: small, and answers depend on them most; `kv_b_proj`
 is kept raw whatever the checkpoint has."""
 
+_MODELOPT_FILE = "hf_quant_config.json"
 _FOUR_BIT_METHODS = ("mxfp4", "modelopt_fp4", "petit_nvfp4")
 _READERS = {
     "fp8": read_fp8,
@@ -103,6 +113,18 @@ def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any]:
     return own or getattr(config.get_text_config(), "quantization_config", None) or {}
 
 
+def read_modelopt_file(folder: Path) -> Mapping[str, Any]:
+    """What ModelOpt's older checkpoints say in a file beside `config.json`; empty without it.
+    Raises ConfigError."""
+    path = folder / _MODELOPT_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return {"quant_method": "modelopt", **json.loads(path.read_text("utf-8"))["quantization"]}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: not ModelOpt's configuration ({error!r})") from error
+
+
 def has_fp8_kv(config: PreTrainedConfig) -> bool:
     """Whether the checkpoint is made for KV in float8; raises UnsupportedModelError for KV in what
     is not supported."""
@@ -133,9 +155,10 @@ def read_quantization(
     """What `quantization_config` says; raises UnsupportedModelError for what is not supported."""
     method = settings.get("quant_method")
     if method not in _READERS:
-        others = f"; {FOUR_BIT_FLOATS}" if method in _FOUR_BIT_METHODS else ""
+        advice = FOUR_BIT_FLOATS if method in _FOUR_BIT_METHODS else USE_INSTEAD
         raise UnsupportedModelError(
-            f"quant_method={method!r} is not supported; supported are {', '.join(_READERS)}{others}"
+            f"quant_method={method!r} is not supported; supported are {', '.join(_READERS)}; "
+            f"{advice}"
         )
     groups, is_left = _READERS[method](settings)
     return Quantization(groups, is_left, names, has_files)

@@ -11,6 +11,7 @@ from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp8Precision, Int4Precision
 from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
+    USE_INSTEAD,
     Form,
     Group,
     Read,
@@ -82,8 +83,9 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
         activations = "" if inputs is None else f", {inputs.get('num_bits')}-bit activations"
         raise UnsupportedModelError(
             f"{name}: weights of type {kind[0]} with {kind[1]} bits{activations} are not "
-            "supported; supported are float8 weights with float8 activations, and 4-bit "
-            f"integer weights with raw activations; {FOUR_BIT_FLOATS}"
+            "supported; supported are float8 weights with float8 activations, and 4-bit integer "
+            "weights with raw activations; "
+            f"{FOUR_BIT_FLOATS if kind == ('float', 4) else USE_INSTEAD}"
         )
     for what, values in (("weights", weights), ("input_activations", inputs or {})):
         want_known(values, _KNOWN_OF_VALUES, where=f"{name}.{what}")

@@ -11,6 +11,7 @@ from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp8Precision, Int4Precision
 from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
+    USE_INSTEAD,
     Group,
     Read,
     any_of,
@@ -69,7 +70,9 @@ _AUTOROUND_KEYS = ("bits", "group_size", "sym", "data_type")
 def read_fp8(settings: Mapping[str, Any]) -> Read:
     """DeepSeek's and Qwen's own format, which transformers calls fine-grained FP8."""
     if settings.get("weight_block_size") is None:
-        raise UnsupportedModelError("quant_method='fp8' is supported with weight_block_size only")
+        raise UnsupportedModelError(
+            f"quant_method='fp8' is supported with weight_block_size only; {USE_INSTEAD}"
+        )
     want(settings, "weight_block_size", [128, 128])
     want(settings, "activation_scheme", "dynamic", default="dynamic")
     want(settings, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
@@ -197,10 +200,13 @@ def _is_left_in_16_bits(settings: Mapping[str, Any], extra: Any, where: str) -> 
 
 def read_modelopt(settings: Mapping[str, Any]) -> Read:
     """NVIDIA's ModelOpt: FP8 with a scale for each projection and one for what it reads."""
-    if settings.get("quant_algo") != "FP8":
+    algorithm = settings.get("quant_algo")
+    if algorithm != "FP8":
+        # Of several precisions: experts are in NVFP4 then.
+        has_four_bits = "FP4" in str(algorithm) or algorithm == "MIXED_PRECISION"
         raise UnsupportedModelError(
-            f"quant_method='modelopt' with quant_algo={settings.get('quant_algo')!r} is not "
-            f"supported; supported is 'FP8'; {FOUR_BIT_FLOATS}"
+            f"quant_method='modelopt' with quant_algo={algorithm!r} is not supported; supported is "
+            f"'FP8'; {FOUR_BIT_FLOATS if has_four_bits else USE_INSTEAD}"
         )
     want_known(settings, _KNOWN_OF_MODELOPT, where=_CONFIG)
     for name, group in mapping_of(settings.get("config_groups"), "config_groups").items():

@@ -18,9 +18,12 @@ from milepost.layers.quantised import Fp8Precision, Int4Precision
 Rule = Callable[[str], bool]
 Form = Fp8Precision | Int4Precision
 
+USE_INSTEAD = (
+    "use the model's FP8 or 4-bit integer checkpoint, or its raw one with quantization='fp8'"
+)
 FOUR_BIT_FLOATS = (
-    "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): use the "
-    "model's FP8 or 4-bit integer checkpoint"
+    "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): "
+    f"{USE_INSTEAD}"
 )
 NOTHING = (None, False, "", 0, [], {})
 """Values of settings that say nothing."""
