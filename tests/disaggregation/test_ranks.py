@@ -21,12 +21,14 @@ from milepost.disaggregation.part_reader import PartReader
 from milepost.disaggregation.transport import TransferError
 from milepost.engine import rank_process, setup
 from milepost.errors import EngineDeadError
-from tests.disaggregation import test_faults, test_transfers
+from tests.disaggregation import test_beside, test_faults, test_transfers
+from tests.disaggregation.conftest import DIVIDES, save_small
 from tests.disaggregation.fleet import open_engine, running
 from tests.disaggregation.storm import Storm, open_storm
 from tests.disaggregation.test_faults import is_computed, jump
 from tests.disaggregation.test_transfers import output_of, report_of
 from tests.engines import greedy, tokens
+from tests.mtp import add_head
 from tests.parallel.team import ThreadTeam
 
 NUM_LOOKS = 8
@@ -210,6 +212,15 @@ def test_engines_of_one_and_of_two_ranks_are_refused_by_name(tiny, transport, ca
             fleet.check()
             fleet.engines[1].reset_prefix_cache()
             fleet.engines.reverse()
+
+
+def test_beside_all_that_engines_of_ranks_can_have(tmp_path):
+    """Whole experts on each rank, drafts of a head with experts, float8 KV, host memory."""
+    headed = save_small(tmp_path, **DIVIDES)
+    add_head(headed.folder)
+    options = test_beside.DRAFTS | test_beside.FLOAT8 | test_beside.HOST
+    options |= {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    test_beside.test_answers_are_those_of_one_plain_engine(headed, options)
 
 
 @pytest.mark.nightly

@@ -188,3 +188,9 @@ class MoE(nn.Module):
         """Of what it holds itself."""
         if self.bias is not None:
             self.bias.zero_()
+
+
+def elsewhere_of(model: nn.Module) -> tuple[str, ...]:
+    """Patterns of names of a checkpoint's tensors that only other ranks read."""
+    patterns = (module.elsewhere for module in model.modules() if isinstance(module, MoE))
+    return tuple(pattern for pattern in patterns if pattern)

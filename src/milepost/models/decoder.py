@@ -19,7 +19,7 @@ from milepost.kernels.batch import Operation
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.embedding import embed
 from milepost.layers.linear import Linear
-from milepost.layers.moe import MoE
+from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
@@ -186,8 +186,7 @@ class Decoder(nn.Module):
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """Patterns of names of a checkpoint's tensors that only other ranks read."""
-        patterns = (module.elsewhere for module in self.modules() if isinstance(module, MoE))
-        return tuple(pattern for pattern in patterns if pattern)
+        return elsewhere_of(self)
 
     @torch.no_grad()
     def pack(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from milepost.errors import MilepostError, UnsupportedModelError
+from milepost.layers.moe import elsewhere_of
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import merge
 from milepost.models.architecture import HEAD, Architecture
@@ -46,7 +47,8 @@ def check_head(
     if files is not None:
         outline = architecture.head_of(config, replace(kind, device=torch.device("meta")))
         holders = (module for module in outline.modules() if hasattr(module, "placements"))
-        files.check(merge(holder.placements() for holder in holders), f"{HEAD}.")
+        placements = merge(holder.placements() for holder in holders)
+        files.check(placements, f"{HEAD}.", elsewhere_of(outline))
 
 
 def why_no_head(

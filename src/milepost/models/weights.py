@@ -61,11 +61,16 @@ class WeightFiles:
             for file in files:
                 self._read_file(file, names[file], placements, pattern, reader, note_bytes)
 
-    def check(self, placements: Placements, prefix: str) -> None:
+    def check(self, placements: Placements, prefix: str, elsewhere: Sequence[str] = ()) -> None:
         """Raise WeightsError, naming file and tensor, unless what begins with `prefix` is exactly
-        what is placed; reads no values."""
+        what is placed, or is one of the patterns `elsewhere`; reads no values."""
+        pattern = re.compile("|".join(elsewhere) or "(?!)")
         self._refuse_missing(placements)
-        own = {name: file for name, file in self.by_name.items() if name.startswith(prefix)}
+        own = {
+            name: file
+            for name, file in self.by_name.items()
+            if name.startswith(prefix) and not pattern.match(name)
+        }
         for name, file in own.items():
             if name not in placements:
                 raise _no_place(file, name)
