@@ -30,6 +30,8 @@ LINES = (
     "--tool-call-parser nemotron_json",
     '--compilation_config.cudagraph_mode=PIECEWISE ./m -O.level=3 -cc {"level":3} '
     "-cc.cudagraph_mode FULL --kernel-config.moe_backend=triton --attention-config {}",
+    "./m --log-error-stack --no-enable-log-deltas --kda-prefill-backend auto --eplb-config {} "
+    '--config-format hf --fingerprint-mode none --disable-async-output-proc -sc {"method":"mtp"}',
     '--mm-processor-cache-type shm ./m --speculative-config {"method":"nemotron_h_mtp",'
     '"num_speculative_tokens":3,"moe_backend":"triton","attention_backend":"FLASHINFER"}',
 )
@@ -70,7 +72,11 @@ def test_names_and_values_of_vllms_are_ours():
     ("line", "words"),
     [
         ("--lora-modules a=b c=d --port 1", "--lora-modules a=b c=d is not supported: merge"),
-        ("-dp 4", "--data-parallel-size 4 is not supported: run one server for each GPU"),
+        ("-dp 4", "--data-parallel-size 4 is not supported: run one server for each GPU behind a"),
+        ("--data-parallel-hybrid-lb", "or on Ray Serve (docs/disaggregation.md)"),
+        ("--num-speculative-tokens 3", "use --speculative-config"),
+        ("--fingerprint-mode hash", "responses have no system_fingerprint"),
+        ("--pooler-config {}", "only text"),
         ("--task embed", "--task embed is not supported: only text"),
         ("--cpu-offload-gb=10", "--cpu-offload-gb 10 is not supported: weights stay"),
         ("--download-dir /d", "HF_HUB_CACHE"),

@@ -19,7 +19,10 @@ import pytest
 from milepost.cli import serve
 from milepost.engine.metrics import Metric
 from milepost.server import connections, stats
+from milepost.server.config import ServerConfig
+from milepost.server.run import HttpServer
 from tests.server.conftest import ENVIRONMENT, serving
+from tests.server.inprocess import service
 from tests.server.test_faults import LONG, until
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
@@ -33,6 +36,20 @@ def limited(folder):
     flags += ("--max-connections", str(MAX_CONNECTIONS), "--max-request-bytes", "10000")
     with serving(folder, *flags) as running:
         yield running
+
+
+def test_idle_connections_outlive_those_of_proxies():
+    """Pools of nginx, ALB and Go's transport keep theirs for 60 to 90 seconds."""
+
+    async def kept(config):
+        own = service(config)
+        try:
+            return HttpServer(own).config.timeout_keep_alive
+        finally:
+            await own.close()
+
+    assert asyncio.run(kept(ServerConfig())) > 90
+    assert asyncio.run(kept(ServerConfig(keep_alive_timeout_s=1.5))) == 2
 
 
 @pytest.fixture

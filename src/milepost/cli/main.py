@@ -20,6 +20,7 @@ from rich.console import Console
 import milepost
 from milepost.cli.bench import bench_command
 from milepost.cli.chat import chat_command
+from milepost.cli.config_file import with_file
 from milepost.cli.display import Screen
 from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.run_batch import run_batch_command
@@ -44,7 +45,7 @@ def main(
     app = build_app(open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server)
     try:
         if arguments[:1] in (["serve"], ["run-batch"]):
-            arguments = [arguments[0], *translated(arguments[1:])]
+            arguments = [arguments[0], *translated(with_file(arguments[1:]))]
         status = app(
             arguments,
             exit_on_error=False,

@@ -22,7 +22,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SHORT = {"-q": "--quantization", "-pp": "--pipeline-parallel-size", "-O": "--optimization-level"}
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-q": "--quantization",
+    "-pp": "--pipeline-parallel-size",
+    "-O": "--optimization-level",
+}
 _SHORT |= {"-dp": "--data-parallel-size", "-ep": "--enable-expert-parallel"}
 _SHORT |= {"-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size"}
 _SHORT |= {"-cc": "--compilation-config", "-ac": "--attention-config"}
@@ -59,7 +64,10 @@ _DROPPED = _names(
     "enable-flashinfer-autotune skip-mm-profiling use-tqdm-on-load disable-chunked-mm-input "
     "interleave-mm-strings kv-cache-metrics cudagraph-metrics enable-layerwise-nvtx-tracing "
     "scheduler-reserve-full-isl enable-ep-weight-filter aggregate-engine-logging "
-    "disable-nccl-for-dp-synchronization enable-offline-docs fail-on-environ-validation"
+    "disable-nccl-for-dp-synchronization enable-offline-docs fail-on-environ-validation "
+    "log-error-stack disable-async-output-proc enable-flash-late-interaction enable-elastic-ep "
+    "kv-sharing-fast-prefill fully-sharded-loras allow-deprecated-quantization "
+    "ray-workers-use-nsight cohere-is-reasoning-model enable-log-deltas"
 )
 """Without a value."""
 _DROPPED_WITH_VALUE = _names(
@@ -77,13 +85,19 @@ _DROPPED_WITH_VALUE = _names(
     "gdn-prefill-backend linear-backend attention-config kernel-config mm-processor-cache-type "
     "mm-encoder-attn-backend mm-shm-cache-max-object-size-mb max-cudagraph-capture-size "
     "renderer-num-workers ubatch-size numa-bind-nodes additional-config media-io-kwargs "
-    "video-pruning-rate"
+    "video-pruning-rate kda-prefill-backend expert-placement-strategy eplb-config "
+    "kv-cache-metrics-sample distributed-timeout-seconds cp-kv-cache-interleave-size "
+    "tokenizer-pool-size tokenizer-pool-type tokenizer-pool-extra-config scheduler-delay-factor "
+    "data-parallel-supervisor-port data-parallel-rpc-port dp-supervisor-probe-interval-s "
+    "dp-supervisor-probe-timeout-s dp-supervisor-probe-failure-threshold cohere-format "
+    "prefill-schedule-interval"
 )
 
-_ROUTER = "run one server for each GPU behind a router (docs/disaggregation.md)"
+_ROUTER = "run one server for each GPU behind a router, or on Ray Serve (docs/disaggregation.md)"
 _TEXT = "only text generation is served"
 _MERGE = "merge the adapter into the weights"
 _OVERRIDE = "use --hf-overrides, with rope_parameters"
+_DRAFTS = "use --speculative-config, a JSON object"
 _COPY = "edit config.json in a copy of the checkpoint, and serve that folder"
 _ONE_MACHINE = "a server runs on one machine"
 _TOOL_PLUGINS = (
@@ -103,6 +117,10 @@ _ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
     "prefill-context-parallel-size": (("1",), "use --tensor-parallel-size"),
     "nnodes": (("1",), _ONE_MACHINE),
     "node-rank": (("0",), _ONE_MACHINE),
+    "data-parallel-start-rank": (("0",), _ROUTER),
+    "config-format": (("auto", "hf"), "checkpoints are in Hugging Face's format"),
+    "fingerprint-mode": (("none",), "responses have no system_fingerprint"),
+    "offload-backend": (("auto",), "weights stay on the GPU"),
     "task": (("auto", "generate"), _TEXT),
     "runner": (("auto", "generate"), _TEXT),
     "convert": (("auto", "none"), _TEXT),
@@ -130,6 +148,15 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "lora-modules": (1, _MERGE),
     "max-loras": (1, _MERGE),
     "max-lora-rank": (1, _MERGE),
+    "max-cpu-loras": (1, _MERGE),
+    "lora-dtype": (1, _MERGE),
+    "enable-lora-bias": (0, _MERGE),
+    "default-mm-loras": (1, _MERGE),
+    "speculative-model": (1, _DRAFTS),
+    "num-speculative-tokens": (1, _DRAFTS),
+    "spec-method": (1, _DRAFTS),
+    "spec-model": (1, _DRAFTS),
+    "spec-tokens": (1, _DRAFTS),
     "rope-scaling": (1, _OVERRIDE),
     "rope-theta": (1, _OVERRIDE),
     "hf-config-path": (1, _COPY),
@@ -138,15 +165,15 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "data-parallel-rank": (1, _ROUTER),
     "data-parallel-address": (1, _ROUTER),
     "data-parallel-backend": (1, _ROUTER),
+    "data-parallel-hybrid-lb": (0, _ROUTER),
+    "data-parallel-external-lb": (0, _ROUTER),
     "download-dir": (1, "set the environment variable HF_HUB_CACHE"),
     "hf-token": (1, "set the environment variable HF_TOKEN"),
     "tokenizer-revision": (1, "use --tokenizer with a folder"),
     "num-gpu-blocks-override": (1, "use --num-pages, which counts pages of --page-size tokens"),
     "calculate-kv-scales": (0, "the scales are the checkpoint's, or 1"),
-    "config": (1, "write what the file says as flags"),
     "log-config-file": (1, "logs go to standard error; see --verbose and --no-access-log"),
     "enable-log-outputs": (0, "answers are never logged"),
-    "enable-log-deltas": (0, "answers are never logged"),
     "middleware": (1, "put a proxy in front of the server"),
     "otlp-traces-endpoint": (1, "see /metrics and the access log, which has a line per request"),
     "collect-detailed-traces": (1, "see /metrics and the access log"),
@@ -159,6 +186,24 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "enable-mamba-cache-stochastic-rounding": (0, "states are rounded to the nearest value"),
     "mamba-cache-philox-rounds": (1, "states are rounded to the nearest value"),
     "logits-processors": (1, "leave it out"),
+    "logits-processor-pattern": (1, "leave it out"),
+    "io-processor-plugin": (1, "leave it out"),
+    "profiler-config": (1, "see bench/profile_step.py"),
+    "model-class-overrides": (1, "leave it out"),
+    "weight-transfer-config": (1, "restart the server for new weights"),
+    "ec-transfer-config": (1, _TEXT),
+    "pooler-config": (1, _TEXT),
+    "override-pooler-config": (1, _TEXT),
+    "enable-return-routed-experts": (0, "leave it out"),
+    "kv-cache-dtype-skip-layers": (1, "--kv-cache-dtype is that of all layers"),
+    "reasoning-config": (1, "leave it out: thinking_token_budget needs none"),
+    "tool-server": (1, "clients run the tools"),
+    "tokens-only": (0, "see --skip-tokenizer-init"),
+    "grpc": (0, "only HTTP is served"),
+    "ssl-ciphers": (1, "put a proxy in front of the server"),
+    "enable-per-request-metrics": (0, "see /metrics and the access log"),
+    "enable-tokenizer-info-endpoint": (0, "see the checkpoint's tokenizer_config.json"),
+    "fingerprint-value": (1, "responses have no system_fingerprint"),
     "scheduler-cls": (1, "leave it out"),
     "worker-cls": (1, "leave it out"),
     "worker-extension-cls": (1, "leave it out"),
@@ -288,6 +333,12 @@ def _json(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def full_name(flag: str) -> str:
+    """A flag's name in our words, without dashes before it."""
+    name = _SHORT.get(flag, flag).lstrip("-").replace("_", "-")
+    return _SAME.get(name, name)
 
 
 def known() -> Iterable[str]:

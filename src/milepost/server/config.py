@@ -55,6 +55,9 @@ class ServerConfig:
     head_timeout_s: float = 30.0
     """Longest time from a connection's start to the end of its first request's headers, and from
     one request's first byte to the end of its headers."""
+    keep_alive_timeout_s: float = 120.0
+    """How long a connection stays open without a request, longer than proxies keep theirs: one that
+    sends a request while the server closes gets no response."""
     body_timeout_s: float = 60.0
     """Longest silence while a request's body is awaited; then 408."""
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -136,6 +139,7 @@ _POSITIVE = (
     "request_timeout_s",
     "write_timeout_s",
     "head_timeout_s",
+    "keep_alive_timeout_s",
     "body_timeout_s",
     "grammar_timeout_s",
     "max_request_bytes",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -181,6 +182,7 @@ class HttpServer(uvicorn.Server):
                     max_connections=service.config.max_connections or max_connections,
                     head_timeout_s=service.config.head_timeout_s,
                 ),
+                timeout_keep_alive=math.ceil(service.config.keep_alive_timeout_s),
                 timeout_graceful_shutdown=int(limit + LAST_WORDS_S) + 1,
             )
         )
