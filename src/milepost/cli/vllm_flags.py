@@ -22,12 +22,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SHORT = {
-    "-tp": "--tensor-parallel-size",
-    "-q": "--quantization",
-    "-pp": "--pipeline-parallel-size",
-    "-O": "--optimization-level",
-}
+_SHORT = {"-q": "--quantization", "-pp": "--pipeline-parallel-size", "-O": "--optimization-level"}
+_SHORT |= {"-tp": "--tensor-parallel-size", "-sc": "--speculative-config"}
 _SHORT |= {"-dp": "--data-parallel-size", "-ep": "--enable-expert-parallel"}
 _SHORT |= {"-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size"}
 _SHORT |= {"-cc": "--compilation-config", "-ac": "--attention-config"}
