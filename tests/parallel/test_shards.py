@@ -270,6 +270,22 @@ def test_what_does_not_divide_is_refused_by_name(name, changes, size, named, tmp
         load_model(tmp_path, ranks=Ranks(size=size))
 
 
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("kimi_linear", "model.layers.0.self_attn num_heads=4"),
+        ("nemotron_h", "backbone.layers.0.mixer num_heads=16"),
+        ("granitemoehybrid", "model.layers.0.mamba num_heads=8"),
+        ("bamba", "model.layers.0.mamba num_heads=8"),
+        ("lfm2_moe", "model.layers.0.conv hidden_size=64"),
+        ("olmo_hybrid", "model.layers.0.linear_attn num_key_heads=4"),
+    ],
+)
+def test_what_three_ranks_cannot_share_is_refused_by_name(name, named, folder_of):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size=3: {named} is not a multiple"):
+        load_model(folder_of(name), ranks=Ranks(size=3))
+
+
 def test_experts_that_do_not_divide_are_refused_by_name(tmp_path):
     save("qwen3_next", tmp_path, **(EVEN | DELTA | MIXTURE | {"num_experts": 6}))
     with pytest.raises(ConfigError, match="mlp num_experts=6"):
@@ -279,4 +295,12 @@ def test_experts_that_do_not_divide_are_refused_by_name(tmp_path):
 def test_blocks_that_ranks_would_share_are_refused_by_name(tmp_path):
     folder, _ = write("qwen3_5_moe", tmp_path, "fp8-blocks", **QUANTISED | SHARED_BLOCKS)
     with pytest.raises(ConfigError, match=r"weight_scale_inv: a rank's part is not whole blocks"):
+        load_model(folder, ranks=Ranks(size=2))
+
+
+def test_groups_of_four_bits_that_ranks_would_share_are_refused_by_name(tmp_path):
+    sizes = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 192}
+    folder, _ = write("qwen3_5_moe", tmp_path, "awq", **QUANTISED | sizes)
+    named = "mlp: 96 inputs of a rank are not whole pairs of groups of 32; use a smaller tensor"
+    with pytest.raises(ConfigError, match=named):
         load_model(folder, ranks=Ranks(size=2))

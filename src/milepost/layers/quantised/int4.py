@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from milepost.errors import UnsupportedModelError, WeightsError
+from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels.quantised import Int4, lane_of, pack
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements
@@ -85,12 +85,14 @@ class Int4Precision:
             "g_idx": Axes(None, (0, 1)),
         }
 
-    def group_of(self, num_inputs: int, path: str) -> int:
+    def group_of(self, num_inputs: int, kind: ParameterKind) -> int:
         group = num_inputs if self.group == -1 else self.group
         if num_inputs % group or num_inputs % (2 * lane_of(group)):
-            raise UnsupportedModelError(
-                f"{path}: {num_inputs} inputs are not whole pairs of groups of {group}"
-            )
+            what = f"{kind.path}: {num_inputs} inputs"
+            why = f"are not whole pairs of groups of {group}"
+            if kind.ranks.is_alone:
+                raise UnsupportedModelError(f"{what} {why}")
+            raise ConfigError(f"{what} of a rank {why}; use a smaller tensor_parallel_size")
         return group
 
 
@@ -103,7 +105,7 @@ class _Int4Stack(nn.Module):
         super().__init__()
         *stack, num_outputs, num_inputs = shape
         self.precision, self.kind, self.num_inputs = precision, kind, num_inputs
-        self.group = precision.group_of(num_inputs, kind.path)
+        self.group = precision.group_of(num_inputs, kind)
         groups = (*stack, num_outputs, num_inputs // self.group)
         self.packed = empty(kind, (*stack, num_outputs, num_inputs // 2), torch.uint8)
         self.scales = ones(kind, groups, kind.dtype)
