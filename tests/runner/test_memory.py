@@ -55,3 +55,13 @@ def test_pages_get_all_of_it_where_states_lie_beside_them():
     assert sizes.num_bytes(shape) == 100 * shape.page_bytes
     with pytest.raises(ConfigError, match="are left for the cache"):
         split(shape.page_bytes - 1, shape, max_num_seqs=4)
+
+
+def test_a_cache_without_room_says_how_much_is_missing():
+    """Weights may take more than their share: what is left is below nothing."""
+    attention = AttentionSpec(num_kv_heads=1, head_dim=8)
+    shape = PoolShape(
+        specs=(attention,), page_size=16, dtype=torch.float32, state_dtype=torch.float32
+    )
+    with pytest.raises(ConfigError, match=r"^0\.000 GiB are left .*: 2\.000 GiB are missing"):
+        split(-2 * 2**30, shape, max_num_seqs=4)
