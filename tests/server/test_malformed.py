@@ -99,6 +99,19 @@ def test_paths_and_methods(http):
     assert http.get("/v1/models/other").json()["error"]["param"] == "model"
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/v1/rerank", "/v1/audio/speech"])
+def test_what_other_models_are_for_is_named(path):
+    response = answered(ServerConfig(), path, {})
+    assert response.status_code == 404
+    assert f"{path} is not served: this server's models" in response.json()["error"]["message"]
+
+
+def test_a_post_without_a_body_may_have_any_type():
+    """aiohttp says that nothing is an application/octet-stream."""
+    headers = {"content-type": "application/octet-stream", "content-length": "0"}
+    assert answered(ServerConfig(), "/ping", "", headers).status_code == 200
+
+
 def test_surrogates_deep_in_a_body(http):
     body = b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", '
     body += b'"function": {"name": "f", "parameters": {"x": "\\udfff"}}}]}'

@@ -47,6 +47,8 @@ _TYPES = {
     415: "unsupported_media_type",
     500: "internal_error",
 }
+_OTHER_TASKS = ("/embed", "/score", "/rerank", "/pooling", "/classify", "/audio", "/images")
+"""How paths begin that other servers have for other kinds of models."""
 _FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?(?:=|: )")
 """How messages about one field begin."""
 
@@ -184,7 +186,9 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
 def of_http(error: HTTPException, method: str, path: str) -> HttpError:
     """Starlette's own, which say no more than the status: no such path, no such method."""
     message = str(error.detail)
-    if error.status_code == 404:
+    if error.status_code == 404 and path.removeprefix("/v1").startswith(_OTHER_TASKS):
+        message = f"{path} is not served: this server's models generate text"
+    elif error.status_code == 404:
         message = f"there is no {path} here: /docs has what there is"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
