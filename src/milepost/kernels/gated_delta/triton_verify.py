@@ -132,27 +132,27 @@ def _convolve(
     """One head: convolution, SiLU, L2 norm of queries and keys into `mixed` [S, R, C] float32;
     moves the head's convolution state on, and records the drafts' inputs."""
     let_next_start()
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    written = tl.load(slot_out + sequence).to(tl.int64)
+    i_n, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    written = tl.load(slot_out + i_n).to(tl.int64)
     if written < 0:
         return
-    num_folded, num_new = tl.load(fold + sequence), tl.load(length + sequence)
-    first, size = head_channels(head, KEY_HEADS, KEY_DIM, VALUE_DIM)
-    column = tl.arange(0, BLOCK)
-    channel, is_channel = first + column, column < size
-    tokens = projected + tl.load(begin + sequence).to(tl.int64) * projected_stride
-    records += tl.load(row + sequence).to(tl.int64) * row_stride
-    state = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
-    stream = tokens, projected_stride, records, record_stride, state, num_folded
-    mixed += sequence * places * channels + channel
+    num_folded, num_new = tl.load(fold + i_n), tl.load(length + i_n)
+    first, size = head_channels(i_h, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    o_c = tl.arange(0, BLOCK)
+    o_channel, is_channel = first + o_c, o_c < size
+    p_tokens = projected + tl.load(begin + i_n).to(tl.int64) * projected_stride
+    p_records = records + tl.load(row + i_n).to(tl.int64) * row_stride
+    p_state = pool + tl.load(slot_in + i_n).to(tl.int64) * slot_stride
+    stream = p_tokens, projected_stride, p_records, record_stride, p_state, num_folded
+    p_mixed = mixed + i_n * places * channels + o_channel
     for place in range(num_folded + num_new):
-        x = convolve_place(stream, weight, None, channel, is_channel, place, TAPS, BLOCK_TAPS)
-        x *= unit_scale(x, head, KEY_HEADS, KEY_DIM, 0)
-        tl.store(mixed + place * channels, x, is_channel)
+        b_x = convolve_place(stream, weight, None, o_channel, is_channel, place, TAPS, BLOCK_TAPS)
+        b_x *= unit_scale(b_x, i_h, KEY_HEADS, KEY_DIM, 0)
+        tl.store(p_mixed + place * channels, b_x, is_channel)
 
     last = num_folded + tl.minimum(num_new, 1) - 1
-    target = pool + written * slot_stride
-    move_on(stream, target, channel, is_channel, is_channel, last, num_new, TAPS, BLOCK_TAPS)
+    p_written = pool + written * slot_stride
+    move_on(stream, p_written, o_channel, is_channel, is_channel, last, num_new, TAPS, BLOCK_TAPS)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
@@ -188,74 +188,74 @@ def _update(
 ):
     """One value head: its state [K, W] moves on token by token; of new ones it is read, and the
     gated norm of that goes to `output` [T, V * W]."""
-    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_hv, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
     is_k, is_v = o_k < KEY_DIM, o_v < VALUE_DIM
-    written = tl.load(slot_out + sequence).to(tl.int64)
+    written = tl.load(slot_out + i_n).to(tl.int64)
     if written < 0:
         # Padding waits too: a launch that is nothing else must not end before the one before it.
         wait_for_inputs()
         return
-    num_folded, num_new = tl.load(fold + sequence), tl.load(length + sequence)
-    state_at = (head * KEY_DIM + o_k[:, None]) * VALUE_DIM + o_v[None, :]
-    in_state = is_k[:, None] & is_v[None, :]
-    state_type = pool.dtype.element_ty
-    read = pool + tl.load(slot_in + sequence).to(tl.int64) * slot_stride
-    state = tl.load(read + state_at, in_state, 0).to(tl.float32)
-    first = tl.load(begin + sequence).to(tl.int64)
-    tokens = projected + first * projected_stride + channels
-    gates = tokens + VALUE_HEADS * VALUE_DIM + head
-    recorded = records + tl.load(row + sequence).to(tl.int64) * row_stride + channels + head
-    output += (first * VALUE_HEADS + head) * VALUE_DIM + o_v
-    rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
-    weight = tl.load(norm_weight + o_v, is_v, 0)
-    query_at = mixed + sequence * places * channels + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
-    value_at = mixed + sequence * places * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    num_folded, num_new = tl.load(fold + i_n), tl.load(length + i_n)
+    o_h = (i_hv * KEY_DIM + o_k[:, None]) * VALUE_DIM + o_v[None, :]
+    in_h = is_k[:, None] & is_v[None, :]
+    p_read = pool + tl.load(slot_in + i_n).to(tl.int64) * slot_stride
+    b_h = tl.load(p_read + o_h, in_h, 0).to(tl.float32)
+    first = tl.load(begin + i_n).to(tl.int64)
+    p_tokens = projected + first * projected_stride + channels
+    p_gates = p_tokens + VALUE_HEADS * VALUE_DIM + i_hv
+    p_records = records + tl.load(row + i_n).to(tl.int64) * row_stride + channels + i_hv
+    p_o = output + (first * VALUE_HEADS + i_hv) * VALUE_DIM + o_v
+    rate, bias = tl.load(decay_rate + i_hv), tl.load(decay_bias + i_hv)
+    b_norm = tl.load(norm_weight + o_v, is_v, 0)
+    p_q = mixed + i_n * places * channels + i_hv // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    p_v = mixed + i_n * places * channels + 2 * KEY_HEADS * KEY_DIM + i_hv * VALUE_DIM
     last = num_folded + tl.minimum(num_new, 1) - 1
     # From here on the first launch has ended.
     wait_for_inputs()
+
     for place in range(num_folded + num_new):
-        new_at = gates + (place - num_folded) * projected_stride
-        old_at = recorded + place * record_stride
-        b_in, a_in = _strengths(new_at, old_at, place >= num_folded, VALUE_HEADS)
-        beta = sigmoid(b_in) * MAX_BETA
-        decay = tl.exp(log_decay(rate, bias, a_in))
-        query = tl.load(query_at + place * channels + o_k, is_k, 0)
-        key = tl.load(query_at + place * channels + KEY_HEADS * KEY_DIM + o_k, is_k, 0)
-        value = tl.load(value_at + place * channels + o_v, is_v, 0)
-        state = advance(state, key, value, beta, decay)
+        p_new = p_gates + (place - num_folded) * projected_stride
+        p_old = p_records + place * record_stride
+        b_in, a_in = _load_strengths(p_new, p_old, place >= num_folded, VALUE_HEADS)
+        b_beta = sigmoid(b_in) * MAX_BETA
+        b_decay = tl.exp(log_decay(rate, bias, a_in))
+        b_q = tl.load(p_q + place * channels + o_k, is_k, 0)
+        b_k = tl.load(p_q + place * channels + KEY_HEADS * KEY_DIM + o_k, is_k, 0)
+        b_v = tl.load(p_v + place * channels + o_v, is_v, 0)
+        b_h = advance(b_h, b_k, b_v, b_beta, b_decay)
         if place >= num_folded:
             new = place - num_folded
-            gate = tl.load(tokens + new * projected_stride + head * VALUE_DIM + o_v, is_v, 0)
-            x = tl.sum(state * query[:, None], 0)
-            x = gated_norm(x, weight, gate, norm_eps, VALUE_DIM, 0)
-            at = output + new * VALUE_HEADS * VALUE_DIM
-            tl.store(at, x.to(output.dtype.element_ty), is_v)
-        kept = state.to(state_type)
+            b_gate = tl.load(p_tokens + new * projected_stride + i_hv * VALUE_DIM + o_v, is_v, 0)
+            b_o = tl.sum(b_h * b_q[:, None], 0)
+            b_o = gated_norm(b_o, b_norm, b_gate, norm_eps, VALUE_DIM, 0)
+            p_own = p_o + new * VALUE_HEADS * VALUE_DIM
+            tl.store(p_own, b_o.to(output.dtype.element_ty), is_v)
+        b_kept = b_h.to(pool.dtype.element_ty)
         if place == last:
             # Threads that hold the same numbers have all read them: slot_in may be slot_out.
             tl.debug_barrier()
-            tl.store(pool + written * slot_stride + state_at, kept, in_state)
+            tl.store(pool + written * slot_stride + o_h, b_kept, in_h)
         # What a step that ends here would find in the pool.
-        state = kept.to(tl.float32)
+        b_h = b_kept.to(tl.float32)
     tl.debug_barrier()
     for draft in range(num_new - 1):
-        new_at = gates + (draft + 1) * projected_stride
-        _record_strengths(new_at, recorded + draft * record_stride, VALUE_HEADS)
+        p_new = p_gates + (draft + 1) * projected_stride
+        _record_strengths(p_new, p_records + draft * record_stride, VALUE_HEADS)
 
 
 @triton.jit
-def _strengths(new_at, old_at, is_new, VALUE_HEADS: tl.constexpr):
+def _load_strengths(p_new, p_old, is_new, VALUE_HEADS: tl.constexpr):
     """What a head's beta and decay are made of, of the step's token or a recorded one: either of
     two pointers is no pointer that AMD's compiler follows."""
-    b_in = tl.load(new_at, is_new, 0) + tl.load(old_at, not is_new, 0)
-    a_in = tl.load(new_at + VALUE_HEADS, is_new, 0)
-    a_in += tl.load(old_at + VALUE_HEADS, not is_new, 0)
+    b_in = tl.load(p_new, is_new, 0) + tl.load(p_old, not is_new, 0)
+    a_in = tl.load(p_new + VALUE_HEADS, is_new, 0)
+    a_in += tl.load(p_old + VALUE_HEADS, not is_new, 0)
     return b_in, a_in
 
 
 @triton.jit
-def _record_strengths(new_at, kept_at, VALUE_HEADS: tl.constexpr):
+def _record_strengths(p_new, p_kept, VALUE_HEADS: tl.constexpr):
     """Of a draft."""
-    tl.store(kept_at, tl.load(new_at))
-    tl.store(kept_at + VALUE_HEADS, tl.load(new_at + VALUE_HEADS))
+    tl.store(p_kept, tl.load(p_new))
+    tl.store(p_kept + VALUE_HEADS, tl.load(p_new + VALUE_HEADS))
