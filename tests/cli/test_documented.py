@@ -67,6 +67,7 @@ def test_the_image_listens_where_its_healthcheck_and_ports_say():
     assert (command, serve) == ("milepost", "serve")
     server, _ = served(arguments)
     assert server.host == "0.0.0.0"
+    assert served([*arguments, "./m", "--port", "9000"])[0].port == 9000
     assert f"EXPOSE {server.port}\n" in text
     assert f"http://127.0.0.1:{server.port}/health" in text
     for copied in re.findall(r"^COPY (.*) \S+$", text, re.M):

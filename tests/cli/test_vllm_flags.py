@@ -100,6 +100,23 @@ def test_our_own_lines_stay_as_they_are():
     assert asked(*line)[0].api_key == ["a=b"]
 
 
+def test_the_last_of_several_counts():
+    """As for argparse: images and scripts have flags of their own before those that are given."""
+    line = "--host 0.0.0.0 --port 8000 ./m --port=9000 --host ::1 -tp 2 --tensor_parallel_size 4"
+    line += " --no-enable-prefix-caching --enforce-eager --enable-prefix-caching --enforce-eager"
+    line += " --block-size 32 --page-size 16 --api-key a --api-key b --seed 1 --seed 2"
+    server, engine = asked(*line.split())
+    assert (server.host, server.port, list(server.api_key)) == ("::1", 9000, ["a", "b"])
+    assert (engine.model, engine.tensor_parallel_size, engine.page_size) == ("./m", 4, 16)
+    assert (engine.enable_prefix_caching, engine.enforce_eager, engine.seed) == (True, True, 2)
+
+
+def test_an_object_and_a_key_of_it_are_too_much(capsys):
+    flags = ("--speculative-config", '{"method":"mtp"}', "--speculative-config.method", "suffix")
+    assert main(["serve", "./m", *flags], serve=lambda *_: 0) == 2
+    assert "specified multiple times" in capsys.readouterr().err
+
+
 def test_no_flag_of_ours_is_taken_out():
     own = {p.name.replace("_", "-") for flags in (SERVER, ENGINE) for p in flags.parameters()}
     assert own.isdisjoint(known())

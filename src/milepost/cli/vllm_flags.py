@@ -220,9 +220,18 @@ _SWITCHES = frozenset(
 )
 """Flags of ours that are off by default, so that `--no-` before them asks for nothing."""
 
+_SINGLE = {
+    field.name.replace("_", "-"): 1 if str(field.type).startswith("bool") else 2
+    for config in (ServerConfig, EngineConfig)
+    for field in fields(config)
+    if not str(field.type).startswith("Sequence")
+}
+"""Flags of ours that mean one thing, and how many words they take."""
+
 
 def translated(arguments: Sequence[str]) -> list[str]:
-    """The same in our flags. Raises ConfigError for what is not supported."""
+    """The same in our flags; of one that is there several times the last, as argparse has it.
+    Raises ConfigError for what is not supported."""
     found: list[str] = []
     objects: dict[str, dict[str, str]] = {}
     todo = list(reversed(arguments))
@@ -242,9 +251,27 @@ def translated(arguments: Sequence[str]) -> list[str]:
             objects.setdefault(whole, {})[key] = _value(todo, name)
         else:
             found += _one(name, todo, has_model=bool(found) and not found[0].startswith("-"))
+    found = _last_of_each(found)
     for name, parts in objects.items():
         found += [f"--{name}", json.dumps(_nested(name, parts))]
     return found
+
+
+def _last_of_each(tokens: Sequence[str]) -> list[str]:
+    flags: list[tuple[str, Sequence[str]]] = []
+    while tokens:
+        is_flag = tokens[0].startswith("-")
+        name = full_name(tokens[0]).removeprefix("no-") if is_flag else ""
+        num_words = _SINGLE.get(name, 1)
+        flags.append((name if name in _SINGLE else "", tokens[:num_words]))
+        tokens = tokens[num_words:]
+    last = {name: place for place, (name, _) in enumerate(flags)}
+    return [
+        word
+        for place, (name, words) in enumerate(flags)
+        if not name or last[name] == place
+        for word in words
+    ]
 
 
 def _nested(name: str, parts: Mapping[str, str]) -> dict[str, Any]:
