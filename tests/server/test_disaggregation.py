@@ -87,6 +87,29 @@ def test_a_completion_is_prefilled_there_and_decoded_here(pair, server, passing)
     assert "kv_transfer_params" not in got.json()
 
 
+def test_each_of_several_prompts_is_prefilled_there(pair, server):
+    """As clients send them in batches; one has a single token, and nothing to fetch."""
+    first, second = pair
+    prompts = [f"several {TEXT}", [5], f"others {TEXT}", f"several {TEXT}"]
+    prompts = [p if isinstance(p, list) else tokenized(server, p) for p in prompts]
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": 6, "seed": 3, "n": 2}
+    fetched = second.metric("kv_transfers_total")
+    got = routed(first.url, second.url, "/v1/completions", body)
+    alone = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert got.status_code == 200, got.text
+    texts = [[choice["text"] for choice in each.json()["choices"]] for each in (got, alone)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 8
+    assert second.metric("kv_transfers_total") - fetched >= 2
+    refused = {**body, "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h"}}
+    got = httpx.post(f"{second.url}/v1/completions", json=refused, timeout=60)
+    assert got.status_code == 200, "they are computed"
+
+
+def tokenized(server, text):
+    return httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
+
+
 def test_chat_with_all_that_an_answer_can_have(pair, server):
     first, second = pair
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -155,12 +178,14 @@ def test_a_stream_and_a_response(pair):
 
 def test_what_is_asked_wrongly_is_refused(pair):
     first, _ = pair
-    body = {"model": "tiny", "prompt": [TEXT, TEXT], "kv_transfer_params": ASKED}
-    refused = httpx.post(f"{first.url}/v1/completions", json=body)
-    assert (refused.status_code, "single prompt" in refused.text) == (400, True)
-    broken = {**body, "prompt": TEXT, "kv_transfer_params": {"do_remote_prefill": True}}
-    refused = httpx.post(f"{first.url}/v1/completions", json=broken)
-    assert (refused.status_code, "remote_engine_id" in refused.text) == (400, True)
+    body, said = {"model": "tiny", "prompt": [TEXT, TEXT]}, {"do_remote_prefill": True}
+    for changes, named in (
+        ({"kv_transfer_params": {**said, "of_each_prompt": [None]}}, "as many prompts"),
+        ({"kv_transfer_params": {**said, "of_each_prompt": [1, 2]}}, "as many prompts"),
+        ({"prompt": TEXT, "kv_transfer_params": said}, "remote_engine_id"),
+    ):
+        refused = httpx.post(f"{first.url}/v1/completions", json=body | changes)
+        assert (refused.status_code, named in refused.text) == (400, True)
     body = {"prompt": TEXT, "kv_transfer_params": ASKED}
     refused = answered(ServerConfig(), "/v1/completions", body)
     assert (refused.status_code, "--kv-transfer-config" in refused.text) == (400, True)

@@ -66,8 +66,7 @@ async def prompts_of(
     listed = _listed(request)
     if marks and len(listed) > 1:
         raise InvalidRequestError(f"cache_marks={list(marks)!r}: use it with a single prompt")
-    if request.kv_transfer_params and len(listed) > 1:
-        raise InvalidRequestError("kv_transfer_params: use it with a single prompt")
+    transfers = transfer.of_each(request.kv_transfer_params, len(listed))
     texts = [prompt for prompt in listed if isinstance(prompt, str)]
     encoded: list[Any] = listed
     if texts:
@@ -81,9 +80,9 @@ async def prompts_of(
             token_ids=ids,
             cache_salt=salt,
             cache_marks=marks,
-            kv_transfer_params=request.kv_transfer_params,
+            kv_transfer_params=params_of_it,
         )
-        for ids in encoded
+        for ids, params_of_it in zip(encoded, transfers, strict=True)
     ]
     limit = service.client.info.max_model_len
     return [shortened(prompt, request, params, limit) for prompt in prompts]

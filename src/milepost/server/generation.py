@@ -11,6 +11,7 @@ from milepost.engine.prompts import Prompt
 from milepost.engine.wire import Delta, Output, Report
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
+from milepost.server import transfer
 from milepost.server.service import Service
 
 PromptLogprobs = list[dict[int, Logprob] | None]
@@ -46,7 +47,8 @@ class Generation:
             prompts, params, priority=priority, arrival=self._arrival, field=field
         )
         self.reports: list[Report] = []
-        self._transfer: dict[str, Any] | None = None
+        self._transfers: dict[int, transfer.Params] = {}
+        """By prompt."""
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         """By number of the prompt, where they were asked for."""
         self.num_choices = len(prompts) * params.n
@@ -98,7 +100,7 @@ class Generation:
             self._service.metrics.cached_tokens.inc(output.report.reused)
             self._admitted_at = min(output.report.admitted_at, self._admitted_at or now)
         if output.kv_transfer_params is not None:
-            self._transfer = output.kv_transfer_params
+            self._transfers[number] = output.kv_transfer_params
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[number] = output.prompt_logprobs
         self._time(number, now)
@@ -129,7 +131,8 @@ class Generation:
 
     def transfer(self) -> dict[str, Any]:
         """What a whole response says to the engine that goes on, if that was asked for."""
-        return {} if self._transfer is None else {"kv_transfer_params": self._transfer}
+        found = transfer.joined(self._transfers, self.num_choices // self._params.n)
+        return {} if found is None else {"kv_transfer_params": found}
 
     def usage(self) -> dict[str, Any]:
         """The `usage` of the response, so far."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from milepost.errors import InvalidRequestError
 from milepost.server.errors import HttpError
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 
 R = TypeVar("R", bound=Sampling)
+Params = dict[str, Any]
+
+EACH = "of_each_prompt"
+"""Where those of several prompts stand: routers pass on what they don't know."""
 
 _ONE_TOKEN = {
     "max_tokens": 1,
@@ -43,10 +49,33 @@ def as_served(service: Service, request: R) -> R:
         )
     if not params.get("do_remote_decode"):
         return request
-    own: dict[str, Any] = {}
+    own: Params = {}
     if isinstance(request, ChatRequest):
         own["max_completion_tokens"] = own["top_logprobs"] = None
         own["tool_choice"] = "none" if request.tool_choice == "none" else None
     else:
         own["echo"] = None
     return request.model_copy(update={**_ONE_TOKEN, **own})
+
+
+def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:
+    """What is asked for each prompt of a request. Raises InvalidRequestError."""
+    if not params or num_prompts == 1 or params.get("do_remote_decode"):
+        return [params] * num_prompts
+    found = params.get(EACH)
+    if found is None:  # an engine that says nothing of each: they are computed
+        return [None] * num_prompts
+    is_fit = isinstance(found, list) and len(found) == num_prompts
+    if not is_fit or not all(each is None or isinstance(each, dict) for each in found):
+        raise InvalidRequestError(
+            f"kv_transfer_params.{EACH}: pass on what the other engine answered to as many prompts"
+        )
+    return found
+
+
+def joined(found: Mapping[int, Params], num_prompts: int) -> Params | None:
+    """The other way: what an answer says of the prompts that have something, by their number."""
+    if num_prompts == 1 or not found:
+        return found.get(0)
+    first = next(iter(found.values()))
+    return {**first, EACH: [found.get(number) for number in range(num_prompts)]}
