@@ -14,6 +14,7 @@ from milepost.errors import ConfigError
 from milepost.layers.parameters import ParameterKind
 from milepost.models import load_model, loading
 from tests.checkpoints import save
+from tests.quantised import write
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,14 @@ def test_what_would_help_on_a_gpu_is_named(monkeypatch, dtype, needed, words):
     with pytest.raises(ConfigError, match=words) as refused:
         loading.check_room(None, architecture, kind, is_tied=False)
     assert f"{needed - 139}.0 GiB are missing" in str(refused.value)
+
+
+def test_a_quantised_checkpoint_is_not_advised_to_be_quantised(tmp_path, monkeypatch):
+    stored, _ = write("qwen3_5", tmp_path, "fp8-blocks")
+    monkeypatch.setattr(loading, "_free_bytes", lambda _device: 1)
+    with pytest.raises(ConfigError, match="GiB as they are quantised and cpu has") as refused:
+        load_model(stored, dtype=torch.bfloat16)
+    assert "halves" not in str(refused.value)
 
 
 def test_free_memory_of_a_cpu_is_what_the_system_says(tmp_path, monkeypatch):

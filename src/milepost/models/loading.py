@@ -22,7 +22,6 @@ from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.rotary import run_up_to
-from milepost.layers.weights import RAW
 from milepost.models.architecture import HEAD, Architecture
 from milepost.models.decoder import Decoder
 from milepost.models.folder import find_folder
@@ -132,6 +131,8 @@ class _Plan:
     """None for dummy weights."""
     is_tied: bool
     has_head: bool
+    is_quantised: bool
+    """By its maker, or on the fly."""
     skipped: tuple[str, ...]
     """Patterns of names of tensors that are left out."""
 
@@ -145,7 +146,14 @@ class _Plan:
     def check_room(self) -> None:
         """See `check_room`."""
         text = self.config.get_text_config()
-        check_room(text, self.architecture, self.kind, is_tied=self.is_tied, has_head=self.has_head)
+        check_room(
+            text,
+            self.architecture,
+            self.kind,
+            is_tied=self.is_tied,
+            has_head=self.has_head,
+            is_quantised=self.is_quantised,
+        )
 
 
 def _plan(
@@ -182,6 +190,7 @@ def _plan(
         is_tied=config.tie_word_embeddings
         and (files is None or "lm_head.weight" not in files.by_name),
         has_head=has_head,
+        is_quantised=forms is not None,
         skipped=(*architecture.skipped, *skipped),
     )
 
@@ -274,6 +283,7 @@ def check_room(
     *,
     is_tied: bool,
     has_head: bool = False,
+    is_quantised: bool = False,
 ) -> None:
     """Raise ConfigError if the device has too little free memory for the parameters, before any of
     it is taken."""
@@ -294,20 +304,21 @@ def check_room(
         free = _free_bytes(kind.device) or 0
     if needed > free:
         name = str(kind.dtype).removeprefix("torch.")
-        advice = _advise(kind, needed, free)
+        name = "as they are quantised" if is_quantised else f"in {name}"
+        advice = _advise(kind, needed, free, is_quantised=is_quantised)
         raise ConfigError(
-            f"the weights take {needed / GIB:.1f} GiB in {name} and {kind.device} has "
+            f"the weights take {needed / GIB:.1f} GiB {name} and {kind.device} has "
             f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; "
             f"{advice}use a smaller model or a device with more memory, or end what else uses it"
         )
 
 
-def _advise(kind: ParameterKind, needed: int, free: int) -> str:
+def _advise(kind: ParameterKind, needed: int, free: int, *, is_quantised: bool) -> str:
     """What would make the weights smaller, or spread them over more GPUs."""
     advice = ""
-    if kind.dtype.itemsize >= 4:
+    if not is_quantised and kind.dtype.itemsize >= 4:
         advice = "dtype='bfloat16' halves the weights, or "
-    elif kind.precision("layers") == RAW:
+    elif not is_quantised:
         advice = "quantization='fp8' halves the weights, or "
     if kind.device.type != "cuda":
         return advice
