@@ -14,7 +14,8 @@ from tests.server.bombs import BODIES, MIB, RAW
 from tests.server.conftest import serving
 from tests.server.test_faults import until
 
-FLAGS = ("--grammar-timeout-s", "0.4", "--head-timeout-s", "1", "--body-timeout-s", "1")
+TIMEOUTS = ("--head-timeout-s", "1", "--body-timeout-s", "1", "--keep-alive-timeout-s", "1")
+FLAGS = ("--grammar-timeout-s", "0.4", *TIMEOUTS)
 OTHER = {"prompt": "The method str.split", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
