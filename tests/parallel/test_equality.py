@@ -49,13 +49,15 @@ def _threads(monkeypatch):
     monkeypatch.setattr(setup, "Team", ThreadTeam)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_on_one(name, checkpoint, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in CASES), ("preempted", 4), ("aborted", 4)]
+)
+def test_as_on_one(name, size, checkpoint, monkeypatch):
     """The engine that answers are compared with has one rank."""
 
     def make(*arguments, **options):
         is_cold = options.get("enable_prefix_caching") is False
-        return LLM(*arguments, tensor_parallel_size=1 if is_cold else 2, **options)
+        return LLM(*arguments, tensor_parallel_size=1 if is_cold else size, **options)
 
     monkeypatch.setattr(engines, "LLM", make)
     CASES[name](checkpoint)
