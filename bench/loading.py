@@ -5,7 +5,8 @@
 Writes a checkpoint of so many layers to the folder, random bytes in the model's own layout, unless
 it is there. Then in turn, each time with the files out of the system's cache: one thread reads them
 from end to end, eight read pieces of them (both to nowhere), the loader fills a model; last the
-loader again, from the cache. One JSON row.
+loader again, from the cache. Before all that the configuration is read, for which a process imports
+modules (of a checkpoint that was there; apart in the row). One JSON row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 import rows
 import torch
 
-from milepost.models.loading import load_model, outline
+from milepost.models.loading import load_config, load_model, outline
 
 _BLOCK = 8 << 20
 _SHARD = 4 << 30
@@ -50,6 +51,7 @@ def main() -> int:
     size = sum(file.stat().st_size for file in files)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)
+    config_s = _time(lambda: load_config(folder))
     ways: dict[str, Callable[[], object]] = {
         "one_reader": lambda: _read(files, 1),
         "eight_readers": lambda: _read(files, _READERS),
@@ -68,6 +70,7 @@ def main() -> int:
         "layers": arguments.layers,
         "bytes": size,
         "gb_per_s": rate,
+        "config_s": config_s,
         "load_of_one_reader": rows.paired_ratio(seconds["one_reader"], seconds["load"]),
         "load_of_eight_readers": rows.paired_ratio(seconds["eight_readers"], seconds["load"]),
     }
