@@ -11,6 +11,7 @@ import queue
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -345,6 +346,17 @@ def test_prefill_and_decode_behind_a_router(folder):  # noqa: F811
         assert all(one.metric("prompt_tokens_total") > 0 for one in servers)
         fetched = [one.metric("prompt_tokens_cached_total") for one in servers[2:]]
         assert sum(fetched) > 6 * 100, "all but the last token of each prompt"
+
+
+SERVERS_OWN = ("openai_client", "responses_client", "anthropic_client", "fields", "forms")
+
+
+def test_the_servers_own_tests_behind_a_router():
+    """Streams, tools, logprobs, errors: as of one server, but for what routers do themselves."""
+    files = [str(HERE.parent / "server" / f"test_{name}.py") for name in SERVERS_OWN]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.clients.via_router", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 def test_a_router_that_follows_those_that_prefill(folder):  # noqa: F811
