@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from milepost.kernels.device import runs_gluon
 from tests.kernels.mixers import (
     LONG_BATCHES,
     ODD,
@@ -16,6 +17,7 @@ from tests.kernels.mixers import (
     SPACING,
     Batch,
     Shapes,
+    assert_pools_equal,
     assert_pools_match,
     captured_prefill,
     expected_decode,
@@ -114,6 +116,28 @@ def test_prefill_in_parts_beside_others_gives_the_same_bits() -> None:
     assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(parts.recurrent[3], whole.recurrent[3])
     assert torch.equal(parts.conv[3], whole.conv[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shapes", [REAL, replace(REAL, key_heads=8, value_heads=16)])
+@pytest.mark.parametrize("name", LONG_BATCHES)
+def test_on_hopper_long_prefills_have_the_same_bits(
+    monkeypatch, name: str, shapes: Shapes, dtype: torch.dtype
+) -> None:
+    batch, outcomes = LONG_BATCHES[name], []
+    projected = make_projected(shapes, sum(batch.lengths), dtype, "cuda")
+    if not runs_gluon(projected):
+        pytest.skip("needs the kernels for Hopper")
+    from milepost.kernels.gated_delta import triton_hopper_chunk_h
+
+    weights = make_weights(shapes, dtype, "cuda")
+    for fewest in (1 << 20, 0):
+        monkeypatch.setattr(triton_hopper_chunk_h, "HOST_BOUND_TOKENS", fewest)
+        pools = make_pools(shapes, 14, dtype, "cuda")
+        outcomes.append((fused_prefill(projected, weights, pools, batch), pools))
+    (expected, theirs), (output, ours) = outcomes
+    assert torch.equal(output, expected)
+    assert_pools_equal(ours, theirs)
 
 
 def test_captured_prefill_replays_other_batches() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from milepost.kernels.device import probe
+from milepost.kernels.device import probe, runs_gluon
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import (
     LONG_BATCHES,
     Batch,
+    assert_pools_equal,
     assert_pools_match,
     make_pools,
     make_projected,
@@ -123,3 +124,22 @@ def test_exports_equal_prefills_that_end_there(name: str) -> None:
         assert torch.equal(parts.conv[3], whole.conv[slot])
         begin, slot_in = position, 3
     assert torch.equal(torch.cat(outputs), expected)
+
+
+@pytest.mark.parametrize("batch", LONG_BATCHES)
+def test_on_hopper_long_prefills_of_kda_have_the_same_bits(monkeypatch, batch: str) -> None:
+    mixer, rows, outcomes = MIXERS["kimi"], LONG_BATCHES[batch], []
+    shapes, dtype = mixer.shapes, torch.bfloat16
+    projected = make_projected(shapes, sum(rows.lengths), dtype, "cuda")
+    if not runs_gluon(projected):
+        pytest.skip("needs the kernels for Hopper")
+    from milepost.kernels.gated_delta import triton_hopper_chunk_h
+
+    weights = mixer.make_weights(shapes, dtype, "cuda")
+    for fewest in (1 << 20, 0):
+        monkeypatch.setattr(triton_hopper_chunk_h, "HOST_BOUND_TOKENS", fewest)
+        pools = make_pools(shapes, 14, dtype, "cuda")
+        outcomes.append((mixer.fused(projected, weights, pools, rows), pools))
+    (expected, theirs), (output, ours) = outcomes
+    assert torch.equal(output, expected)
+    assert_pools_equal(ours, theirs)

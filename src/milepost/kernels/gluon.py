@@ -10,3 +10,6 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Have TMA bring a box of a tensor to shared memory; `async_load` from 3.8 on."""
+
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+"""Have TMA write a box of a tensor from shared memory; `async_store` from 3.8 on."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.device import probe
+from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.triton_chunks import export_state, load_state, store_state
@@ -40,6 +40,14 @@ def chunk_fwd_h(
     `decay` is [V, T], sums of log decays from the chunk's begin; or, by channel, [N, V, K], over
     the whole chunk, and keys are decayed to its end already.
     """
+    if runs_gluon(values):
+        from milepost.kernels.gated_delta import triton_hopper_chunk_h as hopper
+
+        if hopper.suits(shapes, values):
+            hopper.chunk_fwd_h(
+                layout, shapes, pool, slot_in, slot_out, query_key, values, w, decay, h
+            )
+            return
     num_columns = min(_COLUMNS, shapes.blocks["BLOCK_W"])
     grid = (triton.cdiv(shapes.value_dim, num_columns), shapes.value_heads, len(slot_out))
     by_channel = decay.dim() == 3

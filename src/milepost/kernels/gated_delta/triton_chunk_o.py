@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.triton_parts import gated_norm, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
@@ -30,6 +31,14 @@ def chunk_fwd_o(
     """Outputs [T, V * W] from states `h` and what tokens add, `values`, through the gated norm."""
     if output is None:
         output = projected.new_empty(len(projected), shapes.value_heads * shapes.value_dim)
+    if runs_gluon(values):
+        from milepost.kernels.gated_delta import triton_hopper_chunk_o as hopper
+
+        if hopper.suits(shapes, values):
+            hopper.chunk_fwd_o(
+                projected, weights, layout, shapes, query_key, values, g_cumsum, h, output
+            )
+            return output
     _chunk_fwd_o_kernel[(shapes.value_heads, len(layout.chunk_size))](
         projected,
         projected.stride(0),

@@ -1,0 +1,208 @@
+"""What queries of the gated delta rule read, on Hopper, in Gluon: `triton_chunk_o` for heads of
+128.
+
+TMA brings a chunk's tiles to shared memory all at once, so a thread needs registers for results
+alone, and two programs that share an SM take turns at loading and multiplying.
+
+Legend: T tokens, N chunks, C tokens in a chunk, G key heads, V value heads, K key_dim, W value_dim.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from milepost.kernels.activations import silu
+from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.gated_delta.triton_hopper_chunk_h import is_long
+from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
+from milepost.kernels.gluon import load_box, thread_barrier
+from milepost.kernels.overlap import OVERLAPPED
+from milepost.kernels.overlap_gluon import wait_for_inputs
+
+_SIZE = 128
+"""Of keys and of values."""
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def suits(shapes: PrefillShapes, values: Tensor) -> bool:
+    """Whether the kernel can do this work and is faster, where `runs_gluon`."""
+    return shapes.key_dim == shapes.value_dim == _SIZE and is_long(shapes, values)
+
+
+def chunk_fwd_o(
+    projected: Tensor,
+    weights: GatedDeltaWeights,
+    layout: ChunkLayout,
+    shapes: PrefillShapes,
+    query_key: Tensor,
+    values: Tensor,
+    g_cumsum: Tensor,
+    h: Tensor,
+    output: Tensor,
+) -> None:
+    """See `triton_chunk_o.chunk_fwd_o`."""
+    rows = [shapes.chunk, _SIZE]
+    _chunk_fwd_o_kernel[(shapes.value_heads, len(layout.chunk_size))](
+        projected,
+        projected.stride(0),
+        len(projected),
+        shapes.channels,
+        weights.norm,
+        weights.norm_eps,
+        layout.chunk_begin,
+        layout.chunk_size,
+        TensorDescriptor.from_tensor(query_key.view(-1, _SIZE), rows, _TILE),
+        TensorDescriptor.from_tensor(values.view(-1, _SIZE), rows, _TILE),
+        g_cumsum,
+        TensorDescriptor.from_tensor(h.view(-1, _SIZE), [_SIZE, _SIZE], _TILE),
+        output,
+        KEY_HEADS=shapes.key_heads,
+        VALUE_HEADS=shapes.value_heads,
+        SIZE=_SIZE,
+        C=shapes.chunk,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
+def _chunk_fwd_o_kernel(
+    projected,
+    projected_stride,
+    num_tokens,
+    channels,
+    norm_weight,
+    norm_eps,
+    chunk_begin,
+    chunk_size,
+    query_key,
+    values,
+    g_cumsum,
+    h,
+    output,
+    KEY_HEADS: gl.constexpr,
+    VALUE_HEADS: gl.constexpr,
+    SIZE: gl.constexpr,
+    C: gl.constexpr,
+):
+    """One value head of a chunk, into `output` [T, V * W]; zeros for tokens of no sequence."""
+    # Of rows in global memory.
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    i_hv, i_t = gl.program_id(0), gl.program_id(1)
+    size = gl.load(chunk_size + i_t)
+    wait_for_inputs()
+    if size != 0:
+        begin = gl.load(chunk_begin + i_t)
+        o_t = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
+        o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, ROWS))
+        in_chunk = (o_t < gl.maximum(size, -size))[:, None]
+        row = (begin + o_t).to(gl.int64)[:, None]
+        p_o = output + row * (VALUE_HEADS * SIZE) + i_hv * SIZE + o_v[None, :]
+        if size < 0:
+            gl.store(p_o, gl.zeros([C, SIZE], output.dtype.element_ty, layout=ROWS), in_chunk)
+        else:
+            tiles = _load_tiles(
+                query_key, values, h, num_tokens, begin, KEY_HEADS, VALUE_HEADS, SIZE, C
+            )
+            p_gate = projected + row * projected_stride + channels + i_hv * SIZE + o_v[None, :]
+            b_gate = gl.load(p_gate, in_chunk, 0)
+            p_g = g_cumsum + i_hv * num_tokens + begin
+            b_o = _read(tiles, p_g, size, C, SIZE)
+            RESULT: gl.constexpr = b_o.type.layout
+            # As `gated_norm`, which is written for Triton's layouts.
+            o_w = gl.arange(0, SIZE, layout=gl.SliceLayout(0, RESULT))
+            scale = gl.rsqrt(gl.sum(b_o * b_o, 1) / SIZE + norm_eps)
+            b_o = b_o * scale[:, None] * gl.load(norm_weight + o_w)[None, :]
+            b_o *= silu(gl.convert_layout(b_gate, RESULT).to(gl.float32))
+            b_o = gl.convert_layout(b_o.to(output.dtype.element_ty), ROWS)
+            gl.store(p_o, b_o, in_chunk)
+
+
+@gluon.jit
+def _load_tiles(
+    query_key,
+    values,
+    h,
+    num_tokens,
+    begin,
+    KEY_HEADS: gl.constexpr,
+    VALUE_HEADS: gl.constexpr,
+    SIZE: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Have TMA bring what the chunk's products are made of, and say by a barrier each when the
+    state, then the keys, then the values are there."""
+    i_hv, i_t = gl.program_id(0), gl.program_id(1)
+    dtype: gl.constexpr = h.dtype
+    b_q = gl.allocate_shared_memory(dtype, [C, SIZE], query_key.layout)
+    b_k = gl.allocate_shared_memory(dtype, [C, SIZE], query_key.layout)
+    b_v = gl.allocate_shared_memory(dtype, [C, SIZE], values.layout)
+    b_h = gl.allocate_shared_memory(dtype, [SIZE, SIZE], h.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for bar in gl.static_range(3):
+        mbarrier.init(bars.index(bar), count=1)
+    fence_async_shared()
+    thread_barrier()
+    row = i_hv // (VALUE_HEADS // KEY_HEADS) * num_tokens + begin
+    BYTES: gl.constexpr = C * SIZE * 2
+    mbarrier.expect(bars.index(0), BYTES + SIZE * SIZE * 2)
+    load_box(query_key, [row, 0], bars.index(0), b_q)
+    load_box(h, [(i_t * VALUE_HEADS + i_hv) * SIZE, 0], bars.index(0), b_h)
+    mbarrier.expect(bars.index(1), BYTES)
+    load_box(query_key, [KEY_HEADS * num_tokens + row, 0], bars.index(1), b_k)
+    mbarrier.expect(bars.index(2), BYTES)
+    load_box(values, [i_hv * num_tokens + begin, 0], bars.index(2), b_v)
+    return b_q, b_k, b_v, b_h, bars
+
+
+@gluon.jit
+def _read(tiles, p_g, size, C: gl.constexpr, SIZE: gl.constexpr):
+    """[C, W], float32: what queries read from the state before the chunk and from its tokens."""
+    b_q, b_k, b_v, b_h, bars = tiles
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
+    o_i = gl.arange(0, C, layout=gl.SliceLayout(1, SCORES))
+    o_j = gl.arange(0, C, layout=gl.SliceLayout(0, SCORES))
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, RESULT))
+    # Past the end what is there belongs to others, and is no number sometimes.
+    g_i, g_j = gl.load(p_g + o_i, o_i < size, 0), gl.load(p_g + o_j, o_j < size, 0)
+    g_r = gl.load(p_g + o_r, o_r < size, 0)
+    mbarrier.wait(bars.index(0), 0)
+    b_o = gl.zeros([C, SIZE], gl.float32, layout=RESULT)
+    b_o = warpgroup_mma(b_q, b_h, b_o, use_acc=False, is_async=True)
+    mbarrier.wait(bars.index(1), 0)
+    b_a = gl.zeros([C, C], gl.float32, layout=SCORES)
+    b_a = warpgroup_mma(b_q, b_k.permute((1, 0)), b_a, use_acc=False, is_async=True)
+    b_o = warpgroup_mma_wait(1, [b_o])
+    b_o *= gl.exp(g_r)[:, None]
+    mbarrier.wait(bars.index(2), 0)
+    if size < C:
+        _clear(b_v, size, C)
+        fence_async_shared()
+        thread_barrier()
+    is_later = o_i[:, None] >= o_j[None, :]
+    decay = gl.exp(gl.where(is_later, g_i[:, None] - g_j[None, :], 0.0))
+    b_a = warpgroup_mma_wait(0, [b_a])
+    b_a = gl.where(is_later, b_a * decay, 0.0).to(b_v.dtype)
+    b_o = warpgroup_mma(gl.convert_layout(b_a, FACTOR), b_v, b_o, is_async=True)
+    return warpgroup_mma_wait(0, [b_o])
+
+
+@gluon.jit
+def _clear(tile, size, C: gl.constexpr):
+    """Put zeros where a short chunk has no tokens."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    rows = tile.load(LAYOUT)
+    tile.store(gl.where((row < size)[:, None], rows, 0.0).to(rows.dtype))
