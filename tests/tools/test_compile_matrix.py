@@ -58,3 +58,7 @@ def test_on_hopper_kernels_are_cut_as_they_were_measured(found):
         "moe.tall._up_kernel",
     } <= names
     assert [row for row in launched if row not in measured] == []
+
+
+def test_no_prefill_launches_what_was_not_compiled_before_the_first_step(found):
+    assert found["late"] == []

@@ -178,7 +178,7 @@ def record(cases: Sequence[Case]) -> list[Launch]:
     found: dict[tuple[str, str], Launch] = {}
     with noting(found):
         for case in cases:
-            _run_steps(case)
+            _run_steps(case, _EAGER)
     _forget_lines()
     return sorted(found.values(), key=lambda launch: (launch.name, repr(launch.describe())))
 
@@ -214,6 +214,18 @@ def noting(found: dict[tuple[str, str], Launch]) -> Iterator[None]:
         JITFunction._do_compile = do_compile
 
 
+def record_late(case: Case, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """What steps of one sequence with so many tokens launch that an engine has not compiled before
+    its first step. Inside `chips.pretend` only."""
+    before: dict[tuple[str, str], Launch] = {}
+    behind: dict[tuple[str, str], Launch] = {}
+    with noting(before):
+        _run_steps(case, ())
+    with noting(behind):
+        _run_steps(case, sizes)
+    return [behind[key].describe() for key in behind.keys() - before.keys()]
+
+
 def _forget_lines() -> None:
     """Let a kernel's key not depend on the line on which it begins."""
     for name, module in sys.modules.items():
@@ -223,8 +235,9 @@ def _forget_lines() -> None:
                     kernel.starting_line_number, kernel.hash = 0, None
 
 
-def _run_steps(case: Case) -> None:
-    """Have an engine compile what it compiles before its first step."""
+def _run_steps(case: Case, eager: Sequence[int]) -> None:
+    """Have an engine compile what it compiles before its first step, and steps of one sequence with
+    so many tokens."""
     # Imported here: kernels ask for the chip as they are imported.
     from milepost.kernels.batch import Capacity
     from milepost.layers.parameters import ParameterKind
@@ -267,7 +280,7 @@ def _run_steps(case: Case) -> None:
     }
     steps = [
         Capacity(num_tokens=num_tokens, num_sequences=1, num_exports=1, decodes=False)
-        for num_tokens in _EAGER
+        for num_tokens in eager
     ]
     with torch.inference_mode(), _without_copies(), _without_library():
         device.measure_activations(

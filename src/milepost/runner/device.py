@@ -262,9 +262,7 @@ def measure_activations(
     executor = DeviceExecutor(
         model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
     )
-    first = max((each.num_tokens for each in captured), default=largest.num_sequences)
-    between = [replace(largest, num_tokens=num) for num in _doubled(first, largest.num_tokens)]
-    executor.compile([largest, *between, *captured])
+    executor.compile([largest, *_uncaptured(largest, captured), *captured])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     executor.warm_up(largest)
@@ -272,7 +270,13 @@ def measure_activations(
     return step + executor.num_sampling_bytes
 
 
-def _doubled(num: int, end: int) -> Iterator[int]:
-    """`num` twice, four times ... below `end`."""
-    while (num := 2 * num) < end:
-        yield num
+def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:
+    """Steps that no graph holds, by whose sizes kernels are chosen; the last has one sequence."""
+    num_tokens = max((each.num_tokens for each in captured), default=largest.num_sequences)
+    while 3 * num_tokens // 2 < largest.num_tokens:
+        # Experts change theirs within a factor of two.
+        yield replace(largest, num_tokens=3 * num_tokens // 2)
+        num_tokens *= 2
+        if num_tokens < largest.num_tokens:
+            yield replace(largest, num_tokens=num_tokens)
+    yield replace(largest, num_sequences=1)

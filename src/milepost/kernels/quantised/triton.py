@@ -53,9 +53,6 @@ _LINE = 4
 _TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
 16-bit weights of four bits first."""
-_TALL_ON_HOPPER = 64
-"""Beyond so many routed tokens an expert Hopper's own kernels are faster. With so many, prompts are
-slower by them, as the host then is what takes time (the 35B, 2,048 tokens: 69 ms for 48)."""
 
 
 def multiply(
@@ -347,7 +344,7 @@ def _mix_tall(
     assert isinstance(down, Fp8), "what the kernels suit"
     num_rows, size = experts.numel(), down.num_inputs
     groups, tall = group_many(experts, len(up.scales), triton_tall.BLOCK_M), triton_tall
-    if runs_gluon(hidden) and experts.numel() > _TALL_ON_HOPPER * len(up.scales):
+    if runs_gluon(hidden):
         from milepost.kernels.quantised import triton_tall_hopper as tall
 
         num_rows = groups.blocks.shape[1] * triton_tall.BLOCK_M
