@@ -42,3 +42,13 @@ def choose_split_k(num_outputs: int, num_inputs: int, tiles: Tiles, num_sms: int
 def num_programs(num_sms: int) -> int:
     """Programs of a GEMM of few rows: one for nearly each SM."""
     return 1 << (num_sms.bit_length() - 1)
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Rounded up. Triton's own, called from the host, takes as long as a small allocation."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """No less than `number`, which is positive."""
+    return 1 << (number - 1).bit_length()

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.all_reduce import NUM_SLOTS, Mail
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
@@ -85,6 +86,7 @@ def _launch(
     )
 
 
+@quick
 @triton.jit
 def _exchange_kernel(
     hidden,

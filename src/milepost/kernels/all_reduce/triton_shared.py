@@ -22,6 +22,7 @@ from torch import Tensor
 
 from milepost.kernels.all_reduce import Boxes
 from milepost.kernels.all_reduce.triton import norm_row, wait_for_turn
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 
@@ -68,6 +69,7 @@ def share_norm(
     return total, normed
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "num_each"])
 def _share_kernel(
     hidden,

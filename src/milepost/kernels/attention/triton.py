@@ -26,8 +26,10 @@ from milepost.kernels.attention.triton_parts import dot, fit_float16, load_item,
 from milepost.kernels.attention.triton_tiles import KVTiles, choose_shape
 from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.float8 import FP8
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_rows
+from milepost.kernels.tiles import next_power_of_2
 
 _LOG2_E = 1.4426950408889634
 _MOST_IN_WORDS = 64
@@ -125,7 +127,7 @@ def _launch(
 ) -> None:
     _, num_heads, head_dim = query.shape
     _, _, page_size, num_kv_heads, _ = pool.shape
-    block_e = max(16, triton.next_power_of_2(head_dim))
+    block_e = max(16, next_power_of_2(head_dim))
     kv = as_bytes(as_rows(pool).flatten(1))
     chip, is_float8 = probe(query.device), pool.dtype == FP8
     # TMA moves boxes: a block must lie in one page, and no wider than the head.
@@ -170,6 +172,7 @@ def _launch(
 
 # The rows of a page and the length of a table follow from how much memory there is: nothing is
 # compiled anew for them.
+@quick
 @triton.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
     query,

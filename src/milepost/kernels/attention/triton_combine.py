@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
 _COMBINED_AT_ONCE = 32
@@ -37,6 +38,7 @@ def combine(
     )
 
 
+@quick
 @triton.jit
 def _combine_kernel(
     partials,

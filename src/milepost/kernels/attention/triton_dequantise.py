@@ -16,6 +16,7 @@ from torch import Tensor
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import as_bytes, rows_per_page
 from milepost.kernels.device import probe
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.triton_float8 import decode
 
@@ -52,6 +53,7 @@ def dequantise(
     return kept, kept_tables
 
 
+@quick
 @triton.jit(do_not_specialize=["page_rows", "table_stride"])
 def _dequantise_kernel(
     pool,

@@ -32,6 +32,7 @@ from milepost.kernels.attention.triton_hopper_parts import (
     store,
 )
 from milepost.kernels.gluon import load_box
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
@@ -105,6 +106,7 @@ def attend(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
     query,

@@ -13,8 +13,10 @@ from torch import Tensor
 from milepost.kernels.attention.pages import as_bytes
 from milepost.kernels.device import probe
 from milepost.kernels.float8 import FP8
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_rows
+from milepost.kernels.tiles import cdiv, next_power_of_2
 from milepost.kernels.triton_float8 import encode
 
 _FEW_TOKENS = 256
@@ -42,7 +44,7 @@ def prepare(
     is_float8 = pool.dtype == FP8
     query = projected.new_empty(num_tokens, num_heads, head_dim)
     tokens = 1 if num_tokens <= _FEW_TOKENS else _TOKENS_AT_ONCE
-    grid = (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
+    grid = (cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
     _prepare_kernel[grid](
         projected,
         norm_scale,
@@ -62,7 +64,7 @@ def prepare(
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         HALF=0 if cosines is None else cosines.shape[-1],
-        BLOCK_E=triton.next_power_of_2(head_dim),
+        BLOCK_E=next_power_of_2(head_dim),
         TOKENS=tokens,
         NATIVE=is_float8 and probe(projected.device).has_fp8,
         num_warps=1 if tokens == 1 else _NUM_WARPS,
@@ -71,6 +73,7 @@ def prepare(
     return query
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(
     projected,

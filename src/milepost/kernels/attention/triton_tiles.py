@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from milepost.kernels.attention.items import NARROW_ROWS
 from milepost.kernels.device import Chip
+from milepost.kernels.tiles import next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def choose_shape(
         shapes = _WIDE_LARGE
     else:
         shapes = _WIDE[1:] if is_float8 and chip.unpacks_fp8 else _WIDE
-    block_e = max(16, triton.next_power_of_2(head_dim))
+    block_e = max(16, next_power_of_2(head_dim))
     room = chip.shared_bytes
     fitting = (shape for shape in shapes if shape.shared_bytes(rows, block_e) <= room)
     shape = next(fitting, shapes[-1])

@@ -13,7 +13,9 @@ from torch import Tensor
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.tiles import cdiv
 from milepost.kernels.triton_chunks import export_state, load_state, store_state
 
 _COLUMNS = 32
@@ -49,7 +51,7 @@ def chunk_fwd_h(
             )
             return
     num_columns = min(_COLUMNS, shapes.blocks["BLOCK_W"])
-    grid = (triton.cdiv(shapes.value_dim, num_columns), shapes.value_heads, len(slot_out))
+    grid = (cdiv(shapes.value_dim, num_columns), shapes.value_heads, len(slot_out))
     by_channel = decay.dim() == 3
     step = shapes.chunk * (2 * shapes.blocks["BLOCK_K"] + num_columns) * values.element_size()
     has_room = probe(values.device).shared_bytes > (_STAGES[1] + 1) * step
@@ -77,6 +79,7 @@ def chunk_fwd_h(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _chunk_fwd_h_kernel(
     num_tokens,

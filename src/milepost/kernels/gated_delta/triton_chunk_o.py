@@ -14,6 +14,7 @@ from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.triton_parts import gated_norm, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
 
@@ -61,6 +62,7 @@ def chunk_fwd_o(
     return output
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _chunk_fwd_o_kernel(
     projected,

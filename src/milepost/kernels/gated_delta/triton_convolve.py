@@ -21,7 +21,9 @@ from milepost.kernels.conv.triton_parts import (
 from milepost.kernels.gated_delta.triton_parts import unit_scale
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.tiles import cdiv, next_power_of_2
 
 _ROWS = 32
 """Of a tile in one program; no fewer than the convolution is wide."""
@@ -45,10 +47,10 @@ def convolve(
     """Write `query_key` [2 * G, T, K] and `values` [V, T, W], ready for the delta rule; states of
     exports and final ones go to `pool`."""
     parts = TILE // _ROWS
-    block = triton.next_power_of_2(max(shapes.key_dim, shapes.value_dim))
+    block = next_power_of_2(max(shapes.key_dim, shapes.value_dim))
     num_heads = max(2 * shapes.key_heads, shapes.value_heads)
-    each = min(max(1, _CHANNELS // block), triton.next_power_of_2(num_heads))
-    programs = triton.cdiv(2 * shapes.key_heads, each) + triton.cdiv(shapes.value_heads, each)
+    each = min(max(1, _CHANNELS // block), next_power_of_2(num_heads))
+    programs = cdiv(2 * shapes.key_heads, each) + cdiv(shapes.value_heads, each)
     _conv_kernel[(programs, len(layout.tile_sequence) * parts)](
         projected,
         projected.stride(0),
@@ -68,7 +70,7 @@ def convolve(
         values,
         **shapes.heads,
         TAPS=shapes.conv_width,
-        BLOCK_TAPS=triton.next_power_of_2(shapes.conv_width),
+        BLOCK_TAPS=next_power_of_2(shapes.conv_width),
         VALUE_HEADS=shapes.value_heads,
         BLOCK=block,
         EACH=each,
@@ -80,6 +82,7 @@ def convolve(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _conv_kernel(
     projected,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
 from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
+from milepost.kernels.tiles import next_power_of_2
 
 _MIN_BLOCK = 64
 """Narrower tiles of half precision make triton 3.6 read beyond shared memory in `wy_fwd`."""
@@ -41,8 +41,8 @@ class PrefillShapes:
         return {
             "VALUE_HEADS": self.value_heads,
             "C": self.chunk,
-            "BLOCK_K": max(_MIN_BLOCK, triton.next_power_of_2(self.key_dim)),
-            "BLOCK_W": max(_MIN_BLOCK, triton.next_power_of_2(self.value_dim)),
+            "BLOCK_K": max(_MIN_BLOCK, next_power_of_2(self.key_dim)),
+            "BLOCK_W": max(_MIN_BLOCK, next_power_of_2(self.value_dim)),
         }
 
 

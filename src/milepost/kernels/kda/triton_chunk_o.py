@@ -14,6 +14,7 @@ from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.kda.triton_intra import ChunkBuffers
 from milepost.kernels.kda.triton_parts import gated_norm
 from milepost.kernels.kda.weights import KDAWeights
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
 
@@ -49,6 +50,7 @@ def chunk_o(
     return output
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _chunk_o_kernel(
     num_tokens,

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.device import num_sms
 from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.kda.weights import KDAWeights
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.states_gluon import (
@@ -98,6 +99,7 @@ def verify(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=_UNSPECIALISED)
 def _verify_kernel(
     projected,

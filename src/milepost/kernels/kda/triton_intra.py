@@ -25,6 +25,7 @@ from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.triton_wy import invert, split
 from milepost.kernels.kda.weights import KDAWeights
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
 _CHANNELS = 64
@@ -88,6 +89,7 @@ def intra(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _intra_kernel(
     projected,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import num_sms, probe, runs_gluon
+from milepost.kernels.launches import quick
 from milepost.kernels.linear.triton_gemv import gemv, multiply_row
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_contiguous, check_rows
@@ -162,6 +163,7 @@ def add_up(partials: Tensor, dtype: torch.dtype, output: Tensor | None = None) -
     return output
 
 
+@quick
 @triton.jit(do_not_specialize=("num_tokens",))
 def _gemm_kernel(
     hidden,
@@ -224,6 +226,7 @@ def _gemm_kernel(
         tl.store(output + target[:, None] + o_n[None, :], b_o, mask=mask)
 
 
+@quick
 @triton.jit(do_not_specialize=("size",))
 def _add_up_kernel(
     partials,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_rows
 
@@ -76,6 +77,7 @@ def gemv(
     return output
 
 
+@quick
 @triton.jit
 def _gemv_kernel(
     hidden,
@@ -136,6 +138,7 @@ def multiply_both(
     return outputs[0], outputs[1]
 
 
+@quick
 @triton.jit
 def _both_kernel(
     hidden,
@@ -203,6 +206,7 @@ def multiply_heads(hidden: Tensor, weight: Tensor) -> Tensor | None:
     return output
 
 
+@quick
 @triton.jit
 def _heads_kernel(
     hidden,

@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import num_sms
 from milepost.kernels.gemm_gluon import open_stages, produce, store_tile
+from milepost.kernels.launches import quick
 from milepost.kernels.linear.hopper_tiles import BLOCK_K, HopperTiles
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start
@@ -85,6 +86,7 @@ def _registers(tiles: HopperTiles, is_gated: bool) -> int:
     return 48 if held <= 16 else 64 if held <= 32 else 96
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _gemm_kernel(
     hidden,

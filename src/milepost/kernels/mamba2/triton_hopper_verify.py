@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import num_sms
+from milepost.kernels.launches import quick
 from milepost.kernels.mamba2.triton_hopper import (
     BY_LINE,
     HEAD_DIM,
@@ -116,6 +117,7 @@ def _choose_heads(heads: int, groups: int, num_sequences: int, device: torch.dev
     return each
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=_UNSPECIALISED)
 def _walk_kernel(
     projected,

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.chunks import UNSPECIALISED
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import let_next_start, wait_for_inputs
 from milepost.kernels.triton_chunks import load_state, store_state
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def chunk_fwd_h_kernel(
     num_tokens,
@@ -85,6 +87,7 @@ def chunk_fwd_h_kernel(
     store_state(pool, slot_stride, slot_out, i_sequence, o_state, in_state, b_state)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def chunk_fwd_o_kernel(
     num_tokens,

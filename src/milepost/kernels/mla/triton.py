@@ -22,6 +22,7 @@ from milepost.kernels.attention.triton_combine import combine
 from milepost.kernels.attention.triton_parts import dot, fit_float16, load_item, online_softmax
 from milepost.kernels.device import Chip, probe
 from milepost.kernels.float8 import FP8
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_contiguous, check_rows
 from milepost.kernels.triton_float8 import decode
@@ -118,6 +119,7 @@ def attend(
 
 # The rows of a page and the length of a table follow from how much memory there is: nothing is
 # compiled anew for them.
+@quick
 @triton.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(
     query,

@@ -12,6 +12,7 @@ from torch import Tensor
 from milepost.kernels.attention.pages import as_bytes
 from milepost.kernels.device import probe
 from milepost.kernels.float8 import FP8
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.triton_float8 import encode
 
@@ -46,6 +47,7 @@ def store(
     )
 
 
+@quick
 @triton.jit
 def _store_kernel(
     projected,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import probe
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -102,6 +103,7 @@ def _find(experts, expert, num_tokens, TOP_K: tl.constexpr, BLOCK_M: tl.constexp
     return tl.max(tl.where(chosen == expert, routed, -1), 1)
 
 
+@quick
 @triton.jit(do_not_specialize=("num_tokens",))
 def _up_kernel(
     hidden,
@@ -149,6 +151,7 @@ def _up_kernel(
     tl.store(target, b_o, mask=(routed >= 0)[None, :])
 
 
+@quick
 @triton.jit(do_not_specialize=("num_tokens",))
 def _down_kernel(
     active,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -45,6 +46,7 @@ def project_up(
     )
 
 
+@quick
 @triton.jit
 def _up_kernel(
     hidden,
@@ -112,6 +114,7 @@ def project_down(
     )
 
 
+@quick
 @triton.jit
 def _down_kernel(
     active,

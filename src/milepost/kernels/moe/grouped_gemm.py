@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.moe.triton_parts import find_tile, load_routed, spread_rows
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.tiles import Tiles
+from milepost.kernels.tiles import Tiles, cdiv
 
 
 def project_up(hidden: Tensor, up: Tensor, active: Tensor, groups: Groups, tiles: Tiles) -> None:
@@ -21,7 +22,7 @@ def project_up(hidden: Tensor, up: Tensor, active: Tensor, groups: Groups, tiles
     SwiGLU, or through `up` [X, I, H] and the square of a ReLU."""
     size = active.shape[1]
     capacity = groups.blocks.shape[1]
-    _up_kernel[(capacity * triton.cdiv(size, tiles.block_n),)](
+    _up_kernel[(capacity * cdiv(size, tiles.block_n),)](
         hidden,
         up,
         active,
@@ -72,6 +73,7 @@ def _load(pointers, i_k, o_k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
         return tl.load(pointers + i_k, mask=(i_k + o_k < INPUTS)[None, :], other=0.0)
 
 
+@quick
 @triton.jit(do_not_specialize=("capacity",))
 def _up_kernel(
     hidden,
@@ -133,7 +135,7 @@ def project_down(
     `groups.order`) through `down` [X, H, I]."""
     num_outputs, size = down.shape[1:]
     capacity = groups.blocks.shape[1]
-    _down_kernel[(capacity * triton.cdiv(num_outputs, tiles.block_n),)](
+    _down_kernel[(capacity * cdiv(num_outputs, tiles.block_n),)](
         active,
         weights,
         down,
@@ -153,6 +155,7 @@ def project_down(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=("capacity",))
 def _down_kernel(
     active,

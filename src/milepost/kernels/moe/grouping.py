@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.tiles import cdiv, next_power_of_2
 
 MANY_ROUTED = 6144
 """Beyond so many routed tokens the two more launches of `group_many` pay."""
@@ -48,7 +50,7 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     capacity = num_experts + num_routed // block_rows
     order = torch.empty(num_routed, dtype=torch.int32, device=experts.device)
     blocks = torch.empty(3, capacity, dtype=torch.int32, device=experts.device)
-    chunk = min(_CHUNK, max(32, triton.next_power_of_2(num_routed)))
+    chunk = min(_CHUNK, max(32, next_power_of_2(num_routed)))
     _group_kernel[(num_experts,)](
         experts,
         order,
@@ -63,6 +65,7 @@ def group_few(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     return Groups(order=order, blocks=blocks)
 
 
+@quick
 @triton.jit(do_not_specialize=("num_routed", "capacity"))
 def _group_kernel(
     experts, order, blocks, num_routed, capacity, ROWS: tl.constexpr, CHUNK: tl.constexpr
@@ -108,9 +111,9 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     count each chunk's routed tokens, add up over the chunks, place them."""
     num_routed = experts.numel()
     capacity = num_experts + num_routed // block_rows
-    chunks = triton.cdiv(num_routed, _COUNTED)
+    chunks = cdiv(num_routed, _COUNTED)
     # One bin more than experts takes what is no routed token.
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = next_power_of_2(num_experts + 1)
     order, blocks, num_blocks, counts, totals = (
         torch.empty(shape, dtype=torch.int32, device=experts.device)
         for shape in ((num_routed,), (3, capacity), (1,), (chunks, bins), (bins,))
@@ -143,6 +146,7 @@ def group_many(experts: Tensor, num_experts: int, block_rows: int) -> Groups:
     return Groups(order=order, blocks=blocks, num_blocks=num_blocks)
 
 
+@quick
 @triton.jit(do_not_specialize=("num_routed",))
 def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.constexpr):
     """A chunk's routed tokens by expert."""
@@ -154,6 +158,7 @@ def _count_kernel(experts, counts, num_routed, BINS: tl.constexpr, CHUNK: tl.con
     tl.store(counts + i_c * BINS + o_x, tl.histogram(b_x, BINS))
 
 
+@quick
 @triton.jit(do_not_specialize=("chunks",))
 def _prefix_kernel(
     counts, totals, chunks, BINS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr
@@ -173,6 +178,7 @@ def _prefix_kernel(
     tl.store(totals + o_x, b_before)
 
 
+@quick
 @triton.jit(do_not_specialize=("num_routed", "capacity"))
 def _place_kernel(
     experts,

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.scores import SOFTMAX, Scores
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.tiles import next_power_of_2
 
 _LOWEST = tl.constexpr(-(2**31))
 
@@ -42,7 +44,7 @@ def route(
     constants = {
         "PARTS": logits.shape[1] if has_parts else 1,
         "EXPERTS": num_experts,
-        "COLUMNS": triton.next_power_of_2(num_experts),
+        "COLUMNS": next_power_of_2(num_experts),
         "CHOSEN": num_chosen,
         "NORMALISE": normalise,
         "SHARED": num_shared,
@@ -108,6 +110,7 @@ def _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH: tl.constexpr)
     tl.store(experts + o_target, b_experts, mask=o_n < WIDTH)
 
 
+@quick
 @triton.jit
 def _route_kernel(
     logits,
@@ -169,6 +172,7 @@ def _route_kernel(
     _store(weights, experts, i_t, o_n, b_shares, b_experts, WIDTH)
 
 
+@quick
 @triton.jit(do_not_specialize=["norm_eps", "scale"])
 def _route_scores_kernel(
     logits,

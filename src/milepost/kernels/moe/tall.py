@@ -14,9 +14,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.device import num_sms, probe
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.moe.triton_parts import find_rows, find_tile, load_routed
+from milepost.kernels.tiles import cdiv
 
 BLOCK_M = 128
 _BLOCK_N = 128
@@ -47,7 +49,7 @@ def project_up(hidden: Tensor, up: Tensor, active: Tensor, groups: Groups) -> No
     num_parts = 1 + is_gated(up, size)
     block_n = 2 * _BLOCK_N // num_parts
     weights = up.view(-1, num_parts, size, num_inputs)
-    _up_kernel[(capacity * triton.cdiv(size, block_n),)](
+    _up_kernel[(capacity * cdiv(size, block_n),)](
         hidden,
         TensorDescriptor.from_tensor(weights, [1, num_parts, block_n, _BLOCK_K]),
         active,
@@ -67,6 +69,7 @@ def project_up(hidden: Tensor, up: Tensor, active: Tensor, groups: Groups) -> No
     )
 
 
+@quick
 @triton.jit(do_not_specialize=("capacity",))
 def _up_kernel(
     hidden,
@@ -167,6 +170,7 @@ def project_down(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=("capacity",))
 def _down_kernel(
     active,

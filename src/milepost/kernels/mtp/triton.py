@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.mtp.rows import Carried, CarryRows
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 
@@ -51,6 +52,7 @@ def join(
     return joined
 
 
+@quick
 @triton.jit(do_not_specialize=["slot_stride", "num_drafts"])
 def _join_kernel(
     token_ids,
@@ -123,6 +125,7 @@ def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["num_targets", "slot_stride", "num_drafts"])
 def _keep_kernel(
     hidden,

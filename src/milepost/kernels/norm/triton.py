@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.strides import check_rows
+from milepost.kernels.tiles import cdiv, next_power_of_2
 
 _COLUMNS = 1024
 
@@ -30,7 +32,7 @@ def add_norm(
         num_parts, strides = 1, (delta.stride(0), 0)
     else:
         num_parts, strides = delta.shape[1], delta.stride()[:2]
-    columns = triton.next_power_of_2(size)
+    columns = next_power_of_2(size)
     _add_norm_kernel[(num_tokens,)](
         hidden,
         delta,
@@ -50,6 +52,7 @@ def add_norm(
     return total, normed
 
 
+@quick
 @triton.jit
 def _add_norm_kernel(
     hidden,
@@ -104,7 +107,7 @@ def relu_squared(hidden: Tensor) -> Tensor:
 
 def _activate(inputs: Tensor, output: Tensor, *, is_gated: bool) -> Tensor:
     num_tokens, size = output.shape
-    _activate_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
+    _activate_kernel[(num_tokens, cdiv(size, _COLUMNS))](
         inputs,
         output,
         inputs.stride(0),
@@ -117,6 +120,7 @@ def _activate(inputs: Tensor, output: Tensor, *, is_gated: bool) -> Tensor:
     return output
 
 
+@quick
 @triton.jit
 def _activate_kernel(
     inputs, output, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr

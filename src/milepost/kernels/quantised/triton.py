@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from milepost.kernels import moe
@@ -27,7 +26,7 @@ from milepost.kernels.quantised import (
     triton_unpack,
 )
 from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
-from milepost.kernels.tiles import Tiles, choose_split_k
+from milepost.kernels.tiles import Tiles, cdiv, choose_split_k
 
 if TYPE_CHECKING:
     from milepost.kernels.quantised.triton_hopper_rows import RowTiles
@@ -252,7 +251,7 @@ def _round_lines(
     hidden: Tensor, weight: Fp8, chip: Chip, *, is_gated: bool
 ) -> tuple[Tensor, Tensor]:
     """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
-    num_padded = triton.cdiv(len(hidden), _LINE) * _LINE if len(hidden) > 1 else 1
+    num_padded = cdiv(len(hidden), _LINE) * _LINE if len(hidden) > 1 else 1
     return triton_rounding.quantise(
         hidden, weight.depth, chip, num_padded=num_padded, is_gated=is_gated
     )

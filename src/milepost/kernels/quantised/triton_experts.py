@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import Chip
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.moe.triton_parts import find_rows
@@ -28,7 +29,7 @@ from milepost.kernels.quantised.triton_step import (
     pitch,
     whole_scale,
 )
-from milepost.kernels.tiles import Tiles
+from milepost.kernels.tiles import Tiles, cdiv
 
 
 def project_up(
@@ -47,7 +48,7 @@ def project_up(
     size = active.shape[1]
     order, blocks, capacity = _blocks(groups)
     numbers, scales, zeros = operands(weight, chip)
-    _up_kernel[(capacity * triton.cdiv(size, tiles.block_n),)](
+    _up_kernel[(capacity * cdiv(size, tiles.block_n),)](
         readable(rows, chip),
         row_scales,
         numbers,
@@ -100,6 +101,7 @@ def _routed(order, o_m, is_row):
         return tl.load(order + o_m, mask=is_row, other=0).to(tl.int64)
 
 
+@quick
 @triton.jit(do_not_specialize=("num_tokens", "capacity"))
 def _up_kernel(
     rows,
@@ -243,7 +245,7 @@ def project_down(
     size, num_outputs = active.shape[1], partials.shape[-1]
     order, blocks, capacity = _blocks(groups)
     numbers, scales, zeros = operands(weight, chip)
-    _down_kernel[(capacity * triton.cdiv(num_outputs, tiles.block_n),)](
+    _down_kernel[(capacity * cdiv(num_outputs, tiles.block_n),)](
         readable(active, chip),
         row_scales,
         numbers,
@@ -267,6 +269,7 @@ def project_down(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=("num_rows", "capacity"))
 def _down_kernel(
     active,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import Chip
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import Quantised
 from milepost.kernels.quantised.triton_rounding import readable
@@ -72,6 +73,7 @@ def gemm(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=("num_rows",))
 def _gemm_kernel(
     rows,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import Chip
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
 from milepost.kernels.quantised.triton_gemv_parts import dot, load_row, load_weights
@@ -78,6 +79,7 @@ def multiply(
     )
 
 
+@quick
 @triton.jit
 def _dense_kernel(
     hidden,

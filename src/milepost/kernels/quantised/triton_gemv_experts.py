@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import Chip
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import Quantised
@@ -42,6 +43,7 @@ def project_up(
     )
 
 
+@quick
 @triton.jit
 def _up_kernel(
     hidden,
@@ -119,6 +121,7 @@ def project_down(
     )
 
 
+@quick
 @triton.jit
 def _down_kernel(
     active,

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import Chip
 from milepost.kernels.gluon import load_box, thread_barrier
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
@@ -75,6 +76,7 @@ def multiply(
     )
 
 
+@quick
 @gluon.jit
 def _ring_kernel(
     hidden,

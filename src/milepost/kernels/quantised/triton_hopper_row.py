@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import Chip
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
@@ -120,6 +121,7 @@ def _cut(
     return {"TILES": 1 + are_many, "HELD": _HELD // 2, "maxnreg": _REGISTERS}
 
 
+@quick
 @gluon.jit
 def _row_kernel(
     hidden,

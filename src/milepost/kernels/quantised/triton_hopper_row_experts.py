@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import Chip
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Quantised
@@ -66,6 +67,7 @@ def mix(
     return output
 
 
+@quick
 @gluon.jit
 def _down_kernel(
     active,

@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import Chip
 from milepost.kernels.gemm_gluon import open_stages, produce
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start
 from milepost.kernels.quantised.forms import BLOCK, Fp8
@@ -114,6 +115,7 @@ def multiply(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _gemm_kernel(
     rows,

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from milepost.kernels.device import Chip
 from milepost.kernels.float8 import FP8
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import LEAST_SCALE
+from milepost.kernels.tiles import cdiv, next_power_of_2
 from milepost.kernels.triton_float8 import LARGEST, decode, encode
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -43,13 +45,13 @@ def quantise(
     Where it `is_gated`, `rows` are [R, 2 * I] and what is rounded is SiLU(first half) * second
     half."""
     num_rows, num_inputs = len(rows), rows.shape[1] // (1 + is_gated)
-    count = triton.cdiv(num_inputs, depth)
-    block = triton.next_power_of_2(depth)
-    parts = max(1, min(triton.next_power_of_2(count), _PART // block))
+    count = cdiv(num_inputs, depth)
+    block = next_power_of_2(depth)
+    parts = max(1, min(next_power_of_2(count), _PART // block))
     num_padded = max(num_padded, num_rows)
     values = rows.new_empty(num_padded, num_inputs, dtype=FP8)
     scales = rows.new_empty(count, num_padded, dtype=torch.float32)
-    _quantise_kernel[(num_rows, triton.cdiv(count, parts))](
+    _quantise_kernel[(num_rows, cdiv(count, parts))](
         rows,
         values.view(torch.uint8),
         scales,
@@ -67,6 +69,7 @@ def quantise(
     return values, scales
 
 
+@quick
 @triton.jit(do_not_specialize=("num_rows",))
 def _quantise_kernel(
     rows,

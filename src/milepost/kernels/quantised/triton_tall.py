@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.device import Chip
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.moe.triton_parts import find_rows, find_tile, spread_rows
@@ -86,6 +87,7 @@ def project_up(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=("num_tokens", "num_rows", "capacity"))
 def _up_kernel(
     rows,
@@ -226,6 +228,7 @@ def project_down(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=("num_rows", "capacity"))
 def _down_kernel(
     active,

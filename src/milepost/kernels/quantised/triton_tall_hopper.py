@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.device import Chip
 from milepost.kernels.float8 import FP8_MAX
 from milepost.kernels.gluon import load_box, thread_barrier
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
@@ -89,6 +90,7 @@ def project_up(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["scale_stride", "active_stride", "capacity"])
 def _up_kernel(
     rows,

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import Chip
 from milepost.kernels.gluon import load_box
+from milepost.kernels.launches import quick
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
@@ -71,6 +72,7 @@ def project_down(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["scale_stride", "capacity"])
 def _down_kernel(
     active,

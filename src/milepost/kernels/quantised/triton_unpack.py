@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Int4
 from milepost.kernels.quantised.triton_step import columns, dequantise
@@ -38,6 +39,7 @@ def unpack(weight: Int4, dtype: torch.dtype) -> Tensor:
     return output
 
 
+@quick
 @triton.jit
 def _unpack_kernel(
     packed,

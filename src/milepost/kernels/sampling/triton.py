@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.tiles import cdiv, next_power_of_2
 
 _BLOCK = 8192
 
@@ -21,8 +23,8 @@ def argmax(logits: Tensor) -> Tensor:
     In two launches that go through blocks side by side: a few rows are long.
     """
     num_rows, vocab_size = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-    num_blocks = triton.cdiv(vocab_size, block)
+    block = min(_BLOCK, next_power_of_2(vocab_size))
+    num_blocks = cdiv(vocab_size, block)
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     places = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -41,13 +43,14 @@ def argmax(logits: Tensor) -> Tensor:
         places,
         token_ids,
         num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks),
+        BLOCKS=next_power_of_2(num_blocks),
         num_warps=1,
         **OVERLAPPED,
     )
     return token_ids
 
 
+@quick
 @triton.jit
 def _best_of_block_kernel(logits, best, places, stride, vocab_size, BLOCK: tl.constexpr):
     let_next_start()
@@ -63,6 +66,7 @@ def _best_of_block_kernel(logits, best, places, stride, vocab_size, BLOCK: tl.co
     tl.store(places + o_best, tl.minimum(i_b * BLOCK + place, vocab_size - 1))
 
 
+@quick
 @triton.jit
 def best_of_row_kernel(best, places, token_ids, num_blocks, BLOCKS: tl.constexpr):
     let_next_start()

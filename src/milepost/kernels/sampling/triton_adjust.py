@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.sampling.rows import StepRows, Workspace
 from milepost.kernels.sampling.triton_parts import BEYOND, COUNTS, INTS, MASK, NUM_BOUNDS, PLAIN
 
@@ -40,6 +41,7 @@ def adjust(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def _adjust_kernel(
     logits,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.sampling.rows import StepRows, Workspace
 from milepost.kernels.sampling.triton_adjust import adjust
 from milepost.kernels.sampling.triton_parts import (
@@ -94,6 +95,7 @@ def _choose(
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def _draw_kernel(
     adjusted,
@@ -172,6 +174,7 @@ def _log(x):
     return ratio * series + exponent.to(tl.float32) * 0.6931471805599453
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def _take_kernel(
     best,

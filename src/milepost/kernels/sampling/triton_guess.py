@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.sampling.rows import block_size, num_blocks
 from milepost.kernels.sampling.triton import best_of_row_kernel
 from milepost.kernels.sampling.triton_draw import gumbel
@@ -52,6 +53,7 @@ def guess(logits: Tensor, ints: Tensor, temperatures: Tensor, indices: Tensor) -
     return token_ids
 
 
+@quick
 @triton.jit
 def _guess_kernel(
     logits,

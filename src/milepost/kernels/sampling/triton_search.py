@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.device import probe
+from milepost.kernels.launches import quick
 from milepost.kernels.sampling.reference import MASS_OF_BEST
 from milepost.kernels.sampling.rows import LISTED, StepRows, Workspace
 from milepost.kernels.sampling.triton_parts import (
@@ -132,6 +133,7 @@ def _load_block(adjusted, i_r, i_b, vocab_size, top, temperature, BLOCK: tl.cons
     return b_x, distance_of(b_x, top, temperature)
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def _narrow_kernel(
     adjusted,
@@ -172,6 +174,7 @@ def _narrow_kernel(
             tl.atomic_add(p_sums + o_bound, b_below, sem="relaxed")
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def _collect_kernel(
     adjusted,
@@ -216,6 +219,7 @@ def _collect_kernel(
                 tl.atomic_max(found + i_r * 4 + 2, greatest, sem="relaxed")
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def _settle_kernel(
     adjusted,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.short_conv.items import ShortConvItems
 
@@ -80,6 +81,7 @@ _UNSPECIALISED = [
 """Arrays that begin anywhere in a buffer."""
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_UNSPECIALISED)
 def _mix_kernel(
     projected,
@@ -171,6 +173,7 @@ def _inputs(
     return tl.where(is_new, (b_before * b_x).to(dtype), b_old.to(dtype))
 
 
+@quick
 @triton.jit(do_not_specialize_on_alignment=_UNSPECIALISED)
 def _keep_kernel(
     projected,

@@ -1,0 +1,136 @@
+"""What launching costs the host in steps that are no CUDA graph, remembered and Triton's own way.
+
+    python bench/launches.py [--model bench/models/hybrid-35b-a3b] [--layers 8]
+        [--tokens 600 2048 8192] [--option 'quantization="fp8"'] [--out FILE]
+
+Prompts of so many tokens, each computed both ways in turn: what the host takes until all is
+launched, and until the GPU is done. The hidden states of both must be equal bit by bit. A row for
+each size: medians in milliseconds, and the median of the pairs' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import rows
+import torch
+from triton.runtime.jit import JITFunction
+
+from milepost import LLM, SamplingParams
+from milepost.runner.device import DeviceExecutor
+
+_PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
+    parser.add_argument("--layers", type=int, default=8, help="of the model's, the first")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[600, 2048, 8192])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "launches.jsonl")
+    arguments = parser.parse_args()
+    options = {
+        name: json.loads(value) for name, _, value in (o.partition("=") for o in arguments.option)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            str(_shortened(Path(arguments.model), arguments.layers, Path(folder))),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=40960,
+            max_num_seqs=8,
+            **options,
+        )
+    common = {
+        **rows.provenance(),
+        "model": Path(arguments.model).name,
+        "layers": arguments.layers,
+        "options": options,
+    }
+    with _measuring() as measured:
+        found = [_measure(llm, num, arguments.repeats, measured) for num in arguments.tokens]
+    for row in found:
+        print(json.dumps(row))
+    rows.write(arguments.out, [common | row for row in found])
+    return 0
+
+
+def _shortened(model: Path, num_layers: int, folder: Path) -> Path:
+    """A copy of the model's folder with its first layers alone."""
+    copy = folder / model.name
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = num_layers
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][:num_layers]
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+@contextmanager
+def _measuring() -> Iterator[list[tuple[float, float, torch.Tensor]]]:
+    """Inside, each step that is no graph is run twice, Triton's own way first, and adds to the
+    list: seconds to launch, seconds in all, hidden states."""
+    forward, launch = DeviceExecutor._forward, JITFunction.run
+    measured: list[tuple[float, float, torch.Tensor]] = []
+
+    def ordinary(kernel: Any, *args: Any, **options: Any) -> Any:
+        return launch(kernel, *args, **options)
+
+    def once(executor: Any, views: Any) -> torch.Tensor:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        hidden = forward(executor, views)
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        measured.append((launched - begun, time.perf_counter() - begun, hidden.clone()))
+        return hidden
+
+    def both(executor: Any, views: Any) -> torch.Tensor:
+        with mock.patch.object(JITFunction, "run", ordinary):  # a launch that is replaced is heeded
+            once(executor, views)
+        return once(executor, views)
+
+    with mock.patch.object(DeviceExecutor, "_forward", both):
+        yield measured
+
+
+def _measure(llm: LLM, num_tokens: int, repeats: int, measured: list[Any]) -> dict[str, Any]:
+    rng, vocab = random.Random(num_tokens), llm.llm_engine.vocab_size
+    for index in range(repeats + 2):
+        if index == 2:
+            measured.clear()
+        prompt = {"prompt_token_ids": rng.choices(range(10, vocab), k=num_tokens)}
+        llm.generate([prompt], _PARAMS, use_tqdm=False)
+    ordinary, quick = measured[0::2], measured[1::2]
+    assert len(ordinary) == len(quick) == repeats, "a prompt is a step, and no graph"
+    equal = [torch.equal(a[2], b[2]) for a, b in zip(ordinary, quick, strict=True)]
+    assert all(equal), f"hidden states differ in {equal.count(False)} of {repeats} steps"
+    row: dict[str, Any] = {"tokens": num_tokens}
+    for part, name in enumerate(("launched", "done")):
+        ours, theirs = [run[part] for run in quick], [run[part] for run in ordinary]
+        row |= {
+            f"{name}_ms": round(1e3 * statistics.median(ours), 2),
+            f"{name}_by_triton_ms": round(1e3 * statistics.median(theirs), 2),
+            f"{name}_ratio": round(rows.paired_ratio(theirs, ours), 2),
+        }
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
