@@ -39,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     compiled."""
     asked: list[dict[str, Any]] = []
     done: list[tuple[Any, ...]] = []
-    state = SimpleNamespace(asked=asked, done=done, device=0, pre=_kernel.pre_run_hooks)
+    state = SimpleNamespace(asked=asked, done=done, device=0)
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         asked.append({"args": args, "grid": grid, "warmup": warmup, **options})
@@ -108,6 +108,16 @@ def test_what_triton_tells_apart_is_asked_again(
         kernel[(1,)](*args, SIZE=call["SIZE"], **options)
     assert len(gpu.asked) == 2
     assert [number for number, *_ in gpu.done] == [1, 2]
+
+
+def test_constant_before_an_argument_leaves_a_kernel_as_it_was() -> None:
+    """What follows the arguments would be launched in the wrong order."""
+
+    @JITFunction
+    def mixed(first, SIZE: tl.constexpr, second):  # noqa: N803
+        tl.store(first, second * SIZE)
+
+    assert "run" not in vars(quick(mixed))
 
 
 def test_other_device_is_asked_again(gpu: SimpleNamespace, kernel: Any) -> None:
