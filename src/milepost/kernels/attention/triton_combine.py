@@ -13,7 +13,11 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 
-_COMBINED_AT_ONCE = 32
+_PROGRAMS = 256
+"""A result of few tokens is divided among so many: of long sequences they have many partial ones,
+all of which are on their way at once."""
+_LEAST_PART, _NUMBERS = 32, 8192
+"""Dimensions of a program, and numbers that it has on their way."""
 
 
 def combine(
@@ -22,7 +26,9 @@ def combine(
     """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
     if there is one."""
     _, num_heads, head_dim = partials.shape
-    _combine_kernel[(items.num_combined, num_heads)](
+    block_e = triton.next_power_of_2(head_dim)
+    part = choose_part(items.num_combined * num_heads, block_e)
+    _combine_kernel[(items.num_combined, num_heads, block_e // part)](
         partials,
         lse,
         items.bases,
@@ -31,11 +37,19 @@ def combine(
         0 if gate is None else gate.stride(0),
         HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_E=triton.next_power_of_2(head_dim),
-        STEP=_COMBINED_AT_ONCE,
-        num_warps=4,
+        PART=part,
+        STEP=max(32, _NUMBERS // part),
+        num_warps=4 if part == block_e else 8,
         **OVERLAPPED,
     )
+
+
+def choose_part(num_results: int, block_e: int) -> int:
+    """Dimensions of a program, for results of so many tokens and heads."""
+    parts = 1
+    while 2 * parts * num_results <= _PROGRAMS and block_e // (2 * parts) >= _LEAST_PART:
+        parts *= 2
+    return block_e // parts
 
 
 @quick
@@ -49,10 +63,11 @@ def _combine_kernel(
     gate_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    PART: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The result of one token and head: its partial results, each by its share by the LSE."""
+    """Some dimensions of the result of one token and head: its partial results, each by its share
+    by the LSE."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     base = tl.load(bases + token)
@@ -60,14 +75,14 @@ def _combine_kernel(
     wait_for_inputs()
     if count == 0:
         return
-    o_e = tl.arange(0, BLOCK_E)
+    o_e = tl.program_id(2) * PART + tl.arange(0, PART)
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)
     if gate is not None:
         b_g = tl.load(gate + token * gate_stride + head * HEAD_DIM + o_e, mask=inside, other=0.0)
     m = float("-inf")
     l = 0.0
-    acc = tl.zeros([BLOCK_E], tl.float32)
+    acc = tl.zeros([PART], tl.float32)
     # Every token sees the beginning of its KV, so the first LSE is finite.
     for done in tl.range(0, count, STEP):
         at = (base + done + step).to(tl.int64) * HEADS + head
