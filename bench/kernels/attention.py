@@ -33,6 +33,8 @@ BYTES_PER_S = 4.28e12
 FLOPS_PER_S = 787e12
 HEADS, HEAD_DIM, PAGE_SIZE = 16, 256, 64
 ROTATED_BYTES = 300e6
+FLOAT8_ITEMS = {"narrow_rows": 8, "num_beside": 2, "narrow_waves": 4}
+"""As `AttentionOperation` has them on Hopper."""
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -143,7 +145,7 @@ class Step:
             tables=tables if share else None,
             capacity=case.capacity,
             num_programs=num_sms(torch.device("cuda", 0)),
-            **({"num_beside": 3} if case.kv_dtype.itemsize == 1 else {}) | options,
+            **(FLOAT8_ITEMS if case.kv_dtype.itemsize == 1 else {}) | options,
         )
         self.items = on_device(items)
 

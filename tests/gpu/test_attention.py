@@ -86,6 +86,36 @@ def test_attend_to_float8_matches_reference(name: str) -> None:
     assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
 
 
+DECODES = replace(CASES["decodes"], starts=(0, 1, 63, 64, 65, 1000, 90_000), lengths=(1,) * 7)
+
+
+@pytest.mark.parametrize("least_rows", [8, 16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DECODES,
+        *(replace(DECODES, page_size=page_size) for page_size in (16, 32, 128, 1024)),
+        *(replace(DECODES, num_heads=num_heads) for num_heads in (2, 6, 8, 32)),
+        replace(DECODES, num_kv_heads=4, lengths=(2, 1, 2, 1, 2, 1, 2)),
+        replace(DECODES, lengths=(2, 1, 2, 1, 2, 1, 2)),
+        replace(DECODES, has_gate=False),
+        replace(DECODES, dtype=torch.float16),
+        replace(DECODES, capacity=Capacity(num_tokens=16, num_sequences=8)),
+    ],
+    ids=lambda case: (
+        f"{case.num_heads}-{case.num_kv_heads}-{case.page_size}-{case.dtype}-{case.lengths[0]}"
+        if isinstance(case, Case)
+        else str(case)
+    ),
+)
+def test_decodes_over_float8_match_reference(case: Case, least_rows: int) -> None:
+    step = Step(replace(case, has_float8=True, least_rows=least_rows), "cuda")
+    items = step.items()
+    assert items.narrow_rows >= least_rows
+    assert items.num_partials, "the longest is cut"
+    assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     "name", ["suffix", "prefills", "shared", "four_kv_heads", "head_dim_128", "head_dim_64"]
 )

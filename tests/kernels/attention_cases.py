@@ -40,6 +40,7 @@ class Case:
     wide_rows: int = 128
     num_programs: int = 16
     num_drafts: int = 0
+    least_rows: int = work.NARROW_ROWS
     capacity: Capacity | None = None
 
 
@@ -108,7 +109,7 @@ class Step:
             page_size=case.page_size,
             tables=self.tables if share else None,
             capacity=case.capacity,
-            narrow_rows=work.choose_narrow_rows(group, 1 + case.num_drafts),
+            narrow_rows=work.choose_narrow_rows(group, 1 + case.num_drafts, case.least_rows),
             tokens_each=1 + case.num_drafts,
             wide_rows=case.wide_rows,
             num_programs=case.num_programs,

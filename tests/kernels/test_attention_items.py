@@ -77,9 +77,16 @@ def test_a_short_sequence_is_cut_into_whole_units() -> None:
     st.booleans(),
     st.sampled_from((1, 132)),
     st.sampled_from((32, UNIT)),
+    st.sampled_from((1, 2, 4)),
 )
 def test_every_token_attends_to_what_it_sees_once(
-    step: Step, heads_per_kv: int, share: bool, roomy: bool, num_programs: int, narrow_unit: int
+    step: Step,
+    heads_per_kv: int,
+    share: bool,
+    roomy: bool,
+    num_programs: int,
+    narrow_unit: int,
+    narrow_waves: int,
 ) -> None:
     tables = step.tables()
     capacity = Capacity(num_tokens=sum(step.lengths) + 7, num_sequences=len(step.lengths))
@@ -90,6 +97,7 @@ def test_every_token_attends_to_what_it_sees_once(
         capacity=capacity if roomy else None,
         num_programs=num_programs,
         narrow_unit=narrow_unit,
+        narrow_waves=narrow_waves,
     )
     owners = np.repeat(np.arange(len(step.lengths)), step.lengths)
     positions = np.concatenate(
@@ -162,6 +170,16 @@ def test_shared_pages_are_read_once_for_neighbours() -> None:
 def test_one_long_decode_is_cut_for_all_programs() -> None:
     items = lay_out(Step((2047,), (1,), 0), 8)
     assert len(items.narrow) == 2048 // UNIT
+
+
+@pytest.mark.parametrize(("narrow_waves", "pieces"), [(1, 3), (2, 5), (4, 8)])
+def test_long_decodes_are_cut_so_that_programs_finish_together(
+    narrow_waves: int, pieces: int
+) -> None:
+    """Of 132 programs a head, those of 64 decodes in 3 pieces leave 72 idle half of the time."""
+    step = Step((32767,) * 64, (1,) * 64, 0)
+    items = lay_out(step, 8, num_beside=2, narrow_waves=narrow_waves)
+    assert len(items.narrow) == 64 * pieces
 
 
 def test_more_heads_than_rows_are_refused() -> None:

@@ -68,6 +68,36 @@ def tables() -> HostTables:
 
 
 @pytest.mark.parametrize(
+    ("capability", "has_float8_kv", "num_heads", "head_dim", "rows"),
+    [
+        ((9, 0), True, 16, 256, 8),
+        ((9, 0), True, 32, 256, 16),
+        ((9, 0), True, 64, 256, 32),
+        ((9, 0), True, 16, 128, 16),
+        ((9, 0), False, 16, 256, 16),
+        ((8, 9), True, 16, 256, 16),
+    ],
+)
+def test_decodes_over_float8_have_eight_rows_where_hoppers_kernel_takes_them(
+    tables,
+    capability: tuple[int, int],
+    has_float8_kv: bool,
+    num_heads: int,
+    head_dim: int,
+    rows: int,
+) -> None:
+    pytest.importorskip("triton")
+    chip = replace(GEOMETRY.chip, capability=capability)
+    operation = AttentionOperation(num_heads=num_heads, num_kv_heads=2, head_dim=head_dim)
+    geometry = replace(GEOMETRY, operations=(operation,), chip=chip, has_float8_kv=has_float8_kv)
+    plan = steps(sequence(63, [1], 1))
+    tables.update(plan)
+    layout = build(plan, tables, geometry, exact_capacity(plan)).layouts[operation]
+    assert layout.narrow_rows == rows
+    assert [int(tokens) for tokens in layout.narrow[:, 1]] == [1]
+
+
+@pytest.mark.parametrize(
     ("capability", "has_float8_kv", "num_tokens", "rows"),
     [
         ((8, 0), True, 200, 64),

@@ -10,12 +10,14 @@ the definition, on any device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from milepost.kernels.attention import items, reference
+from milepost.kernels.attention.cuts import WAVES
 from milepost.kernels.attention.items import (
+    NARROW_ROWS,
     AttentionItems,
     choose_narrow_rows,
     choose_wide_rows,
@@ -23,7 +25,7 @@ from milepost.kernels.attention.items import (
 from milepost.kernels.attention.pages import rows_per_page
 from milepost.kernels.attention.reference import AttentionRows
 from milepost.kernels.batch import Batch
-from milepost.kernels.device import Chip
+from milepost.kernels.device import Chip, why_no_gluon
 
 __all__ = [
     "AttentionItems",
@@ -40,12 +42,24 @@ __all__ = [
 _FLOAT8_BESIDE = 3
 """Narrow items that share an SM. Blocks of float8 take half the room, and half as long to come; so
 what a program does between two of them is hidden by another program."""
+_HOPPER_HEAD = 256
+"""What Hopper's kernel for decodes over float8 takes, which has half as many rows where that is
+enough, and two programs an SM."""
+_HOPPER_ROWS, _HOPPER_BESIDE, _HOPPER_WAVES = 8, 2, 4
 _FEW_TOKENS = 512
 """Steps up to so many are captured, and what a graph reads must not depend on a step's pages."""
 AttentionLayout = AttentionItems | AttentionRows
 
 HeadNorm = Literal["each", "none"]
 """Whether query and key heads are normed, each by itself."""
+
+
+class _Narrow(NamedTuple):
+    """Rows of narrow items, how many share an SM, and how many of them follow each other there."""
+
+    rows: int
+    num_beside: int = 1
+    most_waves: int = WAVES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +78,7 @@ class AttentionOperation:
         if batch.chip is None:
             return reference.lay_out(batch, self.first_row)
         max_dequantised = _max_dequantised(batch)
+        narrow = self._choose_narrow(batch, batch.chip)
         takes_apart = batch.has_float8_kv and not max_dequantised
         return items.lay_out(
             batch.starts,
@@ -73,9 +88,7 @@ class AttentionOperation:
             num_kv_heads=self.num_kv_heads,
             page_size=batch.page_size,
             tables=batch.tables,
-            narrow_rows=choose_narrow_rows(
-                self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
-            ),
+            narrow_rows=narrow.rows,
             tokens_each=1 + batch.capacity.num_drafts,
             wide_rows=choose_wide_rows(
                 self.head_dim,
@@ -83,10 +96,22 @@ class AttentionOperation:
                 takes_apart=takes_apart and batch.chip.unpacks_fp8,
             ),
             num_programs=batch.chip.num_sms,
-            num_beside=_FLOAT8_BESIDE if batch.has_float8_kv else 1,
+            num_beside=narrow.num_beside,
+            narrow_waves=narrow.most_waves,
             capacity=None if batch.capacity.is_exact else batch.capacity,
             max_dequantised=max_dequantised,
         )
+
+    def _choose_narrow(self, batch: Batch, chip: Chip) -> _Narrow:
+        """How narrow items are cut up."""
+        group, tokens = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
+        rows = choose_narrow_rows(group, tokens)
+        if not batch.has_float8_kv:
+            return _Narrow(rows)
+        if rows > NARROW_ROWS or self.head_dim != _HOPPER_HEAD or why_no_gluon(chip):
+            return _Narrow(rows, num_beside=_FLOAT8_BESIDE)
+        rows = choose_narrow_rows(group, tokens, _HOPPER_ROWS)
+        return _Narrow(rows, num_beside=_HOPPER_BESIDE, most_waves=_HOPPER_WAVES)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""

@@ -26,19 +26,19 @@ NARROW_CUT_COST, WIDE_CUT_COST = 0.2, 1.0
 """Of writing an item's partial results and reading them again."""
 _COMBINE_COST = 1.5
 """Of launching the kernel that does so."""
-WAVES = (1, 2)
-"""Cuts are tried that give every program one or two items."""
+WAVES = 2
+"""Cuts are tried that give every program so many items at most."""
 
 
-def count_pieces(units: Ints, programs: int, cut_cost: float) -> Ints:
+def count_pieces(units: Ints, programs: int, cut_cost: float, most_waves: int = WAVES) -> Ints:
     """Into how many pieces to cut tiles of so many units of KV [N]: [N], so that `programs` at a
-    time finish soonest; `cut_cost` is that of a partial result."""
+    time finish soonest, each after `most_waves` items; `cut_cost` is that of a partial result."""
     best = np.ones_like(units)
     if not len(units):
         return best
     total, longest = int(units.sum()), int(units.max())
     least = _cost(len(units), total, longest, int(units.min()), _ITEM_COST, programs)
-    for waves in WAVES:
+    for waves in range(1, most_waves + 1):
         size = -(-total // (programs * waves))
         if size >= longest:
             continue

@@ -86,11 +86,11 @@ class AttentionItems:
     """Pages of all of them, at most; 0: items read pages as they are."""
 
 
-def choose_narrow_rows(heads_per_kv: int, tokens_each: int) -> int:
+def choose_narrow_rows(heads_per_kv: int, tokens_each: int, least_rows: int = NARROW_ROWS) -> int:
     """Rows of narrow items where most sequences have so many tokens, which then read their KV
-    together."""
+    together; `least_rows` if they are fewer."""
     rows = 1 << (heads_per_kv * tokens_each - 1).bit_length()
-    return max(rows, NARROW_ROWS) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
+    return max(rows, least_rows) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
 
 
 def choose_wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = False) -> int:
@@ -118,6 +118,7 @@ def lay_out(
     tokens_each: int = 1,
     wide_rows: int = _WIDE_ROWS,
     num_beside: int = 1,
+    narrow_waves: int = WAVES,
     max_dequantised: int = 0,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
@@ -125,8 +126,9 @@ def lay_out(
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
     decodes share are read once for all of them. `num_programs` run on the device at a time, of
-    narrow items `num_beside` times as many, which are cut into whole units of so much KV. If wide
-    items read no more than `max_dequantised` pages, these are dequantised first.
+    narrow items `num_beside` times as many. These are cut into whole units of so much KV, and into
+    so many at most that a program works on `narrow_waves`. If wide items read no more than
+    `max_dequantised` pages, these are dequantised first.
     """
     if heads_per_kv > wide_rows:
         raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
@@ -139,6 +141,7 @@ def lay_out(
         narrow_tokens=narrow_rows // heads_per_kv,
         wide_tokens=wide_rows // heads_per_kv,
         narrow_programs=max(1, num_programs * num_beside // num_kv_heads),
+        narrow_waves=narrow_waves,
         programs=max(1, num_programs // num_kv_heads),
         page_size=page_size,
         max_dequantised=max_dequantised,
@@ -148,7 +151,7 @@ def lay_out(
     if not is_own and not may_share(starts, rows, page_size, tables):
         ends = starts + lengths
         units = -(-ends // narrow_unit)
-        cuts = _cut_alone(units.tobytes(), sizes.narrow_programs)
+        cuts = _cut_alone(units.tobytes(), sizes.narrow_programs, narrow_waves)
         known = _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), sizes)
         if known is not None:
             return known.up_to(starts, ends)
@@ -165,6 +168,7 @@ class _Sizes(NamedTuple):
     narrow_tokens: int
     wide_tokens: int
     narrow_programs: int
+    narrow_waves: int
     programs: int
     page_size: int
     max_dequantised: int
@@ -190,11 +194,11 @@ class _Known(NamedTuple):
 
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
-def _cut_alone(units: bytes, programs: int) -> tuple[bytes, bytes]:
+def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, bytes]:
     """Into how many pieces sequences of so many units of KV are cut, and units of each piece; 0
     where there is one. Few sequences mostly have as many units as in the step before."""
     own = np.frombuffer(units, np.int64)
-    pieces = count_pieces(own, programs, NARROW_CUT_COST)
+    pieces = count_pieces(own, programs, NARROW_CUT_COST, most_waves)
     return pieces.tobytes(), np.where(pieces > 1, -(-own // pieces), 0).tobytes()
 
 
@@ -232,7 +236,8 @@ def _lay_out(
     dequantised = choose_dequantised(wide, sizes.page_size, sizes.max_dequantised)
     if narrow_pieces is None:
         units = units_of(narrow, sizes.narrow_unit)
-        narrow_pieces = count_pieces(units, sizes.narrow_programs, NARROW_CUT_COST)
+        programs, waves = sizes.narrow_programs, sizes.narrow_waves
+        narrow_pieces = count_pieces(units, programs, NARROW_CUT_COST, waves)
     wide_pieces = count_pieces(units_of(wide), sizes.programs, WIDE_CUT_COST)
     counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)
     ends = counts.cumsum()
@@ -284,13 +289,14 @@ class _Room:
 def _room(capacity: Capacity, sizes: _Sizes) -> _Room:
     """For any step that fits."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    num_narrow = num_sequences + sizes.narrow_programs * max(WAVES) if sizes.narrow_tokens else 0
+    num_narrow = num_sequences + sizes.narrow_programs * sizes.narrow_waves
+    num_narrow = num_narrow if sizes.narrow_tokens else 0
     # A sequence's last tile, and a run's, may hold few tokens.
     few = num_tokens // (sizes.narrow_tokens + 1)
     num_wide = num_tokens // sizes.wide_tokens + min(num_sequences, few)
     if num_sequences >= MIN_SHARING:
         num_wide += num_sequences // 2
-    num_wide += sizes.programs * max(WAVES) if num_wide else 0
+    num_wide += sizes.programs * WAVES if num_wide else 0
     return _Room(
         num_narrow=num_narrow,
         num_wide=num_wide,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.attention.items import NARROW_ROWS, AttentionItems
 from milepost.kernels.attention.pages import MAX_ROWS, as_bytes, as_rows, rows_per_page
 from milepost.kernels.attention.triton_combine import combine
 from milepost.kernels.attention.triton_dequantise import dequantise
@@ -83,9 +83,14 @@ def attend(
         num_narrow = num_tokens // items.tokens_each * pool.shape[3]
         are_many = num_narrow > _CROWD * chip.num_sms
         counts = {"are_many": are_many, "is_float8": pool.dtype == FP8}
-        shape = narrow_shape or choose_shape(items.narrow_rows, *kind, chip, **counts)
         common = (query, gate, output, pool, kv_scales, tables, *results)
-        _launch(items.narrow, items.narrow_rows, shape, *common)
+        hopper = None if narrow_shape else _hopper_narrow_kernel(query, pool, items.narrow_rows)
+        if hopper:
+            hopper(items.narrow, items.narrow_rows, *common)
+        else:
+            rows = max(items.narrow_rows, NARROW_ROWS)
+            shape = narrow_shape or choose_shape(rows, *kind, chip, **counts)
+            _launch(items.narrow, rows, shape, *common)
     if items.num_combined:
         combine(partials, lse, items, gate, output)
     return output
@@ -108,6 +113,17 @@ def _hopper_kernel(query: Tensor, pool: Tensor, wide_rows: int) -> Callable[...,
     from milepost.kernels.attention import triton_hopper
 
     return triton_hopper.attend if triton_hopper.suits(query, pool, wide_rows) else None
+
+
+def _hopper_narrow_kernel(
+    query: Tensor, pool: Tensor, narrow_rows: int
+) -> Callable[..., None] | None:
+    """The kernel of `triton_hopper_narrow` where it can do the work."""
+    if not runs_gluon(query):
+        return None
+    from milepost.kernels.attention import triton_hopper_narrow as narrow
+
+    return narrow.attend if narrow.suits(query, pool, narrow_rows) else None
 
 
 def _launch(
