@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels.device import runs_gluon
+from milepost.kernels.device import probe, runs_gluon
+from milepost.kernels.quantised import rounded, triton_rounding
 from tests.kernels.mixers import (
     LONG_BATCHES,
     ODD,
@@ -37,6 +38,31 @@ pytestmark = [
 
 SHAPES = {"real": REAL, "odd": ODD, "olmo": OLMO, "beyond-1": replace(REAL, max_beta=2.0)}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="products round rows themselves on other chips than Hopper",
+)
+@pytest.mark.parametrize("num_sequences", [2, 7, 63])
+def test_decode_brings_its_rounding_along(num_sequences: int) -> None:
+    """The same numbers as a launch of their own makes of it; its own and the states' stay."""
+    slots = list(range(num_sequences))
+    batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=[*slots[:-1], -1])
+    projected = make_projected(REAL, num_sequences, torch.bfloat16, "cuda")
+    weights = make_weights(REAL, torch.bfloat16, "cuda")
+    pools = make_pools(REAL, max(3, num_sequences), torch.bfloat16, "cuda", spacing=0)
+    pools.conv[3:], pools.recurrent[3:] = pools.conv[1], pools.recurrent[1]
+    others = pools.clone(0)
+    plain = fused_decode(projected, weights, pools, batch)
+    output = fused_decode(projected, weights, others, batch, rounds=True)
+    assert torch.equal(output, plain)
+    assert torch.equal(others.recurrent, pools.recurrent)
+    assert rounded.find(plain) is None
+    own = rounded.find(output)
+    values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
+    assert torch.equal(own.values[:num_sequences].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(own.scales[:, :num_sequences], scales)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -37,6 +37,36 @@ def test_add_norm(num_parts: int | None, shape: tuple[int, int], dtype: torch.dt
         assert relative_error(output, wanted) < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(264, 2048), (64, 2048), (512, 4096), (3, 300)], ids=str)
+@pytest.mark.parametrize("num_parts", [None, 0, 9])
+def test_add_norm_and_multiply(
+    num_parts: int | None, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The product is that of the norm as it is stored; beside it nothing is written."""
+    random = torch.Generator("cuda").manual_seed(0)
+    num_outputs, size = shape
+    hidden = torch.randn(1, size, generator=random, device="cuda", dtype=dtype)
+    weight = torch.randn(shape, generator=random, device="cuda", dtype=dtype)
+    scale = torch.randn(size, generator=random, device="cuda")
+    delta = None
+    if num_parts is not None:
+        sizes = (1, num_parts, size) if num_parts else (1, size)
+        delta = torch.randn(sizes, generator=random, device="cuda", dtype=dtype)
+    assert norm.multiplies_too(hidden, weight)
+    wide = torch.full((1, num_outputs + 16), torch.nan, device="cuda", dtype=dtype)
+    how = scale, 1e-6, 1.0, weight, wide[:, 8:-8]
+    total, normed = norm.add_norm_and_multiply(hidden, delta, *how)
+    exact = None if delta is None else delta.double()
+    expected = reference.add_norm(hidden.double(), exact, scale.double(), 1e-6)
+    assert relative_error(total, expected[0]) < TOLERANCES[dtype]
+    assert relative_error(normed, expected[1]) < TOLERANCES[dtype]
+    product = normed.double() @ weight.double().t()
+    assert relative_error(wide[:, 8:-8], product) < TOLERANCES[dtype]
+    assert wide[:, :8].isnan().all()
+    assert wide[:, -8:].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 24576), (700, 1024), (3, 302)], ids=str)
 def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -48,9 +48,15 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             pause()
             mixed = linear.partials(active, leave)
             pause()
-            hidden, normed = norm.add_norm(hidden, mixed, scale, 1e-6)
-            pause()
-            logits = linear.partials(normed, router)[..., :EXPERTS]
+            if norm.multiplies_too(hidden, router):
+                logits = torch.empty_like(hidden[:, : len(router)])
+                how = scale, 1e-6, 1.0, router, logits
+                hidden, normed = norm.add_norm_and_multiply(hidden, mixed, *how)
+            else:
+                hidden, normed = norm.add_norm(hidden, mixed, scale, 1e-6)
+                pause()
+                logits = linear.partials(normed, router)
+            logits = logits[..., :EXPERTS]
             pause()
             how = {"normalise": True, "num_shared": 1, "dtype": normed.dtype}
             shares, experts = moe.route(logits, 8, **how)

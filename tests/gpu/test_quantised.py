@@ -159,6 +159,21 @@ def test_gemm_of_gated_rows(num_tokens: int, name: str) -> None:
     check(product, active, weight, torch.zeros(weight.num_outputs, device="cuda"), bound=2e-2)
 
 
+@pytest.mark.parametrize("num_tokens", [2, 16, 63, 64])
+def test_products_of_what_a_norm_rounded(num_tokens: int) -> None:
+    """The same bits as where products round it themselves; dense ones and experts."""
+    weight = to("cuda", make_fp8(12288, 2048))
+    up, down = to("cuda", make_fp8(16, 512, 2048)), to("cuda", make_fp8(16, 2048, 256, seed=2))
+    hidden = make_rows(num_tokens, 2048).cuda().bfloat16()
+    scale = torch.rand(2048, device="cuda")
+    normed = norm.add_norm(hidden, None, scale, 1e-6, rounds=True)[1]
+    plain = normed.clone()
+    assert torch.equal(multiply(normed, weight), multiply(plain, weight))
+    shares, experts = route(num_tokens, 16)[1:]
+    given = shares.cuda().bfloat16(), experts.cuda(), up, down
+    assert torch.equal(mix(normed, *given), mix(plain, *given))
+
+
 def fp8_experts(up_rows: int, **how: float) -> tuple[Quantised, Quantised]:
     return make_fp8(16, up_rows, 256, **how), make_fp8(16, 256, 256, seed=2, **how)
 

@@ -340,7 +340,13 @@ def launch(
 
 
 def fused_decode(
-    projected: Tensor, weights: GatedDeltaWeights, pools: Pools, batch: Batch
+    projected: Tensor,
+    weights: GatedDeltaWeights,
+    pools: Pools,
+    batch: Batch,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     slots = batch.slots(projected.device)
-    return gated_delta.mix(projected, weights, pools.conv, pools.recurrent, *slots)
+    both = pools.conv, pools.recurrent
+    return gated_delta.mix(projected, weights, *both, *slots, rounds=rounds)

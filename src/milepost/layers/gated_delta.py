@@ -143,6 +143,11 @@ class GatedDelta(nn.Module):
             takes_drafts_fused=gated_delta.takes_drafts_fused(shapes.key_dim, shapes.value_dim),
         )
 
+    @property
+    def first(self) -> Linear:
+        """What may be multiplied in the launch of the norm ahead: see `Block`."""
+        return self.projection
+
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         state, step = ctx.states[number], ctx.step
@@ -163,6 +168,7 @@ class GatedDelta(nn.Module):
             step.slot_out,
             step.layouts[self.operation],
             state.records,
+            rounds=self.out.rounds_rows,
         )
         return self.out.partials(mixed)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import linear, norm
+from milepost.layers.begun import Begun, find
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
     Placement,
@@ -96,14 +97,17 @@ class Linear(nn.Module):
 
     def forward(self, hidden: Tensor, *, lets_next_start: bool = True) -> Tensor:
         """See `linear.multiply`."""
+        begun = find(hidden, self)
         if self._is_fused:
+            if begun is not None:
+                return begun.output
             return self._weight.multiply(hidden, self._bias, lets_next_start=lets_next_start)
-        num_outputs = self._sections[-1].start + self._sections[-1].count
-        output = hidden.new_empty(*hidden.shape[:-1], num_outputs)
+        output = self._new_output(hidden) if begun is None else begun.output
         biases = self.biases or [None] * len(self.weights)
         for group, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
-            own = [section for section in self._sections if section.group == group]
-            start, count = own[0].start, sum(section.count for section in own)
+            if begun is not None and begun.group == group:
+                continue
+            own, start, count = self._place_of(group)
             if own[-1].start + own[-1].count == start + count:
                 target = output.narrow(-1, start, count)
                 weight.multiply_into(target, hidden, bias, lets_next_start=lets_next_start)
@@ -114,9 +118,37 @@ class Linear(nn.Module):
                 output.narrow(-1, section.start, section.count).copy_(piece)
         return output
 
+    def _new_output(self, hidden: Tensor) -> Tensor:
+        return hidden.new_empty(
+            *hidden.shape[:-1], self._sections[-1].start + self._sections[-1].count
+        )
+
+    def _place_of(self, group: int) -> tuple[list[_Section], int, int]:
+        """Sections of a matrix, where the first begins, and how many outputs they have."""
+        own = [section for section in self._sections if section.group == group]
+        return own, own[0].start, sum(section.count for section in own)
+
+    def begin(self, hidden: Tensor) -> Begun | None:
+        """What the norm that makes one row like `hidden` multiplies on the way: the last matrix, if
+        it is small and raw and its outputs stand side by side. Before a large one of FP8 it would
+        cost more than behind it, where it runs while that one ends."""
+        group = len(self.weights) - 1
+        own, start, count = self._place_of(group)
+        weight = self.weights[group]
+        values = weight.values if isinstance(weight, RawWeight) else None
+        if values is None or self._has_bias or self.rounds_rows:
+            return None
+        if not norm.multiplies_too(hidden, values):
+            return None
+        if own[-1].start + own[-1].count != start + count:
+            return None
+        output = self._new_output(hidden)
+        target = output.narrow(-1, start, count)
+        return Begun(owner=self, group=group, weight=values, target=target, output=output)
+
     def partials(self, hidden: Tensor) -> Tensor:
         """The same, or partials [T, P, O] of it, for whoever reads it to add up."""
-        if self._is_fused:
+        if self._is_fused and find(hidden, self) is None:
             return self._weight.partials(hidden, self._bias)
         return self.forward(hidden)
 
@@ -136,6 +168,11 @@ class Linear(nn.Module):
         """Whether `partials_of_gated` costs less than `gated` before it."""
         is_plain = self._is_fused and self._bias is None
         return is_plain and self._weight.takes_gated(num_tokens)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether its products round their rows to float8 in blocks."""
+        return any(getattr(weight, "rounds_rows", False) for weight in self.weights)
 
     def partials_of_gated(self, gate_up: Tensor) -> Tensor:
         """`partials` of SiLU of the first half of `gate_up` [T, 2 * I] times the other half."""

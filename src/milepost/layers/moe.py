@@ -116,6 +116,11 @@ class MoE(nn.Module):
             if has_gate:
                 self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), kind)
 
+    @property
+    def first(self) -> Linear | None:
+        """What may be multiplied in the launch of the norm ahead: see `Block`."""
+        return None if self.shapes.scores.kind == "sigmoid" else self.router
+
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """The output in partials, for whoever reads it to add up."""
         return self.partials(hidden, ctx.num_real)

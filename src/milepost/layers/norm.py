@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import norm
 from milepost.kernels.precision import cast
+from milepost.layers.begun import Begun
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, cut_all
 from milepost.parallel import Cut, Ranks
@@ -49,15 +50,29 @@ class RMSNorm(nn.Module):
 
     __call__ = forward  # as for a Linear
 
-    def add(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add a layer's output to the residual stream: the sum [T, N] and its norm.
+    def add(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        *,
+        rounds: bool = False,
+        first: Begun | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add a layer's output to the residual stream: the sum [T, N] and its norm, which products
+        with float8 read if it `rounds`. The product that comes `first` is made in the same launch,
+        and the norm brings it along.
 
         `hidden` [T, N]; `delta` [T, N], or partials [T, P, N] of it, or None. Partials of several
         ranks are those of them all.
         """
         if not self.ranks.is_alone and delta is not None and delta.dim() == 3:
             return self.ranks.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
-        return norm.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
+        how = self.scale, self.eps, self.multiplier
+        if first is not None:
+            both = norm.add_norm_and_multiply(hidden, delta, *how, first.weight, first.target)
+            first.ride_on(both[1])
+            return both
+        return norm.add_norm(hidden, delta, *how, rounds=rounds)
 
     def placements(self) -> Placements:
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from milepost.kernels.batch import Operation
+from milepost.layers.begun import Begun
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.norm import RMSNorm
 from milepost.layers.rotary import Rotary
@@ -56,6 +57,9 @@ class Block(nn.Module):
         self.pre, self.post = pre, post
         norm = pre or post
         self._ranks = ALONE if norm is None else norm.ranks
+        self._rounds = any(
+            getattr(module, "rounds_rows", False) for part in parts for module in part.modules()
+        )
 
     def run(
         self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: tuple[int, ...]
@@ -63,7 +67,8 @@ class Block(nn.Module):
         """The residual stream [T, C] with `delta` [T, C], or partials of it, added; and what is to
         be added next, which the norm that follows does for less than a pass of its own costs."""
         if self.pre is not None:
-            hidden, normed = self.pre.add(hidden, delta)
+            first = self._begin(hidden) if len(hidden) == 1 else None
+            hidden, normed = self.pre.add(hidden, delta, rounds=self._rounds, first=first)
         else:
             if delta is not None:  # partials are float32, the residual stream is not
                 hidden = (hidden + self._whole(delta)).to(hidden.dtype)
@@ -77,6 +82,11 @@ class Block(nn.Module):
         if self.post is not None:
             added = self.post(self._whole(added))
         return hidden, added
+
+    def _begin(self, hidden: Tensor) -> Begun | None:
+        """A small product that the first part begins with."""
+        first = getattr(self.parts[0], "first", None)
+        return None if first is None else first.begin(hidden)
 
     def _whole(self, partials: Tensor) -> Tensor:
         """[T, C] of partials [T, P, C], over all ranks; of [T, C] itself."""

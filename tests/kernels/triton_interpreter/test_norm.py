@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.kernels.norm import reference, triton
+from milepost.kernels.device import probe
+from milepost.kernels.norm import reference, triton, triton_gemv
+from milepost.kernels.quantised import rounded, triton_rounding
+from tests.numbers import relative_error
 
 SIZE, EPS = 70, 1e-6
 
@@ -47,3 +50,48 @@ def test_activations(size: int) -> None:
     torch.testing.assert_close(triton.silu_mul(gate_up), reference.silu_mul(gate_up))
     hidden = wide[:, :size]
     torch.testing.assert_close(triton.relu_squared(hidden), reference.relu_squared(hidden))
+
+
+@pytest.mark.parametrize("size", [128, 384, 1024])
+def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
+    """The same numbers as a launch of their own makes of it, in whole lines of rows."""
+    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    hidden, delta, scale = randn(5, size).half(), randn(5, 2, size), randn(size)
+    expected = triton.add_norm(hidden, delta, scale, EPS)
+    found = triton.add_norm(hidden, delta, scale, EPS, rounds=True)
+    assert all(map(torch.equal, found, expected))
+    assert rounded.find(expected[1]) is None
+    assert rounded.find(found[1][1:]) is None
+    own = rounded.find(found[1])
+    values, scales = triton_rounding.quantise(expected[1], 128, probe(hidden.device), num_padded=8)
+    assert own.values.shape == values.shape
+    assert own.scales.shape == scales.shape
+    assert torch.equal(own.values[:5].view(torch.uint8), values[:5].view(torch.uint8))
+    assert torch.equal(own.scales[:, :5], scales[:, :5])
+    for rows in (hidden[:1], randn(65, size).half(), randn(5, size + 1).half()):
+        scale = torch.ones(rows.shape[1])
+        normed = triton.add_norm(rows, None, scale, EPS, rounds=True)[1]
+        assert rounded.find(normed) is None
+
+
+@pytest.mark.parametrize("num_parts", [0, 1, 3])
+@pytest.mark.parametrize(("size", "num_outputs"), [(70, 5), (512, 37), (4096, 6)])
+def test_a_norm_and_a_product(num_parts: int, size: int, num_outputs: int) -> None:
+    """One launch makes what two make; it writes no more than its outputs."""
+    hidden, scale, weight = randn(1, size).half(), randn(size), randn(num_outputs, size).half()
+    delta = randn(1, num_parts, size).half() if num_parts else None
+    if num_parts == 1:
+        delta = delta[:, 0]
+    wide = torch.full((1, num_outputs + 2), 7.0, dtype=torch.float16)
+    assert triton_gemv.suits(hidden, weight)
+    how = scale, EPS, 0.5, weight, wide[:, 1:-1]
+    total, normed = triton_gemv.add_norm_and_multiply(hidden, delta, *how)
+    exact = None if delta is None else delta.double()
+    expected = reference.add_norm(hidden.double(), exact, scale.double(), EPS, 0.5)
+    assert relative_error(total, expected[0]) < 2e-3
+    assert relative_error(normed, expected[1]) < 2e-3
+    product = normed.float() @ weight.float().t()
+    torch.testing.assert_close(wide[:, 1:-1].float(), product, rtol=1e-2, atol=1e-2)
+    assert wide[0, 0] == wide[0, -1] == 7
+    assert not triton_gemv.suits(hidden.expand(2, -1), weight)
+    assert not triton_gemv.suits(hidden, weight.float())

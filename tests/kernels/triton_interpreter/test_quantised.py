@@ -12,10 +12,12 @@ from torch import Tensor
 from milepost.kernels.device import Chip, probe
 from milepost.kernels.linear import triton_gemv
 from milepost.kernels.moe.grouping import group_many
+from milepost.kernels.norm import triton as norm_triton
 from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.quantised import (
     Quantised,
     reference,
+    rounded,
     triton,
     triton_gemm,
     triton_rounding,
@@ -201,3 +203,21 @@ def test_experts_that_no_kernel_takes_do_not_ask_what_was_chosen() -> None:
 def test_a_chip_without_float8_is_told(arch: tuple[int, int], native: bool) -> None:
     chip = Chip(arch="sm", capability=arch, is_amd=False, num_sms=108, shared_bytes=166912)
     assert chip.has_fp8 == native
+
+
+def test_products_read_what_a_norm_rounded(monkeypatch) -> None:
+    """The same bits as where they round it themselves, and no launch of their own for it."""
+    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    hidden, shares, experts = route(44, 3, 0.1)
+    weight, up, down = make_fp8(256, 256), make_fp8(3, 256, 256), make_fp8(3, 256, 128, seed=2)
+    scale = torch.full((256,), 4e-3)
+    normed = norm_triton.add_norm(hidden, None, scale, 1e-6, rounds=True)[1]
+    plain = normed.clone()
+    chip = probe(hidden.device)
+    expected = triton._round_lines(plain, weight, chip, is_gated=False)
+    mixed = triton.mix(plain, shares, experts, up, down)
+    with monkeypatch.context() as only:
+        only.setattr(triton_rounding, "quantise", None)
+        found = triton._round_lines(normed, weight, chip, is_gated=False)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(triton.mix(normed, shares, experts, up, down), mixed)

@@ -81,6 +81,8 @@ def mix(
     slot_out: Tensor,
     layout: MixerLayout = None,
     records: Tensor | None = None,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
     it is None; returns [T, V * W] and writes both pools, the states of exports among them.
@@ -96,7 +98,8 @@ def mix(
 
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
-    padding are zeros, but for steps that verify, where they hold anything.
+    padding are zeros, but for steps that verify, where they hold anything. Where it `rounds`, the
+    output may bring its rounding to float8 along (`quantised.rounded`).
     """
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
@@ -106,7 +109,8 @@ def mix(
     if layout is None:
         from milepost.kernels.gated_delta import triton_decode
 
-        return triton_decode.decode(projected, weights, *pools, slot_in, slot_out)
+        slots = slot_in, slot_out
+        return triton_decode.decode(projected, weights, *pools, *slots, rounds=rounds)
     from milepost.kernels.gated_delta import triton_prefill
 
     if isinstance(layout, VerifyLayout):

@@ -39,13 +39,15 @@ def decode(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     """See `gated_delta.mix`."""
     if suits_hopper(recurrent_pool):
         from milepost.kernels.gated_delta import triton_hopper
 
         pools = conv_pool, recurrent_pool
-        return triton_hopper.decode(projected, weights, *pools, slot_in, slot_out)
+        return triton_hopper.decode(projected, weights, *pools, slot_in, slot_out, rounds=rounds)
     num_sequences = len(slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape

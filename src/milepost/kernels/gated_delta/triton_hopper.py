@@ -24,6 +24,8 @@ from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.quantised import rounded as rounded_rows
+from milepost.kernels.quantised.rounding_gluon import round_block
 from milepost.kernels.states_gluon import (
     STATE,
     STATE_SIZE,
@@ -61,6 +63,8 @@ def decode(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     """See `gated_delta.mix`."""
     num_sequences = len(slot_out)
@@ -68,6 +72,8 @@ def decode(
     channels, conv_width = weights.conv.shape
     key_heads = (channels - value_heads * STATE_SIZE) // (2 * STATE_SIZE)
     output = projected.new_empty(num_sequences, value_heads * STATE_SIZE)
+    rounded = rounded_rows.room_for(*output.shape, output) if rounds else None
+    values, scales = (None, None) if rounded is None else (rounded.values, rounded.scales)
     states = describe_states(recurrent_pool)
     num_units = num_sequences * key_heads
     units_at_once = num_sms(projected.device)
@@ -88,6 +94,9 @@ def decode(
         slot_in,
         slot_out,
         output,
+        values,
+        scales,
+        0 if scales is None else scales.stride(0),
         num_units,
         KEY_HEADS=key_heads,
         GROUP=value_heads // key_heads,
@@ -98,6 +107,8 @@ def decode(
         num_warps=4,
         **OVERLAPPED,
     )
+    if rounded is not None:
+        rounded_rows.attach(output, rounded)
     return output
 
 
@@ -119,6 +130,9 @@ def _decode_kernel(
     slot_in,
     slot_out,
     output,
+    values,
+    scales,
+    scales_stride,
     num_units,
     KEY_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -182,5 +196,10 @@ def _decode_kernel(
             number += 1
             b_o *= rms_scale(b_o, norm_eps, SIZE) * b_norm
             b_o = gl.where(is_real, times_silu(b_o, b_gate), 0.0)
-            p_o = output + (i_n * VALUE_HEADS + i_hv) * SIZE + o_v
-            gl.store(p_o, b_o.to(output.dtype.element_ty))
+            b_o = b_o.to(output.dtype.element_ty)
+            at = (i_n * VALUE_HEADS + i_hv) * SIZE + o_v
+            gl.store(output + at, b_o)
+            if values is not None:
+                b_rounded, scale = round_block(b_o.to(gl.float32), 0)
+                gl.store(values + at, b_rounded)
+                gl.store(scales + i_hv * scales_stride + i_n, scale)

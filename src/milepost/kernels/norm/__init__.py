@@ -14,14 +14,50 @@ from torch import Tensor
 from milepost.kernels.device import runs_triton
 from milepost.kernels.norm import reference
 
-__all__ = ["add_norm", "relu_squared", "silu_mul"]
+__all__ = ["add_norm", "add_norm_and_multiply", "multiplies_too", "relu_squared", "silu_mul"]
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float, multiplier: float = 1.0
+    hidden: Tensor,
+    delta: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    multiplier: float = 1.0,
+    *,
+    rounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.add_norm`."""
+    """See `reference.add_norm`. Where it `rounds`, the norm may bring its rounding to float8 along
+    (`quantised.rounded`)."""
+    if rounds and runs_triton(hidden):
+        from milepost.kernels.norm import triton
+
+        return triton.add_norm(hidden, delta, scale, eps, multiplier, rounds=True)
     return _module(hidden).add_norm(hidden, delta, scale, eps, multiplier)
+
+
+def add_norm_and_multiply(
+    hidden: Tensor,
+    delta: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    multiplier: float,
+    weight: Tensor,
+    output: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `add_norm` of `hidden` [1, H], where `multiplies_too`; `output` [1, O] becomes `weight`
+    [O, H] times the norm."""
+    from milepost.kernels.norm import triton_gemv
+
+    return triton_gemv.add_norm_and_multiply(hidden, delta, scale, eps, multiplier, weight, output)
+
+
+def multiplies_too(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether one launch norms `hidden` [T, H] and multiplies it with `weight` [O, H]."""
+    if not runs_triton(hidden):
+        return False
+    from milepost.kernels.norm import triton_gemv
+
+    return triton_gemv.suits(hidden, weight)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -10,20 +10,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels.device import probe
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.quantised import rounded as rounded_rows
+from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.triton_rounding import scale_of
 from milepost.kernels.strides import check_rows
 from milepost.kernels.tiles import cdiv, next_power_of_2
+from milepost.kernels.triton_float8 import encode
 
 _COLUMNS = 1024
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor | None, scale: Tensor, eps: float, multiplier: float = 1.0
+    hidden: Tensor,
+    delta: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    multiplier: float = 1.0,
+    *,
+    rounds: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32."""
     check_rows(hidden=hidden, delta=delta, scale=scale)
     num_tokens, size = hidden.shape
+    rounded = rounded_rows.room_for(num_tokens, size, hidden) if rounds else None
+    values, scales = (None, None) if rounded is None else (rounded.values, rounded.scales)
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
     if delta is None:
@@ -39,16 +52,23 @@ def add_norm(
         scale,
         total,
         normed,
+        None if values is None else values.view(torch.uint8),
+        scales,
         hidden.stride(0),
         *strides,
+        0 if scales is None else scales.stride(0),
         eps,
         SIZE=size,
         COLUMNS=columns,
         PARTS=num_parts,
         MULTIPLIER=multiplier,
+        DEPTH=BLOCK,
+        NATIVE=probe(hidden.device).has_fp8,
         num_warps=min(32, max(1, columns // 128)),
         **OVERLAPPED,
     )
+    if rounded is not None:
+        rounded_rows.attach(normed, rounded)
     return total, normed
 
 
@@ -60,14 +80,19 @@ def _add_norm_kernel(
     scale,
     total,
     normed,
+    values,
+    scales,
     hidden_stride,
     delta_stride,
     part_stride,
+    scales_stride,
     eps,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     MULTIPLIER: tl.constexpr,
+    DEPTH: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     let_next_start()
     i_t = tl.program_id(0).to(tl.int64)
@@ -75,22 +100,51 @@ def _add_norm_kernel(
     is_h = o_h < SIZE
     b_scale = tl.load(scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
-    element = normed.dtype.element_ty
-    b_x = tl.load(hidden + i_t * hidden_stride + o_h, mask=is_h, other=0.0)
+    p_delta = None if delta is None else delta + i_t * delta_stride
+    b_x, b_o = sum_and_norm(
+        hidden + i_t * hidden_stride, p_delta, b_scale, o_h, is_h, part_stride, eps,
+        SIZE, PARTS, MULTIPLIER, normed.dtype.element_ty,
+    )  # fmt: skip
     if PARTS:
-        b_delta = tl.zeros([COLUMNS], tl.float32)
+        tl.store(total + i_t * SIZE + o_h, b_x, mask=is_h)
+    tl.store(normed + i_t * SIZE + o_h, b_o, mask=is_h)
+    if values is not None:
+        b_x = tl.reshape(b_o.to(tl.float32), (COLUMNS // DEPTH, DEPTH))
+        b_largest = scale_of(b_x, 1)
+        b_q = tl.reshape(encode(b_x / b_largest[:, None], NATIVE), (COLUMNS,))
+        tl.store(values + i_t * SIZE + o_h, b_q, mask=is_h)
+        o_d = tl.arange(0, COLUMNS // DEPTH)
+        tl.store(scales + o_d * scales_stride + i_t, b_largest, mask=o_d * DEPTH < SIZE)
+
+
+@triton.jit
+def sum_and_norm(
+    p_hidden,
+    p_delta,
+    b_scale,
+    o_h,
+    is_h,
+    part_stride,
+    eps,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    element: tl.constexpr,
+):
+    """A row with its delta added, and its norm, both as they are stored."""
+    b_x = tl.load(p_hidden + o_h, mask=is_h, other=0.0)
+    if PARTS:
+        b_delta = tl.zeros(o_h.shape, tl.float32)
         for part in tl.static_range(PARTS):
-            p_delta = delta + i_t * delta_stride + part * part_stride + o_h
-            b_delta += tl.load(p_delta, mask=is_h, other=0.0).to(tl.float32)
+            b_part = tl.load(p_delta + part * part_stride + o_h, mask=is_h, other=0.0)
+            b_delta += b_part.to(tl.float32)
         if MULTIPLIER != 1:
             b_delta *= MULTIPLIER
         # What the next layer reads is what is normed, so the sum is rounded first.
         b_x = (b_x.to(tl.float32) + b_delta).to(element)
-        tl.store(total + i_t * SIZE + o_h, b_x, mask=is_h)
     b_wide = b_x.to(tl.float32)
     mean = tl.sum(b_wide * b_wide) / SIZE
-    b_o = b_wide * tl.rsqrt(mean + eps) * b_scale
-    tl.store(normed + i_t * SIZE + o_h, b_o.to(element), mask=is_h)
+    return b_x, (b_wide * tl.rsqrt(mean + eps) * b_scale).to(element)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -40,7 +40,13 @@ __all__ = [
     "partials",
     "partials_of_gated",
     "quantise_fp8",
+    "rounds_rows",
 ]
+
+
+def rounds_rows(weight: Quantised) -> bool:
+    """Whether rows are multiplied with it that are rounded in blocks, by their own numbers."""
+    return isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
 
 
 def multiply(

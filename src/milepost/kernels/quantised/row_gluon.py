@@ -18,15 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from milepost.kernels.float8 import FP8_MAX
 from milepost.kernels.gluon import thread_barrier
-from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE
+from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.rounding_gluon import round_block
 
 PARTS = 8
 """Warps, and columns of a product."""
 TILE = 16
 """Outputs that are multiplied at a time."""
-_LARGEST, _LEAST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_SCALE)
 _BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(BLOCK // 2)
 _PARTS, _TILE = gl.constexpr(PARTS), gl.constexpr(TILE)
 _PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [PARTS, 1], [TILE, 8]))
@@ -116,9 +115,8 @@ def keep_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr, GROUP: gl.constexpr
             kept.index(b).store(blocks[b])
             sums.index(b).store(gl.sum(wide, 1))
         else:
-            scale = gl.maximum(gl.max(gl.abs(wide), 1) / _LARGEST, _LEAST_SCALE)
-            rounded = gl.minimum(gl.maximum(wide / scale[:, None], -_LARGEST), _LARGEST)
-            kept.index(b).store(rounded.to(gl.float8e4nv).to(dtype))
+            rounded, scale = round_block(wide, 1)
+            kept.index(b).store(rounded.to(dtype))
             sums.index(b).store(scale)
     thread_barrier()
     return kept, sums

@@ -26,6 +26,7 @@ from milepost.kernels.quantised import (
     triton_unpack,
 )
 from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
+from milepost.kernels.quantised.rounded import LINE, find
 from milepost.kernels.tiles import Tiles, cdiv, choose_split_k
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
 """From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
-_LINE = 4
-"""Rows that torch's GEMM takes at a time; scales that TMA does."""
 _TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
 16-bit weights of four bits first."""
@@ -117,7 +116,7 @@ def multiply_into(
     if len(hidden) <= _LIBRARY_ROWS:
         _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
         return True
-    if isinstance(weight, Int4) or not _library_multiplies(weight, chip) or len(hidden) % _LINE:
+    if isinstance(weight, Int4) or not _library_multiplies(weight, chip) or len(hidden) % LINE:
         return False
     _multiply_by_library(hidden, weight, bias, chip, output)
     return True
@@ -251,7 +250,9 @@ def _round_lines(
     hidden: Tensor, weight: Fp8, chip: Chip, *, is_gated: bool
 ) -> tuple[Tensor, Tensor]:
     """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
-    num_padded = cdiv(len(hidden), _LINE) * _LINE if len(hidden) > 1 else 1
+    if not is_gated and weight.depth == BLOCK and (rounded := find(hidden)):
+        return rounded.values, rounded.scales
+    num_padded = cdiv(len(hidden), LINE) * LINE if len(hidden) > 1 else 1
     return triton_rounding.quantise(
         hidden, weight.depth, chip, num_padded=num_padded, is_gated=is_gated
     )
@@ -280,6 +281,9 @@ def _round(
         return hidden, None
     if weight.input_scale is not None or (are_few and weight.depth == BLOCK):
         return hidden, None
+    rounded = find(hidden) if weight.depth == BLOCK else None
+    if rounded is not None and len(rounded.values) == len(hidden):
+        return rounded.values, rounded.scales
     return triton_rounding.quantise(hidden, weight.depth, chip)
 
 

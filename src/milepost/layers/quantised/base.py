@@ -66,6 +66,7 @@ class QuantisedMatrix(nn.Module):
     def __init__(self, stack: Stack) -> None:
         super().__init__()
         self.stack = stack
+        self.rounds_rows = quantised.rounds_rows(stack.form)
 
     @property
     def axes(self) -> Mapping[str, Axes]:
@@ -120,6 +121,7 @@ class QuantisedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes, self.names, self.kind, self.up, self.down = sizes, names, kind, up, down
+        self.rounds_rows = quantised.rounds_rows(up.form)
 
     def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
