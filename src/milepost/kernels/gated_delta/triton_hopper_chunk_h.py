@@ -28,6 +28,7 @@ from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.device import probe
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gluon import load_box, store_box, thread_barrier
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 
@@ -104,6 +105,7 @@ def chunk_fwd_h(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _chunk_fwd_h_kernel(
     num_tokens,

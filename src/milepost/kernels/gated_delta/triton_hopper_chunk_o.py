@@ -26,6 +26,7 @@ from milepost.kernels.gated_delta.triton_hopper_chunk_h import is_long
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.gluon import load_box, thread_barrier
+from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import wait_for_inputs
 
@@ -75,6 +76,7 @@ def chunk_fwd_o(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
 def _chunk_fwd_o_kernel(
     projected,
