@@ -40,6 +40,9 @@ class EngineConfig:
     """Local folder or hub id of the tokenizer, if it isn't the model's own."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    download_dir: str | None = None
+    """Where checkpoints from the hub are kept; by default in the hub's own cache (`HF_HUB_CACHE`).
+    """
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     load_format: LoadFormat = "auto"

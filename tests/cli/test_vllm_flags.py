@@ -79,7 +79,6 @@ def test_names_and_values_of_vllms_are_ours():
         ("--pooler-config {}", "only text"),
         ("--task embed", "--task embed is not supported: only text"),
         ("--cpu-offload-gb=10", "--cpu-offload-gb 10 is not supported: weights stay"),
-        ("--download-dir /d", "HF_HUB_CACHE"),
         ("--swap-space", "--swap-space: a value is missing"),
         ("--compilation-config.level", "--compilation-config: a value is missing"),
         ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b 2: a is 1, no object"),

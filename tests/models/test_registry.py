@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from milepost.config import EngineConfig
+from milepost.engine.auto import folder_of
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.context import AttentionSpec, RecurrentSpec
 from milepost.models import architectures, find_folder, load_model
@@ -125,6 +127,22 @@ def test_broken_configuration_is_refused(text: str, tmp_path: Path) -> None:
 def test_neither_folder_nor_hub_id_is_refused() -> None:
     with pytest.raises(ConfigError, match="no/such/folder"):
         find_folder("no/such/folder", revision=None, with_weights=True)
+
+
+def test_checkpoints_of_the_hub_are_kept_where_download_dir_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(repo_id: str, *, cache_dir: str | None, **_: object) -> str:
+        assert cache_dir is not None
+        folder = Path(cache_dir) / repo_id
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    kept = str(tmp_path / "kept")
+    found = folder_of(EngineConfig(model="some/model", download_dir=kept))
+    assert found == tmp_path / "kept" / "some" / "model"
 
 
 def test_layer_specs_follow_the_layer_types(tmp_path: Path) -> None:

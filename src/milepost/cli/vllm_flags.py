@@ -163,7 +163,6 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "data-parallel-backend": (1, _ROUTER),
     "data-parallel-hybrid-lb": (0, _ROUTER),
     "data-parallel-external-lb": (0, _ROUTER),
-    "download-dir": (1, "set the environment variable HF_HUB_CACHE"),
     "hf-token": (1, "set the environment variable HF_TOKEN"),
     "tokenizer-revision": (1, "use --tokenizer with a folder"),
     "num-gpu-blocks-override": (1, "use --num-pages, which counts pages of --page-size tokens"),

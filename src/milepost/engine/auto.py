@@ -22,7 +22,12 @@ def folder_of(config: EngineConfig) -> Path:
     """Where the model lies; without one the one that comes with the package."""
     source = config.model or str(EMBEDDED_MODEL)
     has_weights = config.load_format != "dummy"
-    return find_folder(source, revision=config.revision, with_weights=has_weights)
+    return find_folder(
+        source,
+        revision=config.revision,
+        with_weights=has_weights,
+        download_dir=config.download_dir,
+    )
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:

@@ -64,7 +64,8 @@ def build(config: EngineConfig) -> EngineParts:
     folder = folder_of(config)
     tokenizer = None
     if not config.skip_tokenizer_init:
-        tokenizer = load_tokenizer(config.tokenizer or folder, config.revision)
+        source = config.tokenizer or folder
+        tokenizer = load_tokenizer(source, config.revision, config.download_dir)
     log = PlanLog(config.record_plans, config) if config.record_plans else None
     team = None
     if config.tensor_parallel_size > 1:

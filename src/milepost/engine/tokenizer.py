@@ -30,8 +30,10 @@ def without_torch() -> None:
     )
 
 
-def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder, or of a hub id.
+def load_tokenizer(
+    source: str | Path, revision: str | None = None, download_dir: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local folder, or of a hub id, kept as `find_folder` keeps checkpoints.
 
     Raises ConfigError, naming the source, if there is none or it cannot be read.
     """
@@ -43,7 +45,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
     from transformers import AutoTokenizer  # the import takes seconds; token-id engines skip it
 
     try:
-        return AutoTokenizer.from_pretrained(str(source), revision=revision)
+        return AutoTokenizer.from_pretrained(str(source), revision=revision, cache_dir=download_dir)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _no_tokenizer(source, _first_line(error)) from error
 

@@ -16,8 +16,11 @@ _GGUF = "; GGUF is not read: name the model's safetensors checkpoint"
 _WEIGHT_FILES = ["*.safetensors"]
 
 
-def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) -> Path:
-    """The folder itself, or the hub's snapshot of it; raises ConfigError if there is neither."""
+def find_folder(
+    model: str | Path, *, revision: str | None, with_weights: bool, download_dir: str | None = None
+) -> Path:
+    """The folder itself, or the hub's snapshot of it, in `download_dir` or the hub's own cache;
+    raises ConfigError if there is neither."""
     folder = Path(model)
     if folder.is_dir():
         return _checked(folder, model)
@@ -34,7 +37,11 @@ def find_folder(model: str | Path, *, revision: str | None, with_weights: bool) 
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
-        found = Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+        found = Path(
+            snapshot_download(
+                str(model), revision=revision, cache_dir=download_dir, allow_patterns=patterns
+            )
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -301,9 +301,14 @@ def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer, config.revision)
+        return load_tokenizer(config.tokenizer, config.revision, config.download_dir)
     model = config.model or str(EMBEDDED_MODEL)
-    folder = find_folder(model, revision=config.revision, with_weights=False)
+    folder = find_folder(
+        model,
+        revision=config.revision,
+        with_weights=False,
+        download_dir=config.download_dir,
+    )
     return load_tokenizer(folder, config.revision)
 
 
