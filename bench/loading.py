@@ -26,7 +26,8 @@ from pathlib import Path
 import rows
 import torch
 
-from milepost.models.loading import load_config, load_model, outline
+from milepost.models.configuration import load_config
+from milepost.models.loading import LoadOptions, load_model, outline
 
 _BLOCK = 8 << 20
 _SHARD = 4 << 30
@@ -55,7 +56,7 @@ def main() -> int:
     ways: dict[str, Callable[[], object]] = {
         "one_reader": lambda: _read(files, 1),
         "eight_readers": lambda: _read(files, _READERS),
-        "load": lambda: load_model(folder, device=device),
+        "load": lambda: load_model(folder, LoadOptions(device=device)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.turns):

@@ -30,7 +30,7 @@ from triton.testing import do_bench
 
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import probe
-from milepost.models.loading import load_model
+from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step
 from milepost.runner.pools import PoolShape, allocate
@@ -102,7 +102,7 @@ class Steps:
 
     def __init__(self, model: str, most: int, drafts: int) -> None:
         self.model, _ = load_model(
-            Path(model), dtype=torch.bfloat16, device=CUDA, load_format="dummy", seed=0
+            Path(model), LoadOptions(dtype=torch.bfloat16, device=CUDA, load_format="dummy", seed=0)
         )
         shape = PoolShape(
             specs=self.model.layer_specs,

@@ -13,7 +13,7 @@ import torch
 from milepost import LLM, SamplingParams
 from milepost.engine import sizing
 from milepost.kernels import moe
-from milepost.models import load_model
+from milepost.models import LoadOptions, load_model
 from milepost.models.folder import EMBEDDED_MODEL
 from milepost.runner import device
 from milepost.runner.device import DeviceExecutor
@@ -382,7 +382,7 @@ def _state_lost(llm: LLM, position: int) -> Iterator[None]:
 def _reference(tiny: Tiny, dtype: str, token_ids: list[int]) -> torch.Tensor:
     """Logits [tokens, vocabulary] on a CPU in float32, of weights as they are in `dtype`."""
     if tiny._model is None:
-        tiny._model, _ = load_model(tiny.folder, dtype="float32")
+        tiny._model, _ = load_model(tiny.folder, LoadOptions(dtype="float32"))
     model = tiny._model
     kept = {name: weight.clone() for name, weight in model.named_parameters()}
     for name, weight in model.named_parameters():

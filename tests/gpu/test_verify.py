@@ -14,7 +14,7 @@ import torch
 
 from milepost.kernels.device import allow_hopper_kernels, probe
 from milepost.models.folder import EMBEDDED_MODEL
-from milepost.models.loading import load_model
+from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.runner import Runner
@@ -126,7 +126,7 @@ def test_accepted_drafts_leave_what_tokens_do_in_a_model(has_graphs: bool) -> No
     """Through the executor: decodes, prefills beside them, and a step that only folds."""
     device = torch.device("cuda")
     model, _ = load_model(
-        EMBEDDED_MODEL, dtype=torch.bfloat16, device=device, load_format="auto", seed=0
+        EMBEDDED_MODEL, LoadOptions(dtype=torch.bfloat16, device=device, load_format="auto", seed=0)
     )
 
     def open_runner(num_drafts: int) -> Runner:

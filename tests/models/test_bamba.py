@@ -8,7 +8,7 @@ import torch
 
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.mamba2 import choose_chunk
-from milepost.models import load_model
+from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
 from tests.engines import VOCAB_SIZE, open_llm, tokens
 from tests.models.resuming import Resuming
@@ -83,7 +83,7 @@ def test_what_would_be_ignored_is_refused(changes, tmp_path):
         setattr(config, name, value)
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError):
-        load_model(tmp_path, load_format="dummy")
+        load_model(tmp_path, LoadOptions(load_format="dummy"))
 
 
 def test_dummy_weights_keep_states_in_range(tmp_path):

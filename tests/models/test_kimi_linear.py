@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from milepost.errors import UnsupportedModelError
-from milepost.models import load_model
+from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
 from tests.engines import VOCAB_SIZE, ask, cached, greedy, open_llm, tokens
 from tests.models.resuming import Resuming
@@ -166,7 +166,7 @@ def test_what_would_be_ignored_is_refused(changes, tmp_path):
     config = publish(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(UnsupportedModelError):
-        load_model(tmp_path, load_format="dummy")
+        load_model(tmp_path, LoadOptions(load_format="dummy"))
 
 
 def test_dummy_weights_keep_states_in_range(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from milepost.errors import UnsupportedModelError
-from milepost.models import load_model
+from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
 from tests.engines import (
     VOCAB_SIZE,
@@ -178,4 +178,4 @@ def test_what_would_be_ignored_is_refused(changes, tmp_path):
         setattr(config, name, value)
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
-        load_model(tmp_path, load_format="dummy")
+        load_model(tmp_path, LoadOptions(load_format="dummy"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from milepost.models import Decoder, load_model
+from milepost.models import Decoder, LoadOptions, load_model
 from tests.batches import Part, Pools, build_pools
 from tests.checkpoints import CHECKPOINTS, save
 from tests.numbers import relative_error
@@ -123,7 +123,7 @@ def test_bfloat16_errs_no_more_than_transformers(state_dtype: torch.dtype, tmp_p
     reference = save("qwen3_5", tmp_path)
     exact = expected_logits(reference, tokens)
     expected = expected_logits(reference.to(torch.bfloat16), tokens)
-    model, _ = load_model(tmp_path, dtype="bfloat16")
+    model, _ = load_model(tmp_path, LoadOptions(dtype="bfloat16"))
     pools = build_pools(model, state_dtype=state_dtype)
     edges = [0, 64, 99, 100]
     logits = torch.cat([step(model, pools, tokens, *edge) for edge in pairwise(edges)])

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from milepost.errors import UnsupportedModelError
-from milepost.models import load_model
+from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
 from tests.engines import VOCAB_SIZE, open_llm
 from tests.models.resuming import Resuming
@@ -94,4 +94,4 @@ def test_what_would_be_ignored_is_refused(model, changes, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
-        load_model(tmp_path, load_format="dummy")
+        load_model(tmp_path, LoadOptions(load_format="dummy"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
-from milepost.models import Decoder, load_model, loading
+from milepost.models import Decoder, LoadOptions, load_model, room
 from tests.batches import Part, Pools, build_pools
 from tests.checkpoints import save
 from tests.mtp import Formula, add_head
@@ -69,7 +69,7 @@ def test_drafts_are_those_of_the_formula(name: str, fused: bool, tmp_path: Path)
     formula = Formula(tmp_path)
     if fused:
         add_head(tmp_path, fused_experts=True)
-    model, _ = load_model(tmp_path, head="mtp")
+    model, _ = load_model(tmp_path, LoadOptions(head="mtp"))
     token_ids = torch.randint(0, 101, (150,), generator=torch.Generator().manual_seed(1))
     hidden, logits = drafted(model, token_ids, [0, 64, 147, 148, 149])
     expected = formula.logits(token_ids, hidden, NUM_DRAFTS)
@@ -81,7 +81,7 @@ def test_first_row_would_show(tmp_path: Path) -> None:
     """The row that has no hidden state before it is not attended to: else drafts are others."""
     save("qwen3_5", tmp_path, torch.float64)
     add_head(tmp_path)
-    model, _ = load_model(tmp_path, head="mtp")
+    model, _ = load_model(tmp_path, LoadOptions(head="mtp"))
     token_ids = torch.arange(40)
     hidden, _ = drafted(model, token_ids, [0, 39])
     model.mtp.attention.shapes = replace(model.mtp.attention.shapes, first_row=0)
@@ -113,9 +113,9 @@ def configure(folder: Path, **settings: object) -> None:
 def assert_refused(folder: Path, kind: type[Exception], words: str, caplog) -> None:
     """By name where the head is asked for; with `auto` there is one warning, and no head."""
     with pytest.raises(kind, match=words):
-        load_model(folder, head="mtp")
+        load_model(folder, LoadOptions(head="mtp"))
     with caplog.at_level(logging.WARNING):
-        model, _ = load_model(folder, head="auto")
+        model, _ = load_model(folder, LoadOptions(head="auto"))
     assert model.mtp is None
     (record,) = caplog.records
     with pytest.raises(kind, match=words):
@@ -175,18 +175,18 @@ def test_embeddings_of_its_own_are_refused(folder, caplog):
 
 def test_dummy_head_is_filled(tmp_path):
     save("qwen3_next", tmp_path)
-    model, _ = load_model(tmp_path, load_format="dummy", head="mtp")
+    model, _ = load_model(tmp_path, LoadOptions(load_format="dummy", head="mtp"))
     assert all(tensor.isfinite().all() for tensor in model.mtp.parameters())
     assert model.mtp.fc.weights[0].values.std() > 0.1
 
 
 def test_head_counts_as_weights_and_its_kv_as_a_layer(folder, monkeypatch):
     plain, _ = load_model(folder)
-    model, _ = load_model(folder, head="mtp")
+    model, _ = load_model(folder, LoadOptions(head="mtp"))
     own = sum(parameter.nbytes for parameter in model.mtp.parameters())
     assert model.num_bytes == plain.num_bytes + own
     assert len(model.layer_specs) > len(plain.layer_specs)
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: plain.num_bytes)
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: plain.num_bytes)
     load_model(folder)
     with pytest.raises(ConfigError, match="are missing"):
-        load_model(folder, head="mtp")
+        load_model(folder, LoadOptions(head="mtp"))

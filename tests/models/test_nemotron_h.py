@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from milepost.errors import UnsupportedModelError
-from milepost.models import load_model
+from milepost.models import LoadOptions, load_model
 from tests.checkpoints import save
 from tests.engines import VOCAB_SIZE, open_llm, tokens
 from tests.models.resuming import Resuming
@@ -100,7 +100,7 @@ def test_other_layouts_load_alike(tmp_path, caplog):
 def test_dummy_experts_add_nothing_that_all_tokens_share(tmp_path):
     """Else routers choose more alike from layer to layer, and decodes read few experts."""
     save("nemotron_h", tmp_path, num_experts_per_tok=1)
-    model, _ = load_model(tmp_path, load_format="dummy")
+    model, _ = load_model(tmp_path, LoadOptions(load_format="dummy"))
     (experts,) = model.layers[1].blocks[0].parts
     hidden = torch.randn(4096, 48, generator=torch.Generator().manual_seed(0))
     mixed = experts.partials(hidden).sum(1)
@@ -128,4 +128,4 @@ def test_what_would_be_ignored_is_refused(changes, tmp_path):
         del config["layers_block_type"]
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError):
-        load_model(tmp_path, load_format="dummy")
+        load_model(tmp_path, LoadOptions(load_format="dummy"))

@@ -31,7 +31,7 @@ from milepost.layers.weights import (
     RawWeight,
 )
 from milepost.models import load_config
-from milepost.models.loading import load_model
+from milepost.models.loading import LoadOptions, load_model
 from milepost.models.quantization import has_fp8_kv, read_quantization
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
@@ -189,10 +189,10 @@ def test_a_checkpoint_answers_as_the_values_that_it_means(
 ) -> None:
     # In float64, where rounding differences seldom put an activation on the other side of a bound.
     stored, meant = write(name, tmp_path, form, **sizes)
-    model, _ = load_model(stored, dtype="float64")
+    model, _ = load_model(stored, LoadOptions(dtype="float64"))
     expected = logits(load_meant(meant, stored, ROUNDINGS.get(form, Raw())))
     assert relative_error(logits(model), expected) < 1e-4
-    raw_bytes = load_model(meant, dtype="float64")[0].num_bytes
+    raw_bytes = load_model(meant, LoadOptions(dtype="float64"))[0].num_bytes
     assert model.num_bytes < 0.5 * raw_bytes, "they are kept quantised"
 
 
@@ -260,7 +260,7 @@ HEADS: dict[str, tuple[str, str, Callable[[str], bool], dict[str, Any]]] = {
 def test_a_head_has_a_precision_of_its_own(case: str, tmp_path: Path) -> None:
     name, form, left, sizes = HEADS[case]
     stored, meant = write(name, tmp_path, form, left=left, has_head=True, **sizes)
-    model, _ = load_model(stored, dtype="float64", head="mtp")
+    model, _ = load_model(stored, LoadOptions(dtype="float64", head="mtp"))
     expected = load_meant(meant, stored, ROUNDINGS.get(form, Raw()), has_head=True)
     (_, logits), (_, wanted) = (drafted(each, TOKENS, [0, 69]) for each in (model, expected))
     assert relative_error(logits, wanted) < 1e-4
@@ -276,7 +276,7 @@ def test_a_dense_head_of_a_mixture_may_be_quantised(tmp_path: Path) -> None:
     tensors |= {key: each for key, each in others.items() if key.startswith("mtp.")}
     save_file(tensors, stored / "model.safetensors")
     (stored / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
-    model, _ = load_model(stored, head="mtp")
+    model, _ = load_model(stored, LoadOptions(head="mtp"))
     assert isinstance(model.mtp.layer.blocks[1].parts[0], MLP)
 
 
@@ -287,7 +287,7 @@ def test_a_raw_checkpoint_is_rounded_on_the_fly(name: str, tmp_path: Path) -> No
     stored, meant = write(
         name, tmp_path, "fp8-blocks", **(EXPERTS | sizes if "moe" in name else {})
     )
-    made, _ = load_model(meant, quantization="fp8")
+    made, _ = load_model(meant, LoadOptions(quantization="fp8"))
     read = dict(load_model(stored)[0].named_modules())
     forms = {key: each for key, each in made.named_modules() if isinstance(each, Fp8Stack)}
     assert len(forms) > 8
@@ -321,7 +321,7 @@ def test_multipliers_of_quantised_weights_are_refused(form: str, tmp_path: Path)
     stored, meant = write("falcon_h1", tmp_path, form, left=lambda p: "in_proj" in p, **sizes)
     with pytest.raises(UnsupportedModelError, match=r"self_attn\.\w+.*'falcon_h1' has multipliers"):
         load_model(stored)
-    load_model(meant, quantization="fp8")
+    load_model(meant, LoadOptions(quantization="fp8"))
 
 
 def test_quantised_values_without_their_scales_are_refused(tmp_path: Path) -> None:
@@ -374,9 +374,9 @@ def test_modelopts_older_checkpoints_say_in_a_file_beside_how_they_are_quantised
 def test_a_method_must_fit_the_checkpoint(tmp_path: Path) -> None:
     stored, meant = write("qwen3_5", tmp_path, "awq")
     with pytest.raises(ConfigError, match="leave it out"):
-        load_model(stored, quantization="fp8")
+        load_model(stored, LoadOptions(quantization="fp8"))
     with pytest.raises(UnsupportedModelError, match="on the fly"):
-        load_model(meant, quantization="awq")
+        load_model(meant, LoadOptions(quantization="awq"))
 
 
 def test_dummy_weights_follow_the_configurations_lists() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from milepost.errors import WeightsError
-from milepost.models import load_model, reading
+from milepost.models import LoadOptions, load_model, reading
 from milepost.models.reading import Reader, read_extents
 from milepost.models.weights import WeightFiles
 from tests.checkpoints import save
@@ -78,7 +78,7 @@ def test_numbers_that_lie_at_odd_places_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", [None, "fp8"])
 def test_a_model_is_filled_as_from_the_systems_cache(tmp_path: Path, method: str | None) -> None:
     save("qwen3_5_moe", tmp_path)
-    model, _ = load_model(tmp_path, quantization=method)
+    model, _ = load_model(tmp_path, LoadOptions(quantization=method))
     expected = {name: each.clone() for name, each in model.named_parameters()}
     for name, each in model.named_parameters():
         if "kv_scales" not in name:  # there are none in the file

@@ -13,7 +13,7 @@ from milepost.config import EngineConfig
 from milepost.engine.auto import folder_of
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.context import AttentionSpec, RecurrentSpec
-from milepost.models import architectures, find_folder, load_model
+from milepost.models import LoadOptions, architectures, find_folder, load_model
 from tests.checkpoints import build
 
 
@@ -26,7 +26,7 @@ def change(folder: Path, name: str = "qwen3_5", **values: Any) -> Path:
 
 
 def load(folder: Path) -> None:
-    load_model(folder, load_format="dummy")
+    load_model(folder, LoadOptions(load_format="dummy"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "nonsense", None])
@@ -91,7 +91,9 @@ def test_newer_qwen_hybrids_are_read(name: str, tmp_path: Path) -> None:
         "rope_type": "yarn",
     }
     text = build(name).config.to_dict()["text_config"] | QWEN_3_6 | {"rope_parameters": rope}
-    model, _ = load_model(change(tmp_path, name, text_config=text), load_format="dummy")
+    model, _ = load_model(
+        change(tmp_path, name, text_config=text), LoadOptions(load_format="dummy")
+    )
     assert model.num_positions == 2**20
 
 
@@ -146,7 +148,9 @@ def test_checkpoints_of_the_hub_are_kept_where_download_dir_says(
 
 
 def test_layer_specs_follow_the_layer_types(tmp_path: Path) -> None:
-    model, config = load_model(change(tmp_path, "qwen3_5_multimodal"), load_format="dummy")
+    model, config = load_model(
+        change(tmp_path, "qwen3_5_multimodal"), LoadOptions(load_format="dummy")
+    )
     recurrent = RecurrentSpec(
         conv_shape=(2 * 24 + 72, 3),
         recurrent_shape=(6, 8, 12),

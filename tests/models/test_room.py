@@ -12,7 +12,7 @@ import torch
 
 from milepost.errors import ConfigError
 from milepost.layers.parameters import ParameterKind
-from milepost.models import load_model, loading
+from milepost.models import LoadOptions, load_model, loading, room
 from tests.checkpoints import save
 from tests.quantised import write
 
@@ -26,39 +26,39 @@ def checkpoint(tmp_path_factory):
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(checkpoint, monkeypatch):
     needed = load_model(checkpoint)[0].num_bytes
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: needed - 1)
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed - 1)
     monkeypatch.setattr(loading, "fill_from_files", pytest.fail)
     with pytest.raises(ConfigError, match=r"GiB in float32 and cpu has .* are missing.*bfloat16"):
         load_model(checkpoint)
     with pytest.raises(ConfigError, match="GiB are missing"):
-        load_model(checkpoint, load_format="dummy")
+        load_model(checkpoint, LoadOptions(load_format="dummy"))
 
 
 def test_weights_that_just_fit_are_loaded(checkpoint, monkeypatch):
     needed = load_model(checkpoint)[0].num_bytes
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: needed)
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed)
     load_model(checkpoint)
     # In half the type they take half, but for the small ones that stay precise.
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: int(needed * 0.51))
-    model = load_model(checkpoint, dtype=torch.bfloat16)[0]
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: int(needed * 0.51))
+    model = load_model(checkpoint, LoadOptions(dtype=torch.bfloat16))[0]
     assert model.num_bytes <= needed * 0.51
 
 
 @pytest.mark.parametrize("changes", [{"quantization": "fp8"}, {"dtype": torch.bfloat16}, {}])
 def test_what_is_known_before_is_what_is_taken(checkpoint, monkeypatch, changes):
     """Also of weights that are rounded on the way; to the byte."""
-    needed = load_model(checkpoint, **changes)[0].num_bytes
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: needed)
-    load_model(checkpoint, **changes)
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: needed - 1)
+    needed = load_model(checkpoint, LoadOptions(**changes))[0].num_bytes
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed)
+    load_model(checkpoint, LoadOptions(**changes))
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed - 1)
     with pytest.raises(ConfigError, match="GiB are missing"):
-        load_model(checkpoint, **changes)
+        load_model(checkpoint, LoadOptions(**changes))
 
 
 def test_tied_weights_count_once(tmp_path, monkeypatch):
     save("qwen3_5", tmp_path, tie_word_embeddings=True)
     model = load_model(tmp_path)[0]
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: model.num_bytes)
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: model.num_bytes)
     load_model(tmp_path)
     held = {each.untyped_storage().data_ptr(): each.nbytes for each in model.parameters()}
     assert model.num_bytes == sum(held.values())
@@ -74,30 +74,28 @@ def test_tied_weights_count_once(tmp_path, monkeypatch):
 )
 def test_what_would_help_on_a_gpu_is_named(monkeypatch, dtype, needed, words):
     kind = ParameterKind(dtype=dtype, device=torch.device("cuda"))
-    architecture = SimpleNamespace(
-        decoder=lambda *_, **__: SimpleNamespace(num_bytes=needed * loading.GIB, modules=list)
-    )
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: 139 * loading.GIB)
+    outline = SimpleNamespace(num_bytes=needed * room.GIB)
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: 139 * room.GIB)
     with pytest.raises(ConfigError, match=words) as refused:
-        loading.check_room(None, architecture, kind, is_tied=False)
+        room.check_room(outline, kind, is_quantised=False)
     assert f"{needed - 139}.0 GiB are missing" in str(refused.value)
 
 
 def test_a_quantised_checkpoint_is_not_advised_to_be_quantised(tmp_path, monkeypatch):
     stored, _ = write("qwen3_5", tmp_path, "fp8-blocks")
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: 1)
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: 1)
     with pytest.raises(ConfigError, match="GiB as they are quantised and cpu has") as refused:
-        load_model(stored, dtype=torch.bfloat16)
+        load_model(stored, LoadOptions(dtype=torch.bfloat16))
     assert "halves" not in str(refused.value)
 
 
 def test_free_memory_of_a_cpu_is_what_the_system_says(tmp_path, monkeypatch):
     said = tmp_path / "meminfo"
     said.write_text("MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:   7 kB\n")
-    monkeypatch.setattr(loading, "_MEMINFO", said)
-    assert loading._free_bytes(torch.device("cpu")) == 7 * 1024
-    monkeypatch.setattr(loading, "_MEMINFO", tmp_path / "none")
-    assert loading._free_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(room, "_MEMINFO", said)
+    assert room._free_bytes(torch.device("cpu")) == 7 * 1024
+    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "none")
+    assert room._free_bytes(torch.device("cpu")) is None
 
 
 def test_what_nobody_holds_any_more_is_freed_before_a_model_is_refused(checkpoint, monkeypatch):
@@ -106,7 +104,7 @@ def test_what_nobody_holds_any_more_is_freed_before_a_model_is_refused(checkpoin
     gone = threading.Event()
     gone.itself = gone
     known = weakref.ref(gone)
-    monkeypatch.setattr(loading, "_free_bytes", lambda _device: needed - (known() is not None))
+    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed - (known() is not None))
     gc.disable()
     try:
         del gone

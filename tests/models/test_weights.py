@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from milepost.errors import WeightsError
-from milepost.models import load_model, weights
+from milepost.models import LoadOptions, load_model, weights
 from milepost.models.weights import WeightFiles
 from tests.checkpoints import build, save
 
@@ -92,7 +92,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "auto"])
 def test_dtype(dtype: str, tmp_path: Path) -> None:
     save("qwen3_5", tmp_path, torch.bfloat16)
-    model, _ = load_model(tmp_path, dtype=dtype)
+    model, _ = load_model(tmp_path, LoadOptions(dtype=dtype))
     wanted = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     assert model.dtype == model.embedding.dtype == wanted
     assert model.layers[0].blocks[0].parts[0].decay_rate.dtype == (
@@ -104,7 +104,9 @@ def test_dummy_needs_no_weights_and_follows_the_seed(tmp_path: Path) -> None:
     save("qwen3_next", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     first, again, other = (
-        dict(load_model(tmp_path, load_format="dummy", seed=seed)[0].named_parameters())
+        dict(
+            load_model(tmp_path, LoadOptions(load_format="dummy", seed=seed))[0].named_parameters()
+        )
         for seed in (3, 3, 4)
     )
     assert_same(first, again)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from milepost.errors import ConfigError
-from milepost.models import Decoder, load_model
+from milepost.models import Decoder, LoadOptions, load_model
 from milepost.models import weights as weights_module
 from milepost.parallel import Ranks
 from tests.batches import Part, build_pools
@@ -109,12 +109,14 @@ def logits(model: Decoder) -> Tensor:
 
 @cache
 def whole(folder: Path, **load: Any) -> Tensor:
-    return logits(load_model(folder, **load)[0])
+    return logits(load_model(folder, LoadOptions(**load))[0])
 
 
 def by_rank(folder: Path, size: int, *, load: Any = None, **how: Any) -> list[Tensor]:
     load = load or {}
-    return run_ranks(size, lambda ranks: logits(load_model(folder, ranks=ranks, **load)[0]), **how)
+    return run_ranks(
+        size, lambda ranks: logits(load_model(folder, LoadOptions(ranks=ranks, **load))[0]), **how
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_a_rank_holds_its_part_and_no_more(name, folder_of):
     """But for norms, routers and what is small. Less than the whole is read, too."""
     folder = folder_of(name)
     full, _ = load_model(folder)
-    halves = run_ranks(2, lambda ranks: load_model(folder, ranks=ranks)[0])
+    halves = run_ranks(2, lambda ranks: load_model(folder, LoadOptions(ranks=ranks))[0])
     for half in halves:
         assert half.num_bytes < 0.6 * full.num_bytes
         assert sum(_bytes_of(spec) for spec in half.layer_specs) <= 0.6 * sum(
@@ -191,7 +193,7 @@ def test_of_a_file_only_a_ranks_part_is_read(monkeypatch, folder_of):
         return Watched(safe_open(*args, **options))
 
     monkeypatch.setattr(weights_module, "safe_open", opened)
-    run_ranks(2, lambda ranks: load_model(folder_of("qwen3_next"), ranks=ranks)[0])
+    run_ranks(2, lambda ranks: load_model(folder_of("qwen3_next"), LoadOptions(ranks=ranks))[0])
     ends = ("norm.weight", "gate.weight", "shared_expert_gate.weight")
     assert read
     assert [name for name in read if not name.endswith(ends)] == []
@@ -267,7 +269,7 @@ def test_parts_of_blocks_are_rounded_over_scales_of_their_own(tmp_path):
 def test_what_does_not_divide_is_refused_by_name(name, changes, size, named, tmp_path):
     save(name, tmp_path, **(EVEN | (DELTA if name.startswith("qwen") else {}) | changes))
     with pytest.raises(ConfigError, match=named):
-        load_model(tmp_path, ranks=Ranks(size=size))
+        load_model(tmp_path, LoadOptions(ranks=Ranks(size=size)))
 
 
 @pytest.mark.parametrize(
@@ -283,19 +285,19 @@ def test_what_does_not_divide_is_refused_by_name(name, changes, size, named, tmp
 )
 def test_what_three_ranks_cannot_share_is_refused_by_name(name, named, folder_of):
     with pytest.raises(ConfigError, match=f"tensor_parallel_size=3: {named} is not a multiple"):
-        load_model(folder_of(name), ranks=Ranks(size=3))
+        load_model(folder_of(name), LoadOptions(ranks=Ranks(size=3)))
 
 
 def test_experts_that_do_not_divide_are_refused_by_name(tmp_path):
     save("qwen3_next", tmp_path, **(EVEN | DELTA | MIXTURE | {"num_experts": 6}))
     with pytest.raises(ConfigError, match="mlp num_experts=6"):
-        load_model(tmp_path, ranks=Ranks(size=4, splits_experts=True))
+        load_model(tmp_path, LoadOptions(ranks=Ranks(size=4, splits_experts=True)))
 
 
 def test_blocks_that_ranks_would_share_are_refused_by_name(tmp_path):
     folder, _ = write("qwen3_5_moe", tmp_path, "fp8-blocks", **QUANTISED | SHARED_BLOCKS)
     with pytest.raises(ConfigError, match=r"weight_scale_inv: a rank's part is not whole blocks"):
-        load_model(folder, ranks=Ranks(size=2))
+        load_model(folder, LoadOptions(ranks=Ranks(size=2)))
 
 
 def test_groups_of_four_bits_that_ranks_would_share_are_refused_by_name(tmp_path):
@@ -303,4 +305,4 @@ def test_groups_of_four_bits_that_ranks_would_share_are_refused_by_name(tmp_path
     folder, _ = write("qwen3_5_moe", tmp_path, "awq", **QUANTISED | sizes)
     named = "mlp: 96 inputs of a rank are not whole pairs of groups of 32; use a smaller tensor"
     with pytest.raises(ConfigError, match=named):
-        load_model(folder, ranks=Ranks(size=2))
+        load_model(folder, LoadOptions(ranks=Ranks(size=2)))

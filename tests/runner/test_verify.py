@@ -15,7 +15,7 @@ from tests.runner.verifying import (
 )
 
 from milepost.models.folder import EMBEDDED_MODEL
-from milepost.models.loading import load_model
+from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pools import PoolShape
 from milepost.runner.records import RecordRows
@@ -78,7 +78,7 @@ def test_what_was_not_recorded_is_not_folded():
 @pytest.fixture(scope="module")
 def model():
     options = {"dtype": torch.float64, "device": CPU, "load_format": "auto", "seed": 0}
-    return load_model(EMBEDDED_MODEL, **options)[0]
+    return load_model(EMBEDDED_MODEL, LoadOptions(**options))[0]
 
 
 def open_runner(model, num_drafts: int) -> Runner:

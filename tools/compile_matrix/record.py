@@ -241,8 +241,9 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     # Imported here: kernels ask for the chip as they are imported.
     from milepost.kernels.batch import Capacity
     from milepost.layers.parameters import ParameterKind
-    from milepost.models.loading import find_architecture, load_config, resolve_dtype
+    from milepost.models.configuration import load_config, resolve_dtype
     from milepost.models.quantization import read_quantization
+    from milepost.models.registry import find_architecture
     from milepost.runner import device
     from milepost.runner.graphs import ladder, largest_step
     from milepost.runner.pools import PoolShape

@@ -1,4 +1,5 @@
-"""What `auto` and other settings stand for: the model's folder, the device, types of numbers.
+"""What `auto` and other settings stand for: the model's folder, the device, types of numbers, how
+a rank loads the model.
 
 Read by the process that starts the ranks and by each of them.
 """
@@ -13,9 +14,11 @@ from transformers import PreTrainedConfig
 from milepost.config import DType, EngineConfig
 from milepost.errors import ConfigError
 from milepost.kernels.float8 import FP8
+from milepost.models.configuration import load_config, resolve_dtype
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
-from milepost.models.loading import Head, load_config, resolve_dtype
+from milepost.models.loading import Head, LoadOptions
 from milepost.models.quantization import has_fp8_kv
+from milepost.parallel import Ranks
 
 
 def folder_of(config: EngineConfig) -> Path:
@@ -50,18 +53,35 @@ def _named_device(name: str) -> torch.device:
     return device
 
 
-def head_of(config: EngineConfig) -> Head:
-    """Whether the checkpoint's head is loaded: `auto` does so if it can."""
-    methods = config.speculative_config.methods if config.speculative_config else ()
-    return "mtp" if "mtp" in methods else "auto" if "auto" in methods else "none"
+def load_options_of(
+    config: EngineConfig, folder: Path, device: torch.device, ranks: Ranks
+) -> LoadOptions:
+    """How the model is loaded by one of `ranks`."""
+    return LoadOptions(
+        dtype=_dtype_of(config, folder, device),
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        head=_head_of(config),
+        quantization=config.quantization,
+        max_model_len=config.max_model_len,
+        overrides=config.overrides,
+        ranks=ranks,
+    )
 
 
-def dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType:
+def _dtype_of(config: EngineConfig, folder: Path, device: torch.device) -> DType:
     """On a CPU half precision is slower and less exact than float32: `auto` avoids it there."""
     if config.dtype != "auto" or device.type != "cpu":
         return config.dtype
     own = resolve_dtype("auto", load_config(folder, config.overrides))
     return "float32" if own.itemsize < torch.float32.itemsize else "auto"
+
+
+def _head_of(config: EngineConfig) -> Head:
+    """Whether the checkpoint's head is loaded: `auto` does so if it can."""
+    methods = config.speculative_config.methods if config.speculative_config else ()
+    return "mtp" if "mtp" in methods else "auto" if "auto" in methods else "none"
 
 
 def kv_dtype_of(

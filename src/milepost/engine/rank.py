@@ -12,7 +12,7 @@ from milepost.cache import Cache
 from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvolution
 from milepost.config import EngineConfig
 from milepost.disaggregation.access import Access, open_access
-from milepost.engine.auto import device_of, dtype_of, folder_of, head_of, kv_dtype_of
+from milepost.engine.auto import device_of, folder_of, kv_dtype_of, load_options_of
 from milepost.engine.drafting import accept_of
 from milepost.engine.sizing import max_model_len_of, pool_shape, sizes_of
 from milepost.engine.team import Team
@@ -69,18 +69,7 @@ def build_rank(
     device = device_of(config.device, ranks.rank)
     if device.type == "cuda" and not ranks.is_alone:
         ranks = _reaching(ranks, device, team)
-    model, whole = load_model(
-        folder,
-        dtype=dtype_of(config, folder, device),
-        device=device,
-        load_format=config.load_format,
-        seed=config.seed,
-        head=head_of(config),
-        quantization=config.quantization,
-        max_model_len=config.max_model_len,
-        overrides=config.overrides,
-        ranks=ranks,
-    )
+    model, whole = load_model(folder, load_options_of(config, folder, device, ranks))
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
     kv_dtype = kv_dtype_of(config, model.dtype, whole)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from milepost.config import EngineConfig
 from milepost.disaggregation.access import Access
-from milepost.engine.auto import device_of, dtype_of, folder_of, head_of, runs_ahead
+from milepost.engine.auto import device_of, folder_of, load_options_of, runs_ahead
 from milepost.engine.drafting import speculation_of
 from milepost.engine.facts import Facts
 from milepost.engine.generation_config import end_token_ids, sampling_defaults
@@ -24,8 +24,9 @@ from milepost.engine.team import Team
 from milepost.engine.tiering import Tiering, tiering_of
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
+from milepost.models.configuration import load_config
 from milepost.models.decoder import Decoder
-from milepost.models.loading import check_split, load_config
+from milepost.models.loading import check_split
 from milepost.parallel import ALONE, Ranks
 from milepost.runner.memory import OneMemory
 from milepost.runner.recording import PlanLog
@@ -127,15 +128,8 @@ def _check_split(config: EngineConfig, folder: Path) -> None:
         raise ConfigError(
             f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
         )
-    check_split(
-        folder,
-        dtype=dtype_of(config, folder, device),
-        load_format=config.load_format,
-        head=head_of(config),
-        quantization=config.quantization,
-        overrides=config.overrides,
-        ranks=Ranks(size=size, splits_experts=config.enable_expert_parallel),
-    )
+    ranks = Ranks(size=size, splits_experts=config.enable_expert_parallel)
+    check_split(folder, load_options_of(config, folder, device, ranks))
 
 
 def _device_name(device: torch.device, num_ranks: int) -> str:

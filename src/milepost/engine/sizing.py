@@ -10,8 +10,8 @@ from milepost.engine.tiering import staging_bytes
 from milepost.errors import ConfigError
 from milepost.kernels.device import why_plain
 from milepost.kernels.float8 import FP8
+from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
-from milepost.models.loading import resolve_dtype
 from milepost.parallel import Ranks
 from milepost.runner.memory import GIB, MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.pools import PoolShape

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from milepost.models.folder import find_folder
 
 if TYPE_CHECKING:
+    from milepost.models.configuration import load_config
     from milepost.models.decoder import Decoder
-    from milepost.models.loading import load_config, load_model
+    from milepost.models.loading import LoadOptions, load_model
 
-__all__ = ["Decoder", "find_folder", "load_config", "load_model"]
+__all__ = ["Decoder", "LoadOptions", "find_folder", "load_config", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,7 +20,11 @@ def __getattr__(name: str) -> Any:
         from milepost.models.decoder import Decoder
 
         return Decoder
-    if name in ("load_config", "load_model"):
+    if name == "load_config":
+        from milepost.models.configuration import load_config
+
+        return load_config
+    if name in ("LoadOptions", "load_model"):
         from milepost.models import loading
 
         return getattr(loading, name)

@@ -1,0 +1,73 @@
+"""Whether a device has room for a model, before any of it is allocated; and what would help."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+from pathlib import Path
+
+import torch
+
+from milepost.errors import ConfigError
+from milepost.layers.linear import Linear
+from milepost.layers.parameters import ParameterKind
+from milepost.models.decoder import Decoder
+
+GIB = 2**30
+_WEIGHTS_SHARE = 0.8
+"""Of what is free, at most, for there to be a cache to speak of."""
+_MEMINFO = Path("/proc/meminfo")
+"""Where Linux says how much memory can be taken without swapping."""
+
+
+def check_room(outline: Decoder, kind: ParameterKind, *, is_quantised: bool) -> None:
+    """Raise ConfigError if the device of `kind` has too little free memory for the parameters of
+    `outline`, which have shapes and no memory."""
+    free = _free_bytes(kind.device)
+    if free is None:
+        return
+    if kind.names:
+        # Projections whose blocks are not those of their matrix have more scales.
+        for module in outline.modules():
+            if isinstance(module, Linear):
+                module.placements()
+    needed = outline.num_bytes
+    if needed > free:
+        gc.collect()  # an engine that nobody holds any more may still be there, in cycles
+        free = _free_bytes(kind.device) or 0
+    if needed > free:
+        name = str(kind.dtype).removeprefix("torch.")
+        name = "as they are quantised" if is_quantised else f"in {name}"
+        advice = _advise(kind, needed, free, is_quantised=is_quantised)
+        raise ConfigError(
+            f"the weights take {needed / GIB:.1f} GiB {name} and {kind.device} has "
+            f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; "
+            f"{advice}use a smaller model or a device with more memory, or end what else uses it"
+        )
+
+
+def _advise(kind: ParameterKind, needed: int, free: int, *, is_quantised: bool) -> str:
+    """What would make the weights smaller, or spread them over more GPUs."""
+    advice = ""
+    if not is_quantised and kind.dtype.itemsize >= 4:
+        advice = "dtype='bfloat16' halves the weights, or "
+    elif not is_quantised:
+        advice = "quantization='fp8' halves the weights, or "
+    if kind.device.type != "cuda":
+        return advice
+    least = math.ceil(needed * kind.ranks.size / (_WEIGHTS_SHARE * free))
+    count = 1 << (least - 1).bit_length()
+    return f"{advice}tensor_parallel_size={count} spreads them over as many such GPUs, or "
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that can be taken on a device; None where that is not known."""
+    if device.type == "cuda":
+        gc.collect()  # here also for the pools, which take all that is free
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu" or not _MEMINFO.exists():
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(encoding="ascii"))
+    return int(found[1]) * 1024 if found else None
