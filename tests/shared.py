@@ -16,7 +16,8 @@ from torch import Tensor
 from milepost import LLM
 from milepost.cache.plans import PageCopy
 from milepost.runner.flight import Flight
-from milepost.runner.pools import Pools, PoolShape
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools
 from milepost.runner.runner import Executor, Runner
 from milepost.runner.shared import allocate_shared, unit_of
 from milepost.scheduler.plans import SequencePlan, StepPlan

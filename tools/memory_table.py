@@ -22,7 +22,7 @@ from milepost.engine.sizing import pool_shape
 from milepost.models.decoder import Decoder
 from milepost.models.loading import outline
 from milepost.runner.memory import GIB, MIB, OneMemory, share, split
-from milepost.runner.pools import PoolShape
+from milepost.runner.pool_shape import PoolShape
 
 MODELS = Path(__file__).parent.parent / "bench" / "models"
 CONFIGS: dict[str, str | Path] = {

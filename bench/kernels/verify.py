@@ -33,7 +33,8 @@ from milepost.kernels.device import probe
 from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import largest_step
-from milepost.runner.pools import PoolShape, allocate
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import allocate
 from milepost.runner.staging import on_device
 from milepost.scheduler.plans import SequencePlan, StepPlan
 

@@ -14,7 +14,8 @@ from milepost.engine import sizing
 from milepost.errors import ConfigError
 from milepost.parallel import ALONE
 from milepost.runner.memory import OneMemory, TwoPools
-from milepost.runner.pools import Pools, PoolShape
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools
 from tests.engines import (
     answer,
     ask,

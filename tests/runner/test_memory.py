@@ -8,7 +8,7 @@ import torch
 from milepost.errors import ConfigError
 from milepost.layers.context import AttentionSpec, ShortConvSpec
 from milepost.runner.memory import GIB, free_bytes, split
-from milepost.runner.pools import PoolShape
+from milepost.runner.pool_shape import PoolShape
 
 CUDA = torch.device("cuda")
 

@@ -13,7 +13,8 @@ from milepost.cache.plans import PageMove
 from milepost.layers.context import AttentionSpec, RecurrentSpec, ShortConvSpec
 from milepost.runner import plain
 from milepost.runner.plain import PlainExecutor
-from milepost.runner.pools import PoolShape, allocate
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import allocate
 from milepost.runner.shared import allocate_shared, best_unit, unit_of
 
 ATTENTION = AttentionSpec(num_kv_heads=2, head_dim=256)

@@ -8,7 +8,8 @@ from tests.runner.test_arrays import sequence
 from torch import Tensor
 
 from milepost.models import Decoder
-from milepost.runner.pools import Pools, PoolShape, allocate
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools, allocate
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import SequencePlan, StepPlan
 

@@ -246,7 +246,7 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     from milepost.models.registry import find_architecture
     from milepost.runner import device
     from milepost.runner.graphs import ladder, largest_step
-    from milepost.runner.pools import PoolShape
+    from milepost.runner.pool_shape import PoolShape
 
     config = load_config(REPOSITORY / case.model)
     text = config.get_text_config()

@@ -29,7 +29,8 @@ from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
 from milepost.runner.memory import Sizes
 from milepost.runner.plain import PlainExecutor
-from milepost.runner.pools import Pools, PoolShape
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools
 from milepost.runner.recording import PlanLog
 from milepost.runner.runner import Executor, Runner
 

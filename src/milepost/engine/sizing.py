@@ -14,7 +14,7 @@ from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.parallel import Ranks
 from milepost.runner.memory import GIB, MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
-from milepost.runner.pools import PoolShape
+from milepost.runner.pool_shape import PoolShape
 
 
 def sizes_of(

@@ -22,7 +22,7 @@ from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.rates import MIN_TOKENS
 
 if TYPE_CHECKING:
-    from milepost.runner.pools import PoolShape
+    from milepost.runner.pool_shape import PoolShape
     from milepost.runner.runner import Runner
     from milepost.tiers.copier import Copier
     from milepost.tiers.files import Files

@@ -27,7 +27,8 @@ from milepost.runner.choice import Drafts, SampledToken, choice_of, on_device
 from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Graphs, Outcome, exact_capacity
-from milepost.runner.pools import Pools, PoolShape, allocate
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools, allocate
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
 from milepost.runner.records import RecordRows
 from milepost.runner.sampling import SamplingRow, are_plain, choose

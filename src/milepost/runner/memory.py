@@ -13,7 +13,8 @@ import torch
 
 from milepost.cache.memory import Split, UnifiedPool
 from milepost.errors import ConfigError
-from milepost.runner.pools import Pools, PoolShape, allocate
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools, allocate
 from milepost.runner.shared import allocate_shared, best_unit
 
 CHECKPOINT_SHARE = 1 / 6

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from milepost.cache.memory import pages_in_place
-from milepost.runner.pools import Pools, PoolShape, by_layer
+from milepost.runner.pool_shape import PoolShape
+from milepost.runner.pools import Pools, by_layer
 from milepost.runner.zeroed import zeros
 
 _ALIGNMENT = 1024
