@@ -135,14 +135,9 @@ def _decode(
     p_token = projected + i_sequence * projected_stride
     wait_for_inputs()
 
-    args = p_conv, p_token, conv_weight, None
-    b_q, window_q = convolve_one(*args, o_key, is_k, TAPS, BLOCK_TAPS)
-    b_k, window_k = convolve_one(*args, size + o_key, is_k, TAPS, BLOCK_TAPS)
-    b_v, window_v = convolve_one(*args, 2 * size + o_value, is_v, TAPS, BLOCK_TAPS)
-    b_q, b_k = unit(b_q, b_k, HEAD_DIM)
-    beta = sigmoid(tl.load(p_token + 3 * size + i_head))
-    b_decay = channel_decay(rate, bias, tl.load(decay_inputs + i_sequence * size + o_key, is_k, 0))
-    b_state = advance(b_state, b_k, b_v, beta, b_decay[:, None])
+    head = i_head, o_key, is_k, o_value, is_v, conv_weight, rate, bias
+    inputs = p_conv, p_token, decay_inputs, i_sequence
+    b_state, b_q, windows = _take_in(b_state, inputs, head, HEADS, HEAD_DIM, TAPS, BLOCK_TAPS)
     p_y = y + i_sequence * size
     tl.store(p_y + o_value, tl.sum(b_state * b_q[:, None], 0), is_v)
 
@@ -151,6 +146,7 @@ def _decode(
     p_state = pool + written * slot_stride + o_state
     tl.store(p_state, b_state.to(pool.dtype.element_ty), in_state)
     p_conv = conv_pool + written * conv_stride
+    window_q, window_k, window_v = windows
     keep_window(p_conv, window_v, 2 * size + o_value, is_v, TAPS, BLOCK_TAPS)
     p_arrivals = arrivals + i_sequence * HEADS + i_head
     arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
@@ -160,3 +156,29 @@ def _decode(
         keep_window(p_conv, window_k, size + o_key, is_k, TAPS, BLOCK_TAPS)
         p_gate = gate + i_sequence * size
         finish_head(p_y, p_gate, p_output, norm_weight, norm_eps, o_k, is_k, o_key, HEAD_DIM)
+
+
+@triton.jit
+def _take_in(
+    b_state,
+    inputs,
+    head,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+):
+    """A head's state behind a token, the query that reads it, and what the convolution saw of its
+    query, key and value."""
+    p_conv, p_token, decay_inputs, i_sequence = inputs
+    i_head, o_key, is_k, o_value, is_v, conv_weight, rate, bias = head
+    size: tl.constexpr = HEADS * HEAD_DIM
+    args = p_conv, p_token, conv_weight, None
+    b_q, window_q = convolve_one(*args, o_key, is_k, TAPS, BLOCK_TAPS)
+    b_k, window_k = convolve_one(*args, size + o_key, is_k, TAPS, BLOCK_TAPS)
+    b_v, window_v = convolve_one(*args, 2 * size + o_value, is_v, TAPS, BLOCK_TAPS)
+    b_q, b_k = unit(b_q, b_k, HEAD_DIM)
+    beta = sigmoid(tl.load(p_token + 3 * size + i_head))
+    b_decay = channel_decay(rate, bias, tl.load(decay_inputs + i_sequence * size + o_key, is_k, 0))
+    b_state = advance(b_state, b_k, b_v, beta, b_decay[:, None])
+    return b_state, b_q, (window_q, window_k, window_v)

@@ -187,15 +187,12 @@ def _walk(
     p_y = y + tl.load(begin + i_sequence).to(tl.int64) * size + o_value
     p_written = pool + written * slot_stride + o_state
     last = num_folded + tl.minimum(num_new, 1) - 1
-    columns = o_key, is_k, o_value, is_v
+    head = i_head, o_key, is_k, o_value, is_v, conv_weight, rate, bias
     wait_for_inputs()
 
     for place in range(num_folded + num_new):
-        b_q, b_k, b_v = _convolve_head(inputs, conv_weight, columns, place, size, TAPS, BLOCK_TAPS)
-        b_q, b_k = unit(b_q, b_k, HEAD_DIM)
-        beta = sigmoid(load_recorded(inputs, 3 * size + i_head, True, place))
-        b_decay = channel_decay(rate, bias, load_recorded(decays, o_key, is_k, place))
-        b_state = advance(b_state, b_k, b_v, beta, b_decay[:, None])
+        at = inputs, decays, place
+        b_state, b_q = _take_in(b_state, at, head, HEADS, HEAD_DIM, TAPS, BLOCK_TAPS)
         if place >= num_folded:
             b_y = tl.sum(b_state * b_q[:, None], 0)
             tl.store(p_y + (place - num_folded) * size, b_y, is_v)
@@ -209,21 +206,26 @@ def _walk(
 
 
 @triton.jit
-def _convolve_head(
-    inputs,
-    weight,
-    columns,
-    place,
-    SIZE: tl.constexpr,
+def _take_in(
+    b_state,
+    at,
+    head,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_TAPS: tl.constexpr,
 ):
-    """A token's query, key and value behind the convolution."""
-    o_key, is_k, o_value, is_v = columns
+    """A head's state behind the token at a place, and the query that reads it."""
+    inputs, decays, place = at
+    i_head, o_key, is_k, o_value, is_v, weight, rate, bias = head
+    size: tl.constexpr = HEADS * HEAD_DIM
     b_q = convolve_place(inputs, weight, None, o_key, is_k, place, TAPS, BLOCK_TAPS)
-    b_k = convolve_place(inputs, weight, None, SIZE + o_key, is_k, place, TAPS, BLOCK_TAPS)
-    b_v = convolve_place(inputs, weight, None, 2 * SIZE + o_value, is_v, place, TAPS, BLOCK_TAPS)
-    return b_q, b_k, b_v
+    b_k = convolve_place(inputs, weight, None, size + o_key, is_k, place, TAPS, BLOCK_TAPS)
+    b_v = convolve_place(inputs, weight, None, 2 * size + o_value, is_v, place, TAPS, BLOCK_TAPS)
+    b_q, b_k = unit(b_q, b_k, HEAD_DIM)
+    beta = sigmoid(load_recorded(inputs, 3 * size + i_head, True, place))
+    b_decay = channel_decay(rate, bias, load_recorded(decays, o_key, is_k, place))
+    return advance(b_state, b_k, b_v, beta, b_decay[:, None]), b_q
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)

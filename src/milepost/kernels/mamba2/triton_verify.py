@@ -200,18 +200,15 @@ def _walk(
     o_x = i_head * HEAD_DIM + o_p
     o_b = inner + i_head // (HEADS // GROUPS) * STATE_SIZE + o_k
     o_step = inner + 2 * GROUPS * STATE_SIZE + heads
+    columns = o_x, is_p, o_b, is_k, o_step, GROUPS * STATE_SIZE
+    own = conv_weight, conv_bias, b_rate, b_bias, dt_low, dt_high
     p_y = y + tl.load(begin + i_sequence).to(tl.int64) * inner + o_x
     p_written = pool + written * slot_stride + o_state
     last = num_folded + tl.minimum(num_new, 1) - 1
     wait_for_inputs()
 
     for place in range(num_folded + num_new):
-        b_x = convolve_place(inputs, conv_weight, conv_bias, o_x, is_p, place, TAPS, BLOCK_TAPS)
-        b_b = convolve_place(inputs, conv_weight, conv_bias, o_b, is_k, place, TAPS, BLOCK_TAPS)
-        o_c = o_b + GROUPS * STATE_SIZE
-        b_c = convolve_place(inputs, conv_weight, conv_bias, o_c, is_k, place, TAPS, BLOCK_TAPS)
-        step = time_step(load_recorded(inputs, o_step, is_p, place), b_bias, dt_low, dt_high)
-        b_state = advance(b_state, b_x, b_b, step, b_rate)
+        b_state, b_x, b_c = _take_in(b_state, inputs, place, columns, own, TAPS, BLOCK_TAPS)
         if place >= num_folded:
             b_y = tl.sum(b_state * b_c[None, :], 1) + b_skip * b_x
             tl.store(p_y + (place - num_folded) * inner, b_y, is_p)
@@ -222,6 +219,19 @@ def _walk(
             tl.store(p_written, b_kept, in_state)
         # What a step that ends here would find in the pool.
         b_state = b_kept.to(tl.float32)
+
+
+@triton.jit
+def _take_in(b_state, inputs, place, columns, own, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
+    """The states of some heads behind the token at a place, its inputs of them, and the C that
+    reads them. `own` is what the heads have of the weights."""
+    o_x, is_p, o_b, is_k, o_step, to_c = columns
+    weight, bias, b_rate, b_bias, dt_low, dt_high = own
+    b_x = convolve_place(inputs, weight, bias, o_x, is_p, place, TAPS, BLOCK_TAPS)
+    b_b = convolve_place(inputs, weight, bias, o_b, is_k, place, TAPS, BLOCK_TAPS)
+    b_c = convolve_place(inputs, weight, bias, o_b + to_c, is_k, place, TAPS, BLOCK_TAPS)
+    step = time_step(load_recorded(inputs, o_step, is_p, place), b_bias, dt_low, dt_high)
+    return advance(b_state, b_x, b_b, step, b_rate), b_x, b_c
 
 
 @triton.jit
