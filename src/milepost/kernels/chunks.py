@@ -125,8 +125,9 @@ def lay_out(
     tile_begin = _begins(tile_end, first)
     max_tiles = min(tokens, (tokens + (TILE - 1) * sequences) // TILE)
     chunk_end, _ = _grid_ends(start, length, begin, chunk)
-    if exports:
-        chunk_end = np.unique(np.concatenate((chunk_end, export_end)))
+    between = export_end[chunk_end[chunk_end.searchsorted(export_end)] != export_end]
+    if len(between):
+        chunk_end = np.sort(np.concatenate((chunk_end, between)))
     chunk_begin = _begins(chunk_end, first)
     # A sequence of n tokens touches at most (n + 126) // 64 pieces of a grid of 64.
     touched = (tokens + 2 * (chunk - 1) * sequences) // chunk

@@ -126,7 +126,7 @@ def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints
 def choose_dequantised(wide: Ints, page_size: int, most: int) -> NDArray[np.int32]:
     """`AttentionItems.dequantised` [S, 4] int32 of these tiles, none if they read more pages than
     `most`; tiles come to name what they are to name."""
-    if not len(wide):
+    if not len(wide) or not most:
         return np.zeros((0, 4), np.int32)
     rows, owners = np.unique(wide[:, ROW], return_inverse=True)
     ends = np.zeros(len(rows), np.int64)
