@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,13 +16,17 @@ import httpx
 import pytest
 
 from milepost.cli import serve
+from milepost.config import EngineConfig
+from milepost.engine.client import EngineClient
 from milepost.engine.metrics import Metric
-from milepost.server import connections, stats
+from milepost.errors import ConfigError
+from milepost.server import connections, run, stats
 from milepost.server.config import ServerConfig
 from milepost.server.run import HttpServer
-from tests.server.conftest import ENVIRONMENT, serving
+from tests.server.conftest import ENVIRONMENT, Server, serving
 from tests.server.inprocess import service
-from tests.server.test_faults import LONG, until
+from tests.server.test_faults import LONG
+from tests.waiting import until
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -209,36 +212,44 @@ def test_a_model_that_is_none_is_one_line(tmp_path):
     assert len(done.stderr.splitlines()) <= 3
 
 
+def test_an_engine_is_not_waited_for_when_its_model_is_none(tmp_path):
+    """It takes seconds to import what it needs, and then says the same."""
+
+    class NeverReady(EngineClient):
+        is_over = False
+
+        async def start(self):
+            await asyncio.Event().wait()
+
+        async def close(self):
+            self.is_over = True
+
+    async def load():
+        config = EngineConfig(model=str(tmp_path / "no-such"))
+        client = NeverReady(config)
+        async with asyncio.timeout(10):
+            with pytest.raises(ConfigError, match="no-such"):
+                await run.load(ServerConfig(), config, client)
+        assert client.is_over
+
+    asyncio.run(load())
+
+
 def test_a_signal_while_loading_ends_both_processes(folder):
     command = [sys.executable, "-m", "milepost", "serve", str(folder), "--port", "0"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
-        engines = []
-
-        def engine_is_there():
-            threads = list(Path(f"/proc/{process.pid}/task").iterdir())
-            pids = [pid for t in threads for pid in (t / "children").read_text().split()]
-            engines[:] = [p for p in pids if b"spawn_main" in command_line(p)]
-            return engines
-
-        end = time.monotonic() + 120
-        while not engine_is_there():
-            assert time.monotonic() < end, "there is no engine"
+        server = Server(process, "")
+        until(lambda: server.children(b"spawn_main"))
+        engine_pid = server.engine_pid
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == ""
         assert process.wait(30) == 0
-        assert not Path(f"/proc/{engines[0]}").exists()
+        assert not Path(f"/proc/{engine_pid}").exists()
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def command_line(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
 
 
 def test_an_address_that_nobody_can_read_ends_nothing(monkeypatch, caplog):

@@ -113,12 +113,15 @@ async def _serve(
 
 
 async def load(config: ServerConfig, engine_config: EngineConfig, client: EngineClient) -> Service:
-    """Everything that requests need. Raises what `run` raises."""
-    loading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine_config))
+    """Everything that requests need. Raises what `run` raises, without waiting for the engine to
+    come up if its model's folder or tokenizer cannot be had."""
     try:
-        await client.start()
-    finally:
-        await asyncio.gather(loading, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            loading = tasks.create_task(asyncio.to_thread(_tokenizer, engine_config))
+            tasks.create_task(client.start())
+    except ExceptionGroup as group:
+        await client.close()
+        raise group.exceptions[0] from None  # the first, which ended the other
     tokenizer = loading.result()
     template = read_template(config.chat_template)
     if tokenizer is not None and template is not None:
