@@ -30,6 +30,7 @@ from tests.disaggregation.test_transfers import output_of, report_of
 from tests.engines import greedy, tokens
 from tests.mtp import add_head
 from tests.parallel.team import ThreadTeam
+from tests.waiting import until
 
 NUM_LOOKS = 8
 
@@ -266,12 +267,6 @@ class Orders:
         given = runner, 1, transport, lambda *answer: self.answers.append(answer)
         self.reader = PartReader(*given, self.failures.append)
 
-    def until(self, holds):
-        end_s = time.monotonic() + 20
-        while not holds():
-            assert time.monotonic() < end_s
-            time.sleep(1e-3)
-
 
 def test_a_rank_reads_once_its_own_device_has_come_so_far():
     transport = Mock(is_done=Mock(return_value=True))
@@ -282,12 +277,12 @@ def test_a_rank_reads_once_its_own_device_has_come_so_far():
     orders.reader.do(2, ReadPart(transfer=1, peer=7, local=[3], remote=[4]))
     orders.reader.do(3, CatchUp())
     orders.reader.do(4, ReadPart(transfer=2, peer=8, local=[3], remote=[4]))
-    orders.until(lambda: orders.answers)
+    until(lambda: orders.answers)
     time.sleep(0.01)
     assert orders.answers == [(1, True)]
     assert not transport.begin.called
     orders.is_ready.set()
-    orders.until(lambda: len(orders.answers) == 4)
+    until(lambda: len(orders.answers) == 4)
     assert sorted(orders.answers) == [(1, True), (2, True), (3, True), (4, False)]
     transport.add_peer.assert_called_once_with(b"there", door.layout)
     transport.begin.assert_called_once_with(transport.add_peer.return_value, [3], [4])
@@ -298,7 +293,7 @@ def test_what_a_reader_did_not_expect_ends_the_rank():
     """Else nobody would answer, and the first one wait for ever."""
     orders = Orders(Mock(add_peer=Mock(side_effect=ZeroDivisionError("on purpose"))))
     orders.reader.do(1, Meet(7, [Door(b"", Layout([], []))] * 2))
-    orders.until(lambda: orders.failures)
+    until(lambda: orders.failures)
     assert not orders.answers
     orders.reader.close()
 

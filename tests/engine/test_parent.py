@@ -12,7 +12,7 @@ from milepost.config import EngineConfig
 from milepost.engine import process
 from milepost.engine.parent import without_interrupts
 from milepost.errors import ConfigError
-from tests.server.test_faults import until
+from tests.waiting import until
 
 PARENT = """
 import socket, subprocess, sys

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.bombs import BODIES, MIB, RAW
 from tests.server.conftest import serving
-from tests.server.test_faults import until
+from tests.waiting import until
 
 TIMEOUTS = ("--head-timeout-s", "1", "--body-timeout-s", "1", "--keep-alive-timeout-s", "1")
 FLAGS = ("--grammar-timeout-s", "0.4", *TIMEOUTS)

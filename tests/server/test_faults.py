@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,16 +17,10 @@ import pytest
 from milepost.server import run
 from milepost.server.config import ServerConfig
 from tests.server.conftest import serving
+from tests.waiting import until
 
 LONG = {"prompt": "the quick brown fox", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
 DEADLINE_S = 30
-
-
-def until(condition):
-    """Ask again until it holds; fail after DEADLINE_S."""
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
 
 
 def streaming(client):

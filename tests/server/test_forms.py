@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.server.test_faults import until
+from tests.waiting import until
 
 TOOLS = [
     {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.kv_events.router import Following
 from tests.server.conftest import serving
-from tests.server.test_tiers import wait_until
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def test_what_a_directory_holds_is_predicted_after_a_restart(folder, tmp_path):
     with serving(folder, *flags) as server, server.http() as http:
         following = Following(config["replay_endpoint"])
         router = following.router
-        wait_until(lambda: following.catch_up() or len(router.held_by("STORAGE")) == 4)
+        until(lambda: following.catch_up() or len(router.held_by("STORAGE")) == 4)
         assert router.media.keys() == router.held_by("STORAGE")
         predicted = router.hit([*tokens, 1])
         answer, hit = ask(http, [*tokens, 1], 128)
         assert predicted == 256 <= hit < 256 + router.block_size
-        wait_until(lambda: following.catch_up() or len(router.held_by("CPU")) >= 4)
+        until(lambda: following.catch_up() or len(router.held_by("CPU")) >= 4)
         following.close()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 from tests.server.conftest import serving
+from tests.waiting import until
 
 
 def ask(server, messages):
@@ -35,12 +35,6 @@ def num_on_disk(server):
     return float(line.rsplit(" ", 1)[1])
 
 
-def wait_until(is_so):
-    until = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < until, "that takes too long"
-
-
 def test_what_was_written_outlives_the_server(folder, tmp_path):
     flags = ("--cache-dir", str(tmp_path / "kept"), "--cache-host-gib", "0.05")
     fox, weather = said("the quick brown fox " * 40), said("what is the weather like " * 40)
@@ -55,10 +49,10 @@ def test_what_was_written_outlives_the_server(folder, tmp_path):
         assert details(after)["loaded_tokens"] == {"disk": details(after)["cached_tokens"]}
         assert after.choices[0].message.content == before.choices[0].message.content
         before = ask(server, weather)
-        wait_until(lambda: server.metric("tier_written_items_total") >= 4)
+        until(lambda: server.metric("tier_written_items_total") >= 4)
         for pid in (server.process.pid, server.engine_pid):
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: server.process.poll() is not None)
+        until(lambda: server.process.poll() is not None)
     num_kept = num_files(tmp_path)
     with serving(folder, *flags) as server:
         assert num_on_disk(server) >= 0.95 * num_kept

@@ -24,7 +24,7 @@ from milepost.server.tokenizing import MAX_SHORT, Lane, Lanes
 from tests import chatmodel
 from tests.engine.test_parent import is_running
 from tests.server.inprocess import MAX_IN_FLIGHT, answered
-from tests.server.test_faults import until
+from tests.waiting import until
 
 
 def order_of(sizes, cancelled=()):

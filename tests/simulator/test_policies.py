@@ -138,7 +138,7 @@ def test_answers_that_do_not_come_back_cost_the_prompts_no_states():
 def test_traffic_that_shares_nothing_is_not_held_back():
     maker = Maker()
     for number in range(300):
-        maker.ask(maker.pages(100 + number % 7 * 20), output_length=50 + number * 37 % 400)
+        maker.ask(maker.pages(100 + number % 7 * 20), output_length=12 + number * 37 % 100)
     trace = maker.trace()
     for request in trace.requests:
         request.arrival_s = 0.0
