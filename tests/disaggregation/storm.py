@@ -8,12 +8,14 @@ Every request ends right or aborted, and both engines are afterwards what they w
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -137,6 +139,28 @@ def left(engine: Engine) -> dict[str, Any]:
 def resources() -> tuple[int, int]:
     """Threads and open files of this process."""
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What NIXL holds for an engine."""
+
+    registered: int
+    """Bytes of what it tells others of the memory that is registered."""
+    peers: int
+    """Whose memory it can read."""
+    transfers: int
+
+
+def held_by_nixl(engine: Engine, others: list[Engine]) -> Held:
+    agent = engine.connector._transport._agent
+    names = [other.connector._transport._agent.name for other in others]
+    transfers = [each for each in gc.get_objects() if type(each).__name__ == "nixl_xfer_handle"]
+    return Held(
+        registered=len(agent.get_agent_metadata()),
+        peers=sum(map(agent.check_remote_metadata, names)),
+        transfers=sum(not transfer._released for transfer in transfers),
+    )
 
 
 def main() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -17,9 +19,10 @@ from milepost.disaggregation.messages import (
     misfit,
 )
 from milepost.disaggregation.peers import Peer
+from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
 from tests.disaggregation.fleet import open_engine, running
-from tests.disaggregation.storm import Storm, open_storm, resources
+from tests.disaggregation.storm import Storm, held_by_nixl, open_storm, resources
 from tests.engines import greedy, tokens
 
 SHORT = {"timeout_s": 0.4}
@@ -304,6 +307,41 @@ def test_a_hundred_transfers_that_go_wrong_at_random(tiny, transport):
         assert all(now <= then for now, then in zip(resources(), held, strict=True))
         assert storm.counts["aborted"] > 20
         assert storm.counts["fetched"] + storm.counts["computed"] > 20
+
+
+@pytest.mark.parametrize("transport", ["nixl"], indirect=True)
+def test_registered_memory_is_back_to_the_start_after_faults(tiny, transport):
+    """Behind a round that goes wrong NIXL reads no more; behind a peer that is let go of it knows
+    nobody, and behind the engines' end nothing of theirs is registered."""
+    first, second = engines = open_storm(tiny, transport, 100)
+    with running(*engines) as fleet:
+        start = [held_by_nixl(first, [second]), held_by_nixl(second, [first])]
+        assert [(held.peers, held.transfers) for held in start] == [(0, 0), (0, 0)]
+        storm = Storm(tiny, fleet, 100, seed=3, num_compared=1)
+        storm.round()
+        assert storm.counts["aborted"] > 20
+        assert storm.counts["fetched"]
+        assert held_by_nixl(first, [second]) == start[0]
+        assert held_by_nixl(second, [first]) == replace(start[1], peers=1)
+        peers = second.connector._links._peers
+        clock = peers._clock
+        peers._clock = lambda: clock() + 3600.0
+        for _ in range(2):  # its thread looks behind what it was told
+            second.connector._links.end_pulls()
+        assert held_by_nixl(second, [first]) == start[1]
+    for engine in engines:
+        assert held_by_nixl(engine, []).registered < start[0].registered
+
+
+@pytest.mark.parametrize("transport", ["nixl"], indirect=True)
+def test_of_an_engine_whose_pieces_are_not_registered_nothing_is_kept(fleet):
+    first, second = fleet.engines
+    moving, start = second.connector._transport, held_by_nixl(second, [first])
+    elsewhere = Layout([MemoryRows(64, 64, 64, 10)], [MemoryRows(64, 8, 8, 3)])
+    for _ in range(2):
+        with pytest.raises(TransferError):
+            moving.add_peer(first.connector._transport.metadata(), elsewhere)
+        assert held_by_nixl(second, [first]) == start
 
 
 def hello(**own):

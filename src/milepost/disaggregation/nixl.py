@@ -59,8 +59,12 @@ class Nixl:
     def add_peer(self, metadata: bytes, layout: Layout) -> Any:
         try:
             name = self._agent.add_remote_agent(metadata[1:])
+        except self._errors as error:
+            raise TransferError(str(error)) from error
+        try:
             return name, self._listed(name, layout, metadata[0])
         except self._errors as error:
+            self._agent.remove_remote_agent(name)
             raise TransferError(str(error)) from error
 
     def remove_peer(self, peer: Any) -> None:
