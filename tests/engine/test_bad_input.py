@@ -15,6 +15,7 @@ import torch
 
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
+from milepost.engine import sizing
 from milepost.errors import (
     ConfigError,
     InvalidRequestError,
@@ -357,7 +358,7 @@ def test_gguf_is_refused_by_name(copy):
 
 def test_missing_weights(copy):
     (copy / WEIGHTS).unlink()
-    with pytest.raises(WeightsError, match=r"neither model.safetensors nor .* save the weights"):
+    with pytest.raises(WeightsError, match=r"neither model.safetensors nor .*download the checkpoint"):
         open_llm(copy)
 
 
@@ -367,6 +368,22 @@ def test_truncated_weights(copy, share):
     (copy / WEIGHTS).write_bytes(content[: int(len(content) * share)])
     with pytest.raises(WeightsError, match=f"{WEIGHTS}: .*truncated.*download it again"):
         open_llm(copy)
+
+
+def test_weights_that_git_left_a_pointer_to(copy):
+    (copy / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(WeightsError, match=f"{WEIGHTS}: .*`git lfs pull`"):
+        open_llm(copy)
+
+
+@pytest.mark.parametrize("asked", [{"num_pages": 1000}, {"num_slots": 1000}, {"cpu_cache_gib": 2}])
+def test_a_cache_for_which_there_is_no_memory(copy, asked, monkeypatch):
+    """Refused before it is promised: the system would promise it, and end the engine later."""
+    sizes = {"num_pages": 8, "num_slots": 4} if "cpu_cache_gib" not in asked else {}
+    monkeypatch.setattr(sizing, "available_bytes", lambda _device: 2**20)
+    with pytest.raises(ConfigError, match=r"the cache takes .* GiB are missing; lower num_pages"):
+        open_llm(copy, **(sizes | asked))
+    open_llm(copy, num_pages=8, num_slots=4)
 
 
 def test_weights_of_another_shape(copy):

@@ -186,7 +186,7 @@ def test_head_counts_as_weights_and_its_kv_as_a_layer(folder, monkeypatch):
     own = sum(parameter.nbytes for parameter in model.mtp.parameters())
     assert model.num_bytes == plain.num_bytes + own
     assert len(model.layer_specs) > len(plain.layer_specs)
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: plain.num_bytes)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: plain.num_bytes)
     load_model(folder)
     with pytest.raises(ConfigError, match="are missing"):
         load_model(folder, LoadOptions(head="mtp"))

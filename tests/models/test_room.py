@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(checkpoint, monkeypatch):
     needed = load_model(checkpoint)[0].num_bytes
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed - 1)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: needed - 1)
     monkeypatch.setattr(loading, "fill_from_files", pytest.fail)
     with pytest.raises(ConfigError, match=r"GiB in float32 and cpu has .* are missing.*bfloat16"):
         load_model(checkpoint)
@@ -36,10 +36,10 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(checkpoint, mo
 
 def test_weights_that_just_fit_are_loaded(checkpoint, monkeypatch):
     needed = load_model(checkpoint)[0].num_bytes
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: needed)
     load_model(checkpoint)
     # In half the type they take half, but for the small ones that stay precise.
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: int(needed * 0.51))
+    monkeypatch.setattr(room, "available_bytes", lambda _device: int(needed * 0.51))
     model = load_model(checkpoint, LoadOptions(dtype=torch.bfloat16))[0]
     assert model.num_bytes <= needed * 0.51
 
@@ -48,9 +48,9 @@ def test_weights_that_just_fit_are_loaded(checkpoint, monkeypatch):
 def test_what_is_known_before_is_what_is_taken(checkpoint, monkeypatch, changes):
     """Also of weights that are rounded on the way; to the byte."""
     needed = load_model(checkpoint, LoadOptions(**changes))[0].num_bytes
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: needed)
     load_model(checkpoint, LoadOptions(**changes))
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed - 1)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: needed - 1)
     with pytest.raises(ConfigError, match="GiB are missing"):
         load_model(checkpoint, LoadOptions(**changes))
 
@@ -58,7 +58,7 @@ def test_what_is_known_before_is_what_is_taken(checkpoint, monkeypatch, changes)
 def test_tied_weights_count_once(tmp_path, monkeypatch):
     save("qwen3_5", tmp_path, tie_word_embeddings=True)
     model = load_model(tmp_path)[0]
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: model.num_bytes)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: model.num_bytes)
     load_model(tmp_path)
     held = {each.untyped_storage().data_ptr(): each.nbytes for each in model.parameters()}
     assert model.num_bytes == sum(held.values())
@@ -75,7 +75,7 @@ def test_tied_weights_count_once(tmp_path, monkeypatch):
 def test_what_would_help_on_a_gpu_is_named(monkeypatch, dtype, needed, words):
     kind = ParameterKind(dtype=dtype, device=torch.device("cuda"))
     outline = SimpleNamespace(num_bytes=needed * room.GIB)
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: 139 * room.GIB)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: 139 * room.GIB)
     with pytest.raises(ConfigError, match=words) as refused:
         room.check_room(outline, kind, is_quantised=False)
     assert f"{needed - 139}.0 GiB are missing" in str(refused.value)
@@ -83,7 +83,7 @@ def test_what_would_help_on_a_gpu_is_named(monkeypatch, dtype, needed, words):
 
 def test_a_quantised_checkpoint_is_not_advised_to_be_quantised(tmp_path, monkeypatch):
     stored, _ = write("qwen3_5", tmp_path, "fp8-blocks")
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: 1)
+    monkeypatch.setattr(room, "available_bytes", lambda _device: 1)
     with pytest.raises(ConfigError, match="GiB as they are quantised and cpu has") as refused:
         load_model(stored, LoadOptions(dtype=torch.bfloat16))
     assert "halves" not in str(refused.value)
@@ -93,9 +93,9 @@ def test_free_memory_of_a_cpu_is_what_the_system_says(tmp_path, monkeypatch):
     said = tmp_path / "meminfo"
     said.write_text("MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:   7 kB\n")
     monkeypatch.setattr(room, "_MEMINFO", said)
-    assert room._free_bytes(torch.device("cpu")) == 7 * 1024
+    assert room.available_bytes(torch.device("cpu")) == 7 * 1024
     monkeypatch.setattr(room, "_MEMINFO", tmp_path / "none")
-    assert room._free_bytes(torch.device("cpu")) is None
+    assert room.available_bytes(torch.device("cpu")) is None
 
 
 def test_what_nobody_holds_any_more_is_freed_before_a_model_is_refused(checkpoint, monkeypatch):
@@ -104,7 +104,7 @@ def test_what_nobody_holds_any_more_is_freed_before_a_model_is_refused(checkpoin
     gone = threading.Event()
     gone.itself = gone
     known = weakref.ref(gone)
-    monkeypatch.setattr(room, "_free_bytes", lambda _device: needed - (known() is not None))
+    monkeypatch.setattr(room, "available_bytes", lambda _device: needed - (known() is not None))
     gc.disable()
     try:
         del gone

@@ -12,6 +12,7 @@ from milepost.kernels.device import why_plain
 from milepost.kernels.float8 import FP8
 from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
+from milepost.models.room import available_bytes
 from milepost.parallel import Ranks
 from milepost.runner.memory import GIB, MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
 from milepost.runner.pool_shape import PoolShape
@@ -20,7 +21,28 @@ from milepost.runner.pool_shape import PoolShape
 def sizes_of(
     config: EngineConfig, shape: PoolShape, device: torch.device, activations: int, ranks: Ranks
 ) -> Sizes:
-    """What was asked for, and else what the memory of every rank has room for."""
+    """What was asked for, and else what the memory of every rank has room for. Raises ConfigError
+    for more than there is."""
+    sizes = _sizes_of(config, shape, device, activations, ranks)
+    if device.type != "cuda" or config.num_pages is not None or config.num_slots is not None:
+        _check_room(sizes, shape, device)
+    return sizes
+
+
+def _check_room(sizes: Sizes, shape: PoolShape, device: torch.device) -> None:
+    """Before the cache counts its pages one by one, and the system promises what it lacks."""
+    needed, free = sizes.num_bytes(shape), available_bytes(device)
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"the cache takes {needed / GIB:.1f} GiB, by {sizes.describe(shape)}, and {device} has "
+            f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; lower "
+            "num_pages, num_slots or cpu_cache_gib, or leave them out"
+        )
+
+
+def _sizes_of(
+    config: EngineConfig, shape: PoolShape, device: torch.device, activations: int, ranks: Ranks
+) -> Sizes:
     num_pages, num_slots = config.num_pages, config.num_slots if shape.uses_slots else 0
     if num_pages is not None and num_slots is not None:
         return TwoPools(num_pages=num_pages, num_slots=num_slots)

@@ -24,7 +24,7 @@ _MEMINFO = Path("/proc/meminfo")
 def check_room(outline: Decoder, kind: ParameterKind, *, is_quantised: bool) -> None:
     """Raise ConfigError if the device of `kind` has too little free memory for the parameters of
     `outline`, which have shapes and no memory."""
-    free = _free_bytes(kind.device)
+    free = available_bytes(kind.device)
     if free is None:
         return
     if kind.names:
@@ -35,7 +35,7 @@ def check_room(outline: Decoder, kind: ParameterKind, *, is_quantised: bool) -> 
     needed = outline.num_bytes
     if needed > free:
         gc.collect()  # an engine that nobody holds any more may still be there, in cycles
-        free = _free_bytes(kind.device) or 0
+        free = available_bytes(kind.device) or 0
     if needed > free:
         name = str(kind.dtype).removeprefix("torch.")
         name = "as they are quantised" if is_quantised else f"in {name}"
@@ -61,7 +61,7 @@ def _advise(kind: ParameterKind, needed: int, free: int, *, is_quantised: bool) 
     return f"{advice}tensor_parallel_size={count} spreads them over as many such GPUs, or "
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def available_bytes(device: torch.device) -> int | None:
     """Memory that can be taken on a device; None where that is not known."""
     if device.type == "cuda":
         gc.collect()  # here also for the pools, which take all that is free

@@ -25,6 +25,7 @@ from milepost.models.decoder import Decoder
 from milepost.models.reading import Reader, read_extents
 
 _INDEX = "model.safetensors.index.json"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _SINGLE = "model.safetensors"
 _SHOWN_BYTES = 2**28
 """Less is read in a moment."""
@@ -199,7 +200,8 @@ def _read_names(folder: Path) -> dict[str, Path]:
         with _open(single) as tensors:
             return dict.fromkeys(tensors.keys(), single)
     raise WeightsError(
-        f"{folder}: neither {_SINGLE} nor {_INDEX} is there; save the weights as safetensors"
+        f"{folder}: neither {_SINGLE} nor {_INDEX} is there; download the checkpoint again, or save "
+        "its weights as safetensors"
     )
 
 
@@ -212,6 +214,18 @@ def _open(file: Path) -> Iterator[safe_open]:
     except FileNotFoundError as error:
         raise WeightsError(f"{file}: is missing; download the checkpoint again") from error
     except (SafetensorError, OSError) as error:
+        if _is_pointer(file):
+            raise WeightsError(
+                f"{file}: is Git LFS's pointer to the weights; fetch them with `git lfs pull`"
+            ) from error
         raise WeightsError(
             f"{file}: cannot be read, it may be truncated ({error}); download it again"
         ) from error
+
+
+def _is_pointer(file: Path) -> bool:
+    """What Git leaves in place of a large file where LFS is not installed."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(_POINTER)) == _POINTER
