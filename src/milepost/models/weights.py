@@ -200,8 +200,8 @@ def _read_names(folder: Path) -> dict[str, Path]:
         with _open(single) as tensors:
             return dict.fromkeys(tensors.keys(), single)
     raise WeightsError(
-        f"{folder}: neither {_SINGLE} nor {_INDEX} is there; download the checkpoint again, or save "
-        "its weights as safetensors"
+        f"{folder}: neither {_SINGLE} nor {_INDEX} is there; download the checkpoint again, or "
+        "save its weights as safetensors"
     )
 
 
