@@ -32,6 +32,8 @@ THREE_LAYERS = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 """Enough to show what goes from one recurrent layer to the next, and to attention."""
+WIDE_STATES = {**THREE_LAYERS, "linear_value_head_dim": 36}
+"""The same with states no smaller than a page, so that both may lie in one memory."""
 
 
 def tokens(num: int, seed: int = 0) -> list[int]:

@@ -7,6 +7,7 @@ import torch
 
 from milepost.engine.prompts import Prompt
 from tests.engines import (
+    WIDE_STATES,
     answer,
     ask,
     cached,
@@ -23,7 +24,7 @@ from tests.invariants import check
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("ahead"), "qwen3_next", torch.float64)
+    return save_tiny(tmp_path_factory.mktemp("ahead"), "qwen3_next", torch.float64, **WIDE_STATES)
 
 
 @pytest.fixture(params=[True, False], ids=["ahead", "plain"])

@@ -17,6 +17,7 @@ from milepost.errors import EngineDeadError
 from milepost.scheduler.plans import StepPlan
 from tests.engines import (
     VOCAB_SIZE,
+    WIDE_STATES,
     answer,
     ask,
     cached,
@@ -38,7 +39,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", torch.float64)
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "qwen3_next", torch.float64, **WIDE_STATES)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 
 from milepost import CompletionOutput
 from tests.engine.speculating import Oracle, consult
-from tests.engines import THREE_LAYERS, Tiny, ask_all, greedy, logprobs, sampled, save_tiny
+from tests.engines import WIDE_STATES, Tiny, ask_all, greedy, logprobs, sampled, save_tiny
 from tests.mtp import add_head
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=str)
 def tiny(request, tmp_path_factory) -> Tiny:
     # A state is no smaller than a page.
-    sizes = {"vocab_size": VOCAB_SIZE, "linear_value_head_dim": 36, **THREE_LAYERS}
+    sizes = {"vocab_size": VOCAB_SIZE, **WIDE_STATES}
     made = save_tiny(tmp_path_factory.mktemp("long"), "qwen3_5", request.param, **sizes)
     add_head(made.folder)
     return made

@@ -18,7 +18,7 @@ from milepost.engine.prompts import Prompt
 from milepost.engine.requests import Job
 from milepost.tiers.rates import MeasuredRates
 from tests.engine.speculating import Oracle, consult
-from tests.engines import THREE_LAYERS, Tiny, greedy, num_held, sampled, save_tiny, tokens
+from tests.engines import WIDE_STATES, Tiny, greedy, num_held, sampled, save_tiny, tokens
 from tests.invariants import check
 from tests.mtp import add_head
 
@@ -50,7 +50,7 @@ Known = list[tuple[list[int], list[int]]]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Tiny:
-    sizes = {"linear_value_head_dim": 36, **THREE_LAYERS}  # a state is no smaller than a page
+    sizes = WIDE_STATES
     made = save_tiny(tmp_path_factory.mktemp("beside"), "qwen3_5", torch.float64, **sizes)
     add_head(made.folder)
     return made
