@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import triton
 
-from milepost.kernels.attention.items import AttentionItems, lay_out
+from milepost.kernels.attention.items import AttentionItems, Tiling, lay_out
 from milepost.kernels.attention.pages import rows_per_page
 from milepost.kernels.attention.triton import attend
 from milepost.kernels.attention.triton_prepare import prepare
@@ -135,19 +135,16 @@ class Step:
         places = torch.randperm(num_pages * PAGE_SIZE, device="cuda")[: case.num_tokens]
         self.kv_rows = places // PAGE_SIZE * rows_per_page(self.pools[0]) + places % PAGE_SIZE
         self.tables = torch.from_numpy(tables).cuda()
-        items = lay_out(
-            case.starts,
-            case.lengths,
-            range(len(ends)),
+        tiling = Tiling(
             heads_per_kv=HEADS // case.num_kv_heads,
             num_kv_heads=case.num_kv_heads,
             page_size=PAGE_SIZE,
-            tables=tables if share else None,
-            capacity=case.capacity,
             num_programs=num_sms(torch.device("cuda", 0)),
+            capacity=case.capacity,
             **(FLOAT8_ITEMS if case.kv_dtype.itemsize == 1 else {}) | options,
         )
-        self.items = on_device(items)
+        shared = tables if share else None
+        self.items = on_device(lay_out(case.starts, case.lengths, range(len(ends)), tiling, shared))
 
     def attend(self, **shapes: KVTiles) -> None:
         for pool in self.pools:

@@ -168,16 +168,15 @@ def _attention(num_sequences: int, length: int):
     pages = -(-(KV_LENGTH + length) // 64)
     tables = np.arange(num_sequences * pages, dtype=np.int32).reshape(num_sequences, pages)
     room = Capacity(num_tokens=num_sequences * length, num_sequences=num_sequences)
-    items = work.lay_out(
-        [KV_LENGTH] * num_sequences,
-        [length] * num_sequences,
-        range(num_sequences),
+    tiling = work.Tiling(
         heads_per_kv=HEADS // KV_HEADS,
         num_kv_heads=KV_HEADS,
         page_size=64,
-        capacity=room,
         num_programs=132,
+        capacity=room,
     )
+    starts, lengths = [KV_LENGTH] * num_sequences, [length] * num_sequences
+    items = work.lay_out(starts, lengths, range(num_sequences), tiling)
     names = ("narrow", "wide", "bases")
     arrays = {name: torch.from_numpy(getattr(items, name)).cuda() for name in names}
     items, on_device = replace(items, **arrays), torch.from_numpy(tables).cuda()

@@ -100,14 +100,10 @@ class Step:
     def items(self, *, share: bool = True) -> work.AttentionItems:
         case = self.case
         group = case.num_heads // case.num_kv_heads
-        return work.lay_out(
-            case.starts,
-            case.lengths,
-            self.rows,
+        tiling = work.Tiling(
             heads_per_kv=group,
             num_kv_heads=case.num_kv_heads,
             page_size=case.page_size,
-            tables=self.tables if share else None,
             capacity=case.capacity,
             narrow_rows=work.choose_narrow_rows(group, 1 + case.num_drafts, case.least_rows),
             tokens_each=1 + case.num_drafts,
@@ -116,6 +112,8 @@ class Step:
             num_beside=3 if case.has_float8 else 1,
             max_dequantised=case.max_dequantised,
         )
+        tables = self.tables if share else None
+        return work.lay_out(case.starts, case.lengths, self.rows, tiling, tables)
 
     def on_device(self, items: work.AttentionItems) -> work.AttentionItems:
         arrays = {

@@ -49,16 +49,13 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(starts, lengths, shared_pages)
 
 
-def lay_out(step: Step, heads_per_kv: int, **options: object) -> work.AttentionItems:
-    return work.lay_out(
-        step.starts,
-        step.lengths,
-        range(len(step.starts)),
-        heads_per_kv=heads_per_kv,
-        num_kv_heads=2,
-        page_size=PAGE_SIZE,
-        **{"num_programs": 132, **options},
+def lay_out(
+    step: Step, heads_per_kv: int, tables: np.ndarray | None = None, **options: object
+) -> work.AttentionItems:
+    tiling = work.Tiling(
+        heads_per_kv, num_kv_heads=2, page_size=PAGE_SIZE, **{"num_programs": 132, **options}
     )
+    return work.lay_out(step.starts, step.lengths, range(len(step.starts)), tiling, tables)
 
 
 def test_a_short_sequence_is_cut_into_whole_units() -> None:

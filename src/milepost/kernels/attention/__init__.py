@@ -19,6 +19,7 @@ from milepost.kernels.attention.cuts import WAVES
 from milepost.kernels.attention.items import (
     NARROW_ROWS,
     AttentionItems,
+    Tiling,
     choose_narrow_rows,
     choose_wide_rows,
 )
@@ -80,27 +81,24 @@ class AttentionOperation:
         max_dequantised = _max_dequantised(batch)
         narrow = self._choose_narrow(batch, batch.chip)
         takes_apart = batch.has_float8_kv and not max_dequantised
-        return items.lay_out(
-            batch.starts,
-            batch.lengths,
-            batch.rows,
+        tiling = Tiling(
             heads_per_kv=self.num_heads // self.num_kv_heads,
             num_kv_heads=self.num_kv_heads,
             page_size=batch.page_size,
-            tables=batch.tables,
+            num_programs=batch.chip.num_sms,
+            num_beside=narrow.num_beside,
             narrow_rows=narrow.rows,
+            narrow_waves=narrow.most_waves,
             tokens_each=1 + batch.capacity.num_drafts,
             wide_rows=choose_wide_rows(
                 self.head_dim,
                 batch.chip.shared_bytes,
                 takes_apart=takes_apart and batch.chip.unpacks_fp8,
             ),
-            num_programs=batch.chip.num_sms,
-            num_beside=narrow.num_beside,
-            narrow_waves=narrow.most_waves,
-            capacity=None if batch.capacity.is_exact else batch.capacity,
             max_dequantised=max_dequantised,
+            capacity=None if batch.capacity.is_exact else batch.capacity,
         )
+        return items.lay_out(batch.starts, batch.lengths, batch.rows, tiling, batch.tables)
 
     def _choose_narrow(self, batch: Batch, chip: Chip) -> _Narrow:
         """How narrow items are cut up."""

@@ -102,77 +102,74 @@ def choose_wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = Fa
     return _WIDE_ROWS if fit and not crowded else _WIDE_ROWS // 2
 
 
+class Tiling(NamedTuple):
+    """How work is cut, for a model's heads on a chip: what a layout depends on besides the step."""
+
+    heads_per_kv: int
+    num_kv_heads: int
+    page_size: int
+    num_programs: int
+    """That run on the device at a time."""
+    num_beside: int = 1
+    """Narrow items that run in the place of one program."""
+    narrow_rows: int = NARROW_ROWS
+    narrow_unit: int = UNIT
+    """KV of a narrow item, or a multiple."""
+    narrow_waves: int = WAVES
+    """Narrow items that follow each other in one place, at most."""
+    tokens_each: int = 1
+    """Of most narrow items."""
+    wide_rows: int = _WIDE_ROWS
+    max_dequantised: int = 0
+    """Pages that are dequantised before wide items read them, where these read no more."""
+    capacity: Capacity | None = None
+    """What arrays have room for; None: for the step alone."""
+
+    @property
+    def narrow_tokens(self) -> int:
+        return self.narrow_rows // self.heads_per_kv
+
+    @property
+    def wide_tokens(self) -> int:
+        return self.wide_rows // self.heads_per_kv
+
+    @property
+    def programs(self) -> int:
+        """For each KV head."""
+        return max(1, self.num_programs // self.num_kv_heads)
+
+    @property
+    def narrow_programs(self) -> int:
+        """Likewise."""
+        return max(1, self.num_programs * self.num_beside // self.num_kv_heads)
+
+
 def lay_out(
     starts: Sequence[int],
     lengths: Sequence[int],
     rows: Sequence[int],
-    *,
-    heads_per_kv: int,
-    num_kv_heads: int,
-    page_size: int,
-    num_programs: int,
+    tiling: Tiling,
     tables: NDArray[Any] | None = None,
-    capacity: Capacity | None = None,
-    narrow_rows: int = NARROW_ROWS,
-    narrow_unit: int = UNIT,
-    tokens_each: int = 1,
-    wide_rows: int = _WIDE_ROWS,
-    num_beside: int = 1,
-    narrow_waves: int = WAVES,
-    max_dequantised: int = 0,
 ) -> AttentionItems:
     """Lay out S sequences of `lengths` new tokens after `starts` earlier ones, whose pages stand in
     `rows` of the page tables.
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
-    decodes share are read once for all of them. `num_programs` run on the device at a time, of
-    narrow items `num_beside` times as many. These are cut into whole units of so much KV, and into
-    so many at most that a program works on `narrow_waves`. If wide items read no more than
-    `max_dequantised` pages, these are dequantised first.
+    decodes share are read once for all of them.
     """
-    if heads_per_kv > wide_rows:
-        raise ValueError(f"heads_per_kv={heads_per_kv} is more than wide_rows={wide_rows}")
+    heads, wide_rows = tiling.heads_per_kv, tiling.wide_rows
+    if heads > wide_rows:
+        raise ValueError(f"heads_per_kv={heads} is more than wide_rows={wide_rows}")
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
-    sizes = _Sizes(
-        narrow_rows=narrow_rows,
-        narrow_unit=narrow_unit,
-        tokens_each=tokens_each,
-        wide_rows=wide_rows,
-        narrow_tokens=narrow_rows // heads_per_kv,
-        wide_tokens=wide_rows // heads_per_kv,
-        narrow_programs=max(1, num_programs * num_beside // num_kv_heads),
-        narrow_waves=narrow_waves,
-        programs=max(1, num_programs // num_kv_heads),
-        page_size=page_size,
-        max_dequantised=max_dequantised,
-        capacity=capacity,
-    )
-    is_own = capacity is None or not lengths.all()
-    if not is_own and not may_share(starts, rows, page_size, tables):
+    is_own = tiling.capacity is None or not lengths.all()
+    if not is_own and not may_share(starts, rows, tiling.page_size, tables):
         ends = starts + lengths
-        units = -(-ends // narrow_unit)
-        cuts = _cut_alone(units.tobytes(), sizes.narrow_programs, narrow_waves)
-        known = _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), sizes)
+        units = -(-ends // tiling.narrow_unit)
+        cuts = _cut_alone(units.tobytes(), tiling.narrow_programs, tiling.narrow_waves)
+        known = _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), tiling)
         if known is not None:
             return known.up_to(starts, ends)
-    return _lay_out(starts, lengths, rows, tables, sizes)
-
-
-class _Sizes(NamedTuple):
-    """What a layout depends on besides the step."""
-
-    narrow_rows: int
-    narrow_unit: int
-    tokens_each: int
-    wide_rows: int
-    narrow_tokens: int
-    wide_tokens: int
-    narrow_programs: int
-    narrow_waves: int
-    programs: int
-    page_size: int
-    max_dequantised: int
-    capacity: Capacity | None
+    return _lay_out(starts, lengths, rows, tables, tiling)
 
 
 class _Known(NamedTuple):
@@ -204,17 +201,17 @@ def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, byt
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
 def _lay_out_like(
-    lengths: bytes, pieces: bytes, units_each: bytes, rows: bytes, sizes: _Sizes
+    lengths: bytes, pieces: bytes, units_each: bytes, rows: bytes, tiling: Tiling
 ) -> _Known | None:
     """Of any step of these lengths whose KV in these rows of the page tables is cut like this. None
     where not all items are narrow."""
     own, cuts, each, places = (
         np.frombuffer(packed, np.int64) for packed in (lengths, pieces, units_each, rows)
     )
-    if not len(own) or own.max() > sizes.narrow_tokens:
+    if not len(own) or own.max() > tiling.narrow_tokens:
         return None
-    ends = sizes.narrow_unit * np.maximum(cuts * each, 1)
-    items = _lay_out(ends - own, own, places, None, sizes, cuts)
+    ends = tiling.narrow_unit * np.maximum(cuts * each, 1)
+    items = _lay_out(ends - own, own, places, None, tiling, cuts)
     narrow = items.narrow[items.narrow[:, TOKENS] > 0].astype(np.int64)
     owners = (own.cumsum() - own).searchsorted(narrow[:, FIRST])
     is_last = narrow[:, END] == ends[owners]
@@ -226,23 +223,23 @@ def _lay_out(
     lengths: Ints,
     rows: Ints,
     tables: NDArray[Any] | None,
-    sizes: _Sizes,
+    tiling: Tiling,
     narrow_pieces: Ints | None = None,
 ) -> AttentionItems:
     """With narrow tiles cut like that, if it is said."""
     narrow, wide = tile_all(
-        starts, lengths, rows, sizes.narrow_tokens, sizes.wide_tokens, sizes.page_size, tables
+        starts, lengths, rows, tiling.narrow_tokens, tiling.wide_tokens, tiling.page_size, tables
     )
-    dequantised = choose_dequantised(wide, sizes.page_size, sizes.max_dequantised)
+    dequantised = choose_dequantised(wide, tiling.page_size, tiling.max_dequantised)
     if narrow_pieces is None:
-        units = units_of(narrow, sizes.narrow_unit)
-        programs, waves = sizes.narrow_programs, sizes.narrow_waves
+        units = units_of(narrow, tiling.narrow_unit)
+        programs, waves = tiling.narrow_programs, tiling.narrow_waves
         narrow_pieces = count_pieces(units, programs, NARROW_CUT_COST, waves)
-    wide_pieces = count_pieces(units_of(wide), sizes.programs, WIDE_CUT_COST)
+    wide_pieces = count_pieces(units_of(wide), tiling.programs, WIDE_CUT_COST)
     counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)
     ends = counts.cumsum()
     num_partials = int(ends[-1]) if len(ends) else 0
-    if sizes.capacity is None:
+    if tiling.capacity is None:
         room = _Room(
             num_narrow=int(narrow_pieces.sum()),
             num_wide=int(wide_pieces.sum()),
@@ -253,18 +250,18 @@ def _lay_out(
             num_dequantised=int(dequantised[:, 1].sum()),
         )
     else:
-        is_short = sizes.max_dequantised and not len(dequantised)
+        is_short = tiling.max_dequantised and not len(dequantised)
         assert not is_short or not len(wide), "there is room for all pages"
-        room = _room(sizes.capacity, sizes)
+        room = _room(tiling.capacity, tiling)
     bases = np.empty(room.num_tokens + 1, np.int32)
     bases[:1], bases[1 : len(ends) + 1], bases[len(ends) + 1 :] = 0, ends, num_partials
     return AttentionItems(
-        narrow=_lengthen(cut(narrow, narrow_pieces, counts, sizes.narrow_unit), room.num_narrow),
+        narrow=_lengthen(cut(narrow, narrow_pieces, counts, tiling.narrow_unit), room.num_narrow),
         wide=_lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
-        narrow_rows=sizes.narrow_rows,
-        tokens_each=sizes.tokens_each,
-        wide_rows=sizes.wide_rows,
+        narrow_rows=tiling.narrow_rows,
+        tokens_each=tiling.tokens_each,
+        wide_rows=tiling.wide_rows,
         num_partials=room.num_partials,
         num_combined=room.num_combined,
         dequantised=_lengthen(dequantised, room.num_sequences),
@@ -286,25 +283,25 @@ class _Room:
 
 
 @cache
-def _room(capacity: Capacity, sizes: _Sizes) -> _Room:
+def _room(capacity: Capacity, tiling: Tiling) -> _Room:
     """For any step that fits."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    num_narrow = num_sequences + sizes.narrow_programs * sizes.narrow_waves
-    num_narrow = num_narrow if sizes.narrow_tokens else 0
+    num_narrow = num_sequences + tiling.narrow_programs * tiling.narrow_waves
+    num_narrow = num_narrow if tiling.narrow_tokens else 0
     # A sequence's last tile, and a run's, may hold few tokens.
-    few = num_tokens // (sizes.narrow_tokens + 1)
-    num_wide = num_tokens // sizes.wide_tokens + min(num_sequences, few)
+    few = num_tokens // (tiling.narrow_tokens + 1)
+    num_wide = num_tokens // tiling.wide_tokens + min(num_sequences, few)
     if num_sequences >= MIN_SHARING:
         num_wide += num_sequences // 2
-    num_wide += sizes.programs * WAVES if num_wide else 0
+    num_wide += tiling.programs * WAVES if num_wide else 0
     return _Room(
         num_narrow=num_narrow,
         num_wide=num_wide,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
-        num_partials=num_narrow * sizes.narrow_tokens + num_wide * sizes.wide_tokens,
+        num_partials=num_narrow * tiling.narrow_tokens + num_wide * tiling.wide_tokens,
         num_combined=num_tokens,
-        num_dequantised=sizes.max_dequantised,
+        num_dequantised=tiling.max_dequantised,
     )
 
 

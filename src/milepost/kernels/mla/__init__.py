@@ -56,20 +56,17 @@ class MLAOperation:
         held = (_WIDE_ROWS + _LEAST_BLOCK) * width * self.value_bytes
         has_room = batch.chip.shared_bytes >= max(_WIDE_BYTES, held)
         is_large = has_room and batch.chip.capability[0] != 10
-        return items.lay_out(
-            batch.starts,
-            batch.lengths,
-            batch.rows,
+        tiling = items.Tiling(
             heads_per_kv=self.num_heads,
             num_kv_heads=1,
             page_size=batch.page_size,
-            tables=batch.tables,
+            num_programs=batch.chip.num_sms,
             narrow_rows=one_token,
             narrow_unit=_NARROW_UNIT,
             wide_rows=_WIDE_ROWS if is_large else one_token,
-            num_programs=batch.chip.num_sms,
             capacity=None if batch.capacity.is_exact else batch.capacity,
         )
+        return items.lay_out(batch.starts, batch.lengths, batch.rows, tiling, batch.tables)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """The fused kernels run on every chip that runs Triton's."""
