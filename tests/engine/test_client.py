@@ -131,6 +131,19 @@ def test_a_slow_reader_gets_the_same_joined(config):
     assert delta.finish_reason == "length"
 
 
+def test_a_slow_reader_that_keeps_steps_gets_them_one_by_one(config):
+    async def scenario(client):
+        quick = await take(client.add(PROMPT, SHORT))
+        stream = client.add(PROMPT, SHORT, keeps_steps=True)
+        while not stream._is_over:
+            await client.metrics()
+        return quick, await take(stream)
+
+    quick, slow = run(config, scenario)
+    assert [output.deltas for output in slow] == [output.deltas for output in quick]
+    assert [output.finished for output in slow] == [False] * 5 + [True]
+
+
 def test_streams_that_share_a_bell_lose_nothing(config):
     async def scenario(client):
         bell = StreamBell()

@@ -143,14 +143,18 @@ class EngineClient:
         *,
         priority: int = 0,
         bell: StreamBell | None = None,
+        keeps_steps: bool = False,
     ) -> Stream:
-        """Queue a prompt; `bell` rings when its stream has something.
+        """Queue a prompt; `bell` rings when its stream has something, which comes step by step if
+        it `keeps_steps`.
 
         Raises EngineDeadError and QueueFullError.
         """
         self._check_alive()
         self.check_room(params.n)
-        stream = Stream(self._next_id(), params.n, self, bell or StreamBell())
+        stream = Stream(
+            self._next_id(), params.n, self, bell or StreamBell(), keeps_steps=keeps_steps
+        )
         self._streams[stream.id] = stream
         self.num_in_flight += params.n
         self._send(Add(id=stream.id, prompt=prompt, params=params, priority=priority))

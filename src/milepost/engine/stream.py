@@ -1,12 +1,13 @@
 """One request of the engine process, as an async stream of what its answers gain.
 
 A stream holds what has arrived and was not taken yet, as one growing piece per answer, so a slow
-reader costs no more memory than its answer is long.
+reader costs no more memory than its answer is long; or step by step, where that is asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -40,15 +41,25 @@ class Stream:
     """The outputs of one request, from `EngineClient.add` to its end.
 
     Iterate to take them, or `take` them when the bell has rung, which several streams can share.
-    `close` it, whatever happens. Outputs that come faster than they are taken are joined.
+    `close` it, whatever happens. Outputs that come faster than they are taken are joined, unless
+    it `keeps_steps`: then each is what one step gave, however busy the reader is.
     """
 
-    def __init__(self, id_: int, num_answers: int, client: EngineClient, bell: StreamBell) -> None:
+    def __init__(
+        self,
+        id_: int,
+        num_answers: int,
+        client: EngineClient,
+        bell: StreamBell,
+        *,
+        keeps_steps: bool = False,
+    ) -> None:
         self.id = id_
         self.num_answers = num_answers
         self._client = client
         self._bell = bell
-        self._pending: Output | None = None
+        self._pending: deque[Output] = deque()
+        self._keeps_steps = keeps_steps
         self._error: MilepostError | None = None
         self._is_over = False
 
@@ -64,20 +75,22 @@ class Stream:
         return output
 
     def take(self) -> Output | None:
-        """What has arrived since the last call.
+        """What has arrived since the last call, or the first of its steps.
 
         Raises what `fail` was given, once all is taken: InvalidRequestError, EngineDeadError.
         """
-        output, self._pending = self._pending, None
-        if self._error is not None:
-            if output is None:
-                raise self._error
-            self._bell.ring()  # its ring may have been the output's too
+        output = self._pending.popleft() if self._pending else None
+        if self._error is not None and output is None:
+            raise self._error
+        if self._error is not None or self._pending:
+            self._bell.ring()  # what is left may have rung with this one
         return output
 
     def put(self, output: Output) -> None:
         """Take over what the engine sent."""
-        self._pending = output if self._pending is None else _joined(self._pending, output)
+        if self._pending and not self._keeps_steps:
+            output = _joined(self._pending.pop(), output)
+        self._pending.append(output)
         self._is_over = output.finished
         self._bell.ring()
 

@@ -76,9 +76,6 @@ async def _begin(
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
 
-    def is_enough() -> bool:
-        return all(answer.is_enough for answer in answers)
-
     generation = Generation(
         service,
         [prompt],
@@ -86,7 +83,9 @@ async def _begin(
         scope=http.scope,
         priority=request.priority or 0,
         field=field,
-        is_enough=is_enough if request.parallel_tool_calls is False else None,
+        is_enough=(lambda index: answers[index].is_enough)
+        if request.parallel_tool_calls is False
+        else None,
     )
     answers = [
         AnswerEvents(

@@ -18,8 +18,11 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class Generation:
-    """Submits prompts, and yields (choice index, delta) until all answers have ended, or until
-    `is_enough` says so of what was yielded. Without `is_counted` the usage leaves the answers out.
+    """Submits prompts, and yields (choice index, delta) until all answers have ended. Without
+    `is_counted` the usage leaves the answers out.
+
+    An answer also ends where `is_enough`, asked after each step, says so of what was yielded of it:
+    what the engine has made beyond, which depends on how busy all are, is neither told nor counted.
 
     Keeps the usage, the metrics and the access log's record. Raises what `Service.submit` raises,
     from the constructor.
@@ -34,7 +37,7 @@ class Generation:
         scope: Mapping[str, Any],
         priority: int,
         field: str,
-        is_enough: Callable[[], bool] | None = None,
+        is_enough: Callable[[int], bool] | None = None,
         is_counted: bool = True,
     ) -> None:
         self._service = service
@@ -44,7 +47,12 @@ class Generation:
         self._record: dict[str, Any] = scope["milepost.record"]
         self._arrival: float = scope["milepost.arrival"]
         self._submission = service.submit(
-            prompts, params, priority=priority, arrival=self._arrival, field=field
+            prompts,
+            params,
+            priority=priority,
+            arrival=self._arrival,
+            field=field,
+            keeps_steps=is_enough is not None,
         )
         self.reports: list[Report] = []
         self._transfers: dict[int, transfer.Params] = {}
@@ -70,9 +78,10 @@ class Generation:
         try:
             while arrived := await self._submission.arrived():
                 yield [pair for number, output in arrived for pair in self._take(number, output)]
-                if self._is_enough is not None and self._is_enough():
-                    yield self._end_rest()
-                    return
+                if self._is_enough is not None:
+                    yield self._end_enough(self._is_enough)
+                    if len(self._ended) == self.num_choices:
+                        return
         finally:
             self.close()
 
@@ -83,13 +92,15 @@ class Generation:
             self._submission.close()
             self._close_record()
 
-    def _end_rest(self) -> list[tuple[int, Delta]]:
-        """The answers that go on end here; the engine is told when the streams are closed."""
-        rest = [index for index in range(self.num_choices) if index not in self._ended]
-        for index in rest:
+    def _end_enough(self, is_enough: Callable[[int], bool]) -> list[tuple[int, Delta]]:
+        """The answers that are enough as they are end here; the engine is told when the streams
+        are closed."""
+        going = (index for index in range(self.num_choices) if index not in self._ended)
+        enough = [index for index in going if is_enough(index)]
+        for index in enough:
             self._ended[index] = "stop"
             self._service.metrics.requests.labels("stop").inc()
-        return [(i, Delta(i % self._params.n, "", [], finish_reason="stop")) for i in rest]
+        return [(i, Delta(i % self._params.n, "", [], finish_reason="stop")) for i in enough]
 
     def _take(self, number: int, output: Output) -> list[tuple[int, Delta]]:
         now = time.monotonic()
@@ -107,6 +118,8 @@ class Generation:
         deltas = []
         for delta in output.deltas:
             index = number * self._params.n + delta.index
+            if index in self._ended:
+                continue
             num_new = len(delta.token_ids)
             self._num_tokens[index] += num_new
             self._num_draft_tokens += delta.num_draft_tokens

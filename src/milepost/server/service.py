@@ -193,8 +193,10 @@ class Service:
         priority: int,
         arrival: float,
         field: str,
+        keeps_steps: bool = False,
     ) -> Submission:
-        """Queue all prompts or none. `field` is what errors about prompts name."""
+        """Queue all prompts or none. `field` is what errors about prompts name; `keeps_steps` as
+        for `Stream`."""
         if self.is_closing:
             raise ServerClosingError("the server is shutting down")
         if self.client.death is not None:
@@ -209,7 +211,8 @@ class Service:
         self._check(prompts, params, field)
         bell = StreamBell()
         streams = [
-            self.client.add(prompt, params, priority=priority, bell=bell) for prompt in prompts
+            self.client.add(prompt, params, priority=priority, bell=bell, keeps_steps=keeps_steps)
+            for prompt in prompts
         ]
         remaining = arrival + self.config.request_timeout_s - time.monotonic()
         loop = asyncio.get_running_loop()

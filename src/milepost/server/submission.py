@@ -18,8 +18,8 @@ class Submission:
         self._timer = timer
 
     async def arrived(self) -> list[tuple[int, Output]]:
-        """(Number of the prompt, what its answers gained) of all that has come: at least one, or
-        none after the last. Raises as `Stream.take`.
+        """(Number of the prompt, what its answers gained) of what has come, at most one of each
+        prompt: at least one in all, or none after the last. Raises as `Stream.take`.
         """
         found: list[tuple[int, Output]] = []
         while self._num_open and not found:
