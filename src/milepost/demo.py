@@ -33,6 +33,7 @@ FOLLOW_UP = "What arguments does it take?"
 
 
 def main() -> None:
+    """Ask the embedded model, and show after each answer what came from the cache."""
     screen = Screen(
         answers=sys.stdout,
         reports=Console(stderr=True, highlight=False),

@@ -26,6 +26,7 @@ class RegisteredMemory:
 
 
 def memory_of(pools: Pools) -> RegisteredMemory:
+    """Where the pages and slots of `pools` lie."""
     pages = [_row(pools.all_kv)] if pools.all_kv is not None else []
     if pools.all_conv is not None:  # zeros first, then one beside each page
         pages += [_row(layer[1:]) for layer in pools.all_conv]

@@ -37,6 +37,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The first message to an engine: who asks, and how its memory is laid out."""
+
     version: int
     identity: bytes
     """Of the model as it is run, and of the page size: what keys are made of."""
@@ -51,6 +53,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to it, where the two can exchange."""
+
     engine_id: str
     layout: Layout
     metadata: bytes
@@ -58,14 +62,20 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Declined(msgspec.Struct, tag="Refused", frozen=True):
+    """The answer to it, where they cannot."""
+
     why: str
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):
+    """Asks what a lease is of."""
+
     lease: str
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What a lease is of, and where it lies."""
+
     lease: str
     position: int
     key: bytes

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 @contextmanager
 def without_interrupts() -> Iterator[None]:
     """Processes that are started inside hear no Ctrl-C from their first moment on: what a thread
-    does not take is inherited. They had a traceback each, while they imported."""
+    does not take is inherited. Else each prints a traceback while it imports."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

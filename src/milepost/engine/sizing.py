@@ -98,6 +98,7 @@ def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, cap
 def pool_shape(
     config: EngineConfig, model: Decoder, device: torch.device, kv_dtype: torch.dtype | None
 ) -> PoolShape:
+    """What a page and a slot of the model hold, with room for what drafts record."""
     state_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     if config.mamba_ssm_cache_dtype != "auto":
         state_dtype = resolve_dtype(config.mamba_ssm_cache_dtype, model.config)

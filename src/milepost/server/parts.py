@@ -153,6 +153,8 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
+    """The form of an answer, as `response_format` names it."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

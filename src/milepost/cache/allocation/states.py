@@ -23,6 +23,8 @@ from milepost.cache.tree import Chain, Checkpoint, End, Node
 
 
 class State(StrEnum):
+    """Where an allocation stands."""
+
     __hash__ = str.__hash__  # an enumeration's own runs in Python
 
     ADMITTED = "admitted"
@@ -38,6 +40,8 @@ class State(StrEnum):
 
 
 class Transition(StrEnum):
+    """What may happen to an allocation; `TRANSITIONS` says when."""
+
     __hash__ = str.__hash__
 
     PLANNED = "planned"

@@ -48,6 +48,8 @@ _BLOCK = [128, 128]
 
 
 def read_compressed(settings: Mapping[str, Any]) -> Read:
+    """What a `quantization_config` of compressed-tensors says. Raises UnsupportedModelError, naming
+    the setting."""
     where = "quantization_config"
     want_known(settings, _KNOWN, where=where)
     want(settings, "quantization_status", "compressed", default="compressed")

@@ -51,6 +51,8 @@ def fleet_row(
     disk_gib: float,
     seed: int,
 ) -> FleetRow:
+    """Of a run of engines with so much memory each; `bound` is the share that a state at every page
+    and unlimited KV would reuse."""
     p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
     rate = run.hits / run.queries if run.queries else 0.0
     return FleetRow(
