@@ -10,6 +10,7 @@ PAGES = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("src/**/README.md"))
 )
+ANCHOR = re.compile(r"\]\(((?![a-z]+:)[^)#]*)#([^)]+)\)")
 NAMED = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|mjs|toml|yaml))`|\]\(((?![a-z]+:)[^)#]+)[^)]*\)")
 
 
@@ -30,3 +31,17 @@ def test_files_that_a_page_names_exist(page, files):
             assert any(name.endswith(f"/{code}") for name in files), code
         else:
             assert (ROOT / page.parent / link).exists(), link
+
+
+def anchors(text):
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_headings_that_a_page_points_to_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, anchor in ANCHOR.findall(text):
+        there = ROOT / page.parent / name if name else ROOT / page
+        assert anchor in anchors(there.read_text(encoding="utf-8")), (name, anchor)

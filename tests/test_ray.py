@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -95,6 +96,31 @@ class Router:
     def end(self, name, number):
         self.ours._replica_queue_len_cache[name] -= 1
         self.ours.on_request_completed(name, number)
+
+
+def test_a_replica_that_is_ended_while_it_loads_leaves_nothing(monkeypatch, tmp_path):
+    """Ray ends replicas when it likes, and logs what goes wrong in that."""
+    from milepost import ray as ours
+
+    loading = []
+
+    async def load(*_):
+        loading.append(True)
+        await asyncio.Event().wait()
+
+    async def end_it():
+        replica = ours.Replica.__new__(ours.Replica)
+        beginning = asyncio.create_task(replica.__init__({"cpu_cache_gib": 0.1}))
+        while not loading:
+            await asyncio.sleep(0)
+        beginning.cancel()
+        await replica.__del__()
+        monkeypatch.delattr(ours.Replica, "__del__")  # as Ray does
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ours, "load", load)
+    asyncio.run(end_it())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_prompt_goes_to_its_pages_unless_longer_ones_wait_there():

@@ -157,22 +157,28 @@ class Replica:
     """A server without a socket."""
 
     async def __init__(self, options: Mapping[str, Any]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="milepost-")
-        endpoint = f"ipc://{Path(self._folder.name) / 'events'}"
+        self._open = contextlib.AsyncExitStack()
+        """What is there so far: Ray ends a replica at any time, also while it loads."""
+        folder = self._open.enter_context(tempfile.TemporaryDirectory(prefix="milepost-"))
+        endpoint = f"ipc://{Path(folder) / 'events'}"
         events = {"enable_kv_cache_events": True, "endpoint": endpoint, "hashes": "bytes"}
         config = ServerConfig(access_log=False, ui=False)
         engine = EngineConfig(**options, kv_events_config=events)
         self._client = EngineClient(engine, max_waiting=config.max_waiting)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SUB)
+        self._open.push_async_callback(self._client.close)
+        context = zmq.asyncio.Context()
+        self._open.callback(context.term)
+        self._socket = context.socket(zmq.SUB)
+        self._open.callback(self._socket.close, linger=0)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
         self._service: Service = await load(config, engine, self._client)
+        self._open.push_async_callback(self._service.close)
         self._app = http.build(self._service)
         self._pages: dict[str, set[bytes]] = {}
         self._begun: set[str] = set()
         """Requests of which some of the answer has been sent, until all has."""
-        self._following = asyncio.create_task(self._follow())
+        self._open.callback(asyncio.create_task(self._follow()).cancel)
 
     async def look(self, path: str, body: bytes) -> Wanted:
         """What the router is to know of a request, as far as it can be told."""
@@ -228,12 +234,7 @@ class Replica:
             raise RuntimeError(self._client.death)
 
     async def __del__(self) -> None:
-        self._following.cancel()
-        await self._service.close()
-        await self._client.close()
-        self._socket.close(linger=0)
-        self._context.term()
-        self._folder.cleanup()
+        await self._open.aclose()
 
     async def _prompt(self, path: str, body: bytes) -> tuple[list[int], str]:
         service = self._service

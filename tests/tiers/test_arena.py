@@ -71,6 +71,13 @@ def test_a_refusal_is_named_and_leaves_no_error_behind(
     cleared: list[bool] = []
     monkeypatch.setattr(arena, "_clear_error", lambda: cleared.append(True))
     driver.refuses = True
-    with pytest.raises(MemoryError, match="bytes of host memory cannot be pinned: error 712"):
+    with pytest.raises(MemoryError, match=r"GiB .* pinned: error 712; lower cache_host_gib"):
         allocate_host(memory(), 3, 2, is_pinned=True)
     assert cleared
+
+
+def test_more_than_the_system_has_is_refused_in_gib() -> None:
+    with pytest.raises(
+        MemoryError, match=r"^\d{6,}\.\d GiB of host memory: .*; lower cache_host_gib"
+    ):
+        allocate_host(memory(), 2**45, 1, is_pinned=False)

@@ -20,6 +20,7 @@ from torch import Tensor
 from milepost.cache.plans import What
 from milepost.runner.pools import Pools
 
+GIB = 2**30
 _ALIGNMENT = 4096
 """Bytes: each part begins at a multiple."""
 
@@ -95,7 +96,9 @@ def allocate_host(memory: Arena, num_pages: int, num_states: int, *, is_pinned: 
     try:
         mapped = mmap.mmap(-1, size)
     except (OSError, ValueError, OverflowError) as error:
-        raise MemoryError(f"{size} bytes of host memory: {error}") from error
+        raise MemoryError(
+            f"{size / GIB:.1f} GiB of host memory: {error}; lower cache_host_gib"
+        ) from error
     own = np.frombuffer(mapped, np.uint8)
     if is_pinned:
         _pin(own)
@@ -131,7 +134,10 @@ def _pin(memory: np.ndarray) -> None:
     if int(status):
         _clear_error()
         why = runtime.cudaGetErrorString(status)
-        raise MemoryError(f"{memory.nbytes} bytes of host memory cannot be pinned: {why}")
+        raise MemoryError(
+            f"{memory.nbytes / GIB:.1f} GiB of host memory cannot be pinned: {why}; lower "
+            "cache_host_gib"
+        )
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
 
 
