@@ -16,10 +16,11 @@ SHORT = {"extra": {"timeout_s": 3.0, "lease_s": 2.0}}
 
 
 def test_random_requests_and_engines_that_are_killed(tiny, transport):
-    """One that decodes dies before it has read: what was lent to it is free when its lease is over.
+    """One that decodes dies before it has read, another while it does: what was lent to them is free
+    when its lease is over, and others go on reading there.
     One that has prefilled dies while it is read: the prompt is computed where it is decoded."""
-    engines = [Process(tiny.folder, transport, SHORT) for _ in range(3)]
-    first, second, third = engines
+    engines = [Process(tiny.folder, transport, SHORT) for _ in range(4)]
+    first, second, third, fourth = engines
     try:
         counts = Traffic(tiny, engines, seed=1).run(16)
         assert counts["nothing moved"]
@@ -32,6 +33,17 @@ def test_random_requests_and_engines_that_are_killed(tiny, transport):
         assert first.do("check") == (1, 1)
         assert first.do("await_leases")
         assert first.do("check") == (0, 0)
+        fourth.do("die_at_read")
+        params = first.do("prefill", tokens(230, 51), "")
+        fourth.begin("decode", tokens(230, 51), "", params, greedy(3))
+        fourth.process.join(20)
+        assert fourth.process.exitcode == -9
+        assert first.do("await_leases")
+        assert first.do("check") == (0, 0)
+        found = third.do("decode", asked, "", first.do("prefill", asked, ""), greedy(3))
+        assert found["tokens"] == tiny.expected(asked, greedy(3))
+        assert found["bytes"] == found["expected_bytes"] > 0, "others go on reading from it"
+        assert third.do("forget")
         params = first.do("prefill", asked, "")
         third.do("kill_at_read", first.process.pid)
         found = third.do("decode", asked, "", params, greedy(3))
