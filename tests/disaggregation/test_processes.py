@@ -16,8 +16,8 @@ SHORT = {"extra": {"timeout_s": 3.0, "lease_s": 2.0}}
 
 
 def test_random_requests_and_engines_that_are_killed(tiny, transport):
-    """One that decodes dies before it has read, another while it does: what was lent to them is free
-    when its lease is over, and others go on reading there.
+    """One that decodes dies before it has read, another while it does: what was lent to them is
+    free when its lease is over, and others go on reading there.
     One that has prefilled dies while it is read: the prompt is computed where it is decoded."""
     engines = [Process(tiny.folder, transport, SHORT) for _ in range(4)]
     first, second, third, fourth = engines
