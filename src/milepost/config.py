@@ -87,6 +87,9 @@ class EngineConfig:
     for. A model whose states lie beside its pages has none, whatever is set."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations (measured at start), pages and slots."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for pages and slots together on each device, in bytes, whatever the two settings
+    around this one say."""
     cpu_cache_gib: float = 1.0
     """Memory for pages and slots together on a device that isn't a GPU, in GiB."""
     cache_memory: CacheMemory = "auto"
@@ -177,6 +180,8 @@ class EngineConfig:
         )
         _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
         _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
+        given = self.kv_cache_memory_bytes
+        _require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: use 1 or more")

@@ -47,8 +47,10 @@ def test_names_and_values_of_vllms_are_ours():
     line = "./m --max-model-len 32K --max-num-batched-tokens 8k --dtype half --block-size 32"
     line += " --served-model-name a b --kv-offloading-size 2 --disable-uvicorn-access-log"
     line += " --shutdown-timeout 7 --speculative-config.method mtp"
-    line += " --speculative-config.num_speculative_tokens 2"
+    line += " --speculative-config.num_speculative_tokens 2 --kv-cache-memory-bytes 1.5G"
+    line += " --enable-force-include-usage"
     server, engine = asked(*line.split())
+    assert (engine.kv_cache_memory_bytes, server.enable_force_include_usage) == (3 << 29, True)
     assert (engine.max_model_len, engine.max_num_batched_tokens) == (32768, 8000)
     assert (engine.dtype, engine.page_size, engine.cache_host_gib) == ("float16", 32, 2)
     assert (list(server.served_model_name), server.access_log) == (["a", "b"], False)
@@ -84,7 +86,7 @@ def test_names_and_values_of_vllms_are_ours():
         ("--hf-overrides.a 1 --hf-overrides.a.b 2", "--hf-overrides.a.b 2: a is 1, no object"),
         ("--hf-overrides.a.b 2 --hf-overrides.a 1", "--hf-overrides.a 1: a is an object"),
         ("--reasoning-parser-plugin ./my.py", "./my.py is not supported: --reasoning-parser lists"),
-        ("--kv-cache-memory-bytes 20G", "20G is not supported: use --gpu-memory-utilization"),
+        ("--kv-cache-memory-bytes 0", "kv_cache_memory_bytes=0: use more than 0"),
     ],
 )
 def test_what_cannot_be_served_is_named(line, words, capsys):

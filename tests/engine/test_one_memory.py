@@ -89,6 +89,20 @@ def test_auto_shares_on_a_gpu_where_it_can(tiny, monkeypatch, device, options, k
     assert isinstance(sizing.sizes_of(config, shape, torch.device(device), 0, ALONE), kind)
 
 
+@pytest.mark.parametrize("memory", ["split", "shared"])
+def test_the_cache_takes_the_bytes_that_it_is_given(tiny, memory):
+    """Whatever else says how many."""
+    given = 1 << 24
+    config = EngineConfig(cache_memory=memory, kv_cache_memory_bytes=given, cpu_cache_gib=9)
+    specs = tiny.open().llm_engine.runner.executor.model.layer_specs
+    shape = PoolShape(
+        specs=specs, page_size=config.page_size, dtype=torch.float32, state_dtype=torch.float32
+    )
+    sizes = sizing.sizes_of(config, shape, torch.device("cpu"), 0, ALONE)
+    zeros = shape.slot_bytes  # the slot that new requests begin with
+    assert 0.95 * given < sizes.num_bytes(shape) <= given + zeros
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

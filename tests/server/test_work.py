@@ -1,8 +1,12 @@
-"""How much the HTTP process does for each token of a stream, in calls of functions."""
+"""Streams of an engine that is made up: how much the HTTP process does for each token, in calls of
+functions, and what comes last."""
 
 import asyncio
+import json
 import sys
 from types import SimpleNamespace
+
+import pytest
 
 from milepost.engine.wire import Delta, Output
 from milepost.server import conversation
@@ -11,7 +15,7 @@ from milepost.server.config import ServerConfig
 from milepost.server.generation import Generation
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from tests.server.inprocess import service
+from tests.server.inprocess import answered, service
 
 NUM_TOKENS = 200
 MAX_CALLS = 40
@@ -64,3 +68,23 @@ def test_a_streamed_token_takes_few_calls(monkeypatch):
     found = asyncio.run(stream())
     assert len(found) == NUM_TOKENS + 1
     assert num_calls / NUM_TOKENS < MAX_CALLS
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+    ],
+)
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_usage_that_the_operator_wants_is_told(monkeypatch, path, body, is_forced):
+    monkeypatch.setattr(Service, "submit", lambda *_, **__: Arriving())
+    config = ServerConfig(enable_force_include_usage=is_forced)
+    for options in ({}, {"stream_options": {"include_usage": False}}):
+        response = answered(config, path, {**body, "model": "tiny", "stream": True, **options})
+        *events, done = response.text.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        last = json.loads(events[-1].removeprefix("data: "))
+        assert (last["choices"] == []) is is_forced
+        assert (last.get("usage") or {}).get("completion_tokens") == (200 if is_forced else None)

@@ -46,9 +46,9 @@ _VALUES: Mapping[str, Mapping[str, str | None]] = {
     "reasoning-parser": dict.fromkeys(("nano_v3", "super_v3"), "nemotron_v3"),
 }
 """Other words for values; None is our default."""
-_IN_THOUSANDS = ("max-model-len", "max-num-batched-tokens")
-_UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmKM])")
+_IN_THOUSANDS = ("max-model-len", "max-num-batched-tokens", "kv-cache-memory-bytes")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 
 _DROPPED = _names(
     "trust-remote-code enable-auto-tool-choice enable-prompt-tokens-details enable-chunked-prefill "
@@ -174,10 +174,8 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "collect-detailed-traces": (1, "see /metrics and the access log"),
     "disable-fastapi-docs": (0, "use --api-key: /docs is behind it"),
     "enable-ssl-refresh": (0, "restart the server for a new certificate"),
-    "enable-force-include-usage": (0, "set stream_options.include_usage in requests"),
     "return-tokens-as-token-ids": (0, "set return_tokens_as_token_ids in requests"),
     "trust-request-chat-template": (0, "use --chat-template: requests cannot bring one"),
-    "kv-cache-memory-bytes": (1, "use --gpu-memory-utilization, or --cpu-cache-gib on a CPU"),
     "enable-mamba-cache-stochastic-rounding": (0, "states are rounded to the nearest value"),
     "mamba-cache-philox-rounds": (1, "states are rounded to the nearest value"),
     "logits-processors": (1, "leave it out"),

@@ -24,7 +24,8 @@ def sizes_of(
     """What was asked for, and else what the memory of every rank has room for. Raises ConfigError
     for more than there is."""
     sizes = _sizes_of(config, shape, device, activations, ranks)
-    if device.type != "cuda" or config.num_pages is not None or config.num_slots is not None:
+    asked = (config.num_pages, config.num_slots, config.kv_cache_memory_bytes)
+    if device.type != "cuda" or any(number is not None for number in asked):
         _check_room(sizes, shape, device)
     return sizes
 
@@ -36,7 +37,7 @@ def _check_room(sizes: Sizes, shape: PoolShape, device: torch.device) -> None:
         raise ConfigError(
             f"the cache takes {needed / GIB:.1f} GiB, by {sizes.describe(shape)}, and {device} has "
             f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; lower "
-            "num_pages, num_slots or cpu_cache_gib, or leave them out"
+            "num_pages, num_slots, kv_cache_memory_bytes or cpu_cache_gib, or leave them out"
         )
 
 
@@ -46,7 +47,7 @@ def _sizes_of(
     num_pages, num_slots = config.num_pages, config.num_slots if shape.uses_slots else 0
     if num_pages is not None and num_slots is not None:
         return TwoPools(num_pages=num_pages, num_slots=num_slots)
-    budget = free_bytes(
+    budget = config.kv_cache_memory_bytes or free_bytes(
         device,
         utilization=config.gpu_memory_utilization,
         activations=activations,
@@ -89,8 +90,8 @@ def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, cap
         halves = "" if shape.dtype_of_kv == FP8 else "use kv_cache_dtype='fp8' or more GPUs, "
         raise ConfigError(
             f"max_model_len={asked}: the cache holds {capacity} tokens, {missing:.3f} GiB are "
-            f"missing for the rest; lower it, {halves}or raise num_pages, gpu_memory_utilization "
-            "or cpu_cache_gib"
+            f"missing for the rest; lower it, {halves}or raise num_pages, gpu_memory_utilization, "
+            "kv_cache_memory_bytes or cpu_cache_gib"
         )
     return asked
 

@@ -109,8 +109,9 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
         raise ConfigError(
             f"{max(budget, 0) / GIB:.3f} GiB are left for the cache, {least / GIB:.3f} GiB are the "
             f"least that runs: {(least - budget) / GIB:.3f} GiB are missing; raise "
-            "gpu_memory_utilization (cpu_cache_gib on a CPU), lower max_num_batched_tokens, end "
-            "what else uses the device, or use quantised weights or more GPUs"
+            "gpu_memory_utilization (cpu_cache_gib on a CPU) or, if it was set, "
+            "kv_cache_memory_bytes, lower max_num_batched_tokens, end what else uses the device, "
+            "or use quantised weights or more GPUs"
         )
     if not shape.uses_slots:
         return TwoPools(num_pages=budget // page, num_slots=0)

@@ -177,7 +177,10 @@ class _ChatWriter:
     async def events(self) -> AsyncIterator[bytes]:
         usage = self._generation.usage
         chunks = ChunkWriter(
-            self._head("chat.completion.chunk"), self._request.stream_options, usage
+            self._head("chat.completion.chunk"),
+            self._request.stream_options,
+            usage,
+            forces_usage=self._service.config.enable_force_include_usage,
         )
         begun: set[int] = set()
         arrived = self._generation.deltas()

@@ -140,7 +140,9 @@ class _CompletionWriter:
 
     async def events(self) -> AsyncIterator[bytes]:
         usage = self._generation.usage
-        chunks = ChunkWriter(self._head, self._request.stream_options, usage)
+        forces_usage = self._service.config.enable_force_include_usage
+        options = self._request.stream_options
+        chunks = ChunkWriter(self._head, options, usage, forces_usage=forces_usage)
         arrived = self._generation.deltas()
         try:
             async for deltas in arrived:

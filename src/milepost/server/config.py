@@ -77,6 +77,8 @@ class ServerConfig:
     override_generation_config: str | None = None
     """Sampling parameters for requests that do not set them, before those of the checkpoint: a JSON
     object such as {"temperature": 0.6}."""
+    enable_force_include_usage: bool = False
+    """Tell the usage at the end of every stream, as if the request had asked for it."""
     root_path: str = ""
     """Path under which a proxy in front shows this server."""
     enable_request_id_headers: bool = False

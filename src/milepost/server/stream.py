@@ -42,11 +42,16 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, head: Mapping[str, Any], options: StreamOptions | None, usage: Callable[[], Any]
+        self,
+        head: Mapping[str, Any],
+        options: StreamOptions | None,
+        usage: Callable[[], Any],
+        *,
+        forces_usage: bool,
     ) -> None:
         self._head = head
         self._usage = usage
-        self._has_usage = bool(options and options.include_usage)
+        self._has_usage = forces_usage or bool(options and options.include_usage)
         self._has_all_usage = self._has_usage and bool(options and options.continuous_usage_stats)
         self._before = b"data: " + _ENCODER.encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
