@@ -81,6 +81,7 @@ def test_numbers_that_are_given_split_the_memory(tiny):
 )
 def test_auto_shares_on_a_gpu_where_it_can(tiny, monkeypatch, device, options, kind):
     monkeypatch.setattr(sizing, "free_bytes", lambda *_, **__: 1 << 24)
+    monkeypatch.setattr(sizing, "available_bytes", lambda _: None)
     config = EngineConfig(**options)
     specs = tiny.open().llm_engine.runner.executor.model.layer_specs
     shape = PoolShape(
