@@ -1,5 +1,6 @@
-"""Files that the documentation names are where it says."""
+"""Files that the documentation names are where it says, and no module is without a place in it."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -45,3 +46,18 @@ def test_headings_that_a_page_points_to_exist(page):
     for name, anchor in ANCHOR.findall(text):
         there = ROOT / page.parent / name if name else ROOT / page
         assert anchor in anchors(there.read_text(encoding="utf-8")), (name, anchor)
+
+
+MAPPED = ("disaggregation", "engine", "kernels", "layers", "runner", "scheduler", "server", "tiers")
+
+
+@pytest.mark.parametrize("package", MAPPED)
+def test_a_package_says_what_each_of_its_modules_is_for(package):
+    folder = ROOT / "src" / "milepost" / package
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    text = (folder / "__init__.py").read_text(encoding="utf-8")
+    described = ast.get_docstring(ast.parse(text), clean=False)
+    rows = [line for line in described.splitlines() if line.startswith("    ")]
+    columns = [re.split(r" {3,}", line.strip())[-1] for line in rows]
+    named = [name for column in columns for name in re.findall(r"\w+", column)]
+    assert sorted(named) == sorted(modules)

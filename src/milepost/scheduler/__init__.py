@@ -1,0 +1,9 @@
+"""Decides what each step computes, over the prefix cache. Pure: no torch, no I/O. Which modules do
+what:
+
+    the loop                scheduler, stats
+    requests                request, queue
+    which of them begin     admission, sharing, memory, outside
+    what a step computes    planner, budget, sequences
+    what others see of it   plans, routing
+"""

@@ -1,4 +1,9 @@
-"""What leaves the device lives on in host memory and on disk. `policy`, with `loads`, `stores`,
-`writes` and `reach`, and what they share, `holdings`, `tier` and `rates`, are pure: they decide,
-and know neither tensors nor files. `copier`, `arena`, `disk` and `files` move the bytes.
+"""What leaves the device lives on in host memory and on disk. Which modules do what; the first two
+rows are pure: they decide, and know neither tensors nor files:
+
+    what goes down, comes up   policy, stores, writes, loads, reach
+    what there is              holdings, tier, rates, names
+    how it moves               copier, mover, arena
+    files                      disk, files, threads
+    several ranks              orders, porter
 """

@@ -1,0 +1,10 @@
+"""KV and states that engines lend each other. One thread speaks with other engines, and the
+engine's own waits for none of it. Which modules do what:
+
+    between scheduler and thread   connector, outcomes, params
+    the thread                     links, peers, messages
+    what is lent                   leases, lender
+    what is borrowed               borrowed, pulls
+    how bytes get there            transport, nixl, sockets, memory, access
+    several ranks                  all_ranks, orders, part_reader
+"""
