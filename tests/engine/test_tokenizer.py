@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from transformers import tokenization_utils_base
 
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
@@ -14,6 +15,16 @@ def test_a_saved_tokenizer_is_loaded(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded.encode("fox <|im_end|>") == tokenizer.encode("fox <|im_end|>")
+
+
+def test_a_long_prompt_is_no_matter_of_the_tokenizers(tokenizer, tmp_path, monkeypatch):
+    """The engine knows how far a model reaches."""
+    tokenizer.save_pretrained(tmp_path)
+    change = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    write(tmp_path, "tokenizer_config.json", change | {"model_max_length": 8})
+    loaded = load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", pytest.fail)
+    assert len(loaded.encode("fox " * 20)) > loaded.model_max_length == 8
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./no/such/folder"])

@@ -45,9 +45,14 @@ def load_tokenizer(
     from transformers import AutoTokenizer  # the import takes seconds; token-id engines skip it
 
     try:
-        return AutoTokenizer.from_pretrained(str(source), revision=revision, cache_dir=download_dir)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(source), revision=revision, cache_dir=download_dir
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _no_tokenizer(source, _first_line(error)) from error
+    # It would foretell "indexing errors" of prompts that the engine takes, or refuses by itself.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def _check_folder(folder: Path) -> None:
