@@ -1,6 +1,6 @@
 """What each mechanism of the cache and of admission earns: replays with one of them left out.
 
-The table of docs/simulator.md, "What earns its place":
+The table of docs/policies.md, "What earns its place":
 
     python bench/ablations.py FOLDER [--variants whole no-fork-counts] [--processes 32]
 

@@ -1,6 +1,6 @@
 """Policies on recorded traces with so many bytes for KV and states, in virtual time.
 
-The tables of docs/simulator.md:
+The tables of docs/policies.md:
 
     python bench/traces.py FOLDER [--gib 64 128] [--seeds 0 1 2] [--policies auto ends]
 

@@ -18,9 +18,7 @@ from milepost.runner.pools import Pools, allocate
 from milepost.runner.shared import allocate_shared, best_unit
 
 CHECKPOINT_SHARE = 1 / 6
-"""Of recorded traffic, agents do best with a tenth and questions about documents with a fifth
-(docs/simulator.md, one byte budget).
-"""
+"""Of recorded traffic, agents do best with a tenth and questions about documents with a fifth."""
 MIN_UNITS = 16
 """Fewer would leave too little choice: a unit is a slot, or pages that a slot's place takes."""
 GIB, MIB = 2**30, 2**20

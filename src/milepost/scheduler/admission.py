@@ -26,7 +26,7 @@ from milepost.scheduler.stats import SchedulerStats
 
 MAX_BYPASSED = 256
 """Later requests that may be admitted past one that is passed over, before it holds the queue. With
-fewer, conversations that don't fit together take turns too fast to reuse much (docs/simulator.md,
+fewer, conversations that don't fit together take turns too fast to reuse much (docs/policies.md,
 holding back).
 """
 
