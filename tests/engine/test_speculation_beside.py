@@ -23,7 +23,6 @@ from tests.invariants import check
 from tests.mtp import add_head
 
 DRAFTING = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}}
-WIDE = {"num_pages": 96, "num_slots": 24}
 SMALL = {"num_pages": 24, "num_slots": 6}
 ENGINES: dict[str, dict[str, Any]] = {
     "chunks": {

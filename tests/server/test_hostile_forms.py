@@ -22,9 +22,6 @@ def required(number):
     return {**optional(number), "required": [f"key{i}" for i in range(number)]}
 
 
-FAST = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
-
-
 def asked(http, schema, **options):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"prompt": "a", "max_tokens": 4, "seed": 1, "response_format": form, **options}

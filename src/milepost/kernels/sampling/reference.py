@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 MASS_OF_BEST = 2.0**40
-MAX_VOCAB = 2**22
-"""So many of the largest masses still add up in 63 bits."""
+"""Of the likeliest token; of 2**22 tokens, more than any vocabulary has, the sum fits 63 bits."""
 
 _CANDIDATES = 1024
 """Tokens that top_p looks at first; it sorts the whole vocabulary only if they don't suffice."""
