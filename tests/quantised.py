@@ -94,8 +94,8 @@ def _words(q: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Ten
     return torch.where(word >= 1 << 31, word - (1 << 32), word).int()
 
 
-def awq(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor]:
-    q, scales, zeros = _round4(weight, group, symmetric=False)
+def awq(weight: Tensor, group: int = 32, *, symmetric: bool = False) -> tuple[Tensors, Tensor]:
+    q, scales, zeros = _round4(weight, group, symmetric=symmetric)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     tensors = {
         "qweight": _words(q.T.contiguous(), 1, order),
@@ -105,11 +105,13 @@ def awq(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor]:
     return tensors, _meant4(q, scales, zeros, group)
 
 
-def gptq(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor]:
-    q, scales, zeros = _round4(weight, group, symmetric=True)
+def gptq(
+    weight: Tensor, group: int = 32, *, symmetric: bool = True, version: int = 1
+) -> tuple[Tensors, Tensor]:
+    q, scales, zeros = _round4(weight, group, symmetric=symmetric)
     tensors = {
         "qweight": _words(q.T.contiguous(), 0),
-        "qzeros": _words((zeros - 1).T.contiguous(), 1),
+        "qzeros": _words((zeros - int(version == 1)).T.contiguous(), 1),
         "scales": scales.T.contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group,
     }
@@ -117,6 +119,7 @@ def gptq(weight: Tensor, group: int = 32) -> tuple[Tensors, Tensor]:
 
 
 def packed(weight: Tensor, group: int = 64, *, symmetric: bool = True) -> tuple[Tensors, Tensor]:
+    group = weight.shape[1] if group == -1 else group
     q, scales, zeros = _round4(weight, group, symmetric=symmetric)
     tensors = {
         "weight_packed": _words(q, 1),
@@ -188,6 +191,59 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
     ),
 }
 """Name -> how a projection is written, and what the configuration says of it."""
+_GPTQ = {"quant_method": "gptq", "bits": 4}
+VARIANTS: dict[str, tuple[Quantise, dict[str, Any]]] = {
+    "fp8-compressed-blocks": (
+        lambda weight: _renamed(fp8_blocks(weight), weight_scale_inv="weight_scale"),
+        _compressed(
+            _FLOAT | {"strategy": "block", "block_structure": [128, 128]},
+            _FLOAT | {"dynamic": True, "strategy": "group", "group_size": 128},
+        ),
+    ),
+    "awq-128": (
+        lambda weight: awq(weight, 128),
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    ),
+    "gptq-64": (lambda weight: gptq(weight, 64), _GPTQ | {"group_size": 64, "sym": True}),
+    "gptq-128": (lambda weight: gptq(weight, 128), _GPTQ | {"group_size": 128, "sym": True}),
+    "gptq-asymmetric": (
+        lambda weight: gptq(weight, 128, symmetric=False),
+        _GPTQ | {"group_size": 128, "sym": False},
+    ),
+    "gptq-2-asymmetric": (
+        lambda weight: gptq(weight, symmetric=False, version=2),
+        _GPTQ | {"group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "auto-round-awq": (
+        lambda weight: awq(weight, 128, symmetric=True),
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "data_type": "int",
+            "group_size": 128,
+            "sym": True,
+            "packing_format": "auto_round:auto_awq",
+        },
+    ),
+    "packed-32": (
+        lambda weight: packed(weight, 32),
+        _compressed(_INT | {"group_size": 32}, None),
+    ),
+    "packed-128-asymmetric": (
+        lambda weight: packed(weight, 128, symmetric=False),
+        _compressed(_INT | {"group_size": 128, "symmetric": False}, None),
+    ),
+    "packed-channels": (
+        lambda weight: packed(weight, -1),
+        _compressed({"type": "int", "num_bits": 4, "strategy": "channel", "symmetric": True}, None),
+    ),
+}
+"""The same layouts with other groups, zero points and versions."""
+
+
+def _renamed(written: tuple[Tensors, Tensor], **names: str) -> tuple[Tensors, Tensor]:
+    tensors, meant = written
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}, meant
 
 
 def write(
@@ -201,7 +257,7 @@ def write(
 ) -> tuple[Path, Path]:
     """Two checkpoints of an architecture: a quantised one, and a raw one of the values that it
     means. Projections whose path is `left`, beside those that nobody quantises, stay raw."""
-    quantise, settings = FORMATS[form]
+    quantise, settings = (FORMATS | VARIANTS)[form]
     stored_folder, meant_folder = folder / "stored", folder / "meant"
     save(name, meant_folder, **(SIZES | sizes))
     if has_head:

@@ -39,7 +39,7 @@ from milepost.parallel import Cut
 from tests.batches import Part, build_pools
 from tests.models.test_mtp import drafted
 from tests.numbers import relative_error
-from tests.quantised import EXPERTS, FORMATS, write
+from tests.quantised import EXPERTS, FORMATS, VARIANTS, write
 
 TOKENS = torch.arange(70) % 11
 PART = Part(pages=[3, 1], start=0, length=70, slot_in=0, slot_out=1)
@@ -194,6 +194,16 @@ def test_a_checkpoint_answers_as_the_values_that_it_means(
     assert relative_error(logits(model), expected) < 1e-4
     raw_bytes = load_model(meant, LoadOptions(dtype="float64"))[0].num_bytes
     assert model.num_bytes < 0.5 * raw_bytes, "they are kept quantised"
+
+
+@pytest.mark.parametrize("form", VARIANTS)
+def test_groups_zero_points_and_versions_are_read(form: str, tmp_path: Path) -> None:
+    """Of dense layers and of experts, whose projections are read one by one."""
+    sizes = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    stored, meant = write("qwen3_5_moe", tmp_path, form, **(EXPERTS | sizes))
+    model, _ = load_model(stored, LoadOptions(dtype="float64"))
+    rounding = Rounding(128) if form.startswith("fp8") else Raw()
+    assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
 
 
 def test_projections_of_one_matrix_share_the_largest_scale_of_their_inputs() -> None:
