@@ -18,7 +18,7 @@ from milepost.disaggregation.messages import (
     Release,
     misfit,
 )
-from milepost.disaggregation.peers import Peer
+from milepost.disaggregation.peers import IDLE_S, Peer
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
 from tests.disaggregation.fleet import open_engine, running
@@ -288,7 +288,7 @@ def test_an_engine_that_nobody_asks_is_let_go_of(tiny, fleet):
     fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
     assert list(links._peers.sockets)
     clock = links._peers._clock
-    links._peers._clock = lambda: clock() + 3600.0
+    links._peers._clock = lambda: clock() + IDLE_S + 3600.0
     for _ in range(2):  # its thread looks behind what it was told
         links.end_pulls()
     assert not list(links._peers.sockets)
@@ -325,7 +325,7 @@ def test_registered_memory_is_back_to_the_start_after_faults(tiny, transport):
         assert held_by_nixl(second, [first]) == replace(start[1], peers=1)
         peers = second.connector._links._peers
         clock = peers._clock
-        peers._clock = lambda: clock() + 3600.0
+        peers._clock = lambda: clock() + IDLE_S + 3600.0
         for _ in range(2):  # its thread looks behind what it was told
             second.connector._links.end_pulls()
         assert held_by_nixl(second, [first]) == start[1]

@@ -26,8 +26,11 @@ from milepost.disaggregation.messages import (
 )
 from milepost.disaggregation.transport import TransferError, Transport
 
-IDLE_S = 600.0
-"""After so long without a word a peer is let go of: engines come and go, and addresses change."""
+IDLE_S = 6 * 3600.0
+"""After so long without a word a peer is let go of: engines come and go, and addresses change. Not
+sooner, since each time it is met again costs both a file descriptor: UCX keeps the connection of an
+endpoint that is closed until the process ends (NIXL 1.5.1).
+"""
 HINT_S = 2.0
 """So long a prefill waits to hear what another engine has of its prompt."""
 Then = Callable[["Answer | str"], None]
