@@ -72,13 +72,18 @@ def test_with_a_backlog_a_newcomer_lets_known_chats_go_first_but_not_forever(mon
     assert num_steps <= MAX_HOLD_BACK_S, "a step takes a second here"
 
 
-def test_an_urgent_request_does_not_wait():
+@pytest.mark.parametrize(("priority", "is_admitted"), [(-1, True), (0, False)])
+def test_who_is_more_urgent_than_one_that_runs_does_not_wait(monkeypatch, priority, is_admitted):
+    """Of those that run one may be more urgent still."""
+    monkeypatch.setattr("milepost.scheduler.admission.BACKLOG_STEPS", 0)
     bench, chats = full_of_chats()
-    bench.submit(chats[0], max_tokens=300)
+    for number, other in enumerate((-5, 0)):
+        bench.submit(chats[number], max_tokens=300, priority=other)
     bench.step()
-    urgent = bench.submit(tokens(500, 9), max_tokens=2, priority=-1)
+    newcomer = bench.submit(tokens(300, 9), max_tokens=2, priority=priority)
+    bench.submit(tokens(500, 10), max_tokens=2)
     bench.step()
-    assert urgent.allocation is not None
+    assert (newcomer.allocation is not None) is is_admitted
 
 
 def test_none_is_admitted_for_whom_the_step_has_no_tokens():
