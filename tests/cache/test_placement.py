@@ -88,3 +88,14 @@ def test_all_keeps_every_block(facts, start, length):
 @given(facts=FACTS)
 def test_none_keeps_nothing(facts):
     assert POLICIES["none"](facts, 0, LENGTH) == {}
+
+
+def test_auto_offers_sparse_states_where_a_prompt_is_new():
+    """What of it is cached has its states already, or is not worth them."""
+    facts = PromptFacts(prompt_length=17_000, grid=GRID, new_from=5000)
+    found = POLICIES["auto"](facts, 64, 17_000)
+    assert [position for position, kind in found.items() if kind is Kind.SPARSE] == [
+        8192,
+        12_288,
+        16_384,
+    ]
