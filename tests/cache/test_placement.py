@@ -90,12 +90,17 @@ def test_none_keeps_nothing(facts):
     assert POLICIES["none"](facts, 0, LENGTH) == {}
 
 
-def test_auto_offers_sparse_states_where_a_prompt_is_new():
-    """What of it is cached has its states already, or is not worth them."""
-    facts = PromptFacts(prompt_length=17_000, grid=GRID, new_from=5000)
-    found = POLICIES["auto"](facts, 64, 17_000)
-    assert [position for position, kind in found.items() if kind is Kind.SPARSE] == [
-        8192,
-        12_288,
-        16_384,
-    ]
+@pytest.mark.parametrize(
+    ("length", "new_from", "expected"),
+    [
+        (17_000, 0, [4096, 8192, 12_288, 16_384]),
+        (17_000, 5000, [8192, 12_288, 16_384]),
+        (8192, 0, [4096]),
+    ],
+)
+def test_auto_offers_sparse_states_where_a_prompt_is_new(length, new_from, expected):
+    """What of it is cached has its states already, or is not worth them; and none lies behind the
+    prompt's last token, which is computed for its logits."""
+    facts = PromptFacts(prompt_length=length, grid=GRID, new_from=new_from)
+    found = POLICIES["auto"](facts, 64, length)
+    assert [position for position, kind in found.items() if kind is Kind.SPARSE] == expected
