@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,16 @@ def test_a_package_says_what_each_of_its_modules_is_for(package):
     columns = [re.split(r" {3,}", line.strip())[-1] for line in rows]
     named = [name for column in columns for name in re.findall(r"\w+", column)]
     assert sorted(named) == sorted(modules)
+
+
+INSTALLS = re.compile(r"pip install '([^'\[]+)\[([^\]]+)\]'")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_what_a_page_installs_can_be_had(page):
+    """From a checkout, until a package index has it; with extras that there are."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    is_released = "Nothing is released yet" not in (ROOT / "CHANGELOG.md").read_text()
+    for source, names in INSTALLS.findall((ROOT / page).read_text(encoding="utf-8")):
+        assert source == "." or is_released, source
+        assert extras["optional-dependencies"].keys() >= set(names.split(","))
