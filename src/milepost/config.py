@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from math import inf
 from types import UnionType
@@ -43,6 +43,9 @@ class EngineConfig:
     download_dir: str | None = None
     """Where checkpoints from the hub are kept; by default in the hub's own cache (`HF_HUB_CACHE`).
     """
+    hf_token: str | None = field(default=None, repr=False)
+    """Token for checkpoints of the hub that are not open to all. A command line is visible to other
+    users: the environment variable `HF_TOKEN` is not."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     load_format: LoadFormat = "auto"
@@ -151,8 +154,8 @@ class EngineConfig:
         transfer = read_json("kv_transfer_config", KVTransferConfig, self.kv_transfer_config)
         object.__setattr__(self, "kv_transfer_config", transfer)
         object.__setattr__(self, "hf_overrides", _overrides(self.hf_overrides))
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name))
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name))
         self._check_values()
         self._check_combinations()
 

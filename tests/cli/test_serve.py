@@ -76,3 +76,11 @@ def test_an_engine_that_dies_while_it_starts_is_one_line():
     status, _, text = run(error=EngineDeadError("the engine process ended while it started"))
     assert status == 2
     assert text.count("\n") == 1
+
+
+def test_two_models_are_one_too_many():
+    status, asked, text = run("./m", "--model", "./n")
+    assert (status, asked) == (2, [])
+    assert "./m --model ./n: name one model" in text
+    assert run("./m", "--model", "./m")[1][0][1].model == "./m"
+    assert run("--model", "./n")[1][0][1].model == "./n"

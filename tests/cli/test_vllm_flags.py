@@ -128,6 +128,14 @@ def test_a_value_that_is_missing():
         translated(["--max-model-len"])
 
 
+def test_the_hubs_token_need_not_be_said():
+    assert asked("./m", "--hf-token", "--port", "1")[1].hf_token is None
+    assert asked("./m", "--port", "1", "--hf-token")[1].hf_token is None
+    engine = asked("./m", "--hf-token", "hf_secret")[1]
+    assert engine.hf_token == "hf_secret"
+    assert "secret" not in repr(engine)
+
+
 @pytest.mark.parametrize("name", ["MILEPOST_API_KEY", "VLLM_API_KEY"])
 def test_a_key_from_the_environment(name, monkeypatch):
     monkeypatch.setenv(name, "secret")

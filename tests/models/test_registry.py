@@ -134,8 +134,9 @@ def test_neither_folder_nor_hub_id_is_refused() -> None:
 def test_checkpoints_of_the_hub_are_kept_where_download_dir_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def snapshot(repo_id: str, *, cache_dir: str | None, **_: object) -> str:
+    def snapshot(repo_id: str, *, cache_dir: str | None, token: str | None, **_: object) -> str:
         assert cache_dir is not None
+        assert token == "secret"
         folder = Path(cache_dir) / repo_id
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
@@ -143,7 +144,7 @@ def test_checkpoints_of_the_hub_are_kept_where_download_dir_says(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     kept = str(tmp_path / "kept")
-    found = folder_of(EngineConfig(model="some/model", download_dir=kept))
+    found = folder_of(EngineConfig(model="some/model", download_dir=kept, hf_token="secret"))
     assert found == tmp_path / "kept" / "some" / "model"
 
 

@@ -116,7 +116,7 @@ def test_the_record_has_all_that_a_plan_may_ask_for(recorded):
 
 def test_a_record_that_was_cut_short_is_left_out(tmp_path):
     path = tmp_path / "plans"
-    log = PlanLog(str(path), EngineConfig())
+    log = PlanLog(str(path), EngineConfig(hf_token="secret"))
     records: list[Record] = [
         StepPlan(sequences=(), ended=(3,)),
         StepSampling(rows=()),

@@ -29,6 +29,24 @@ def test_what_routers_ask(http):
     assert http.post("/sleep").status_code == 404, "only with --enable-sleep-mode"
 
 
+def test_sagemaker_sends_chats_and_completions_to_one_path(http):
+    greedy = {"temperature": 0, "max_tokens": 4, "return_token_ids": True}
+    for path, own in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "a"})):
+        asked = {**own, **greedy}
+        here, there = (
+            http.post(each, json=asked).json() for each in ("/invocations", f"/v1/{path}")
+        )
+        assert here["object"] == there["object"]
+        assert here["choices"] == there["choices"]
+    streamed = http.post("/invocations", json={"messages": HELLO, **greedy, "stream": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    wrong = http.post("/invocations", json={"messages": [{"role": "user", "content": 5}]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages[0].content")
+    wrong = http.post("/invocations", json={"inputs": "a"})
+    assert wrong.json()["error"]["message"] == "prompt: this field is required"
+    assert http.post("/invocations", json=[]).status_code == 400
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen
-from milepost.cli.flags import add_flags
+from milepost.cli.flags import add_flags, one_model
 from milepost.cli.generate import ENGINE, SAMPLING, StreamingEngine, log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
@@ -49,8 +49,7 @@ def chat_command(
 
         Type `/help` for what else can be typed. Lines also come from a pipe.
         """
-        if checkpoint is not None:
-            settings["model"] = checkpoint
+        settings["model"] = one_model(checkpoint, settings.get("model"))
         SAMPLING.build(settings)
         config = ENGINE.build(settings)
         if config.skip_tokenizer_init:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_t
 
 from cyclopts import Group, Parameter
 
+from milepost.errors import ConfigError
+
 C = TypeVar("C")
 
 SHORT = {"tensor_parallel_size": "-tp"}
@@ -91,6 +93,13 @@ def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callabl
     command.__signature__ = inspect.Signature(own + added)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in own + added}
     return command
+
+
+def one_model(behind_command: str | None, flag: str | None) -> str | None:
+    """The model of a command line. Raises ConfigError for two."""
+    if behind_command is not None and flag not in (None, behind_command):
+        raise ConfigError(f"{behind_command} --model {flag}: name one model")
+    return flag if behind_command is None else behind_command
 
 
 def field_docs(config: type) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from milepost.cli.flags import Flags, add_flags
+from milepost.cli.flags import Flags, add_flags, one_model
 from milepost.config import EngineConfig
 from milepost.engine.tokenizer import without_torch
 from milepost.errors import ConfigError
@@ -48,8 +48,7 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         The address goes to standard output once requests are taken; logs go to standard error.
         Command lines of `vllm serve` are taken as they are; what cannot be served is named.
         """
-        if checkpoint is not None:
-            settings["model"] = checkpoint
+        settings["model"] = one_model(checkpoint, settings.get("model"))
         if settings.get("api_key") is None and settings.get("key_file") is None:
             settings["api_key"] = _keys_of(os.environ)
         server, engine = SERVER.build(settings), ENGINE.build(settings)

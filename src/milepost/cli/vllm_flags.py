@@ -163,7 +163,6 @@ _REFUSED: Mapping[str, tuple[int, str]] = {
     "data-parallel-backend": (1, _ROUTER),
     "data-parallel-hybrid-lb": (0, _ROUTER),
     "data-parallel-external-lb": (0, _ROUTER),
-    "hf-token": (1, "set the environment variable HF_TOKEN"),
     "tokenizer-revision": (1, "use --tokenizer with a folder"),
     "num-gpu-blocks-override": (1, "use --num-pages, which counts pages of --page-size tokens"),
     "calculate-kv-scales": (0, "the scales are the checkpoint's, or 1"),
@@ -320,6 +319,8 @@ def _one(name: str, todo: list[str], *, has_model: bool) -> list[str]:
         return []
     if name in ("served-model-name", "api-key") and has_model:
         return [part for value in _values(todo, name) for part in (f"--{name}", value)]
+    if name == "hf-token" and (not todo or todo[-1].startswith("-")):
+        return []  # then the one that `hf auth login` has left
     if name in _VALUES or name in _IN_THOUSANDS:
         own = _VALUES.get(name, {})
         value = _value(todo, name)

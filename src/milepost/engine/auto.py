@@ -30,6 +30,7 @@ def folder_of(config: EngineConfig) -> Path:
         revision=config.revision,
         with_weights=has_weights,
         download_dir=config.download_dir,
+        token=config.hf_token,
     )
 
 

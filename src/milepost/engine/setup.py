@@ -66,7 +66,7 @@ def build(config: EngineConfig) -> EngineParts:
     tokenizer = None
     if not config.skip_tokenizer_init:
         source = config.tokenizer or folder
-        tokenizer = load_tokenizer(source, config.revision, config.download_dir)
+        tokenizer = load_tokenizer(source, config.revision, config.download_dir, config.hf_token)
     log = PlanLog(config.record_plans, config) if config.record_plans else None
     team = None
     if config.tensor_parallel_size > 1:

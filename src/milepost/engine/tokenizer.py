@@ -31,7 +31,10 @@ def without_torch() -> None:
 
 
 def load_tokenizer(
-    source: str | Path, revision: str | None = None, download_dir: str | None = None
+    source: str | Path,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer in a local folder, or of a hub id, kept as `find_folder` keeps checkpoints.
 
@@ -46,7 +49,7 @@ def load_tokenizer(
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(source), revision=revision, cache_dir=download_dir
+            str(source), revision=revision, cache_dir=download_dir, token=token
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _no_tokenizer(source, _first_line(error)) from error

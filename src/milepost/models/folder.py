@@ -17,7 +17,12 @@ _WEIGHT_FILES = ["*.safetensors"]
 
 
 def find_folder(
-    model: str | Path, *, revision: str | None, with_weights: bool, download_dir: str | None = None
+    model: str | Path,
+    *,
+    revision: str | None,
+    with_weights: bool,
+    download_dir: str | None = None,
+    token: str | None = None,
 ) -> Path:
     """The folder itself, or the hub's snapshot of it, in `download_dir` or the hub's own cache;
     raises ConfigError if there is neither."""
@@ -39,7 +44,11 @@ def find_folder(
     try:
         found = Path(
             snapshot_download(
-                str(model), revision=revision, cache_dir=download_dir, allow_patterns=patterns
+                str(model),
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=patterns,
+                token=token,
             )
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

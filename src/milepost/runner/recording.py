@@ -12,6 +12,7 @@ import os
 import struct
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +26,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """What the records are of."""
+    """What the records are of; without the token, since files are handed on."""
 
     config: EngineConfig
 
@@ -61,7 +62,7 @@ class PlanLog:
         self._file = file
         self.close = weakref.finalize(self, os.close, file)
         self._encoder = msgspec.msgpack.Encoder()
-        self.write(Heading(config=config))
+        self.write(Heading(config=replace(config, hf_token=None)))
 
     def write(self, record: Record) -> None:
         body = self._encoder.encode(record)

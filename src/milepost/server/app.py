@@ -32,6 +32,7 @@ from milepost.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Invocation,
     TokenizeRequest,
     field_names,
 )
@@ -99,6 +100,14 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await chat(service, body, request)
+
+    @app.post("/invocations", responses=ERRORS, response_class=Response)
+    async def invocations(body: Invocation, request: Request) -> Response:
+        """Either of the two, as SageMaker sends both."""
+        service.unknown.settle(body, request.scope)
+        if isinstance(body, ChatRequest):
+            return await chat(service, body, request)
+        return await complete(service, body, request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

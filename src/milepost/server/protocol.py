@@ -264,6 +264,18 @@ class DetokenizeRequest(Body):
     tokens: Many[TokenId]
 
 
+def _kind_of_body(value: Any) -> str:
+    is_chat = "messages" in value if isinstance(value, dict) else isinstance(value, ChatRequest)
+    return "a chat" if is_chat else "a completion"
+
+
+Invocation = Annotated[
+    Annotated[ChatRequest, Tag("a chat")] | Annotated[CompletionRequest, Tag("a completion")],
+    Discriminator(_kind_of_body),
+]
+"""POST /invocations: a body with messages is a chat's."""
+
+
 def field_names() -> frozenset[str]:
     """Every name that a field of some body has."""
     names: set[str] = set()

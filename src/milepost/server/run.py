@@ -304,13 +304,16 @@ def _tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer, config.revision, config.download_dir)
+        return load_tokenizer(
+            config.tokenizer, config.revision, config.download_dir, config.hf_token
+        )
     model = config.model or str(EMBEDDED_MODEL)
     folder = find_folder(
         model,
         revision=config.revision,
         with_weights=False,
         download_dir=config.download_dir,
+        token=config.hf_token,
     )
     return load_tokenizer(folder, config.revision)
 
