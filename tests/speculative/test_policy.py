@@ -112,6 +112,14 @@ def test_a_probe_finds_out_that_acceptance_has_returned():
     assert machine.run(100) > 1.5
 
 
+def test_probes_go_round():
+    """Else one request would be asked again and again, and no other's drafts ever be found good."""
+    machine = adaptive([0.0] * 4, each=0.02)
+    machine.run(3000)
+    assert min(machine.judged_by) > 0
+    assert max(machine.judged_by) - min(machine.judged_by) <= 1
+
+
 def test_a_machine_that_grows_slower_is_measured_again():
     machine = adaptive([0.6] * 8, each=0.01)
     machine.run(100)
