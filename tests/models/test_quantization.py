@@ -343,6 +343,22 @@ def test_quantised_values_without_their_scales_are_refused(tmp_path: Path) -> No
         load_model(stored)
 
 
+@pytest.mark.parametrize("form", ["fp8-blocks", "gptq"])
+def test_quantised_embeddings_are_refused_as_such(form: str, tmp_path: Path) -> None:
+    stored, _ = write("qwen3_5", tmp_path, form)
+    tensors = load_file(stored / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    stem = name.removesuffix("weight")
+    if form == "gptq":
+        tensors[f"{stem}qweight"] = tensors.pop(name).to(torch.int32)
+    else:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{stem}weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens.*quantised embeddings are not"):
+        load_model(stored)
+
+
 def test_scales_of_other_blocks_are_refused(tmp_path: Path) -> None:
     stored, _ = write("qwen3_5", tmp_path, "fp8-blocks")
     tensors = load_file(stored / "model.safetensors")

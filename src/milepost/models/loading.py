@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import HEAD, Architecture
@@ -32,6 +32,9 @@ from milepost.models.weights import WeightFiles, fill_from_files
 from milepost.parallel import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
+
+_OF_QUANTISED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+"""Tensors that stand beside a quantised weight, or in its place."""
 
 Head = Literal["none", "auto", "mtp"]
 META = torch.device("meta")
@@ -135,6 +138,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
     architecture = find_architecture(config.model_type)
     files = None if options.load_format == "dummy" else WeightFiles(folder)
     names = () if files is None else files.by_name
+    _check_embedding(architecture, names)
     forms = _find_forms(config, options.quantization, names, has_files=files is not None)
     kind = ParameterKind(
         dtype=resolve_dtype(options.dtype, config),
@@ -157,6 +161,18 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         is_quantised=forms is not None,
         skipped=(*architecture.skipped, *skipped),
     )
+
+
+def _check_embedding(architecture: Architecture, names: Container[str]) -> None:
+    """Raise UnsupportedModelError if it is quantised: it is looked up in, not multiplied with."""
+    for prefix in architecture.prefixes:
+        for marker in _OF_QUANTISED:
+            name = f"{prefix}.{architecture.embedding}.{marker}"
+            if name in names:
+                raise UnsupportedModelError(
+                    f"tensor {name!r}: quantised embeddings are not supported; use a checkpoint "
+                    "that keeps them in bfloat16, as most do"
+                )
 
 
 def _has_head(
