@@ -23,6 +23,7 @@ from milepost.kernels.gated_delta.triton_parts import (
     gated_norm,
     head_channels,
     log_decay,
+    sizes_of,
     unit_scale,
 )
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
@@ -51,11 +52,10 @@ def decode(
     num_sequences = len(slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
-    key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
     mixed = projected.new_empty(num_sequences, channels, dtype=torch.float32)
     output = projected.new_empty(num_sequences, value_heads * value_dim)
-    sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    _convolve[(num_sequences, 2 * key_heads + value_heads)](
+    sizes = sizes_of(weights, recurrent_pool)
+    _convolve[(num_sequences, 2 * sizes["KEY_HEADS"] + value_heads)](
         projected,
         projected.stride(0),
         weights.conv,

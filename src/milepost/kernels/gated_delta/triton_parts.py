@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from milepost.kernels.activations import silu, softplus
+from milepost.kernels.gated_delta.weights import GatedDeltaWeights
+
+
+def sizes_of(weights: GatedDeltaWeights, recurrent_pool: Tensor) -> dict[str, int]:
+    """The sizes of a mixer, as kernels of decodes name them."""
+    _, value_heads, key_dim, value_dim = recurrent_pool.shape
+    key_heads = (len(weights.conv) - value_heads * value_dim) // (2 * key_dim)
+    return {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
 
 
 @triton.jit

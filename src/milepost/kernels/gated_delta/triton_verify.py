@@ -27,6 +27,7 @@ from milepost.kernels.gated_delta.triton_parts import (
     gated_norm,
     head_channels,
     log_decay,
+    sizes_of,
     unit_scale,
 )
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
@@ -56,12 +57,11 @@ def verify(
     num_sequences = layout.num_sequences
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape
-    key_heads = (channels - value_heads * value_dim) // (2 * key_dim)
     places = 2 * records.shape[1] + 1
     mixed = projected.new_empty(num_sequences, places, channels, dtype=torch.float32)
-    sizes = {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+    sizes = sizes_of(weights, recurrent_pool)
     recorded = records, records.stride(0), records.stride(1)
-    _convolve[(num_sequences, 2 * key_heads + value_heads)](
+    _convolve[(num_sequences, 2 * sizes["KEY_HEADS"] + value_heads)](
         projected,
         projected.stride(0),
         *recorded,

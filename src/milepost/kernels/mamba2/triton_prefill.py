@@ -16,7 +16,7 @@ Legend: T tokens, S sequences, L tiles, N chunks, H heads, P head_dim, G groups,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -82,7 +82,21 @@ def scan(
     """The recurrence alone, of convolved x, B and C [T, channels] and what time steps are made of
     [T, H]; returns outputs before gates and norm [T, H * P], and writes `pool`."""
     times = _discretise(inputs, weights, layout)
-    return _chunk_fwd(mixed, *times, weights.skip, pool, slots, layout)
+    states = _chunk_fwd_h(mixed, times, pool, slots, layout)
+    return _chunk_fwd_o(mixed, times, states, weights.skip, layout)
+
+
+class _Times(NamedTuple):
+    """What `discretise` makes of time steps, float32."""
+
+    steps: Tensor
+    """[H, T]."""
+    sums: Tensor
+    """[H, T], logarithms of decays, of base 2, added up from a chunk's begin."""
+    to_end: Tensor
+    """[H, T], steps decayed up to a chunk's end."""
+    decays: Tensor
+    """[N, H], of whole chunks."""
 
 
 def _convolve(
@@ -125,10 +139,7 @@ def _convolve(
     return mixed
 
 
-def _discretise(
-    inputs: Tensor, weights: Mamba2Weights, layout: ChunkLayout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `discretise` fills."""
+def _discretise(inputs: Tensor, weights: Mamba2Weights, layout: ChunkLayout) -> _Times:
     num_tokens, heads = inputs.shape
     steps, sums, to_end = inputs.new_empty(3, heads, num_tokens, dtype=torch.float32)
     decays = inputs.new_empty(len(layout.chunk_size), heads, dtype=torch.float32)
@@ -151,37 +162,34 @@ def _discretise(
         **_DISCRETISE,
         **OVERLAPPED,
     )
-    return steps, sums, to_end, decays
+    return _Times(steps, sums, to_end, decays)
 
 
-def _chunk_fwd(
+def _sizes(mixed: Tensor, heads: int, head_dim: int, state_size: int) -> dict[str, int]:
+    """As the kernels that go through chunks name them."""
+    return {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "GROUPS": (mixed.shape[1] - heads * head_dim) // (2 * state_size),
+        "STATE_SIZE": state_size,
+        "BLOCK_P": max(_ROWS, triton.next_power_of_2(head_dim)),
+    }
+
+
+def _chunk_fwd_h(
     mixed: Tensor,
-    steps: Tensor,
-    sums: Tensor,
-    to_end: Tensor,
-    decays: Tensor,
-    skip: Tensor,
+    times: _Times,
     pool: Tensor,
     slots: tuple[Tensor, Tensor],
     layout: ChunkLayout,
 ) -> Tensor:
-    """Outputs before gates and norm, [T, H * P]; writes `pool`."""
-    num_tokens, num_chunks = len(mixed), len(layout.chunk_size)
+    """States before chunks, [N, H, P, K]; writes `pool`."""
     _, heads, head_dim, state_size = pool.shape
-    states = mixed.new_empty(num_chunks, heads, head_dim, state_size)
-    y = mixed.new_empty(num_tokens, heads * head_dim)
-    groups = (mixed.shape[1] - heads * head_dim) // (2 * state_size)
-    sizes: dict[str, Any] = {
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "GROUPS": groups,
-        "STATE_SIZE": state_size,
-        "BLOCK_P": max(_ROWS, triton.next_power_of_2(head_dim)),
-    }
+    states = mixed.new_empty(len(layout.chunk_size), heads, head_dim, state_size)
     is_wide = mixed.dtype == torch.float32
     columns = _H_COLUMNS * (1 + is_wide)
     chunk_fwd_h_kernel[triton.cdiv(state_size, columns), heads, len(slots[0])](
-        num_tokens,
+        len(mixed),
         layout.sequence_chunk,
         layout.chunk_begin,
         layout.chunk_size,
@@ -190,27 +198,37 @@ def _chunk_fwd(
         pool,
         pool.stride(0),
         mixed,
-        to_end,
-        decays,
+        times.to_end,
+        times.decays,
         states,
-        **sizes,
+        **_sizes(mixed, heads, head_dim, state_size),
         C=layout.chunk,
         BLOCK_K=columns,
         num_warps=_H_WARPS * (1 + is_wide),
         num_stages=_H_STAGES,
         **OVERLAPPED,
     )
-    parts = triton.cdiv(layout.chunk, _ROWS)
-    block_k = max(_ROWS, triton.next_power_of_2(state_size))
-    each = _choose_heads(heads, groups, num_chunks * parts, num_sms(mixed.device))
-    chunk_fwd_o_kernel[heads // each, num_chunks * parts](
-        num_tokens,
+    return states
+
+
+def _chunk_fwd_o(
+    mixed: Tensor, times: _Times, states: Tensor, skip: Tensor, layout: ChunkLayout
+) -> Tensor:
+    """Outputs before gates and norm, [T, H * P]."""
+    num_chunks, heads, head_dim, state_size = states.shape
+    y = mixed.new_empty(len(mixed), heads * head_dim)
+    sizes = _sizes(mixed, heads, head_dim, state_size)
+    is_wide = mixed.dtype == torch.float32
+    num_tiles = num_chunks * triton.cdiv(layout.chunk, _ROWS)
+    each = _choose_heads(heads, sizes["GROUPS"], num_tiles, num_sms(mixed.device))
+    chunk_fwd_o_kernel[heads // each, num_tiles](
+        len(mixed),
         skip,
         layout.chunk_begin,
         layout.chunk_size,
         mixed,
-        steps,
-        sums,
+        times.steps,
+        times.sums,
         states,
         y,
         **sizes,
@@ -218,7 +236,7 @@ def _chunk_fwd(
         ROWS=_ROWS,
         COLUMNS=_ROWS if is_wide else max(_ROWS, layout.chunk),
         EACH=each,
-        BLOCK_K=block_k,
+        BLOCK_K=max(_ROWS, triton.next_power_of_2(state_size)),
         num_warps=_O_WARPS,
         num_stages=1 + is_wide,
         **OVERLAPPED,
