@@ -3,7 +3,7 @@
 PYTHONPATH=src:. python bench/kernels/quantised.py [--out FILE] [--copy-gbps N] [--tflops N]
 
 Dense ones of the 35B-A3B shape and of the 9B's feed-forward, and one layer's experts, of which each
-token chooses at random.
+token chooses at random; `any_chip_us` is without the kernels for Hopper.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.kernels.timing import Row, parse, report, time_us
 
 from milepost.kernels import linear, moe, quantised
+from milepost.kernels.device import allow_hopper_kernels
 from milepost.kernels.quantised import BLOCK, FP8, Fp8, Int4, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
+EXPERTS_TOKENS = (1, 5, 8, 16, 32, 64, 512, 8192)
 SHAPES = {
     "recurrent input": (2048, 12288),
     "mixer output": (4096, 2048),
@@ -31,7 +33,9 @@ SHAPES = {
     "9B down": (12288, 4096),
 }
 """Inputs and outputs."""
-HIDDEN, SIZE, EXPERTS, CHOSEN = 2048, 512, 257, 8
+HIDDEN, SIZE = 2048, 512
+EXPERTS = ((256, 8), (512, 10))
+"""Of the 35B-A3B and the 80B-A3B shape, and how many a token chooses; there is a shared one too."""
 GROUP = 128
 _ROTATED_BYTES = 120e6
 _FILLED = 1 << 26
@@ -46,7 +50,11 @@ def bench() -> Iterator[Row]:
     for name, (num_inputs, num_outputs) in SHAPES.items():
         yield from bench_dense(name, num_inputs, num_outputs)
     for form, make in (("fp8", make_fp8), ("int4", make_int4)):
-        yield from bench_experts(form, make(EXPERTS, 2 * SIZE, HIDDEN), make(EXPERTS, HIDDEN, SIZE))
+        for num_experts, num_chosen in EXPERTS:
+            up, down = (
+                make(num_experts + 1, *shape) for shape in ((2 * SIZE, HIDDEN), (HIDDEN, SIZE))
+            )
+            yield from bench_experts(form, num_chosen, up, down)
 
 
 def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
@@ -68,29 +76,35 @@ def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
             }
 
 
-def bench_experts(form: str, up: Quantised, down: Quantised) -> Iterator[Row]:
-    for num_tokens in TOKENS:
+def bench_experts(form: str, num_chosen: int, up: Quantised, down: Quantised) -> Iterator[Row]:
+    num_experts = len(up.scales)
+    for num_tokens in EXPERTS_TOKENS:
         turns = range(6 if num_tokens <= max(TOKENS[:3]) else 2)
         hidden = [
             torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in turns
         ]
         logits = [
-            torch.randn(num_tokens, EXPERTS, device="cuda", dtype=torch.bfloat16) for _ in turns
+            torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16) for _ in turns
         ]
-        routed = [moe.route(each, CHOSEN, normalise=True, num_shared=1) for each in logits]
+        routed = [moe.route(each, num_chosen, normalise=True, num_shared=1) for each in logits]
         touched = sum(experts.unique().numel() for _, experts in routed) / len(turns)
         calls = [
             partial(quantised.mix, own, *route, up, down)
             for own, route in zip(hidden, routed, strict=True)
         ]
-        num_rows = num_tokens * (CHOSEN + 1)
-        weight_bytes = (bytes_of(up) + bytes_of(down)) * touched / EXPERTS
+        num_rows = num_tokens * (num_chosen + 1)
+        weight_bytes = (bytes_of(up) + bytes_of(down)) * touched / num_experts
+        allow_hopper_kernels(False)
+        any_chip_us = time_us(calls)
+        allow_hopper_kernels(True)
         yield {
             "op": "experts",
             "form": form,
+            "experts": num_experts,
             "tokens": num_tokens,
             "experts_touched": touched,
             "median_us": time_us(calls),
+            "any_chip_us": any_chip_us,
             "bytes": weight_bytes + 2 * num_rows * HIDDEN,
             "flops": 6 * HIDDEN * SIZE * num_rows,
         }
