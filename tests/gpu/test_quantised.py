@@ -207,6 +207,50 @@ def test_experts(num_tokens: int, name: str) -> None:
     check_experts(mix(*given), *given)
 
 
+@pytest.fixture(scope="module")
+def wide_experts() -> tuple[Quantised, Quantised]:
+    """Of several steps along the inputs and more units than programs, and the other way round."""
+    return to("cuda", make_fp8(48, 1024, 1024)), to("cuda", make_fp8(48, 1024, 512, seed=2))
+
+
+def choose(num_tokens: int, num_chosen: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(num_tokens)
+    chosen = [torch.randperm(48, generator=random)[:num_chosen] for _ in range(num_tokens)]
+    hidden = torch.randn(num_tokens, 1024, generator=random)
+    shares = torch.rand(num_tokens, num_chosen, generator=random)
+    return [hidden.bfloat16().cuda(), shares.bfloat16().cuda(), torch.stack(chosen).int().cuda()]
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="a kernel for Hopper",
+)
+@pytest.mark.parametrize(("num_tokens", "num_chosen"), [(5, 9), (16, 3), (17, 5), (32, 11)])
+def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chosen: int) -> None:
+    """The bits of the kernels for any chip; a token's do not depend on its neighbours."""
+    from milepost.kernels.quantised import triton_hopper_experts
+
+    given = *choose(num_tokens, num_chosen), *wide_experts
+    assert triton_hopper_experts.suits(*given[2:])
+    assert num_tokens <= triton._TOKENS_AT_ONCE
+    mixed = mix(*given)
+    check_experts(mixed, *given)
+    with monkeypatch.context() as only:
+        only.setattr(triton_hopper_experts, "suits", lambda *_: False)
+        assert torch.equal(mixed, mix(*given))
+    alone = mix(*(each[-5:].contiguous() for each in given[:3]), *wide_experts)
+    if 5 * num_chosen > triton._FEWEST_ROUTED:
+        assert torch.equal(alone, mixed[-5:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = [mix(*given) for _ in range(8)]
+    for _ in range(10):
+        for each in again:
+            each.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(each, mixed) for each in again)
+
+
 @pytest.mark.parametrize("name", ["static", "squared relu", "int4"])
 def test_a_graph_holds_them(name: str) -> None:
     """Also where no kernel takes the sizes and the definition computes."""

@@ -48,6 +48,9 @@ _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
 """From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
+_TOKENS_AT_ONCE = 32
+"""Up to this many tokens Hopper multiplies an expert with all of them; with 64 that takes longer
+than reading its weights."""
 _TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
 16-bit weights of four bits first."""
@@ -308,6 +311,15 @@ def mix(
         triton_gemv_experts.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
         triton_gemv_experts.project_down(active, shares, experts, down, output, chip)
         return output
+    if runs_gluon(hidden) and num_tokens <= _TOKENS_AT_ONCE:
+        from milepost.kernels.quantised import triton_hopper_experts
+
+        if triton_hopper_experts.suits(experts, up, down):
+            assert isinstance(up, Fp8), "what the kernel suits"
+            assert isinstance(down, Fp8), "what the kernel suits"
+            rows, scales = _round_lines(hidden, up, chip, is_gated=False)
+            triton_hopper_experts.mix(rows, scales, shares, experts, up, down, output, chip)
+            return output
     if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
         _mix_tall(hidden, shares, experts, up, down, output, chip)
         return output
