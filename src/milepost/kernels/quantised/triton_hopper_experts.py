@@ -4,7 +4,8 @@ An expert that was chosen is multiplied with all tokens, and what was not asked 
 program on each SM takes its share of all experts' up projections, then of their down projections,
 whose weights are on their way meanwhile: loading does not stop in between. What one program rounds
 another multiplies, once a counter says that it is there. All programs are resident and have their
-up projections behind them by then, so none waits for ever.
+up projections behind them by then, so none waits for ever; two such launches at once on one GPU
+could.
 
 Legend: T tokens, M tokens that are multiplied at a time, N experts of a token, P = T * N routed
 tokens, X experts, H hidden size, I an expert's size, D scales of a row.
