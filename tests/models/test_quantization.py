@@ -419,3 +419,15 @@ def test_dummy_weights_follow_the_configurations_lists() -> None:
     assert quantised("model.layers.0.mlp.gate_proj")
     assert quantised("model.layers.0.mlp.experts")
     assert replace(Rounding(), depth=1) != Raw()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_dummy_numbers_of_four_bits_have_no_common_direction(group: int) -> None:
+    """Else each product adds to it, and routers send all tokens to few experts."""
+    form = Int4Precision(layout="awq", group=group, is_symmetric=False)
+    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    matrix = form.matrix(512, 1024, kind)
+    matrix.fill(0.02, torch.Generator().manual_seed(0))
+    weight = matrix.stack.form.dequantise(torch.float32)
+    assert weight.std().item() == pytest.approx(0.02, rel=0.01)
+    assert abs(weight.mean().item()) < 4 * 0.02 / weight.numel() ** 0.5
