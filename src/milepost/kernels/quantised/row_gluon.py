@@ -176,7 +176,7 @@ def add_block(acc, b_w, b_x, sums, scale, zero, GROUP: gl.constexpr):
     product = gl.zeros(acc.shape, gl.float32, _PRODUCTS)
     b_sum = sums.load(gl.SliceLayout(0, _PRODUCTS))[None, :]
     if GROUP:
-        low, high = _unpack(b_w, dtype)
+        low, high = unpack(b_w, dtype)
         columns = b_x.permute((1, 0))
         product = mma_v2(low, columns.slice(0, _HALF).load(LAYOUT), product)
         product = mma_v2(high, columns.slice(_HALF, _HALF).load(LAYOUT), product)
@@ -209,7 +209,8 @@ _TO_BFLOAT16, _TO_FLOAT16 = _unpacking("0x43434343"), _unpacking("0x64646464")
 
 
 @gluon.jit
-def _unpack(b_w, dtype: gl.constexpr):
+def unpack(b_w, dtype: gl.constexpr):
+    """Numbers in the low and in the high half of each byte, in the bits beside a power of two."""
     how: gl.constexpr = _TO_BFLOAT16 if dtype == gl.bfloat16 else _TO_FLOAT16
     low, high = gl.inline_asm_elementwise(
         how, "=r,=r,=r,=r,r", [b_w], dtype=(gl.int16, gl.int16), is_pure=True, pack=4

@@ -334,6 +334,14 @@ def mix(
         group = group_many if num_routed > MANY_ROUTED else group_few
         groups = group(experts, num_experts, tiles.block_m)
     active = hidden.new_empty(num_routed, size)
+    if isinstance(groups, Groups) and runs_gluon(hidden) and isinstance(up, Int4):
+        from milepost.kernels.quantised import triton_hopper_nibbles as nibbles
+
+        assert isinstance(down, Int4), "experts have one form"
+        if nibbles.suits(hidden, up, down, tiles.block_m):
+            nibbles.project_up(hidden, up, active, groups, tiles.block_m, is_gated=is_gated)
+            nibbles.project_down(active, shares, down, output, groups, tiles.block_m)
+            return output
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == _MANY.block_m else 4)
     rows, scales = _round(hidden, up, chip, are_few=are_few)
