@@ -1,11 +1,13 @@
-"""What launching costs the host in steps that are no CUDA graph, remembered and Triton's own way.
+"""What launching costs the host in steps that are no CUDA graph, remembered and Triton's own way;
+or what such steps take beside their graphs.
 
-    python bench/launches.py [--model bench/models/hybrid-35b-a3b] [--layers 8]
+    python bench/launches.py [--model bench/models/hybrid-35b-a3b] [--layers 8] [--graphs]
         [--tokens 600 2048 8192] [--option 'quantization="fp8"'] [--out FILE]
 
 Prompts of so many tokens, each computed both ways in turn: what the host takes until all is
 launched, and until the GPU is done. The hidden states of both must be equal bit by bit. A row for
-each size: medians in milliseconds, and the median of the pairs' ratios.
+each size: medians in milliseconds, and the median of the pairs' ratios. With `--graphs` prompts in
+their graphs and launched one by one, from the token ids to the first token. `--layers 0` are all.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
 from milepost.runner.device import DeviceExecutor
+from milepost.runner.graphs import Graphs
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
@@ -39,6 +42,7 @@ def main() -> int:
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
     parser.add_argument("--layers", type=int, default=8, help="of the model's, the first")
     parser.add_argument("--tokens", type=int, nargs="+", default=[600, 2048, 8192])
+    parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "launches.jsonl")
@@ -61,8 +65,11 @@ def main() -> int:
         "layers": arguments.layers,
         "options": options,
     }
-    with _measuring() as measured:
-        found = [_measure(llm, num, arguments.repeats, measured) for num in arguments.tokens]
+    if arguments.graphs:
+        found = [_measure_graph(llm, num, arguments.repeats) for num in arguments.tokens]
+    else:
+        with _measuring() as measured:
+            found = [_measure(llm, num, arguments.repeats, measured) for num in arguments.tokens]
     for row in found:
         print(json.dumps(row))
     rows.write(arguments.out, [common | row for row in found])
@@ -71,6 +78,8 @@ def main() -> int:
 
 def _shortened(model: Path, num_layers: int, folder: Path) -> Path:
     """A copy of the model's folder with its first layers alone."""
+    if not num_layers:
+        return model
     copy = folder / model.name
     shutil.copytree(model, copy)
     config = json.loads((copy / "config.json").read_text())
@@ -106,8 +115,39 @@ def _measuring() -> Iterator[list[tuple[float, float, torch.Tensor]]]:
             once(executor, views)
         return once(executor, views)
 
-    with mock.patch.object(DeviceExecutor, "_forward", both):
+    with (
+        mock.patch.object(DeviceExecutor, "_forward", both),
+        mock.patch.object(Graphs, "find", return_value=None),
+    ):
         yield measured
+
+
+def _measure_graph(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
+    rng, vocab = random.Random(num_tokens), llm.llm_engine.vocab_size
+    find, sizes = Graphs.find, []
+
+    def note(graphs: Graphs, exact: Any) -> Any:
+        capacity = find(graphs, exact)
+        sizes.append(None if capacity is None else capacity.num_tokens)
+        return capacity
+
+    def once(**how: Any) -> float:
+        prompt = {"prompt_token_ids": rng.choices(range(10, vocab), k=num_tokens)}
+        with mock.patch.object(Graphs, "find", **how):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            llm.generate([prompt], _PARAMS, use_tqdm=False)
+            return time.perf_counter() - begun
+
+    pairs = [(once(new=note), once(return_value=None)) for _ in range(repeats + 2)][2:]
+    graph, plain = ([pair[way] for pair in pairs] for way in (0, 1))
+    return {
+        "tokens": num_tokens,
+        "graph": sizes[-1],
+        "graph_ms": round(1e3 * statistics.median(graph), 2),
+        "plain_ms": round(1e3 * statistics.median(plain), 2),
+        "ratio": round(rows.paired_ratio(plain, graph), 2),
+    }
 
 
 def _measure(llm: LLM, num_tokens: int, repeats: int, measured: list[Any]) -> dict[str, Any]:

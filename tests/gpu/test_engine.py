@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +14,14 @@ import torch
 from milepost import LLM, SamplingParams
 from milepost.engine import sizing
 from milepost.kernels import moe
+from milepost.kernels.batch import Capacity
+from milepost.kernels.device import probe
 from milepost.models import LoadOptions, load_model
 from milepost.models.folder import EMBEDDED_MODEL
-from milepost.runner import device
+from milepost.runner import arrays, device
 from milepost.runner.device import DeviceExecutor
-from milepost.runner.graphs import ladder, largest_step
+from milepost.runner.graphs import Graphs, Outcome, ladder, largest_step
+from milepost.runner.launching import most_launched_tokens
 from milepost.runner.plain import PlainExecutor
 from tests.engines import Tiny, ask, cached, greedy, num_held, save_tiny, tokens
 from tests.numbers import relative_error
@@ -185,6 +189,40 @@ def test_graphs_and_steps_ahead_change_nothing(tiny, changes, seen):
         assert relative_error(ours, theirs) < BOUNDS["float32"]
 
 
+def test_a_graph_returns_the_bits_of_its_kernels(tiny, dtype, monkeypatch):
+    """Launched one by one; of steps that prefill, among them a hit and prompts side by side."""
+    llm = _open(tiny, dtype)
+    executor = llm.llm_engine.runner.executor
+    built, compared = [], []
+    begin, replay = arrays.begin, Graphs.replay
+
+    def beside_plain(graphs: Graphs, capacity: Capacity, between) -> Outcome:
+        outcome = replay(graphs, capacity, between)
+        if not capacity.decodes:
+            ours = outcome.logits.clone()
+            step, batch = built[-1]
+            layouts = arrays.lay_out(batch, executor._geometry.operations)
+            step = replace(step, layouts=layouts)
+            executor._staging.send(step)
+            views = executor._staging.views(step)
+            plain = executor._run(views, num_rows=capacity.num_sampled)
+            size = capacity.num_tokens, capacity.num_sequences
+            compared.append((*size, torch.equal(ours, plain.logits)))
+        return outcome
+
+    monkeypatch.setattr(arrays, "begin", lambda *a, **k: built.append(begin(*a, **k)) or built[-1])
+    monkeypatch.setattr(Graphs, "replay", beside_plain)
+    for length in (20, 300, 600, 1000, 1500, 1900):
+        ask(llm, tokens(length, length), params=greedy(1))
+    ask(llm, tokens(1900, 1900), params=greedy(1))
+    ask(llm, *(tokens(200, seed) for seed in range(6)), params=greedy(1))
+    pieces = {c.decodes: len(graphs) for c, (graphs, _) in executor._graphs._graphs.items()}
+    assert pieces == {False: 2, True: 1}
+    few, many = ((32, 4), (384, 4)), ((768, 32), (1024, 32), (1536, 32), (2048, 32))
+    sizes = [*few, *many, (64, 4), (1536, 32)]
+    assert compared == [(*size, True) for size in sizes]
+
+
 @pytest.mark.parametrize(
     "little", [{"num_pages": 60, "num_slots": 20}, {"memory_mib": 24}], ids=["pools", "one memory"]
 )
@@ -219,7 +257,9 @@ def test_one_memory_gives_the_logits_of_two_pools(wide, dtype, pages_each, seen)
         executor = DeviceExecutor(
             model, pools, num_requests=num_slots, max_model_len=2048, largest=largest_step(**limits)
         )
-        executor.capture(ladder(**limits))
+        # Padding decides how GEMMs are cut, so graphs are the same.
+        most_launched = most_launched_tokens(model, probe(pools.device))
+        executor.capture(ladder(**limits, most_launched=most_launched))
         assert torch.equal(memory_of(pools), before), "a step of padding touches nothing"
         return executor
 

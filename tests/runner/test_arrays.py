@@ -186,6 +186,30 @@ def test_ladder_holds_every_small_step():
         assert smallest(capacities, exact_capacity(steps(own))) is None
 
 
+def test_longer_steps_have_graphs_where_launching_is_what_they_take():
+    limits = {"max_num_seqs": 20, "max_num_batched_tokens": 8192}
+    capacities = ladder(**limits, most_launched=1535)
+    assert [c.num_tokens for c in capacities] == sorted(
+        (c.num_tokens for c in capacities), reverse=True
+    )
+    for num_tokens, size in ((513, 768), (769, 1024), (1024, 1024)):
+        found = smallest(capacities, exact_capacity(steps(sequence(0, [1] * num_tokens, 1))))
+        assert found is not None
+        assert (found.num_tokens, found.num_sequences) == (size, 20)
+    assert smallest(capacities, exact_capacity(steps(sequence(0, [1] * 1025, 1)))) is None
+    beside = [sequence(10, [1], 2 + i) for i in range(19)]
+    found = smallest(capacities, exact_capacity(steps(*beside, sequence(0, [1] * 900, 1))))
+    assert found is not None
+    assert (found.num_tokens, found.num_sequences) == (1024, 20)
+    budget = ladder(max_num_seqs=20, max_num_batched_tokens=800, most_launched=8192, num_drafts=3)
+    assert max(c.num_tokens for c in budget) == 768
+    drafts = ladder(**limits, most_launched=2048, num_drafts=3)
+    mixed = steps(drafting(1, 3), sequence(0, [1] * 1500, 3))
+    found = smallest(drafts, exact_capacity(mixed))
+    assert found is not None
+    assert (found.num_tokens, found.num_drafts) == (2048, 3)
+
+
 def test_few_sequences_have_graphs_of_their_own():
     capacities = ladder(max_num_seqs=20, max_num_batched_tokens=8192)
     for num, room in ((1, 4), (4, 4), (5, 20), (20, 20)):

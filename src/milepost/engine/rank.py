@@ -19,7 +19,8 @@ from milepost.engine.team import Team
 from milepost.engine.tiering import Hands, hands_of
 from milepost.errors import KernelError
 from milepost.kernels.batch import Capacity
-from milepost.kernels.device import allow_hopper_kernels, describe, why_plain
+from milepost.kernels.device import allow_hopper_kernels, describe, probe, why_plain
+from milepost.kernels.float8 import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.identity import identify
 from milepost.models.loading import load_model
@@ -27,6 +28,7 @@ from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink
 from milepost.runner.device import DeviceExecutor, measure_activations
 from milepost.runner.graphs import ladder, largest_step
+from milepost.runner.launching import most_launched_tokens
 from milepost.runner.memory import Sizes
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
@@ -75,7 +77,7 @@ def build_rank(
     model.pack()
     kv_dtype = kv_dtype_of(config, model.dtype, whole)
     shape = pool_shape(config, model, device, kv_dtype)
-    fused = _fused(config, device, model, shape)
+    fused = _fused(config, device, model, shape, ranks)
     sizes = sizes_of(config, shape, device, fused.activations if fused else 0, ranks)
     cache = _cache(config, folder, shape, sizes, model.num_positions)
     max_model_len = max_model_len_of(config, model, shape, cache.capacity)
@@ -138,7 +140,7 @@ class _Fused:
 
 
 def _fused(
-    config: EngineConfig, device: torch.device, model: Decoder, shape: PoolShape
+    config: EngineConfig, device: torch.device, model: Decoder, shape: PoolShape, ranks: Ranks
 ) -> _Fused | None:
     """Compile the fused kernels and run the largest step once; None where the reference kernels
     are to run.
@@ -151,7 +153,10 @@ def _fused(
         "num_drafts": shape.num_drafts,
     }
     largest = largest_step(**limits)
-    captured = [] if config.enforce_eager else ladder(**limits)
+    most_launched = 0
+    if shape.dtype_of_kv != FP8:  # or a graph would hold as many pages in 16 bits as there may be
+        most_launched = ranks.least(most_launched_tokens(model, probe(device)))
+    captured = [] if config.enforce_eager else ladder(**limits, most_launched=most_launched)
     try:
         longest = min(config.max_model_len or model.num_positions, model.num_positions)
         activations = measure_activations(model, shape, largest, captured, longest)

@@ -66,6 +66,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.kind = kind
+        self.num_weights = num_inputs * sum(count for _, count in sections)
+        """That a token is multiplied by."""
         self.is_tied = weight is not None
         self._orders = orders or {}
         self._cuts, self._inputs = cuts or {}, inputs

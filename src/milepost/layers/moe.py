@@ -117,6 +117,12 @@ class MoE(nn.Module):
                 self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), kind)
 
     @property
+    def num_weights(self) -> int:
+        """That a token is multiplied by in the experts that it has here."""
+        num_own = self.shapes.num_chosen * self.cut.size // self.shapes.num_experts
+        return (num_own + self.num_joint) * self.experts.sizes.num_weights
+
+    @property
     def first(self) -> Linear | None:
         """What may be multiplied in the launch of the norm ahead: see `Block`."""
         return None if self.shapes.scores.kind == "sigmoid" else self.router

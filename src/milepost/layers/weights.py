@@ -154,6 +154,11 @@ class ExpertSizes:
     """Of the shared expert."""
 
     @property
+    def num_weights(self) -> int:
+        """Of one expert: its gate's, up and down projections."""
+        return 3 * self.hidden_size * self.size
+
+    @property
     def numbers(self) -> Iterator[tuple[int, int]]:
         """Each expert's index here, and its number in the checkpoint."""
         ((first, count),) = self.experts.spans

@@ -6,7 +6,7 @@ Legend: T tokens, C hidden size, R rows of which logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -132,15 +132,22 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, ctx: Context, layers: Iterable[Layer] | None = None
+        self,
+        token_ids: Tensor,
+        ctx: Context,
+        layers: Iterable[Layer] | None = None,
+        before: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names.
 
         The head takes the tokens in, if there is one. With `layers`, of a model that has no others.
+        Calls `before` before each layer with how many there have been.
         """
         self._turn(ctx)
         hidden, delta = self._embed(token_ids), None
-        for layer in self.layers if layers is None else layers:
+        for index, layer in enumerate(self.layers if layers is None else layers):
+            if before is not None:
+                before(index)
             for block, numbers in zip(layer.blocks, layer.numbers, strict=True):
                 hidden, delta = block.run(hidden, delta, ctx, numbers)
         hidden = self.norm.add(hidden, delta)[1]

@@ -1,11 +1,11 @@
 """Executes plans on a model: the only part that knows both plans and tensors. Which modules do
 what:
 
-    a step                  runner, flight, plain, device, graphs
+    a step                  runner, flight, plain, device, graphs, pieces
     its arrays              arrays, staging, tables, records, histories, counts
     what it chooses         sampling, sampler, choice, prompt_scores
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, memory, zeroed
-    before the first step   compiling
+    before the first step   compiling, launching
     the same steps again    recording, replay
 """

@@ -8,12 +8,12 @@ Legend: T tokens, S sequences, R tokens behind which is sampled, each with its c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,13 +56,31 @@ def build(
     empty plan is all padding. `sources` [T] are the rows of the step before in which a plan's
     tokens are sampled.
     """
+    step, batch = begin(plan, tables, geometry, capacity, sources, records)
+    return replace(step, layouts=lay_out(batch, geometry.operations))
+
+
+def lay_out(batch: Batch, operations: Iterable[Operation]) -> dict[Operation, Any]:
+    """What each operation needs to know."""
+    return {operation: operation.lay_out(batch) for operation in operations}
+
+
+def begin(
+    plan: StepPlan,
+    tables: HostTables,
+    geometry: Geometry,
+    capacity: Capacity,
+    sources: Sequence[int] = (),
+    records: RecordRows | None = None,
+) -> tuple[StepArrays, Batch]:
+    """As `build`, but nothing is laid out yet; and what is laid out by."""
     columns = Columns.of(plan.sequences)
     num_sampled = columns.samples * (1 + columns.num_drafts)
     spread = _spread(columns.lengths.tobytes(), num_sampled.tobytes())
     positions = columns.starts[spread.owners] + spread.ordinals
     batch = _batch(plan, columns, positions, spread.owners, tables, records, geometry, capacity)
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    return StepArrays(
+    step = StepArrays(
         token_ids=padded(token_ids(plan.sequences), num_tokens, 0, np.int64),
         positions=padded(positions, num_tokens, 0),
         kv_rows=padded(batch.kv_rows, num_tokens, -1, np.int64),
@@ -71,9 +89,10 @@ def build(
         num_real=np.array([len(positions)], np.int32),
         last_tokens=padded(spread.sampled, capacity.num_sampled, 0, np.int64),
         sources=padded(sources, num_sequences, 0, np.int64),
-        layouts={operation: operation.lay_out(batch) for operation in geometry.operations},
+        layouts={},
         decodes=capacity.decodes,
     )
+    return step, batch
 
 
 class _Spread(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from time import perf_counter
 
 import torch
@@ -26,7 +27,8 @@ from milepost.runner.arrays import Capacity, Geometry
 from milepost.runner.choice import Drafts, SampledToken, choice_of, on_device
 from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.flight import Flight
-from milepost.runner.graphs import Graphs, Outcome, exact_capacity
+from milepost.runner.graphs import Cut, Graphs, Outcome, exact_capacity
+from milepost.runner.pieces import Pieces
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import Pools, allocate
 from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
@@ -71,6 +73,10 @@ class DeviceExecutor:
             for capacity in {largest, replace(largest, num_drafts=0)}
         ]
         self._staging = Staging(pools.device, max(map(num_staged_bytes, most)))
+        self._pieces = Pieces(model)
+        seconds = [{each: step.layouts[each] for each in self._pieces.second} for step in most]
+        self._second_staging = Staging(pools.device, max(map(num_staged_bytes, seconds)))
+        """Of what second pieces alone read."""
         self._graphs = Graphs()
         self._records = RecordRows(pools.num_record_rows)
         self._num_drafts = largest.num_drafts
@@ -92,17 +98,27 @@ class DeviceExecutor:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
         """Queue one forward pass."""
-        self._tables.bring(plan)
+        new_pages = self._tables.host.update(plan)
         self._records.follow(plan)
         exact = exact_capacity(plan)
         captured = None if wants_scores(plan) else self._graphs.find(exact)
         capacity = captured or exact
         if not capacity.num_tokens:
             capacity = replace(capacity, num_tokens=1)  # nothing is launched for none
+        is_cut = captured is not None and self._pieces.cut(captured)
+        if not is_cut:
+            self._tables.send(*new_pages)
         sources = before.places(plan) if before is not None else ()
-        step = arrays.build(
+        step, batch = arrays.begin(
             plan, self._tables.host, self._geometry, capacity, sources, self._records
         )
+        operations = self._pieces.first if is_cut else self._geometry.operations
+        step = replace(step, layouts=arrays.lay_out(batch, operations))
+
+        def send_rest() -> None:
+            self._tables.send(*new_pages)
+            self._second_staging.send(arrays.lay_out(batch, self._pieces.second))
+
         queued_s, is_late = perf_counter(), before is not None and before.is_done
         begun = self._staging.send(step)
         views = None if captured and not sources else self._staging.views(step)
@@ -110,7 +126,7 @@ class DeviceExecutor:
             assert views is not None
             num = len(sources)
             torch.index_select(before.token_ids, 0, views.sources[:num], out=views.token_ids[:num])
-        outcome = self._graphs.replay(captured) if captured is not None else None
+        outcome = self._graphs.replay(captured, send_rest) if captured is not None else None
         numbers = plan.sampled_numbers  # where there is a graph, the device is at work by now
         scores: list[PromptScores] = []
         if outcome is None:
@@ -192,31 +208,53 @@ class DeviceExecutor:
     def capture(self, capacities: Sequence[Capacity]) -> None:
         """Record graphs of such steps; shows progress."""
         for capacity in tqdm(capacities, desc="capturing CUDA graphs", dynamic_ncols=True):
-            views = self._padding(capacity)
-            self._graphs.capture(
-                capacity, lambda v=views, c=capacity: self._run(v, num_rows=c.num_sampled)
-            )
+            views, is_cut = self._padding(capacity), self._pieces.cut(capacity)
+
+            def run(cut: Cut, views=views, capacity=capacity, is_cut=is_cut) -> Outcome:
+                own = cut if is_cut else None
+                return self._run(views, own, num_rows=capacity.num_sampled)
+
+            self._graphs.capture(capacity, run)
         if self._drafting is not None and self._num_drafts:
             counts = {each.num_sequences for each in capacities if each.decodes}
             self._drafting.capture(sorted(counts, reverse=True))
 
-    def warm_up(self, capacity: Capacity) -> None:
-        """Run a step of padding; takes as much memory as any that fits."""
+    def measure(self, capacity: Capacity) -> int:
+        """Bytes that a step takes at most: of padding, which takes as much as any that fits."""
+        device = self._pools.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         self._run(self._padding(capacity), num_rows=capacity.num_sampled)
         torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(device) - before
 
     def _padding(self, capacity: Capacity) -> StepArrays:
-        step = arrays.build(_NOTHING, self._tables.host, self._geometry, capacity)
+        step, batch = arrays.begin(_NOTHING, self._tables.host, self._geometry, capacity)
+        if not self._pieces.cut(capacity):
+            step = replace(step, layouts=arrays.lay_out(batch, self._geometry.operations))
+            self._staging.send(step)
+            return self._staging.views(step)
+        step = replace(step, layouts=arrays.lay_out(batch, self._pieces.first))
+        rest = arrays.lay_out(batch, self._pieces.second)
         self._staging.send(step)
-        return self._staging.views(step)
+        self._second_staging.send(rest)
+        views, others = self._staging.views(step), self._second_staging.views(rest)
+        return replace(views, layouts={**views.layouts, **others})
 
     @torch.inference_mode()
     def _run(
-        self, step: StepArrays, *, num_rows: int, layers: Sequence[Layer] | None = None
+        self,
+        step: StepArrays,
+        cut: Cut | None = None,
+        *,
+        num_rows: int,
+        layers: Sequence[Layer] | None = None,
     ) -> Outcome:
-        return self._outcome(self._forward(step, layers), step, num_rows)
+        return self._outcome(self._forward(step, layers, cut), step, num_rows)
 
-    def _forward(self, step: StepArrays, layers: Sequence[Layer] | None = None) -> Tensor:
+    def _forward(
+        self, step: StepArrays, layers: Sequence[Layer] | None = None, cut: Cut | None = None
+    ) -> Tensor:
         """Hidden states [T, features] of the step's tokens."""
         context = Context(
             step=step,
@@ -227,7 +265,12 @@ class DeviceExecutor:
             carried=self._pools.carried,
             conv_records=self._pools.conv_records,
         )
-        return self.model.forward(step.token_ids, context, layers)
+
+        def before(index: int) -> None:
+            if cut is not None and index == self._pieces.num_first:
+                cut()
+
+        return self.model.forward(step.token_ids, context, layers, before)
 
     def _outcome(self, hidden: Tensor, step: StepArrays, num_rows: int) -> Outcome:
         own = hidden[step.last_tokens[:num_rows]]
@@ -255,20 +298,20 @@ def measure_activations(
     captured: Sequence[Capacity],
     max_model_len: int,
 ) -> int:
-    """Bytes that the `largest` step takes besides weights and pools, with a sequence of
-    `max_model_len`. Compiles its kernels, those of the steps that are `captured` later, and those
-    of steps between, which may have others; raises KernelError if one does not run."""
+    """Bytes that steps take besides weights and pools: the `largest`, with a sequence of
+    `max_model_len`, and the graphs of those that are `captured` later, which have memory of their
+    own. Compiles their kernels, and those of steps between, which may have others; raises
+    KernelError if one does not run."""
     device = model.embedding.device
     pools = allocate(shape, num_pages=1, num_slots=1, device=device)
     executor = DeviceExecutor(
         model, pools, num_requests=1, max_model_len=max_model_len, largest=largest
     )
     executor.compile([largest, *_uncaptured(largest, captured), *captured])
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    executor.warm_up(largest)
-    step = torch.cuda.max_memory_allocated(device) - before
-    return step + executor.num_sampling_bytes
+    outcomes = sum(each.num_sampled for each in captured) * model.vocab_size * model.dtype.itemsize
+    largest_captured = max(captured, key=attrgetter("num_tokens"), default=None)
+    steps = [each for each in (largest, largest_captured) if each is not None]
+    return sum(map(executor.measure, steps)) + outcomes + executor.num_sampling_bytes
 
 
 def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:

@@ -22,6 +22,8 @@ CHECKPOINT_SHARE = 1 / 6
 MIN_UNITS = 16
 """Fewer would leave too little choice: a unit is a slot, or pages that a slot's place takes."""
 GIB, MIB = 2**30, 2**20
+_LAUNCHES_BYTES = GIB // 4
+"""What graphs take to be launched, and whatever else nobody counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +128,10 @@ def free_bytes(
 ) -> int:
     """Bytes that the pools may take, after the weights have been loaded.
 
-    `activations` are the most that a step takes besides; captured graphs take a share of that
-    again.
+    `activations` are what steps and their graphs take besides.
     """
     if device.type != "cuda":
         return int(cpu_cache_gib * GIB)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    graphs = activations // 4 + GIB // 4
-    return int(free - total * (1 - utilization)) - activations - graphs
+    return int(free - total * (1 - utilization)) - activations - _LAUNCHES_BYTES

@@ -103,7 +103,10 @@ class PageTables:
 
     def bring(self, plan: StepPlan) -> None:
         """Have both follow a plan; waits for nothing."""
-        indices, pages = self.host.update(plan)
+        self.send(*self.host.update(plan))
+
+    def send(self, indices: np.ndarray, pages: np.ndarray) -> None:
+        """Bring the device what the host has followed."""
         for first in range(0, len(indices), PAGES_AT_ONCE):
             part = slice(first, first + PAGES_AT_ONCE)
             new = _NewPages(indices[part], pages[part])

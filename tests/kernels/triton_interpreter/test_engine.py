@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from milepost.kernels.attention import triton_prepare
+from milepost.kernels.batch import Capacity
 from milepost.runner.device import DeviceExecutor
-from milepost.runner.graphs import largest_step
+from milepost.runner.graphs import Graphs, largest_step
 from milepost.runner.pools import Pools
 from tests.engines import ask, cached, greedy, num_held, save_tiny, tokens
 from tests.shared import share_memory
@@ -47,6 +48,29 @@ def llm(request, tiny, monkeypatch):
     else:
         share_memory(llm, 3, make)
     return llm
+
+
+class Launched(Graphs):
+    """Graphs that are no records: each replay launches what was to be recorded."""
+
+    def capture(self, capacity, run):
+        self._graphs[capacity] = [], run
+
+    def replay(self, capacity, between=None):
+        assert not capacity.decodes
+        return self._graphs[capacity][1](between)
+
+
+def test_a_step_in_two_pieces(tiny, llm):
+    """What the second reads comes once the first is launched; the padding was there before."""
+    executor, params = llm.llm_engine.runner.executor, greedy(2)
+    executor._graphs = Launched()
+    executor.capture([Capacity(num_tokens=48, num_sequences=3, num_exports=4)])
+    assert [executor._pieces.num_first, len(executor._pieces.second)] == [1, 1]
+    for prompts, expected in (([40], [0]), ([100], [0]), ([100], [64]), ([20, 28], [0, 0])):
+        outputs = ask(llm, *(tokens(num, num) for num in prompts), params=params)
+        tiny.check(outputs, params)
+        assert cached(outputs) == expected
 
 
 def test_kimi_linear_cold_and_hit(tmp_path):

@@ -1,0 +1,46 @@
+"""Up to which size a step's kernels take no longer to run than the host takes to launch them.
+
+By rule of thumb, and so the same on every machine with such a chip and on every rank: which steps
+are graphs decides how their sums are rounded.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from milepost.kernels.device import Chip
+from milepost.layers.linear import Linear
+from milepost.layers.moe import MoE
+from milepost.layers.parts import Layer
+from milepost.models.decoder import Decoder
+
+_LAUNCH_S = 0.7e-3
+"""A layer's launches: 0.4 to 1.5 ms on the hosts that were measured."""
+_FLOPS = ((9, 0), 4e12), ((8, 0), 1.5e12), ((0, 0), 2e12)
+"""Of an SM in a second, in 16 bits, of a whole prefill: from which compute capability on. The last
+are AMD's. On an H200 it is 2.6e12 to 5e12."""
+
+
+def most_launched_tokens(model: Decoder, chip: Chip) -> int:
+    """The number of tokens up to which launching is what a prefill takes."""
+    flops = next(own for capability, own in _FLOPS if chip.capability >= capability)
+    layers: list[Layer] = list(model.layers)
+    num_weights = sum(map(_num_weights, layers))
+    return int(len(layers) * _LAUNCH_S * chip.num_sms * flops / (2 * max(num_weights, 1)))
+
+
+def _num_weights(layer: Layer) -> float:
+    """By which a token is multiplied; float8 by float8 takes half as long."""
+    return sum(_of_module(module) for block in layer.blocks for module in block.modules())
+
+
+def _of_module(module: nn.Module) -> float:
+    if isinstance(module, MoE):
+        return module.num_weights / (2 if _rounds(module.experts) else 1)
+    if isinstance(module, Linear):
+        return module.num_weights / (2 if module.rounds_rows else 1)
+    return 0
+
+
+def _rounds(module: object) -> bool:
+    return bool(getattr(module, "rounds_rows", False))
