@@ -1,18 +1,20 @@
 """What launching costs the host in steps that are no CUDA graph, remembered and Triton's own way;
 or what such steps take beside their graphs.
 
-    python bench/launches.py [--model bench/models/hybrid-35b-a3b] [--layers 8] [--graphs]
+    python bench/launches.py [--model bench/models/hybrid-35b-a3b] [--layers 8] [--graphs | --hits]
         [--tokens 600 2048 8192] [--option 'quantization="fp8"'] [--out FILE]
 
 Prompts of so many tokens, each computed both ways in turn: what the host takes until all is
 launched, and until the GPU is done. The hidden states of both must be equal bit by bit. A row for
 each size: medians in milliseconds, and the median of the pairs' ratios. With `--graphs` prompts in
-their graphs and launched one by one, from the token ids to the first token. `--layers 0` are all.
+their graphs and launched one by one, from the token ids to the first token; with `--hits` 64 tokens
+behind so many that are cached, in graphs of two pieces and of one. `--layers 0` are all.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import shutil
@@ -31,6 +33,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
+from milepost.kernels.batch import Capacity
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import Graphs
 
@@ -43,6 +46,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8, help="of the model's, the first")
     parser.add_argument("--tokens", type=int, nargs="+", default=[600, 2048, 8192])
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--hits", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "launches.jsonl")
@@ -67,6 +71,8 @@ def main() -> int:
     }
     if arguments.graphs:
         found = [_measure_graph(llm, num, arguments.repeats) for num in arguments.tokens]
+    elif arguments.hits:
+        found = _measure_hits(llm, arguments.tokens, arguments.repeats)
     else:
         with _measuring() as measured:
             found = [_measure(llm, num, arguments.repeats, measured) for num in arguments.tokens]
@@ -148,6 +154,37 @@ def _measure_graph(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
         "plain_ms": round(1e3 * statistics.median(plain), 2),
         "ratio": round(rows.paired_ratio(plain, graph), 2),
     }
+
+
+def _measure_hits(llm: LLM, depths: list[int], repeats: int) -> list[dict[str, Any]]:
+    executor = llm.llm_engine.runner.executor
+    ways = {"two": (executor._graphs, executor._pieces)}
+    whole, graphs = copy.copy(executor._pieces), Graphs()
+    whole.num_first, graphs._pool = 0, executor._graphs._pool
+    small = [each for each in executor._graphs._graphs if _holds_a_hit(each)]
+    executor._graphs, executor._pieces = ways["one"] = graphs, whole
+    executor.capture(small)
+    rng, vocab, found = random.Random(0), llm.llm_engine.vocab_size, []
+    for depth in depths:
+        shared = rng.choices(range(10, vocab), k=depth)
+        spent: dict[str, list[float]] = {"one": [], "two": []}
+        for index in range(repeats + 4):  # the first leave the state that others resume from
+            for way in sorted(ways, reverse=bool(index % 2)):
+                executor._graphs, executor._pieces = ways[way]
+                prompt = {"prompt_token_ids": [*shared, *rng.choices(range(10, vocab), k=64)]}
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                llm.generate([prompt], _PARAMS, use_tqdm=False)
+                spent[way].append(time.perf_counter() - begun)
+        one, two = (spent[way][4:] for way in ("one", "two"))
+        row = {f"{way}_ms": round(1e3 * statistics.median(spent[way][4:]), 2) for way in spent}
+        found.append({"cached": depth, **row, "ratio": round(rows.paired_ratio(one, two), 3)})
+    executor._graphs, executor._pieces = ways["two"]
+    return found
+
+
+def _holds_a_hit(capacity: Capacity) -> bool:
+    return not capacity.decodes and capacity.num_sequences == 4 and capacity.num_tokens <= 128
 
 
 def _measure(llm: LLM, num_tokens: int, repeats: int, measured: list[Any]) -> dict[str, Any]:
