@@ -173,6 +173,16 @@ def test_reasoning_has_a_budget(http):
         assert len(choice["token_ids"]) == 12
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_of_reasoning_that_nothing_ends_is_refused_before_the_stream(stream, monkeypatch):
+    monkeypatch.setattr("milepost.server.service.think_ids", lambda _: (None, None))
+    body = {"prompt": "a", "thinking_token_budget": 5, "stream": stream}
+    refused = answered(ServerConfig(), "/v1/completions", body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "thinking_token_budget")
+    assert "no token </think>" in error["message"]
+
+
 def test_usage_in_every_chunk(client):
     """As many as there have been tokens, of which a chunk may hold several."""
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -164,10 +164,7 @@ class RuleBook:
         if budget is None:
             return None, None
         opens, closes = think_ids(self._tokenizer)
-        if closes is None:
-            raise InvalidRequestError(
-                f"thinking_token_budget={budget}: this model has no token {THINK[1]}"
-            )
+        check_budget(budget, closes)
         return opens, closes
 
     def _spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
@@ -179,6 +176,14 @@ class RuleBook:
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         found = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return list(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+
+def check_budget(budget: int | None, closes: int | None) -> None:
+    """Raise InvalidRequestError for one where no token closes the reasoning."""
+    if budget is not None and closes is None:
+        raise InvalidRequestError(
+            f"thinking_token_budget={budget}: this model has no token {THINK[1]}"
+        )
 
 
 def _by_last(

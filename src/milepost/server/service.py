@@ -16,7 +16,7 @@ from milepost.engine.generation_config import overridden
 from milepost.engine.grammar_process import FormChecks
 from milepost.engine.grammars import check_combination
 from milepost.engine.prompts import Prompt, check_prompt
-from milepost.engine.restrictions import think_ids
+from milepost.engine.restrictions import check_budget, think_ids
 from milepost.engine.special import special_texts
 from milepost.engine.stream import Stream, StreamBell
 from milepost.errors import (
@@ -82,7 +82,8 @@ class Service:
             model_type=client.info.facts.model_type,
         )
         self._special_tags = special_tags(self.format, tokenizer)
-        self.counts_thinking = None not in think_ids(tokenizer)
+        self._think_ids = think_ids(tokenizer)
+        self.counts_thinking = None not in self._think_ids
         """Whether the engine can count the tokens of this model's reasoning."""
         self.is_closing = False
         self.is_asleep = False
@@ -232,6 +233,7 @@ class Service:
     def _check(self, prompts: Sequence[Prompt], params: SamplingParams, field: str) -> None:
         self.check_number(len(prompts), params.n)
         params.check_vocab(self.client.info.vocab_size)
+        check_budget(params.thinking_token_budget, self._think_ids[1])
         for prompt in prompts:
             self.check_prompt(prompt, params, field)
 
