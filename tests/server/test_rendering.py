@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from milepost.server.config import ServerConfig
+from tests.server.inprocess import answered
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SAID = [{"role": "user", "content": "the quick brown fox"}]
 
@@ -31,6 +34,23 @@ def test_of_a_chat(http, own):
     rendered = http.post("/v1/chat/completions/render", json={**body, "model": "tiny"}).json()
     assert [rendered["token_ids"]] == served(http, "/v1/chat/completions", body)
     assert rendered["features"] is None
+
+
+def test_tools_that_may_not_be_called_stand_in_the_prompt(http):
+    """An agent's last turn finds the others' prompts in the cache."""
+    body = {"messages": SAID, "max_tokens": 1, "tools": [TOOL]}
+    path = "/v1/chat/completions"
+    assert served(http, path, body) == served(http, path, {**body, "tool_choice": "none"})
+
+
+def test_tools_that_may_not_be_called_can_be_left_out():
+    body = {"model": "tiny", "messages": SAID, "tools": [TOOL], "tool_choice": "none"}
+    without = {"model": "tiny", "messages": SAID}
+    config = ServerConfig(exclude_tools_when_tool_choice_none=True)
+    path = "/v1/chat/completions/render"
+    left_out, plain = (answered(config, path, each).json() for each in (body, without))
+    shown = answered(ServerConfig(), path, body).json()
+    assert left_out["token_ids"] == plain["token_ids"] != shown["token_ids"]
 
 
 def test_of_prompts(http):

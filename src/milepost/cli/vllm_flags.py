@@ -56,7 +56,7 @@ _DROPPED = _names(
     "language-model-only disable-custom-all-reduce disable-frontend-multiprocessing "
     "disable-hybrid-kv-cache-manager disable-cascade-attn enable-eplb enable-dbo numa-bind "
     "use-v2-block-manager multi-step-stream-outputs worker-use-ray engine-use-ray "
-    "exclude-tools-when-tool-choice-none enable-mfu-metrics disable-mm-preprocessor-cache "
+    "enable-mfu-metrics disable-mm-preprocessor-cache "
     "enable-flashinfer-autotune skip-mm-profiling use-tqdm-on-load disable-chunked-mm-input "
     "interleave-mm-strings kv-cache-metrics cudagraph-metrics enable-layerwise-nvtx-tracing "
     "scheduler-reserve-full-isl enable-ep-weight-filter aggregate-engine-logging "

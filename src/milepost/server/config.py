@@ -102,6 +102,9 @@ class ServerConfig:
     """File with the authorities that sign clients' certificates, which are then required."""
     tool_call_parser: ToolParser = "auto"
     """Format of the model's tool calls; `auto` detects it from the chat template."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Leave tools out of prompts of requests whose tool_choice is `none`, which then share nothing
+    with the conversation's other turns."""
     reasoning_parser: ReasoningParser = "auto"
     """Format of the model's reasoning; `auto` detects it from the chat template."""
     special_tokens_in_content: bool = False

@@ -58,7 +58,7 @@ async def _begin(
     service: Service, request: ChatRequest, http: Request, field: str, fits_max_tokens: bool
 ) -> ChatTurn:
     request = transfer.as_served(service, request)
-    tools = _tools(request)
+    tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
     params = parameters.of_chat(request, service.sampling_defaults)
     if service.reads_special_tokens(has_tools=bool(tools)):
         params = replace(params, skip_special_tokens=False)
@@ -129,7 +129,7 @@ async def render(
     """The conversation as the model reads it; one that is only counted may be too long for it."""
     return await service.render(
         for_template(request.messages),
-        tools=_tools(request),
+        tools=_shown_tools(service, request),
         documents=request.documents,
         template_kwargs=template_kwargs(service, request, http.scope),
         add_generation_prompt=request.add_generation_prompt is not False,
@@ -138,8 +138,12 @@ async def render(
     )
 
 
-def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    return None if request.tool_choice == "none" else tools_for_template(request.tools)
+def _shown_tools(service: Service, request: ChatRequest) -> list[dict[str, Any]] | None:
+    """Those that the prompt names: also where none may be called, since tools stand ahead of the
+    conversation, and without them nothing of it would be in the cache."""
+    if request.tool_choice == "none" and service.config.exclude_tools_when_tool_choice_none:
+        return None
+    return tools_for_template(request.tools)
 
 
 def template_kwargs(service: Service, request: ChatRequest, scope: Any) -> dict[str, Any]:
