@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from milepost.kernels import moe, norm
+from milepost.kernels.device import probe
 from milepost.kernels.quantised import (
     Quantised,
     mix,
@@ -72,6 +73,33 @@ def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], ro
     wide = hidden.new_zeros(num_tokens, weight.num_outputs + 8)
     assert triton.multiply_into(wide[:, :-8], hidden, weight, None, lets_next_start=True)
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="a kernel for Hopper",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [2, 5, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize(
+    ("shape", "group"),
+    [((12288, 2048), 128), ((2048, 4096), 128), ((200, 512), 256), ((4096, 12288), 12288)],
+)
+def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dtype) -> None:
+    """A token's result does not depend on how many others there are."""
+    from milepost.kernels.quantised import triton_hopper_nibble_rows
+
+    weight = to("cuda", make_int4(*shape, group=group))
+    hidden = make_rows(num_tokens, weight.num_inputs).cuda().to(dtype)
+    assert triton_hopper_nibble_rows.find_tiles(hidden, weight, probe(hidden.device))
+    nothing = torch.zeros(weight.num_outputs, device="cuda")
+    product = triton.multiply(hidden, weight, None, lets_next_start=True)
+    check(product, hidden, weight, nothing, bound=5e-3)
+    assert torch.equal(product[:2], triton.multiply(hidden[:2], weight, None, lets_next_start=True))
+    wide = hidden.new_full((num_tokens, weight.num_outputs + 8), float("nan"))
+    assert triton.multiply_into(wide[:, :-8], hidden, weight, None, lets_next_start=True)
+    check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
+    assert wide[:, -8:].isnan().all()
 
 
 ROW = {

@@ -30,6 +30,7 @@ from milepost.kernels.quantised.rounded import LINE, find
 from milepost.kernels.tiles import Tiles, cdiv, choose_split_k
 
 if TYPE_CHECKING:
+    from milepost.kernels.quantised.triton_hopper_nibble_rows import NibbleTiles
     from milepost.kernels.quantised.triton_hopper_rows import RowTiles
 
 _FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
@@ -169,12 +170,8 @@ def _multiply(
     first half of `hidden` [T, 2 * I] times the second."""
     split_k = len(output) if output.dim() == 3 else 1
     if cut := _cut_for_hopper(hidden, weight, bias, chip):
-        from milepost.kernels.quantised import triton_hopper_rows
-
-        assert isinstance(weight, Fp8), "the form that it multiplies"
-        rows, scales = _round_lines(hidden, weight, chip, is_gated=is_gated)
         cut = replace(cut, split_k=split_k)
-        triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip)
+        _multiply_rows(output, hidden, weight, cut, chip, is_gated=is_gated)
         return
     assert not is_gated, "of rows that Hopper's kernel takes"
     if _is_row(hidden, weight):
@@ -193,16 +190,40 @@ def _multiply(
 
 def _cut_for_hopper(
     hidden: Tensor, weight: Quantised, bias: Tensor | None, chip: Chip
-) -> RowTiles | None:
+) -> RowTiles | NibbleTiles | None:
     """How Hopper's own kernel cuts the product up; None where it does not do it."""
-    is_large = weight.num_outputs * weight.num_inputs >= _HOPPER_WEIGHTS
-    if _is_row(hidden, weight) or not is_large or isinstance(weight, Int4):
+    if _is_row(hidden, weight) or bias is not None or not runs_gluon(hidden):
         return None
-    if bias is not None or not runs_gluon(hidden):
+    if isinstance(weight, Int4):
+        from milepost.kernels.quantised import triton_hopper_nibble_rows
+
+        return triton_hopper_nibble_rows.find_tiles(hidden, weight, chip)
+    if weight.num_outputs * weight.num_inputs < _HOPPER_WEIGHTS:
         return None
     from milepost.kernels.quantised import triton_hopper_rows
 
     return triton_hopper_rows.find_tiles(len(hidden), weight, chip)
+
+
+def _multiply_rows(
+    output: Tensor,
+    hidden: Tensor,
+    weight: Quantised,
+    cut: RowTiles | NibbleTiles,
+    chip: Chip,
+    *,
+    is_gated: bool,
+) -> None:
+    """`_multiply` by Hopper's own kernels, cut up so."""
+    from milepost.kernels.quantised import triton_hopper_nibble_rows, triton_hopper_rows
+
+    if isinstance(cut, triton_hopper_nibble_rows.NibbleTiles):
+        assert isinstance(weight, Int4), "the form that is cut so"
+        triton_hopper_nibble_rows.multiply(hidden, weight, output, cut)
+        return
+    assert isinstance(weight, Fp8), "the form that is cut so"
+    rows, scales = _round_lines(hidden, weight, chip, is_gated=is_gated)
+    triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip)
 
 
 def _is_row(hidden: Tensor, weight: Quantised) -> bool:
