@@ -61,7 +61,8 @@ def test_gemm(num_tokens: int, name: str) -> None:
 )
 @pytest.mark.parametrize("num_tokens", [2, 16, 30, 64])
 @pytest.mark.parametrize(
-    ("shape", "rows"), [((12288, 2048), 128), ((2048, 4096), 128), ((200, 512), 1)]
+    ("shape", "rows"),
+    [((12288, 2048), 128), ((40960, 640), 128), ((2048, 4096), 128), ((200, 512), 1)],
 )
 def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], rows: int) -> None:
     monkeypatch.setattr(triton, "_HOPPER_WEIGHTS", 0)

@@ -2,10 +2,11 @@
 
 One warp has TMA bring steps of the weights, of the rows and of the rows' scales to shared memory,
 the weights while the kernels are under way that make and round the rows. Two groups of four warps
-multiply half of a tile's outputs each and do not wait for each other. The rows are the left
-operand, 64 of them whatever there are: memory is the limit, and so a thread has two rows' scales
-and one or two of the weights. A step is as deep as a block that shares a scale: its product is
-scaled and added up in float32.
+multiply half of a tile's outputs each and do not wait for each other. The left operand has a side
+of 64 whatever there is. Up to 32 rows it is the weights, so that no thread scales sums that are
+dropped; of more rows it is the rows, and so a thread has two rows' scales and one or two of the
+weights. A step is as deep as a block that shares a scale: its product is scaled and added up in
+float32.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials, D scales of a row.
 """
@@ -37,7 +38,7 @@ _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2
 _NARROWEST = 8
 """Outputs that a tile can be made wider by: rows of TMA's swizzle."""
 _MMA_M = 64
-"""Tokens that are multiplied at a time, the first of them the GEMM's."""
+"""Tokens that are the left operand, the first of them the GEMM's."""
 _REGISTERS = 80
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 104, 24
 _WIDE_STAGES, _SPLIT_STAGES = 8, 6
@@ -51,6 +52,11 @@ class RowTiles:
     block_m: int
     block_n: int
     split_k: int
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the weights are the left operand."""
+        return self.block_m < _MMA_M
 
     @property
     def mma_n(self) -> int:
@@ -102,11 +108,12 @@ def multiply(
         INPUTS=weight.num_inputs,
         OUTPUTS=weight.num_outputs,
         BLOCK_N=tiles.block_n,
-        MMA_M=_MMA_M,
+        MMA_M=tiles.block_m if tiles.is_swapped else _MMA_M,
         MMA_N=tiles.mma_n,
         BLOCK=BLOCK,
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
+        SWAPPED=tiles.is_swapped,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
@@ -133,6 +140,7 @@ def _gemm_kernel(
     BLOCK: gl.constexpr,
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
+    SWAPPED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -142,13 +150,15 @@ def _gemm_kernel(
     inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 1, 2)
     num_units = TILES * SPLIT_K
     let_next_start()
-    held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, MMA_M], row_scales.layout)
+    # TMA writes from whole lines of 128 bytes on.
+    HELD: gl.constexpr = max(MMA_M, 32)
+    held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, HELD], row_scales.layout)
     consumed = (scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars)
     produced = (rows, weight, num_units, inputs, weights, bars, row_scales, held)
     gl.warp_specialize(
         [
-            (_consume, (consumed, 0, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES)),
-            (_consume, (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES)),
+            (_consume, (consumed, 0, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED)),
+            (_consume, (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED)),
             (produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, 1)),
         ],
         [4, 1],
@@ -166,9 +176,9 @@ def _consume(
     STEPS: gl.constexpr,
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
+    SWAPPED: gl.constexpr,
 ):
-    """Multiply half of the outputs of what is loaded. The tokens are the left operand: a thread has
-    few of them, whose scales it keeps, and the outputs have one or two scales."""
+    """Multiply half of the outputs of what is loaded. They have one or two scales."""
     scales, output, num_tokens, output_stride, num_units = consumed[:5]
     inputs, held, weights, bars = consumed[5:]
     MMA_M: gl.constexpr = inputs.type.shape[1]
@@ -176,8 +186,12 @@ def _consume(
     BLOCK: gl.constexpr = inputs.type.shape[2]
     DEPTHS: gl.constexpr = STEPS * SPLIT_K
     LAST: gl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK - 1
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    own = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, RESULT))
+    # Outputs are the rows of what comes of it where it is SWAPPED, else the columns.
+    ROWS: gl.constexpr = WIDTH if SWAPPED else MMA_M
+    COLUMNS: gl.constexpr = MMA_M if SWAPPED else WIDTH
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    ACROSS: gl.constexpr = 1 if SWAPPED else 0
+    own = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(ACROSS, RESULT)), ACROSS)
     number = 0
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
         depth = unit // TILES * STEPS
@@ -186,46 +200,52 @@ def _consume(
         p_first = scales + gl.minimum(column // BLOCK, LAST) * DEPTHS
         p_second = scales + gl.minimum(column // BLOCK + 1, LAST) * DEPTHS
         first, second = gl.load(p_first + depth), gl.load(p_second + depth)
-        result = gl.zeros([MMA_M, WIDTH], gl.float32, layout=RESULT)
+        result = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
         for step in range(STEPS):
             ahead = gl.minimum(depth + step + 1, DEPTHS - 1)
             next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
             stage = number % STAGES
             mbarrier.wait(bars.index(stage), number // STAGES & 1)
-            product = gl.zeros([MMA_M, WIDTH], gl.float32, layout=RESULT)
-            right = weights.index(stage).slice(PART * WIDTH, WIDTH).permute((1, 0))
-            product = warpgroup_mma(
-                inputs.index(stage), right, product, use_acc=False, is_async=True
-            )
+            product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
+            left, right = weights.index(stage).slice(PART * WIDTH, WIDTH), inputs.index(stage)
+            if not SWAPPED:
+                left, right = right, left
+            right = right.permute((1, 0))
+            product = warpgroup_mma(left, right, product, use_acc=False, is_async=True)
+            if SWAPPED:
+                row_scale = held.index(stage).slice(0, MMA_M, 1).load(RESULT)
+            else:
+                row_scale = held.index(stage).permute((1, 0)).load(RESULT)
             scale = gl.where(is_first, first, second)
-            row_scale = held.index(stage).permute((1, 0)).load(RESULT)
             product = warpgroup_mma_wait(0, [product])
             mbarrier.arrive(bars.index(STAGES + stage), count=1)
-            result += product * (row_scale * scale[None, :])
+            result += product * (row_scale * scale)
             first, second = next_first, next_second
             number += 1
         values = result.to(output.dtype.element_ty)
-        _store(output, values, unit, PART, num_tokens, output_stride, OUTPUTS, BLOCK_N, TILES)
+        inside = PART * WIDTH + own
+        place = unit // TILES, unit % TILES * BLOCK_N
+        _store(output, values, place, inside, num_tokens, output_stride, OUTPUTS, BLOCK_N, ACROSS)
 
 
 @gluon.jit
 def _store(
     output,
     values,
-    unit,
-    PART: gl.constexpr,
+    place,
+    inside,
     num_tokens,
     stride,
     OUTPUTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    TILES: gl.constexpr,
+    ACROSS: gl.constexpr,
 ):
-    """A half of a unit's results [MMA_M, WIDTH] to `output` [splits, tokens, OUTPUTS]."""
-    WIDTH: gl.constexpr = values.shape[1]
-    STORED: gl.constexpr = values.type.layout
-    inside = PART * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))[None, :]
-    column = unit % TILES * BLOCK_N + inside
-    row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, STORED))[:, None]
-    target = output + (unit // TILES * num_tokens + row) * stride + column
+    """A half of a unit's results to `output` [splits, tokens, OUTPUTS]: of outputs that are
+    `inside` its tile, and tokens ACROSS them."""
+    split, first = place
+    TOKENS: gl.constexpr = gl.SliceLayout(1 - ACROSS, values.type.layout)
+    row = gl.expand_dims(gl.arange(0, values.shape[ACROSS], layout=TOKENS), 1 - ACROSS)
+    column = first + inside
+    target = output + (split * num_tokens + row) * stride + column
     is_column = (inside < BLOCK_N) & (column < OUTPUTS)
     gl.store(target, values, mask=is_column & (row < num_tokens))
