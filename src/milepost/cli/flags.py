@@ -7,6 +7,7 @@ So a default or a description stands in one place, and a new field is a new flag
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -102,7 +103,8 @@ def one_model(behind_command: str | None, flag: str | None) -> str | None:
     return flag if behind_command is None else behind_command
 
 
-def field_docs(config: type) -> dict[str, str]:
+@functools.cache
+def field_docs(config: type) -> Mapping[str, str]:
     """The string under each field of a dataclass, as one paragraph."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(body, ast.ClassDef)
