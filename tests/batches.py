@@ -52,7 +52,9 @@ class Pools:
     conv_states: dict[int, Tensor] = field(default_factory=dict)
     carried: Carried | None = None
 
-    def context(self, parts: list[Part], num_decodes: int = 0) -> Context:
+    def context(
+        self, parts: list[Part], num_decodes: int = 0, *, only_ends: bool = False
+    ) -> Context:
         """The context of a step with these sequences, of which the first `num_decodes` decode."""
         page_rows = rows_per_page(next(iter(self.kv.values()))) if self.kv else 0
         batch = build_batch(parts, self.page_size, page_rows, num_decodes)
@@ -65,6 +67,7 @@ class Pools:
             states=self.states,
             conv_states=self.conv_states,
             carried=self.carried,
+            only_ends=only_ends,
         )
 
 
@@ -168,8 +171,9 @@ def _arrays(batch: Batch, layouts: dict[Operation, object]) -> StepArrays:
         slot_in=batch.slot_in,
         slot_out=batch.slot_out,
         num_real=nothing,
-        last_tokens=nothing,
+        last_tokens=batch.lengths.cumsum() - 1,
         sources=nothing,
+        num_sampled=nothing,
         layouts=layouts,
         decodes=batch.num_decodes == len(batch.starts),
     )

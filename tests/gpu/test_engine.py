@@ -201,13 +201,14 @@ def test_a_graph_returns_the_bits_of_its_kernels(tiny, dtype, monkeypatch):
         if not capacity.decodes:
             ours = outcome.logits.clone()
             step, batch = built[-1]
+            own = slice(int(step.num_sampled[0]))  # rows behind are padding, and hold anything
             layouts = arrays.lay_out(batch, executor._geometry.operations)
             step = replace(step, layouts=layouts)
             executor._staging.send(step)
             views = executor._staging.views(step)
-            plain = executor._run(views, num_rows=capacity.num_sampled)
+            plain = executor._run(capacity, views)
             size = capacity.num_tokens, capacity.num_sequences
-            compared.append((*size, torch.equal(ours, plain.logits)))
+            compared.append((*size, torch.equal(ours[own], plain.logits[own])))
         return outcome
 
     monkeypatch.setattr(arrays, "begin", lambda *a, **k: built.append(begin(*a, **k)) or built[-1])
@@ -274,11 +275,12 @@ def test_one_memory_gives_the_logits_of_two_pools(wide, dtype, pages_each, seen)
 
 
 def test_sampled_answers_repeat(tiny):
-    llm = _open(tiny, "bfloat16")
+    """Behind a hit, too; in bfloat16 one first token in thirty is another by rounding alone."""
+    llm = _open(tiny, "float32")
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=5, max_tokens=12)
     first, second = (ask(llm, tokens(80), params=params)[0].outputs[0] for _ in range(2))
     assert len(first.token_ids) == 12
-    assert first.token_ids[0] == second.token_ids[0]
+    assert first.token_ids == second.token_ids
 
 
 def test_penalties_count_tokens_that_the_host_does_not_know(tiny):

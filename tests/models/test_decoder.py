@@ -17,7 +17,7 @@ from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
 from milepost.models.decoder import Decoder, DecoderParts
-from tests.batches import Part, build_pools
+from tests.batches import Part, Pools, build_pools
 from tests.numbers import relative_error
 
 SIZE = 16
@@ -85,6 +85,40 @@ def test_mixers_side_by_side_and_layers_without_one() -> None:
     whole = run(model, 90)
     assert relative_error(run(model, 37, 64, 89, 90), whole) < 1e-12
     assert whole.std() > 0.1
+
+
+def attention(name: str) -> Block:
+    return Block(Attention(ATTENTION, KIND.under(name), rotary=None), pre=norm(f"{name}.pre"))
+
+
+def gated_delta(name: str) -> Block:
+    return Block(GatedDelta(GATED_DELTA, KIND.under(name), SEPARATE), pre=norm(f"{name}.pre"))
+
+
+def mlp(name: str) -> Block:
+    return Block(MLP(SIZE, 24, KIND.under(name)), pre=norm(f"{name}.pre"))
+
+
+@pytest.mark.parametrize("last", [attention, gated_delta, both])
+def test_only_rows_that_are_sampled_go_on_behind_the_last_cache(last) -> None:
+    model = decoder(Layer(gated_delta("first"), mlp("second")), Layer(last("third"), mlp("fourth")))
+    parts = [
+        Part(pages=[5, 2, 9, 4], start=0, length=50, slot_in=0, slot_out=3, exports={32: 4}),
+        Part(pages=[7, 1], start=0, length=1, slot_in=0, slot_out=1),
+        Part(pages=[3, 6], start=0, length=17, slot_in=0, slot_out=2),
+    ]
+    tokens, ends = torch.arange(68) * 7 % 31, [49, 50, 67]
+    pools, same = (build_pools(model, page_size=16) for _ in range(2))
+    expected = model(tokens, pools.context(parts))[ends]
+    found = model(tokens, same.context(parts, only_ends=True))
+    assert relative_error(found, expected) < 1e-12
+    for mine, other in zip(contents(same), contents(pools), strict=True):
+        assert torch.equal(mine.nan_to_num(), other.nan_to_num())
+
+
+def contents(pools: Pools) -> list[Tensor]:
+    states = pools.states.values()
+    return [*pools.kv.values(), *(each for s in states for each in (s.conv, s.recurrent))]
 
 
 def test_a_block_in_two_layers_has_one_set_of_weights_and_two_caches() -> None:

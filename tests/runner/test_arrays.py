@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from milepost.cache.placement import Kind
 from milepost.cache.plans import Export
 from milepost.kernels.attention import AttentionOperation
+from milepost.kernels.attention.tiles import END, FIRST, POSITION, ROW, TOKENS
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import GatedDeltaOperation
@@ -25,9 +26,10 @@ from milepost.runner.tables import HostTables
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 ATTENTION = AttentionOperation(num_heads=8, num_kv_heads=2, head_dim=128)
+ENDING = replace(ATTENTION, only_ends=True)
 GATED_DELTA = GatedDeltaOperation(conv_width=4)
 GEOMETRY = Geometry(
-    operations=(ATTENTION, GATED_DELTA),
+    operations=(ATTENTION, ENDING, GATED_DELTA),
     page_size=64,
     page_rows=1000,
     device=torch.device("cpu"),
@@ -134,6 +136,37 @@ def test_tokens_positions_and_kv_rows(tables):
     assert step.slot_out.tolist() == [3, 2]
     assert step.last_tokens.tolist() == [0, 0]
     assert step.num_real.tolist() == [plan.num_tokens]
+
+
+def test_behind_the_last_cache_only_those_that_are_sampled_attend(tables):
+    plan = steps(
+        sequence(70, [5], 3),
+        sequence(62, [7, 8, 9, 6], 2, samples=False),
+        sequence(130, [1] * 40, 4),
+    )
+    tables.update(plan)
+    step = build(plan, tables, GEOMETRY, exact_capacity(plan))
+    layout, rows = step.layouts[ENDING], tables.places(plan.sequences)
+    found = [
+        (int(item[FIRST]), int(item[TOKENS]), int(item[ROW]), int(item[POSITION]), int(item[END]))
+        for item in layout.narrow
+    ]
+    assert sorted(found) == [(0, 1, rows[0], 70, 71), (1, 1, rows[2], 169, 170)]
+    assert not len(layout.wide)
+    assert step.num_sampled.tolist() == [2]
+    assert step.last_tokens.tolist()[:2] == [0, 44]
+
+
+def test_decodes_have_no_ends_of_their_own(tables):
+    plan = steps(sequence(70, [5], 3), sequence(62, [7], 2))
+    tables.update(plan)
+    assert build(plan, tables, GEOMETRY, exact_capacity(plan)).layouts[ENDING] is None
+    drafted = steps(drafting(1, 2), sequence(0, [1] * 30, 4))
+    tables.update(drafted)
+    records = RecordRows(4)
+    records.follow(drafted)
+    step = build(drafted, tables, GEOMETRY, exact_capacity(drafted), records=records)
+    assert step.layouts[ENDING] is None
 
 
 def test_padding_names_nothing(tables):

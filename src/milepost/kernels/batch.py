@@ -18,7 +18,7 @@ Legend: S sequences, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,6 +47,12 @@ class Capacity:
     """Of a decoding sequence, at most; with more than 0 the step may verify."""
     is_exact: bool = False
     """It is one step's own: what depends on contents need not be padded."""
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether behind most tokens nothing is sampled: they have nothing to do once their KV and
+        states are written."""
+        return not self.decodes and not self.num_drafts
 
     @property
     def num_sampled(self) -> int:
@@ -87,9 +93,37 @@ class Batch:
     chip: Chip | None
     """None where the reference kernels run."""
     has_float8_kv: bool = False
+    samples: Ints | None = None
+    """[S] whether something is sampled behind each sequence's last token; None where all do."""
     recorded: Ints | None = None
     """[S] how many drafts of its last step each sequence has taken since, -1 where it had none; of
     states beside pages, which have no fold. None where nothing is drafted."""
+
+    def ends(self) -> Batch:
+        """The last tokens of the sequences that sample, as if each were a decode of its own whose
+        KV is written already; states and records are left out."""
+        own = slice(None) if self.samples is None else self.samples.nonzero()[0]
+        lasts = (self.starts + self.lengths - 1)[own]
+        nothing = np.zeros_like(lasts)
+        num = self.capacity.num_sampled
+        return replace(
+            self,
+            starts=lasts,
+            lengths=nothing + 1,
+            num_decodes=len(lasts),
+            folds=nothing,
+            record_rows=nothing - 1,
+            rows=self.rows[own],
+            kv_rows=nothing - 1,
+            slot_in=nothing,
+            slot_out=nothing,
+            exports=(),
+            capacity=replace(
+                self.capacity, num_tokens=num, num_sequences=num, num_exports=0, decodes=True
+            ),
+            samples=None,
+            recorded=None,
+        )
 
     @property
     def verifies(self) -> bool:

@@ -124,11 +124,39 @@ class Attention(nn.Module):
             first_row=shapes.first_row,
         )
 
+    @cached_property
+    def ending(self) -> AttentionOperation:
+        """What `run_ends` needs laid out besides."""
+        return replace(self.operation, only_ends=True)
+
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
-        layout, shapes = ctx.step.layouts[self.operation], self.shapes
+        layout = ctx.step.layouts[self.operation]
         query, projected = self._prepare(hidden, ctx, number, layout)
-        gate = projected[:, -self.gate_size :] if self.gate_size else None
+        return self._attend(query, self._gate(projected), ctx, number, layout)
+
+    def run_ends(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+        """The output of the rows that are sampled behind, or partials of it; KV is written of
+        all."""
+        step = ctx.step
+        query, projected = self._prepare(hidden, ctx, number, step.layouts[self.operation])
+        gate = self._gate(projected)
+        gate = None if gate is None else gate[step.last_tokens]
+        layout = step.layouts[self.ending]
+        return self._attend(query[step.last_tokens], gate, ctx, number, layout)
+
+    def _gate(self, projected: Tensor) -> Tensor | None:
+        return projected[:, -self.gate_size :] if self.gate_size else None
+
+    def _attend(
+        self,
+        query: Tensor,
+        gate: Tensor | None,
+        ctx: Context,
+        number: int,
+        layout: AttentionLayout,
+    ) -> Tensor:
+        shapes = self.shapes
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
         pages = ctx.kv[number], ctx.tables
         return self.out.partials(

@@ -8,7 +8,7 @@ Legend: T tokens of the step, S sequences, R tokens behind which is sampled, eac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -124,6 +124,8 @@ class StepArrays:
     """[S] int64, where a step ahead finds its tokens in the one before."""
     layouts: Mapping[Operation, Any]
     """What each operation of the model has laid out."""
+    num_sampled: Any
+    """[1] int32, tokens behind which is sampled."""
     decodes: bool
     """Every sequence decodes."""
 
@@ -148,8 +150,14 @@ class Context:
     conv_records: Mapping[int, Tensor] = field(default_factory=dict)
     """Number of a mixer -> inputs [rows, num_recorded, channels] of the drafts that its states
     beside pages may have to take in; none where nothing is drafted."""
+    only_ends: bool = False
+    """Behind the last layer that has a cache, only rows behind which is sampled go on."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Rotary embedding -> cosines and sines of the step's positions; the model's to fill."""
+
+    def at_ends(self) -> Context:
+        """For the rows [R, C] that go on where only ends do; their layers have no cache."""
+        return replace(self, step=replace(self.step, num_real=self.step.num_sampled))
 
     @property
     def num_real(self) -> Tensor | None:

@@ -5,7 +5,7 @@ Legend: T tokens, C hidden size, P split-K partials.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -41,6 +41,20 @@ class Part(Protocol):
         ...
 
 
+@runtime_checkable
+class EndingPart(Protocol):
+    """A part that has less to do where only rows go on behind which is sampled."""
+
+    @property
+    def ending(self) -> Operation:
+        """What it needs laid out for that besides."""
+        ...
+
+    def run_ends(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+        """As `run`, but the output [R, C] of those rows."""
+        ...
+
+
 class Block(nn.Module):
     """One addition to the residual stream: a norm before it, parts side by side, a norm after it.
 
@@ -62,10 +76,17 @@ class Block(nn.Module):
         )
 
     def run(
-        self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: tuple[int, ...]
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        ctx: Context,
+        numbers: tuple[int, ...],
+        *,
+        ends: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream [T, C] with `delta` [T, C], or partials of it, added; and what is to
-        be added next, which the norm that follows does for less than a pass of its own costs."""
+        be added next, which the norm that follows does for less than a pass of its own costs.
+        Where it `ends`, the rows of both are those behind which is sampled."""
         if self.pre is not None:
             first = self._begin(hidden) if len(hidden) == 1 else None
             hidden, normed = self.pre.add(hidden, delta, rounds=self._rounds, first=first)
@@ -74,14 +95,23 @@ class Block(nn.Module):
                 hidden = (hidden + self._whole(delta)).to(hidden.dtype)
             normed = hidden
         outputs = [
-            part.run(normed, ctx, number) for part, number in zip(self.parts, numbers, strict=True)
+            self._run(part, normed, ctx, number, ends=ends)
+            for part, number in zip(self.parts, numbers, strict=True)
         ]
+        if ends:
+            hidden = hidden[ctx.step.last_tokens]
         added = outputs[0] if len(outputs) == 1 else sum(map(_add_up, outputs))
         if not self._ranks.is_alone and added.dim() == 2:
             added = added[:, None]
         if self.post is not None:
             added = self.post(self._whole(added))
         return hidden, added
+
+    def _run(self, part: Part, normed: Tensor, ctx: Context, number: int, *, ends: bool) -> Tensor:
+        if ends and isinstance(part, EndingPart):
+            return part.run_ends(normed, ctx, number)
+        output = part.run(normed, ctx, number)
+        return output[ctx.step.last_tokens] if ends else output
 
     def _begin(self, hidden: Tensor) -> Begun | None:
         """A small product that the first part begins with."""

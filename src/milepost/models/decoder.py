@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.batch import Operation
+from milepost.kernels.batch import Capacity, Operation
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.embedding import embed
 from milepost.layers.linear import Linear
@@ -23,7 +23,7 @@ from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.parts import Layer
+from milepost.layers.parts import Block, EndingPart, Layer
 from milepost.layers.placements import (
     FLOATS,
     Holder,
@@ -100,7 +100,16 @@ class Decoder(nn.Module):
         """Cache of each mixer, by its number."""
         own = [part for layer in parts.layers for block in layer.blocks for part in block.parts]
         own += [self.mtp] if self.mtp is not None else []
-        self.operations: tuple[Operation, ...] = _once(part.operation for part in own)
+        self._last = _last_with_cache(parts.layers)
+        self.ending: tuple[Operation, ...] = ()
+        """What steps of which only ends go on need laid out besides."""
+        if self._last is not None and self.mtp is None:
+            lasts = self._last[1].parts
+            self.ending = _once(part.ending for part in lasts if isinstance(part, EndingPart))
+        self.operations: tuple[Operation, ...] = (
+            *_once(part.operation for part in own),
+            *self.ending,
+        )
         """Each kind of work that mixers do, once."""
         self._rotaries = _once(part.rotary for part in own)
 
@@ -108,6 +117,11 @@ class Decoder(nn.Module):
     def num_positions(self) -> int:
         """Longest sequence, in tokens, that the model's positions reach."""
         return num_positions(self.config)
+
+    def ends_early(self, capacity: Capacity) -> bool:
+        """Whether such a step needs `forward` to return only the rows behind which is sampled, if
+        it scores no prompt; a head takes in all."""
+        return self.mtp is None and capacity.ends_early
 
     @property
     def carried_size(self) -> int:
@@ -127,8 +141,9 @@ class Decoder(nn.Module):
         return tuple(dict.fromkeys(type(part).__name__ for part in without))
 
     def one_of_each_kind(self) -> list[Layer]:
-        """Layers that together launch all kernels that the model does."""
-        return list({layer.kind: layer for layer in self.layers}.values())
+        """Layers that together launch all kernels that the model does, the last one last."""
+        found = {layer.kind: index for index, layer in enumerate(self.layers)}
+        return [self.layers[index] for index in sorted(found.values())]
 
     @torch.inference_mode()
     def forward(
@@ -141,7 +156,8 @@ class Decoder(nn.Module):
         """Hidden states [T, C] of `token_ids` [T]; writes the pages and slots that `ctx` names.
 
         The head takes the tokens in, if there is one. With `layers`, of a model that has no others.
-        Calls `before` before each layer with how many there have been.
+        Calls `before` before each layer with how many there have been. Where `ctx.only_ends`, those
+        [R, C] of the step's `last_tokens` alone.
         """
         self._turn(ctx)
         hidden, delta = self._embed(token_ids), None
@@ -149,9 +165,12 @@ class Decoder(nn.Module):
             if before is not None:
                 before(index)
             for block, numbers in zip(layer.blocks, layer.numbers, strict=True):
-                hidden, delta = block.run(hidden, delta, ctx, numbers)
+                ends = ctx.only_ends and (layer, block) == self._last
+                hidden, delta = block.run(hidden, delta, ctx, numbers, ends=ends)
+                ctx = ctx.at_ends() if ends else ctx
         hidden = self.norm.add(hidden, delta)[1]
         if self.mtp is not None:
+            assert not ctx.only_ends, "a head takes in every token"
             self.mtp.note(token_ids, self.embedding, hidden, ctx)
         return hidden
 
@@ -224,6 +243,12 @@ class Decoder(nn.Module):
         for module in self.modules():
             if module is not self and isinstance(module, Holder):
                 yield module
+
+
+def _last_with_cache(layers: list[Layer]) -> tuple[Layer, Block] | None:
+    blocks = ((layer, block) for layer in reversed(layers) for block in reversed(layer.blocks))
+    has_cache = (each for each in blocks if any(part.spec for part in each[1].parts))
+    return next(has_cache, None)
 
 
 def _once(values: Iterable[Operation | None]) -> tuple[Operation, ...]:

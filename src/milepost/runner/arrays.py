@@ -89,6 +89,7 @@ def begin(
         num_real=np.array([len(positions)], np.int32),
         last_tokens=padded(spread.sampled, capacity.num_sampled, 0, np.int64),
         sources=padded(sources, num_sequences, 0, np.int64),
+        num_sampled=np.array([len(spread.sampled)], np.int32),
         layouts={},
         decodes=capacity.decodes,
     )
@@ -163,6 +164,7 @@ def _batch(
         num_decodes=plan.num_decodes,
         folds=columns.folds,
         record_rows=_record_rows(sequences, records),
+        samples=columns.samples,
         recorded=None if records is None else np.array(records.recorded(sequences), np.int64),
         rows=rows,
         kv_rows=kv_rows,

@@ -131,8 +131,9 @@ class DeviceExecutor:
         scores: list[PromptScores] = []
         if outcome is None:
             assert views is not None
-            hidden = self._forward(views)
-            outcome = self._outcome(hidden, views, len(numbers))
+            only_ends = self.model.ends_early(capacity) and not wants_scores(plan)
+            hidden = self._forward(views, only_ends=only_ends)
+            outcome = self._outcome(hidden, views, len(numbers), only_ends=only_ends)
             scores = score_prompts(plan, hidden, self.model.compute_logits)
         if not numbers:
             return Flight(plan=plan, numbers=numbers, prompt_scores=scores)
@@ -202,7 +203,7 @@ class DeviceExecutor:
         layers = self.model.one_of_each_kind()
         with compiling_only(probe(self._pools.device)):
             for capacity in capacities:
-                self._run(self._padding(capacity), num_rows=capacity.num_sampled, layers=layers)
+                self._run(capacity, self._padding(capacity), layers=layers)
             self._sampler.rehearse(self.model.dtype)
 
     def capture(self, capacities: Sequence[Capacity]) -> None:
@@ -211,8 +212,7 @@ class DeviceExecutor:
             views, is_cut = self._padding(capacity), self._pieces.cut(capacity)
 
             def run(cut: Cut, views=views, capacity=capacity, is_cut=is_cut) -> Outcome:
-                own = cut if is_cut else None
-                return self._run(views, own, num_rows=capacity.num_sampled)
+                return self._run(capacity, views, cut if is_cut else None)
 
             self._graphs.capture(capacity, run)
         if self._drafting is not None and self._num_drafts:
@@ -224,7 +224,7 @@ class DeviceExecutor:
         device = self._pools.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        self._run(self._padding(capacity), num_rows=capacity.num_sampled)
+        self._run(capacity, self._padding(capacity))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(device) - before
 
@@ -244,18 +244,25 @@ class DeviceExecutor:
     @torch.inference_mode()
     def _run(
         self,
+        capacity: Capacity,
         step: StepArrays,
         cut: Cut | None = None,
         *,
-        num_rows: int,
         layers: Sequence[Layer] | None = None,
     ) -> Outcome:
-        return self._outcome(self._forward(step, layers, cut), step, num_rows)
+        only_ends = self.model.ends_early(capacity)
+        hidden = self._forward(step, layers, cut, only_ends=only_ends)
+        return self._outcome(hidden, step, capacity.num_sampled, only_ends=only_ends)
 
     def _forward(
-        self, step: StepArrays, layers: Sequence[Layer] | None = None, cut: Cut | None = None
+        self,
+        step: StepArrays,
+        layers: Sequence[Layer] | None = None,
+        cut: Cut | None = None,
+        *,
+        only_ends: bool,
     ) -> Tensor:
-        """Hidden states [T, features] of the step's tokens."""
+        """Hidden states [T, features] of the step's tokens, or of those behind which is sampled."""
         context = Context(
             step=step,
             tables=self._tables.on_device,
@@ -264,6 +271,7 @@ class DeviceExecutor:
             conv_states=self._pools.conv_states,
             carried=self._pools.carried,
             conv_records=self._pools.conv_records,
+            only_ends=only_ends,
         )
 
         def before(index: int) -> None:
@@ -272,8 +280,10 @@ class DeviceExecutor:
 
         return self.model.forward(step.token_ids, context, layers, before)
 
-    def _outcome(self, hidden: Tensor, step: StepArrays, num_rows: int) -> Outcome:
-        own = hidden[step.last_tokens[:num_rows]]
+    def _outcome(
+        self, hidden: Tensor, step: StepArrays, num_rows: int, *, only_ends: bool
+    ) -> Outcome:
+        own = hidden[:num_rows] if only_ends else hidden[step.last_tokens[:num_rows]]
         logits = self.model.compute_logits(own)
         return Outcome(logits=logits, hidden=own, best=argmax(logits))
 

@@ -266,6 +266,7 @@ class DeviceDrafting:
             num_real=arrays.num_real,
             last_tokens=nothing,
             sources=nothing,
+            num_sampled=nothing,
             layouts={self._operation: _moved(arrays.items, positions, arrays.reach)},
             decodes=True,
         )

@@ -20,6 +20,7 @@ class Pieces:
         self.num_first = next((index for index, found in enumerate(own) if found), 0)
         """Layers of the first piece; 0: there is one piece."""
         late = {operation for found in own for operation in found}
+        late.update(model.ending)
         self.first = tuple(each for each in model.operations if each not in late)
         """Operations that are laid out for the first piece."""
         self.second = tuple(each for each in model.operations if each in late)

@@ -12,7 +12,7 @@ from milepost.runner.drafting import Drafting, beginnings
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import exact_capacity
 from milepost.runner.pools import Pools
-from milepost.runner.prompt_scores import score_prompts
+from milepost.runner.prompt_scores import score_prompts, wants_scores
 from milepost.runner.records import RecordRows
 from milepost.runner.sampling import SamplingRow, choose
 from milepost.runner.staging import on_device
@@ -55,6 +55,9 @@ class PlainExecutor:
             places = before.places(plan)
             if places:
                 step.token_ids[: len(places)] = before.token_ids[places]
+        numbers = plan.sampled_numbers
+        is_even = len(numbers) == capacity.num_sampled  # rows are as many as are laid out
+        only_ends = is_even and self.model.ends_early(capacity) and not wants_scores(plan)
         context = Context(
             step=step,
             tables=None,
@@ -63,13 +66,13 @@ class PlainExecutor:
             conv_states=self._pools.conv_states,
             carried=self._pools.carried,
             conv_records=self._pools.conv_records,
+            only_ends=only_ends,
         )
         hidden = self.model.forward(step.token_ids, context)
         scores = score_prompts(plan, hidden, self.model.compute_logits)
-        numbers = plan.sampled_numbers
         if not numbers:
             return Flight(plan=plan, numbers=numbers, prompt_scores=scores)
-        own = hidden[step.last_tokens[: len(numbers)]]
+        own = hidden if only_ends else hidden[step.last_tokens[: len(numbers)]]
         return Flight(
             plan=plan,
             numbers=numbers,

@@ -73,9 +73,15 @@ class AttentionOperation:
     norm: HeadNorm = "each"
     first_row: int = 0
     """KV before this position is not attended to."""
+    only_ends: bool = False
+    """Only the tokens behind which a prefill samples attend."""
 
-    def lay_out(self, batch: Batch) -> AttentionLayout:
+    def lay_out(self, batch: Batch) -> AttentionLayout | None:
         """Items for the fused kernels, or rows for the reference."""
+        if self.only_ends:
+            if not batch.capacity.ends_early:
+                return None
+            batch = batch.ends()
         if batch.chip is None:
             return reference.lay_out(batch, self.first_row)
         max_dequantised = _max_dequantised(batch)
