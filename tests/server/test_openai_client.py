@@ -171,6 +171,7 @@ def test_stop_token_ends_the_answer(client):
         ({"best_of": 3}, 400, "best_of"),
         ({"suffix": "end"}, 400, "suffix"),
         ({"seed": -(2**63) - 1}, 400, "seed"),
+        ({"extra_body": {"top_k": 2**63}}, 400, "top_k"),
         ({"extra_body": {"use_beam_search": True}}, 400, "use_beam_search"),
         ({"extra_body": {"cache_marks": [99999]}}, 400, "prompt"),
         ({"model": "gpt-9"}, 404, "model"),

@@ -16,6 +16,7 @@ MAX_PARTS = 8192
 T = TypeVar("T")
 Many = Annotated[list[T], STOP_AT_FIRST]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Int64 = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 MAX_STOP_LEN = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]

@@ -15,6 +15,7 @@ from milepost.server.parts import (
     MAX_INT,
     Body,
     Count,
+    Int64,
     Many,
     Message,
     NamedToolChoice,
@@ -47,11 +48,11 @@ class Sampling(Body):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     stop: StopText | Annotated[Many[StopText], Field(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    seed: Int64 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

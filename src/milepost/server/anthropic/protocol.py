@@ -12,6 +12,7 @@ from milepost.server.parts import (
     Body,
     CacheControl,
     Count,
+    Int64,
     Many,
     StopText,
     only,
@@ -124,7 +125,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None

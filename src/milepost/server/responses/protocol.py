@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from milepost.server.parts import MAX_INT, MAX_PARTS, Body, Count, Many, only
+from milepost.server.parts import MAX_INT, MAX_PARTS, Body, Count, Int64, Many, only
 from milepost.server.protocol import MAX_MESSAGES
 
 
@@ -138,7 +138,7 @@ class ResponsesRequest(Body):
     """Counts the calls of tools that a server runs; none are run here."""
 
     # As in chat.
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
