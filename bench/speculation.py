@@ -8,7 +8,7 @@ they are to be equal.
 `loop`: an agent that quotes its input, on the embedded model, with `suffix`. `unlike`: texts that
 repeat nothing, likewise. `long`: answers of 4,000 tokens are those without, whoever drafts.
 `synthetic`: decoding with drafts accepted at 0.8, 0.65 and 0.5. `zero`: with drafts that are never
-accepted, adaptive. These two draft nothing real, so they measure the steps that judge, not what
+accepted, adaptive. These two draft nothing real, so they measure the steps that verify, not what
 drafting takes. `chats`: seconds of engine.py's chats, with the passes of a head whose drafts are
 accepted like that. Dummy weights, any model; `chats` one that may have a head.
 """
@@ -142,7 +142,7 @@ def compare(llm: LLM, run: Run, turns: int, *, equal: bool, less: Run | None = N
         **row,
         "ratio": rows.paired_ratio(seconds["plain"], seconds["drafts"]),
         "own_ratio": rows.paired_ratio(own_seconds["plain"], own_seconds["drafts"]),
-        "judged": stats.num_draft_tokens,
+        "verified": stats.num_draft_tokens,
         "accepted": stats.num_accepted_tokens,
         "by_position": stats.num_accepted_by_position,
     }

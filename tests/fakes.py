@@ -81,7 +81,7 @@ class FakeRunner:
         """The state that lies beside a page."""
         self.tables: dict[int, list[int]] = {}
         self.records: dict[int, list[bytes]] = {}
-        """What the last step that judged drafts has computed, token by token."""
+        """What the last step that verified drafts has computed, token by token."""
         self._history: dict[Request, list[bytes]] = {}
         self.slots: dict[int, bytes] = {ZERO_SLOT: EMPTY}
         self.positions: dict[int, int] = {ZERO_SLOT: 0}
@@ -189,7 +189,7 @@ class FakeRunner:
             folded = self.records[sequence.number][: sequence.fold]
             assert folded == history[begin + 1 : sequence.start + 1], "folds what was computed"
         if sequence.num_drafts:
-            return self._judge(sequence, history)
+            return self._verify(sequence, history)
         for position in range(max(sequence.start, sequence.write_from), sequence.end):
             page = self.tables[sequence.number][position // self.page_size]
             self._page(page)[position % self.page_size] = history[position + 1]
@@ -202,7 +202,7 @@ class FakeRunner:
         self._check_kv(sequence, history, sequence.end)
         return [next_token(history[sequence.end], self.vocab_size)]
 
-    def _judge(self, sequence: SequencePlan, history: list[bytes]) -> list[int]:
+    def _verify(self, sequence: SequencePlan, history: list[bytes]) -> list[int]:
         """Compute the last token and drafts: their KV is written, the state stays before them."""
         tokens = memoryview(sequence.tokens).cast("I").tolist()
         assert len(history) == sequence.start + 2, "drafts stand behind the chain's last token"

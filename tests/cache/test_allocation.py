@@ -67,12 +67,12 @@ def test_a_state_that_was_taken_over_is_not_lost_with_a_request_that_never_ran(n
     assert cache.match(cache.chain(range(60))).state_length == num_known
 
 
-def judge(cache, allocation, drafts, num_accepted):
+def verify(cache, allocation, drafts, num_accepted):
     """A step that computes the last token and drafts, of which some are the answer's."""
     start, fold = allocation.committed, allocation.num_unfolded
     assert cache.extend(allocation, start + 1 + len(drafts))
     cache.take_exports(allocation, start + 1, num_drafts=len(drafts))
-    assert allocation.is_judging
+    assert allocation.is_verifying
     check(cache)
     for token in drafts[:num_accepted]:
         allocation.chain.extend((token,))
@@ -85,10 +85,10 @@ def test_a_state_stays_before_drafts_and_pages_are_published_as_far_as_they_are_
     allocation = admit(cache, range(30))
     run(cache, allocation, 30)
     allocation.chain.extend((30,))
-    judge(cache, allocation, [31, 32, 33, 34], 2)
+    verify(cache, allocation, [31, 32, 33, 34], 2)
     assert (allocation.state_length, allocation.committed, allocation.kv_length) == (30, 33, 33)
     assert (len(allocation.path), allocation.num_unfolded) == (2, 3)
-    judge(cache, allocation, [1, 2], 0)
+    verify(cache, allocation, [1, 2], 0)
     assert (allocation.state_length, allocation.committed) == (33, 34)
     run(cache, allocation, 35)
     assert (allocation.state_length, allocation.committed, allocation.num_unfolded) == (35, 35, 0)
@@ -101,7 +101,7 @@ def test_who_wants_the_state_at_its_end_has_the_tokens_folded_in_first(cache):
         allocation = admit(cache, [folds, *range(1, 30)])
         run(cache, allocation, 30)
         allocation.chain.extend((30,))
-        judge(cache, allocation, [31, 32], 2)
+        verify(cache, allocation, [31, 32], 2)
         if folds:
             cache.take_exports(allocation, allocation.committed)
             cache.commit(allocation, allocation.committed, {allocation.slot_out: 33})

@@ -43,13 +43,13 @@ def test_endings_have_words(answer, text):
     ("drafts", "line"), [((0, 0), None), ((8, 6), "6 of 8 drafted tokens accepted (75%)")]
 )
 def test_a_report_says_how_many_drafts_were_accepted(drafts, line):
-    judged, accepted = drafts
+    verified, accepted = drafts
     answer = CompletionOutput(
         index=0,
         text="a",
         token_ids=[1],
         finish_reason="stop",
-        num_draft_tokens=judged,
+        num_draft_tokens=verified,
         num_accepted_tokens=accepted,
     )
     output = RequestOutput(

@@ -47,7 +47,7 @@ class Watched:
 
     def __post_init__(self) -> None:
         runner = self.llm.llm_engine.runner
-        self.llm.llm_engine.flights.speculation = None  # nothing is judged: all is drafted
+        self.llm.llm_engine.flights.speculation = None  # nothing is verified: all is drafted
         sample, drafting = runner.sample, runner.executor._drafting
         run, draft = drafting._pass, drafting.draft
 
@@ -252,7 +252,7 @@ def embedded():
 
 
 def talk(llm: LLM, params: SamplingParams) -> tuple[list[int], int, int]:
-    """An answer, and how many drafts were judged and accepted for it."""
+    """An answer, and how many drafts were verified and accepted for it."""
     stats = llm.llm_engine.scheduler.stats
     before = stats.num_draft_tokens, stats.num_accepted_tokens
     question = {"role": "user", "content": "What does `str.partition` do?"}

@@ -215,7 +215,7 @@ def test_what_waits_for_tokens(book):
     assert restriction(book, bad_words=["fox j"]).waits_for(1)
 
 
-def test_drafts_are_judged_along_the_rules(book):
+def test_drafts_are_verified_along_the_rules(book):
     run = book._tokenizer.encode("fox j", add_special_tokens=False)
     guide = Guide(None, restriction(book, bad_words=["fox j"]))
     along = masks_along(guide, [*run, 7], *masks([guide]))

@@ -387,18 +387,18 @@ def test_who_is_preempted_or_given_up_leaves_what_is_final(state, is_ahead):
     state.check(ask(llm, prompts[1], params=params), params)
 
 
-def test_what_was_judged_is_handed_on_while_the_next_step_runs(exact):
+def test_what_was_verified_is_handed_on_while_the_next_step_runs(exact):
     """A step with drafts is launched only once the one before is taken, but then at once."""
     llm = exact.open(**drafting(4), **POOLS, async_scheduling=True)
     knowing(exact, llm, [tokens(90)], greedy(30), mistakes(0.3))
     engine = llm.llm_engine
     job = engine.add(Prompt(token_ids=tokens(90)), greedy(30))
-    num_judging = 0
+    num_verifying = 0
     for running in steps_until_done(llm):
         if running:
             assert engine.flights.under_way is not None
-            num_judging += engine.flights.under_way.plan.num_drafts > 0
-    assert num_judging > 3
+            num_verifying += engine.flights.under_way.plan.num_drafts > 0
+    assert num_verifying > 3
     exact.check([job.output()], greedy(30))
     assert num_held(llm) == (0, 0)
 

@@ -69,12 +69,12 @@ def test_drafts_are_accepted_and_change_no_answer(
     plain, eager, graphs = engines
     params = SamplingParams(temperature=temperature, max_tokens=96, seed=5)
     stats = graphs.llm_engine.scheduler.stats
-    judged, accepted = stats.num_drafts, list(stats.num_accepted_by_position) or [0, 0, 0]
+    verified, accepted = stats.num_drafts, list(stats.num_accepted_by_position) or [0, 0, 0]
     expected, _ = talk(plain, params)
     answers, drafts = talk(graphs, params)
     assert sum(a == b for a, b in zip(answers, expected, strict=True)) >= 3
     by_place = [
-        (now - then) / (stats.num_drafts - judged)
+        (now - then) / (stats.num_drafts - verified)
         for now, then in zip(stats.num_accepted_by_position, accepted, strict=True)
     ]
     assert by_place[0] > 0.6

@@ -1,4 +1,4 @@
-"""Steps that judge drafts: whatever is proposed, answers are those of the model alone, and nothing
+"""Steps that verify drafts: whatever is proposed, answers are those of the model alone, and nothing
 that is cached is lost.
 """
 
@@ -82,7 +82,7 @@ def test_the_answers_end_is_kept_wherever_in_a_run_it_falls(max_tokens):
     assert bench.cache.match(following).state_length >= len(PROMPT) + max_tokens - 1
 
 
-def test_drafts_that_no_longer_stand_are_not_judged():
+def test_drafts_that_no_longer_stand_are_not_verified():
     bench = Bench()
     bench.propose(4)
     drafts = bench.request.drafts
@@ -114,7 +114,7 @@ def test_drafts_take_what_the_step_has_left():
     bench.finish()
 
 
-def test_others_run_ahead_of_a_request_whose_drafts_are_judged():
+def test_others_run_ahead_of_a_request_whose_drafts_are_verified():
     bench = Bench(num_others=1)
     bench.propose(3)
     plan = bench.scheduler.schedule()

@@ -71,14 +71,14 @@ def test_usage_tells_what_became_of_drafts(drafting, http, path):
     before = counters(drafting, "vllm:")
     usage, text = usage_of(drafting, path)
     after = counters(drafting, "vllm:")
-    judged, accepted = (
+    verified, accepted = (
         after[name][0] - before[name][0] for name in ("num_draft_tokens", "num_accepted_tokens")
     )
     assert usage["completion_tokens_details"] == {
         "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": judged - accepted,
+        "rejected_prediction_tokens": verified - accepted,
     }
-    assert 0 < accepted < judged
+    assert 0 < accepted < verified
     assert accepted < usage["completion_tokens"] == SETTINGS["max_tokens"]
     plain, expected = usage_of(http, path)
     assert text == expected

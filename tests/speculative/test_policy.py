@@ -7,7 +7,7 @@ import random
 import pytest
 
 from milepost.speculative.acceptance import Acceptance
-from milepost.speculative.policy import Adaptive, Always, Judged, Standing
+from milepost.speculative.policy import Adaptive, Always, Standing, Verified
 from milepost.speculative.times import NUM_FIRST, StepTimes
 
 
@@ -25,12 +25,12 @@ class Machine:
         """Seconds for which nothing runs before and behind a step with drafts."""
         self.every = every
         """There are drafts in each so many steps alone."""
-        self.has_judged = False
+        self.has_verified = False
         self.rng = random.Random(seed)
         self.length = 0
-        self.num_steps = self.num_tokens = self.num_judged = 0
+        self.num_steps = self.num_tokens = self.num_verified = 0
         self.seconds = 0.0
-        self.judged_by = [0] * len(self.rates)
+        self.verified_by = [0] * len(self.rates)
 
     def run(self, num_steps):
         """Tokens a second, beside what plain decoding has."""
@@ -43,7 +43,7 @@ class Machine:
     def step(self):
         self.length += 1
         standings = [Standing(number, self.length) for number in range(len(self.rates))]
-        judged = []
+        verified = []
         is_asked = self.length % self.every == 0
         allotted = self.policy.allot(standings) if is_asked else [0] * len(standings)
         for number, most in enumerate(allotted):
@@ -52,16 +52,16 @@ class Machine:
                 num = 0
                 while num < most and self.rng.random() < self.rates[number]:
                     num += 1
-                judged.append(Judged(number, self.length, most, num))
-                self.judged_by[number] += 1
-        num_drafts = sum(each.num_drafts for each in judged)
+                verified.append(Verified(number, self.length, most, num))
+                self.verified_by[number] += 1
+        num_drafts = sum(each.num_drafts for each in verified)
         seconds = self.plain + self.each * num_drafts
-        seconds += self.wait * (bool(judged) or self.has_judged)
-        self.has_judged = bool(judged)
-        self.policy.note(len(self.rates), judged, seconds)
+        seconds += self.wait * (bool(verified) or self.has_verified)
+        self.has_verified = bool(verified)
+        self.policy.note(len(self.rates), verified, seconds)
         self.seconds += seconds
-        self.num_judged += num_drafts
-        self.num_tokens += len(self.rates) + sum(each.num_accepted for each in judged)
+        self.num_verified += num_drafts
+        self.num_tokens += len(self.rates) + sum(each.num_accepted for each in verified)
 
 
 def adaptive(rates, **options):
@@ -99,27 +99,27 @@ def test_where_the_machine_is_full_nothing_is_drafted():
     """A token costs as much as a step has for each: half of them accepted is not worth it."""
     machine = adaptive([0.5] * 64, each=1 / 64)
     machine.run(100)
-    judged = machine.num_judged
+    verified = machine.num_verified
     assert machine.run(200) > 0.98
-    assert machine.num_judged - judged < 0.02 * 200 * 64 * 3
+    assert machine.num_verified - verified < 0.02 * 200 * 64 * 3
 
 
 def test_only_those_requests_draft_whose_drafts_are_accepted():
     machine = adaptive([0.95] * 4 + [0.0] * 12, each=0.02)
     machine.run(100)
-    before = list(machine.judged_by)
+    before = list(machine.verified_by)
     machine.run(100)
-    judged = [a - b for a, b in zip(machine.judged_by, before, strict=True)]
-    assert min(judged[:4]) > 60
-    assert max(judged[4:]) < 30
+    verified = [a - b for a, b in zip(machine.verified_by, before, strict=True)]
+    assert min(verified[:4]) > 60
+    assert max(verified[4:]) < 30
 
 
 def test_a_probe_finds_out_that_acceptance_has_returned():
     machine = adaptive([0.0] * 4, each=0.02)
     machine.run(400)
-    judged = machine.num_judged
+    verified = machine.num_verified
     assert machine.run(64) > 0.99
-    assert machine.num_judged - judged <= 3 * 3, "a few drafts of one request"
+    assert machine.num_verified - verified <= 3 * 3, "a few drafts of one request"
     machine.rates = [0.95] * 4
     machine.run(700)
     assert machine.run(100) > 1.5
@@ -129,8 +129,8 @@ def test_probes_go_round():
     """Else one request would be asked again and again, and no other's drafts ever be found good."""
     machine = adaptive([0.0] * 4, each=0.02)
     machine.run(3000)
-    assert min(machine.judged_by) > 0
-    assert max(machine.judged_by) - min(machine.judged_by) <= 1
+    assert min(machine.verified_by) > 0
+    assert max(machine.verified_by) - min(machine.verified_by) <= 1
 
 
 def test_a_machine_that_grows_slower_is_measured_again():
@@ -146,9 +146,9 @@ def test_nothing_is_drafted_before_a_plain_step_was_measured():
     machine = adaptive([1.0])
     for _ in range(3):
         machine.step()
-        assert not machine.num_judged
+        assert not machine.num_verified
     machine.step()
-    assert machine.num_judged
+    assert machine.num_verified
 
 
 def test_what_was_known_of_a_request_goes_with_it():
@@ -164,7 +164,7 @@ def test_what_was_known_of_a_request_goes_with_it():
 def test_without_adapting_there_are_always_as_many():
     machine = Machine(Always(5), [0.0] * 3, num_drafts=5)
     machine.run(10)
-    assert machine.num_judged == 10 * 3 * 5
+    assert machine.num_verified == 10 * 3 * 5
 
 
 def test_steps_that_do_other_things_are_no_measure():
@@ -199,8 +199,8 @@ def test_a_first_step_that_compiles_is_forgotten():
     assert times.plain(2) < 1.3, "one that was held up"
 
 
-def test_where_there_is_nothing_to_judge_little_is_worked_out(monkeypatch):
-    """A decision stands for a while; not with other requests, nor when something was judged."""
+def test_where_there_is_nothing_to_verify_little_is_worked_out(monkeypatch):
+    """A decision stands for a while; not with other requests, nor when something was verified."""
     policy, calls, chances = Adaptive(3), [], Acceptance.chances
     monkeypatch.setattr(Acceptance, "chances", lambda *args: calls.append(1) or chances(*args))
     two = [Standing(0, 9), Standing(1, 9)]
@@ -211,10 +211,10 @@ def test_where_there_is_nothing_to_judge_little_is_worked_out(monkeypatch):
         policy.note(2, [], 1.0)
     assert 0 < len(calls) <= 2 * 10
     policy.note(1, [], 1.0)
-    for judged in ([], [Judged(0, 9, 3, 3)]):
+    for verified in ([], [Verified(0, 9, 3, 3)]):
         calls.clear()
-        policy.note(2, judged, 1.0)
-        policy.allot(two if judged else [Standing(0, 9), Standing(2, 9)])
+        policy.note(2, verified, 1.0)
+        policy.allot(two if verified else [Standing(0, 9), Standing(2, 9)])
         assert len(calls) == 2
 
 
@@ -227,6 +227,6 @@ def test_that_no_draft_pays_stands_for_a_while_too(monkeypatch):
     monkeypatch.setattr(
         Acceptance, "chances", lambda self, *of: asked.append(of) or chances(self, *of)
     )
-    num_judged = machine.num_judged
+    num_verified = machine.num_verified
     machine.run(64)
-    assert len(asked) <= 8 * (64 / 16 + 1 + machine.num_judged - num_judged)
+    assert len(asked) <= 8 * (64 / 16 + 1 + machine.num_verified - num_verified)

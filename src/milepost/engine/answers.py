@@ -106,12 +106,12 @@ class Answers:
         return sorted(progressed, key=attrgetter("number"))
 
     def note_drafts(self, plan: StepPlan, num_tokens: Mapping[int, int]) -> None:
-        """Have answers count the drafts that a step judged; `num_tokens` were sampled for each
+        """Have answers count the drafts that a step verified; `num_tokens` were sampled for each
         request."""
         for sequence in plan.sequences:
             known = self._known.get(sequence.number)
             if sequence.num_drafts and known is not None:
-                known[1].judged(sequence.num_drafts, num_tokens[sequence.number] - 1)
+                known[1].verified(sequence.num_drafts, num_tokens[sequence.number] - 1)
 
     def possible(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
         """Of a request's drafts those that its form has."""

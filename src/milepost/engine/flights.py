@@ -52,7 +52,7 @@ class Flights:
         """Seconds for which no step need be begun: what is added by then is in the step that is
         planned ahead, and the device has work until then."""
         flight = self.under_way
-        if flight is None or not flight.is_timed or _is_mostly_judging(flight.plan):
+        if flight is None or not flight.is_timed or _is_mostly_verifying(flight.plan):
             return 0.0
         running = self._scheduler.running
         if len(running) + len(self._scheduler.waiting) >= self._max_num_seqs:
@@ -98,7 +98,7 @@ class Flights:
 
         It samples at once unless it has to know them for that; then it samples when they are taken.
         """
-        if not self._runs_ahead or _is_mostly_judging(flight.plan):
+        if not self._runs_ahead or _is_mostly_verifying(flight.plan):
             return None
         began_s = perf_counter()
         with self._fate.fatal(BaseException):
@@ -198,7 +198,7 @@ class Flights:
                 self._exchange.fetch(plan.loads, self.runner.mark)
 
 
-def _is_mostly_judging(plan: StepPlan) -> bool:
+def _is_mostly_verifying(plan: StepPlan) -> bool:
     """Whether most of a step's sequences have drafts: then the others wait with them, rather than
     being in steps of their own between."""
     return 2 * sum(sequence.num_drafts > 0 for sequence in plan.sequences) > len(plan.sequences)

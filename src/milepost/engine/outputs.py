@@ -43,7 +43,7 @@ class CompletionOutput:
     """The stop string or stop token id that ended it; None for the model's own end. Of an error,
     what it was."""
     num_draft_tokens: int = 0
-    """Tokens that were drafted ahead for it and judged."""
+    """Tokens that were drafted ahead for it and verified."""
     num_accepted_tokens: int = 0
     """Of those."""
 

@@ -45,7 +45,7 @@ class Answer:
     ending: FinishReason | None = None
     """How its text or its form has ended it, which the scheduler does not know of."""
     num_draft_tokens: int = 0
-    """Judged so far."""
+    """Verified so far."""
     num_accepted_tokens: int = 0
     """Of those."""
     _num_known: int | None = None
@@ -130,7 +130,7 @@ class Answer:
                 return token_ids[:num]
         return token_ids
 
-    def judged(self, num_drafts: int, num_accepted: int) -> None:
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Note what became of its drafts."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted

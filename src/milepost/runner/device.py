@@ -88,7 +88,7 @@ class DeviceExecutor:
                 self._tables,
                 self._geometry,
                 num_requests=largest.num_sequences,
-                num_judged=largest.num_drafts,
+                num_verified=largest.num_drafts,
             )
         # Imported where it is used: machines without a GPU need not have triton.
         from milepost.runner.sampler import Sampler

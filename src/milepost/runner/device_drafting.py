@@ -7,7 +7,7 @@ ends of attention's items. What `drafting` says of passes holds here too; but of
 parameters do to its logits only the temperature counts, a pass that a page table does not reach
 writes no KV, and the first row is attended to like any other.
 
-Legend: S requests, R sampled rows, C hidden size, K drafts judged in the step, N items.
+Legend: S requests, R sampled rows, C hidden size, K drafts verified in the step, N items.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DraftArrays:
     """[S] int64, each request's first sampled row."""
     positions: Any
     """[S] int64, of the token behind the certain one: where drafts begin if none was accepted."""
-    judged: Any
+    verified: Any
     """[S, K] int64, the step's drafts; -1 behind the last."""
     forced: Any
     """[S] int64, how many are accepted whatever was sampled; -1 where that decides."""
@@ -66,8 +66,8 @@ class DraftArrays:
 
 
 class DeviceDrafting:
-    """Drafts of `model` over `pools`, with the page `tables` of the steps before. A step judges up
-    to `num_judged` drafts of each of up to `num_requests`."""
+    """Drafts of `model` over `pools`, with the page `tables` of the steps before. A step
+    verifies up to `num_verified` drafts of each of up to `num_requests`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class DeviceDrafting:
         geometry: Geometry,
         *,
         num_requests: int,
-        num_judged: int,
+        num_verified: int,
     ) -> None:
         assert model.mtp is not None, "only a model with a head drafts"
         self._model = model
@@ -85,10 +85,10 @@ class DeviceDrafting:
         self._tables = tables
         self._geometry = geometry
         self._operation = model.mtp.attention.operation
-        self._num_judged = max(num_judged, 1)
+        self._num_verified = max(num_verified, 1)
         most = self._arrays(StepPlan(sequences=()), (), _NOBODY, num_requests)
         self._staging = Staging(pools.device, num_staged_bytes(most))
-        num_rows = num_requests * (1 + num_judged)
+        num_rows = num_requests * (1 + num_verified)
         size, device = model.config.hidden_size, pools.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -99,7 +99,7 @@ class DeviceDrafting:
         self._before = zeros(num_requests, size, dtype=model.dtype)
         self._positions = zeros(num_requests)
         self._indices = zeros(num_requests, dtype=torch.int32)
-        self._drafts = zeros(num_requests, self._num_judged)
+        self._drafts = zeros(num_requests, self._num_verified)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
         """Number of requests -> the first pass, and each further one."""
 
@@ -124,7 +124,7 @@ class DeviceDrafting:
                 self._graphs[count][min(index, 1)].replay()
             else:
                 self._pass(arrays, is_first=not index)
-        return self._drafts[:num_requests, self._num_judged - num_drafts :]
+        return self._drafts[:num_requests, self._num_verified - num_drafts :]
 
     def capture(self, counts: Sequence[int], pool: Any = None) -> None:
         """Record graphs of the passes behind so many requests."""
@@ -156,15 +156,15 @@ class DeviceDrafting:
         """Padded to so many requests."""
         sequences = [sequence for sequence in plan.sequences if sequence.samples]
         num, tables = len(sequences), self._tables.host
-        num_judged = np.array([s.num_drafts for s in sequences], np.int64)
+        num_verified = np.array([s.num_drafts for s in sequences], np.int64)
         positions = np.array([s.end - s.num_drafts for s in sequences], np.int64)
         rows = np.array(tables.places(sequences), np.int64)
-        judged = np.full((count, self._num_judged), -1, np.int64)
+        verified = np.full((count, self._num_verified), -1, np.int64)
         for row, sequence in enumerate(sequences):
             if sequence.num_drafts:
                 ids = np.frombuffer(sequence.tokens, np.dtype("<u4"))
-                judged[row, : sequence.num_drafts] = ids[len(ids) - sequence.num_drafts :]
-        first_rows = (1 + num_judged).cumsum() - 1 - num_judged
+                verified[row, : sequence.num_drafts] = ids[len(ids) - sequence.num_drafts :]
+        first_rows = (1 + num_verified).cumsum() - 1 - num_verified
         reach = [tables.num_covered(sequence.number) for sequence in sequences]
         ints = np.zeros((count, layout.NUM_INTS), np.int32)
         temperatures = np.ones(count, np.float32)
@@ -176,12 +176,13 @@ class DeviceDrafting:
             whole[:num] = values
             return whole
 
-        last = np.minimum(positions + num_judged + self._num_judged - 1, padded(reach)[:num] - 1)
+        furthest = positions + num_verified + self._num_verified - 1
+        last = np.minimum(furthest, padded(reach)[:num] - 1)
         items = self._operation.lay_out(self._batch(last, rows, count))
         return DraftArrays(
             first_rows=padded(first_rows),
             positions=padded(positions),
-            judged=judged,
+            verified=verified,
             forced=padded(forced, -1),
             table_rows=padded(rows),
             reach=padded(reach),
@@ -242,9 +243,9 @@ class DeviceDrafting:
     def _accepted(self, arrays: DraftArrays) -> tuple[Tensor, Tensor]:
         """Of each request the row of its last token that was accepted, and how many drafts were."""
         rows = arrays.first_rows[:, None] + torch.arange(
-            self._num_judged, device=arrays.judged.device
+            self._num_verified, device=arrays.verified.device
         )
-        is_right = self._sampled[rows.clamp(max=len(self._sampled) - 1)] == arrays.judged
+        is_right = self._sampled[rows.clamp(max=len(self._sampled) - 1)] == arrays.verified
         num_right = is_right.long().cumprod(1).sum(1)
         num_accepted = torch.where(arrays.forced < 0, num_right, arrays.forced)
         return arrays.first_rows + num_accepted, num_accepted

@@ -89,7 +89,7 @@ class Planner:
         return step
 
     def _give_drafts(self, request: Request, step: Budget) -> None:
-        """Let a decode's drafts be judged, as many as the answer has tokens for behind its next."""
+        """Have a decode's drafts verified, as many as the answer has tokens for behind its next."""
         allocation = request.allocation
         assert allocation is not None
         stand = request.drafts_from == request.num_tokens

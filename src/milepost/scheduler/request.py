@@ -131,7 +131,7 @@ class Request:
         that is being sampled, and it is known where they begin.
         """
         allocation = self.allocation
-        if allocation is not None and (allocation.is_loading or allocation.is_judging):
+        if allocation is not None and (allocation.is_loading or allocation.is_verifying):
             return False
         return self.may_go_on and not (self.awaits_drafts and self.is_sampling)
 
@@ -149,7 +149,7 @@ class Request:
         """
         allocation = self.allocation
         assert allocation is not None
-        ends = allocation.is_loading or allocation.is_judging or allocation.num_unfolded > 0
+        ends = allocation.is_loading or allocation.is_verifying or allocation.num_unfolded > 0
         return ends or self.may_go_on
 
     @property

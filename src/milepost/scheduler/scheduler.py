@@ -158,10 +158,10 @@ class Scheduler:
 
     def propose(self, request: Request, drafts: Sequence[int]) -> None:
         """Hand in what may follow the request's tokens of now; until it has others, the next step
-        judges as many as it has tokens and memory for.
+        verifies as many as it has tokens and memory for.
 
-        A step that judges drafts computes them behind the last token, and its result is the run of
-        tokens that the model would have sampled one by one: one more than it accepts. The state
+        A step that verifies drafts computes them behind the last token, and its result is the run
+        of tokens that the model would have sampled one by one: one more than it accepts. The state
         stays before them; the next step folds in those that were accepted. Nobody knows before the
         outcome where that step begins, so `follow` plans none: the request is in every other step
         at most, and the others run ahead as ever.
@@ -270,7 +270,7 @@ class Scheduler:
         if sequence.num_drafts:
             num_tokens = len(result.tokens[sequence.number])
             position = min(sequence.start + num_tokens, request.num_tokens)
-            self.stats.judged(sequence.num_drafts, num_tokens - 1)
+            self.stats.verified(sequence.num_drafts, num_tokens - 1)
         if sequence.start >= request.num_prompt_tokens:
             self.stats.decode_tokens += position - sequence.start
         else:

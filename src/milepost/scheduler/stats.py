@@ -16,14 +16,14 @@ class SchedulerStats:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     num_drafts: int = 0
-    """Times that drafts of a request were judged."""
+    """Times that drafts of a request were verified."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Of those."""
     num_runs: list[int] = field(default_factory=list)
-    """Times that drafts of a request were judged and so many of them accepted."""
+    """Times that drafts of a request were verified and so many of them accepted."""
 
-    def judged(self, num_drafts: int, num_accepted: int) -> None:
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Note what became of a request's drafts."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts

@@ -1,4 +1,4 @@
-"""Drafts what may follow the tokens of running requests, and decides how much of it to judge.
+"""Drafts what may follow the tokens of running requests, and decides how much of it to verify.
 
 This is the door: callers import from here. Host only; needs no torch. What the model's own head
 drafts behind a step (`runner.drafting`) comes in through `HeadDrafter`.

@@ -22,24 +22,24 @@ _LENGTHS = (4096, 16384, 65536)
 class AcceptanceRates:
     """Decayed counts by position."""
 
-    __slots__ = ("_accepted", "_decay", "_judged")
+    __slots__ = ("_accepted", "_decay", "_verified")
 
     def __init__(self, num_positions: int, decay: float) -> None:
         self._accepted = [0.0] * num_positions
-        self._judged = [0.0] * num_positions
+        self._verified = [0.0] * num_positions
         self._decay = decay
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Of these drafts so many were accepted: the next was judged and is none, those behind it
+        """Of these drafts so many were accepted: the next was verified and is none, those behind it
         say nothing."""
         decay = self._decay
         for place in range(min(num_accepted + 1, num_drafts)):
-            self._judged[place] = decay * self._judged[place] + 1
+            self._verified[place] = decay * self._verified[place] + 1
             self._accepted[place] = decay * self._accepted[place] + (place < num_accepted)
 
     def rate(self, place: int, guess: float, weight: float) -> float:
         """With a guess that counts like so many drafts."""
-        return (self._accepted[place] + weight * guess) / (self._judged[place] + weight)
+        return (self._accepted[place] + weight * guess) / (self._verified[place] + weight)
 
 
 class Acceptance:

@@ -31,7 +31,7 @@ _MOST_PROBE_EVERY = 512
 """Steps without drafts before a probe: at first, and after several in vain."""
 _LEAST_CHANCE = 0.02
 _STANDS = 16
-"""Steps for which a decision stands, while no draft is judged and the same requests decode."""
+"""Steps for which a decision stands, while no draft is verified and the same requests decode."""
 
 
 class Standing(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +42,7 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
     """Of its text, in tokens."""
 
 
-class Judged(msgspec.Struct, frozen=True, gc=False):
+class Verified(msgspec.Struct, frozen=True, gc=False):
     """What became of a request's drafts in a step."""
 
     number: int
@@ -58,8 +58,8 @@ class Policy(Protocol):
         """Most drafts for each request in the next step."""
         ...
 
-    def note(self, num_sequences: int, judged: Sequence[Judged], seconds: float | None) -> None:
-        """What a step was: how many sequences decoded, whose drafts were judged, and how long it
+    def note(self, num_sequences: int, verified: Sequence[Verified], seconds: float | None) -> None:
+        """What a step was: how many sequences decoded, whose drafts were verified, and how long it
         took if it did nothing else.
         """
         ...
@@ -78,7 +78,7 @@ class Always:
     def allot(self, standings: Sequence[Standing]) -> list[int]:
         return [self._num_drafts] * len(standings)
 
-    def note(self, num_sequences: int, judged: Sequence[Judged], seconds: float | None) -> None:
+    def note(self, num_sequences: int, verified: Sequence[Verified], seconds: float | None) -> None:
         """Nothing is learned."""
 
     def forget(self, number: int) -> None:
@@ -99,8 +99,8 @@ class Adaptive:
         self._num_plain = 0
         """Steps without drafts since the last one with."""
         self._probe_every = _PROBE_EVERY
-        self._num_judged = 0
-        """Requests whose drafts the last step has judged."""
+        self._num_verified = 0
+        """Requests whose drafts the last step has verified."""
         self._probed: dict[int, int] = {}
         """Request number -> probes so far."""
         self._decided: tuple[list[int], list[int] | None] | None = None
@@ -155,27 +155,28 @@ class Adaptive:
         chosen = min(standings, key=lambda each: self._probed.get(each.number, 0))
         return [int(each is chosen) for each in standings]
 
-    def note(self, num_sequences: int, judged: Sequence[Judged], seconds: float | None) -> None:
-        for each in judged:
+    def note(self, num_sequences: int, verified: Sequence[Verified], seconds: float | None) -> None:
+        for each in verified:
             self._acceptance.note(each.number, each.length, each.num_drafts, each.num_accepted)
             self._probed[each.number] = self._probed.get(each.number, 0) + 1
-        is_behind = bool(self._num_judged) and not judged
-        self._num_judged = len(judged)
-        self._num_plain = 0 if judged else self._num_plain + 1
-        if judged:
+        is_behind = bool(self._num_verified) and not verified
+        self._num_verified = len(verified)
+        self._num_plain = 0 if verified else self._num_plain + 1
+        if verified:
             self._decided = None
         if seconds is None or not num_sequences:
             return
         if not is_behind:
-            self._times.note(num_sequences, sum(each.num_drafts for each in judged), seconds)
+            self._times.note(num_sequences, sum(each.num_drafts for each in verified), seconds)
         plain = self._times.plain(num_sequences)
         if plain is None:
             return
         if self._credit is None:
             self._credit = _FIRST_CREDIT * plain
-        if judged:
-            won = plain * (1 + sum(each.num_accepted for each in judged) / num_sequences) - seconds
-            self._note_won(won, judged)
+        if verified:
+            num_accepted = sum(each.num_accepted for each in verified)
+            won = plain * (1 + num_accepted / num_sequences) - seconds
+            self._note_won(won, verified)
         elif is_behind:  # nothing could be launched ahead of it
             won = max(min(plain - seconds, LOSS * seconds), -plain)
         else:
@@ -184,13 +185,13 @@ class Adaptive:
         if self._credit < 0:
             self._reach = 1
 
-    def _note_won(self, won: float, judged: Sequence[Judged]) -> None:
+    def _note_won(self, won: float, verified: Sequence[Verified]) -> None:
         """Have more drafts or fewer probes from now on, by what a step's drafts have won."""
         if won <= 0:
             self._probe_every = min(2 * self._probe_every, _MOST_PROBE_EVERY)
             return
         self._probe_every = _PROBE_EVERY
-        if max(each.num_drafts for each in judged) >= self._reach:
+        if max(each.num_drafts for each in verified) >= self._reach:
             self._reach = min(2 * self._reach, self._num_drafts)
 
     def forget(self, number: int) -> None:

@@ -17,7 +17,7 @@ from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.speculative.drafter import Drafter, DraftWish
 from milepost.speculative.head import HeadDrafter
-from milepost.speculative.policy import Judged, Policy, Standing
+from milepost.speculative.policy import Policy, Standing, Verified
 
 Cut = Callable[[Request, Sequence[int]], Sequence[int]]
 """What of a request's drafts may come at all."""
@@ -57,8 +57,8 @@ class Speculation:
         """Take note of a step: `num_tokens` that it has sampled for each request, and how long it
         took, if that is known.
         """
-        judged = [
-            Judged(
+        verified = [
+            Verified(
                 number=sequence.number,
                 length=sequence.start,
                 num_drafts=sequence.num_drafts,
@@ -70,7 +70,7 @@ class Speculation:
         computing = [s for s in plan.sequences if s.num_tokens]
         decodes = [s for s in computing if s.num_tokens == 1 + s.num_drafts and s.samples]
         is_pure = len(decodes) == len(computing)
-        self.policy.note(len(decodes), judged, seconds if is_pure else None)
+        self.policy.note(len(decodes), verified, seconds if is_pure else None)
 
     def propose(self, cut: Cut) -> None:
         """Hand in drafts for the next step that is planned."""

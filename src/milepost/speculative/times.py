@@ -1,5 +1,6 @@
-"""How long steps take, by how many sequences decode and how many drafts are judged beside: measured
-where the engine runs, so that nothing here knows any chip.
+"""How long steps take, by the number of sequences that decode and of drafts that are verified.
+
+Measured where the engine runs, so that nothing here knows any chip.
 """
 
 from __future__ import annotations

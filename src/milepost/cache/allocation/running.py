@@ -61,7 +61,7 @@ class Running:
         """
         start = allocation.planned
         assert start < end or allocation.num_unfolded, "A3: chunks are planned one after the other"
-        assert not allocation.is_judging, "A6: nothing is planned behind drafts"
+        assert not allocation.is_verifying, "A6: nothing is planned behind drafts"
         owns_state = allocation.state is State.READY
         assert owns_state or not num_drafts, "A6: drafts stand behind a state of its own"
         allocation.happens(Transition.PLANNED)
@@ -100,13 +100,13 @@ class Running:
         """Note that a step has run: `position` tokens of the request are final, with their KV.
 
         `written` is the runner's report: slot -> tokens that its contents have consumed; a step
-        that judges drafts may leave the state where it was. Publishes the pages that became full
+        that verifies drafts may leave the state where it was. Publishes the pages that became full
         and the exported states, and lets go of the checkpoint that was read. What a further step in
         flight exports lies behind `position`, and stays.
         """
         assert position >= allocation.committed, "A4: what is committed stays so"
-        if self._slots_each and not allocation.is_judging:
-            assert allocation.slot_out in written, "S4: a step that judges nothing writes its state"
+        if self._slots_each and not allocation.is_verifying:
+            assert allocation.slot_out in written, "S4: a step without drafts writes its state"
         self._change()
         allocation.num_steps -= 1
         allocation.happens(Transition.COMMITTED if allocation.num_steps else Transition.SETTLED)

@@ -142,8 +142,8 @@ class Allocation:
         return self.state is State.LOADING
 
     @property
-    def is_judging(self) -> bool:
-        """Whether a step in flight judges drafts: nobody knows yet where the next one begins."""
+    def is_verifying(self) -> bool:
+        """Whether a step in flight verifies drafts: nobody knows yet where the next one begins."""
         return self.kv_length > self.planned
 
     @property
