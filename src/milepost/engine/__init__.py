@@ -1,5 +1,5 @@
 """Turns requests into steps and steps into answers, in the caller's process or in one of its own.
-Which modules do what:
+Its modules:
 
     Python API                  llm, prompts, outputs
     a step                      core, intake, requests, flights, pace, fate

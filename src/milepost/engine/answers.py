@@ -1,5 +1,5 @@
-"""The answers that are being made: what the runner is told before it samples them, and what they
-are told of its tokens.
+"""The running answers: tells the runner how to sample them, and hands them the tokens that were
+sampled.
 """
 
 from __future__ import annotations

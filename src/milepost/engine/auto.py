@@ -1,5 +1,5 @@
-"""What `auto` and other settings stand for: the model's folder, the device, types of numbers, how
-a rank loads the model.
+"""Resolves `auto` and other settings: the model's folder, the device, number types, how a rank
+loads the model.
 
 Read by the process that starts the ranks and by each of them.
 """

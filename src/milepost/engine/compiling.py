@@ -1,4 +1,4 @@
-"""Compiles the forms of answers, and spells what they may not have, beside the steps."""
+"""Compiles the forms of answers and tokenizes their bad words, in threads beside the steps."""
 
 from __future__ import annotations
 

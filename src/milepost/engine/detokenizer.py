@@ -1,8 +1,8 @@
 """Turns the tokens of one answer into text as they come, and finds the stop strings in it.
 
-Two things make text wait: bytes that may be the beginning of a character, and text that may be the
-beginning of a stop string. What has been handed out is never taken back, and at the end the whole
-is what decoding all tokens at once returns (cut at the stop string, if one ended the answer).
+Two things delay text: bytes that may be the beginning of a character, and text that may be the
+beginning of a stop string. Text is never retracted, and in the end all of it equals what decoding
+all tokens at once returns (cut at the stop string, if one ended the answer).
 """
 
 from __future__ import annotations

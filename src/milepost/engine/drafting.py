@@ -1,4 +1,4 @@
-"""What an engine drafts with, by its configuration and its model."""
+"""Makes the drafters of an engine, by its configuration and its model."""
 
 from __future__ import annotations
 

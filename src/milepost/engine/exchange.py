@@ -1,4 +1,4 @@
-"""What an engine exchanges with others: KV and states, and what it tells routers."""
+"""What an engine exchanges with others: KV and states with engines, events with routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine that has started says of itself, to a person."""
+"""What a started engine reports about itself, for people."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether an engine can go on. A step that fails leaves states that nobody knows, so it is the
-engine's death; of several ranks it is all ranks'.
+"""Whether an engine can continue. A failed step leaves unknown states, so it ends the engine; with
+several ranks it ends all of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Steps on the device: planned, launched one ahead of the other where that can be, collected, and
-taken back if they are interrupted.
+"""Steps on the device: planned, launched one ahead where possible, collected, and rolled back if
+they are interrupted.
 
 Knows nothing of jobs: what a step samples goes to the answers. Single-threaded, like the engine.
 """

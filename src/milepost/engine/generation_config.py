@@ -1,5 +1,5 @@
-"""What a checkpoint's generation_config.json says: which tokens end an answer, and how its makers
-sample.
+"""Reads a checkpoint's generation_config.json: which tokens end an answer, and the recommended
+sampling.
 
 Knows folders in Hugging Face format; does not know models.
 """

@@ -1,12 +1,12 @@
 """Tries out forms in a process of its own, which is killed when one takes too long.
 
 The process (`python -m milepost.engine.grammar_process`) compiles a form as an engine would, and
-makes the first masks. It says what is wrong, or nothing; the engine compiles again what has passed,
-so what is slow there has been slow here. It is asked and answers in JSON, and ends when its input
-does (`child`), or by an alarm of its own.
+makes the first masks. It answers with what is wrong, if anything. The engine compiles again what
+has passed, so anything slow there would have been slow here first. Messages are JSON. The process
+ends when its input does (`child`), or by an alarm of its own.
 
-`FormChecks` is the other side, in an event loop: it starts the process, keeps verdicts, and kills
-and starts again what does not answer.
+`FormChecks` is the other side, in an event loop: it starts the process, keeps verdicts, and
+restarts a process that does not answer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Turns the form that an answer must have into a grammar, and keeps those that were compiled.
 
-The work is llguidance's. Building a grammar takes a millisecond for most schemas and minutes for a
-hostile one; a copy of a built one takes microseconds. So a form is compiled once, by a thread that
-no step waits for (llguidance leaves the interpreter lock), and each answer follows a copy. Before
-it comes here, a server has a process that can be killed compile the same (`grammar_process`), so
-what is slow here has shown there that it ends.
+llguidance does the work. Building a grammar takes a millisecond for most schemas and minutes for a
+hostile one; copying one takes microseconds. So a form is compiled once, by a thread that no step
+waits for (llguidance releases the interpreter lock), and each answer follows a copy. A server first
+has a process that can be killed compile the same form (`grammar_process`), so compiling it here is
+known to end.
 
-Copies share a lexer, which remembers what it has seen, up to a bound. A form is therefore used for
-so many tokens only, and made anew behind them: no answer fails for what others have used up.
+Copies share a lexer, which remembers what it has seen, up to a limit. So a form is used for a
+limited number of tokens and then compiled again: no answer fails for what others have used up.
 
 Does not know requests, HTTP, models or torch: the process imports little more than this.
 """

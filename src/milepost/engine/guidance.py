@@ -1,6 +1,6 @@
-"""Follows one answer that keeps to a JSON schema, a regular expression, a choice or a grammar.
+"""Follows one answer that must match a JSON schema, a regular expression, a choice or a grammar.
 
-How a form is compiled is `grammars`' affair; `guide` joins this with what else an answer keeps to.
+`grammars` compiles forms; `guide` combines this with an answer's other restrictions.
 
 Legend: W words of a mask, 32 tokens each.
 """

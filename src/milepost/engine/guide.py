@@ -1,6 +1,6 @@
-"""What one answer keeps to: a form, restrictions, or both.
+"""What constrains one answer: a form, restrictions, or both.
 
-A guide belongs to one answer and follows its tokens; before each choice it says which may come.
+A guide belongs to one answer and follows its tokens; before each choice it says which are allowed.
 
 Legend: W words of a mask, 32 tokens each: bit i of word w is token 32 w + i.
 """

@@ -1,14 +1,14 @@
-"""Memory that a server's processes hold besides weights and pools: how it is kept small, and out of
-the way.
+"""Keeps the memory small that a server's processes hold besides weights and pools, and keeps
+Python's garbage collector off what never goes away.
 
 Two things grow with use. oneDNN keeps a GEMM's plan, a third of a megabyte or more, for each
-number of rows that it has seen, up to a bound. And glibc's heap keeps what steps have freed: under
-load tensors of many sizes come and go between those plans, so much of it is free in pieces that
-never reach the heap's end. Whole pages of them go back to the system when glibc is asked.
+number of rows that it has seen, up to a limit. And glibc's heap keeps what steps have freed: under
+load tensors of many sizes come and go between those plans, so much of the heap is free in pieces
+that never reach its end. Whole pages of them return to the system when glibc is asked.
 
-One thing only stands in the way: some hundred thousand objects that imports have made and that stay
-to the end. Python's collector goes through all of them, in a tenth of a second, each time that
-requests have made enough new ones; meanwhile every stream waits.
+Imports leave some hundred thousand objects that stay to the end. Python's collector scans all of
+them, for a tenth of a second, each time that requests have made enough new ones; meanwhile every
+stream waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is asked of an engine: checked, and made into jobs. Queues nothing.
+"""Checks what is asked of an engine, and makes jobs of it. Queues nothing.
 
-A form is compiled here too, at its first request, and bad words are spelled; either may be from
-another thread.
+A form is also compiled here, at its first request, and bad words are tokenized; both may be called
+from another thread.
 """
 
 from __future__ import annotations

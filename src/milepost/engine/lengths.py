@@ -1,4 +1,4 @@
-"""How many tokens a text has at the least, told without tokenizing it."""
+"""A lower bound on the number of tokens of a text, found without tokenizing it."""
 
 from __future__ import annotations
 

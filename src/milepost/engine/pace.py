@@ -1,10 +1,10 @@
-"""How long the step behind the one in flight may wait to be planned.
+"""How long planning the next step can wait while one is in flight.
 
-A step that is planned the moment the one before it begins misses all that arrives while that one
-runs: a request then waits for a whole step more, and prompts that came together are computed apart.
-So the plan is made as late as it can be without leaving the device idle, or delaying the tokens of
-the step in flight: this estimates when that one ends, by what steps of its size have taken at
-least, and how long it takes to plan and launch the next one.
+A step planned the moment the one before it begins misses whatever arrives while that one runs: a
+request then waits for one more step, and prompts that arrived together are computed apart. So the
+plan is made as late as possible without leaving the device idle or delaying the tokens of the step
+in flight. This estimates when that step ends, from the least that steps of its size have taken, and
+how long planning and launching the next one takes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a process has to do with the one that started it: it hears no Ctrl-C, which is the other's
-to handle, and ends when that has ended, whatever either was doing.
+"""Ties a process to its parent: it ignores Ctrl-C, which the parent handles, and ends when the
+parent has ended, whatever either was doing.
 
 A parent that is killed tells nobody. On Linux the kernel is asked to kill its child then;
-elsewhere, and where that came too late, a thread sees that the connection's other end has gone.
+elsewhere, and where that came too late, a thread notices that the other end of the connection is
+gone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Single-threaded. Between two steps it takes whatever has arrived, so an abort frees what a request
 held before the next step is planned. It knows nothing of HTTP. It ends when it is told to, when a
-step fails, or when the client goes away: at once then, even while it loads. Ctrl-C and SIGTERM are
-the client's to handle, who may want to finish answers first.
+step fails, or when the client goes away: then at once, even while it loads. The client handles
+Ctrl-C and SIGTERM, since it may want to finish answers first.
 """
 
 from __future__ import annotations

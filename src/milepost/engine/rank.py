@@ -1,4 +1,4 @@
-"""What one rank runs with: its part of the model, pools, a cache, and a runner with its kernels."""
+"""Builds what one rank needs: its part of the model, pools, a cache, a runner with kernels."""
 
 from __future__ import annotations
 

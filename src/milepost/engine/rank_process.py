@@ -1,7 +1,7 @@
 """A rank but the first, in a process of its own: runs what rank 0 runs, plan by plan.
 
-It has a part of the model, of the pools and of what is kept outside them, and no scheduler: all
-that it does is in the frames that come over its socket. It ends when that closes.
+It has a part of the model, of the pools and of what is kept outside them, and no scheduler: it does
+only what arrives over its socket. It ends when the socket closes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How large the pools are: what was asked for, and else what every rank has memory for."""
+"""Sizes the pools: as configured, or else by the memory that every rank has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One request of the engine process, as an async stream of what its answers gain.
+"""One request of the engine process, as an async stream of its answers' deltas.
 
-A stream holds what has arrived and was not taken yet, as one growing piece per answer, so a slow
-reader costs no more memory than its answer is long; or step by step, where that is asked for.
+A stream merges what has arrived and was not read yet into one piece per answer, so a slow reader
+costs no more memory than its answer is long; or keeps it step by step, on request.
 """
 
 from __future__ import annotations

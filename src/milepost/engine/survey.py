@@ -1,9 +1,9 @@
-"""The tree as a person can look at it: chains of single children folded into runs of pages.
+"""The tree for people to look at: chains of single children are folded into runs of pages.
 
-Read-only. A tree may have 100,000 pages and no step shall wait for that, so a survey is made in
+Read-only. A tree may have 100,000 pages and no step should wait for that, so a survey is made in
 slices between which the cache may change. A page's place never changes, so what a survey returns is
 a tree in which nothing is counted twice; some of it may be a few steps older than the rest.
-It tells how many and where, never which tokens: no token, salt or digest leaves.
+It says how many and where, never which: no token, salt or digest is exported.
 """
 
 from __future__ import annotations

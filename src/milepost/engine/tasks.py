@@ -1,4 +1,4 @@
-"""What the engine's process knows of each request: its job, and how much of it the client has."""
+"""What the engine's process keeps for each request: its job, and how much of it was sent."""
 
 from __future__ import annotations
 

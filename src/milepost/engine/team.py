@@ -1,13 +1,13 @@
-"""The first rank's side of several: starts a process for each of the others, tells them what its
-own runner is told, and notices when one of them has gone.
+"""The first rank's view of several: starts a process for each of the others, sends them what its
+own runner is told, and notices when one of them is gone.
 
-The engine's process is rank 0. So what is sampled needs no way back, and nothing that a step waits
-for goes through a socket: plans go out as the bytes that `--record-plans` would write, before the
-step is launched here. Each rank runs all of them, in order, and samples by itself, from the same
-logits with the same noise; a rank that finds other tokens than rank 0 says so and ends.
+The engine's process is rank 0. So sampled tokens need no way back, and no step waits for a socket:
+plans are sent as the bytes that `--record-plans` would write, before the step is launched here.
+Each rank runs all of them, in order, and samples by itself, from the same logits with the same
+noise; a rank that samples other tokens than rank 0 reports it and ends.
 
-A rank that ends closes its socket. Whoever waits for one is then told of all that has become of
-it; and a process that outlives rank 0 sees its socket close, and ends.
+A rank that ends closes its socket, and whoever waits for it gets an error with the reason. A
+process that outlives rank 0 sees its socket close, and ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tokenizes long texts in a process of its own, which is killed when nobody waits for one any more.
+"""Tokenizes long texts in a process of its own, which is killed when nobody waits for it any more.
 
-A text of a megabyte takes a tokenizer a second or ten, and nothing stops it on the way. The process
-(`python -m milepost.engine.text_process`) knows `tokenizers` and no more, so it starts in a moment;
-it is started by the first long text. What a text has made it allocate goes back to the system.
+A megabyte of text takes a tokenizer one to ten seconds, and nothing can interrupt it. The process
+(`python -m milepost.engine.text_process`) imports `tokenizers` and no more, so it starts quickly;
+the first long text starts it. Memory that a text needed is returned to the system.
 
 `TextProcess` is the other side, in an event loop.
 """

@@ -1,4 +1,4 @@
-"""The engine's tiers: their sizes, and what is to be done for them between steps."""
+"""The engine's tiers: their sizes, and the work for them between steps."""
 
 from __future__ import annotations
 

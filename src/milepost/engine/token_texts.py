@@ -1,7 +1,7 @@
-"""What tokens stand for, for the answers of one engine.
+"""The texts of tokens, shared by the answers of one engine.
 
-Where a token is a string of bytes, text is the bytes of its tokens in a row: one that is whole
-characters reads the same in any company, and is decoded once for all answers.
+Where a token is a string of bytes, a text is the bytes of its tokens in a row. So a token of whole
+characters reads the same whatever is around it, and is decoded once for all answers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Writes down what was asked of an engine, for `milepost simulate`: lengths, times and hashes of
-prompts' pages, no text and no token.
+"""Records the requests of an engine for `milepost simulate`: lengths, times and hashes of prompts'
+pages, no text and no token.
 
-Hashes are keyed by a number that ends with the process, so that nobody can try out whether a prompt
-that they know is among them. Lines stand in order of arrival, as the simulator wants them; a line
-is written once its request and all before it are over.
+Hashes are keyed by a random number that lives as long as the process, so nobody can test whether a
+known prompt is among them. Lines are in order of arrival, as the simulator expects; a line is
+written once its request and all before it are over.
 """
 
 from __future__ import annotations

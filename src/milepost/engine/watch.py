@@ -1,8 +1,8 @@
-"""What a person who looks at a running engine sees: its tree, its memory, its last minutes.
+"""What the page shows of a running engine: its tree, its memory, its last minutes.
 
-A look is asked for between steps and made in slices, a few between two steps, so that no step waits
-for it. Between looks next to nothing is done: some numbers every two seconds in which there are
-steps, and those of the last prompts. Positions and lengths leave, never tokens, text or salts.
+A snapshot is made in slices, a few between two steps, so that no step waits for it. Between
+snapshots next to nothing is done: some numbers every two seconds in which there are steps, and
+those of the last prompts. Positions and lengths are exported, never tokens, text or salts.
 """
 
 from __future__ import annotations

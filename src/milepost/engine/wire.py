@@ -1,4 +1,4 @@
-"""What the engine process and its client say to each other, and how it stands on the socket.
+"""The messages between the engine process and its client, and their format on the socket.
 
 A frame is a length (4 bytes, big-endian) and that many bytes of msgpack: plain values, never code.
 `Frames` cuts a byte stream into messages and does no I/O; both sides use it.

@@ -1,5 +1,6 @@
-"""The OpenAI-compatible HTTP server, in front of an engine process. Which modules do what, besides
-the folders `anthropic`, `responses`, `parsing` (formats of calls and reasoning), `ui` (the page):
+"""The OpenAI-compatible HTTP server, in front of an engine process. Besides the folders
+`anthropic`, `responses`, `parsing` (formats of tool calls and reasoning) and `ui` (the page), its
+modules are:
 
     begin and end            run, config, started, stats
     paths                    app, operation, rendering

@@ -1,8 +1,8 @@
 """`milepost run-batch`: answers the requests of a file, each a line as in OpenAI's batch files.
 
-The lines go through the same application as a server's requests, without a socket between. So many
-are under way that the engine always has a full step, and the file is read no further ahead; what
-each came to is written when it is over. A line that cannot be answered fails alone.
+The lines go through the same application as a server's requests, without a socket between. Enough
+of them are under way to fill the engine's steps, and the file is read no further ahead. Each result
+is written when it is done. A line that cannot be answered fails alone.
 """
 
 from __future__ import annotations

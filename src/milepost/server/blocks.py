@@ -1,5 +1,5 @@
 """An answer as a row of blocks: reasoning, text, calls. The Messages and Responses endpoints both
-write it so, each block with a beginning, its gains and an end.
+stream it this way, each block with a start, its deltas and an end.
 """
 
 from __future__ import annotations

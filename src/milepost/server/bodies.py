@@ -1,10 +1,10 @@
-"""Reads the bodies of requests: bounded before anything is built from them, and with a parser that
-says where they are wrong, and that depth cannot break.
+"""Reads the bodies of requests: limits them before anything is built, and uses a parser that says
+where they are wrong and that deep nesting cannot break.
 
-What a body costs is decided by how many values it has, not by its bytes: an empty list takes three
-bytes to write and seventy to keep. So the values are counted in the text first, a pass of
-milliseconds that keeps nothing; a body with more of them than any request needs is refused. What
-is left takes, with the objects made of it, at most ten times the body and some megabytes.
+The memory that a body takes depends on how many values it has, not on its bytes: an empty list is
+three bytes of text and seventy of memory. So the values are first counted in the text, in a pass of
+milliseconds that stores nothing, and a body with more of them than any request needs is refused.
+The rest takes, with the objects made of it, at most ten times the body and some megabytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a connection may cost before a request of it is known: bytes of headers, time, number.
+"""Limits on connections before a request is known: bytes of headers, time, number.
 
-uvicorn's own protocol bounds none of these. Here a head may have so many bytes and take so long,
-a server has so many connections, and the limit of open files is raised to what the system allows.
+uvicorn's own protocol limits none of these. Here the size of a head, the time it may take and the
+number of connections are limited, and the limit of open files is raised to what the system allows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a chat request to answers under way: what all endpoints with messages have in common."""
+"""From a chat request to running answers: what all endpoints with messages have in common."""
 
 from __future__ import annotations
 

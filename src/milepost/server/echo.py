@@ -1,4 +1,4 @@
-"""What a completion says of its own prompt: `echo` and `prompt_logprobs`."""
+"""What a completion reports about its own prompt: `echo` and `prompt_logprobs`."""
 
 from __future__ import annotations
 

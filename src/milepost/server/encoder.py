@@ -1,7 +1,7 @@
-"""Tokens of texts and conversations, and whatever else wants a tokenizer.
+"""Tokenizes texts and conversations, and does whatever else needs a tokenizer.
 
-Work runs in threads, and long texts in a process of their own (`tokenizing`); a text that must be
-too long for the model is refused before it is tokenized.
+Work runs in threads, and for long texts in a process (`tokenizing`). A text that is certainly too
+long for the model is refused before it is tokenized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The form that an answer must keep to: from response_format, or from a tool choice that demands a
+"""The form that an answer must match: from response_format, or from a tool choice that requires a
 call."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the engine, with all that is counted about it."""
+"""One HTTP request on its way through the engine, with its metrics."""
 
 from __future__ import annotations
 

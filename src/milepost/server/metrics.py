@@ -1,7 +1,7 @@
 """What Prometheus scrapes: the engine's counters and gauges, and the latencies seen here.
 
 Names are vLLM's where the meaning is the same, with the prefix `milepost:`; `vllm_metrics.py` shows
-those under vLLM's own prefix too. Memory, CPU time and file descriptors of both processes stand
+those under vLLM's own prefix too. Memory, CPU time and file descriptors of both processes are
 under `process_` and `milepost_engine_process_`.
 """
 

@@ -1,4 +1,4 @@
-"""What routers, load balancers and operators ask of a server besides answers."""
+"""The endpoints for routers, load balancers and operators."""
 
 from __future__ import annotations
 

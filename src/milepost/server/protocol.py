@@ -1,8 +1,8 @@
 """What the bodies of requests may hold.
 
-Every field of OpenAI's API stands here, and vLLM's own. One that we do not support takes only
-values that do not change the answer; others are refused by name. A field that nobody knows is kept
-as an extra until `unknown.py` takes it out and tells of it.
+Has every field of OpenAI's API, and vLLM's own. One that we do not support accepts only values
+that do not change the answer; others are refused by name. An unknown field is kept as an extra
+until `unknown.py` removes and reports it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The tokens of a request's prompt, as it would be served: for routers that send a prompt to where
-it hits. They cannot make them themselves, since a template reads more than the messages. What would
-not be served is not rendered either.
+"""Renders a request's prompt to the tokens that would be served, for routers that send a prompt to
+where it hits. They cannot do it themselves, since a template reads more than the messages. A
+request that would be refused is refused here too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`milepost serve`: brings up engine and HTTP, and takes both down.
+"""`milepost serve`: starts the engine and HTTP, and stops both.
 
 The listening socket is bound first, so a port in use is found before the weights are loaded. On
-SIGTERM or Ctrl-C no new connection is taken, new requests get 503, and those that run may finish
+SIGTERM or Ctrl-C no new connection is accepted, new requests get 503, and running ones may finish
 within `shutdown_timeout_s`; then they are failed. When the engine dies, every open request gets an
 error and the server ends with status 1.
 """

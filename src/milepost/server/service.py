@@ -1,5 +1,5 @@
-"""Joins the HTTP handlers with the tokenizer (`encoder`) and the engine, and refuses what neither
-could serve."""
+"""Connects the HTTP handlers to the tokenizer (`encoder`) and the engine, and refuses what they
+could not serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server says of itself when it takes its first requests: one line a subject."""
+"""What a server logs about itself once it accepts requests: one line per subject."""
 
 from __future__ import annotations
 

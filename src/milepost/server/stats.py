@@ -1,4 +1,4 @@
-"""A line of figures every ten seconds, while there is something to say."""
+"""Logs a line of statistics every ten seconds, while there is something to say."""
 
 from __future__ import annotations
 

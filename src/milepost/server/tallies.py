@@ -1,7 +1,7 @@
 """Metrics that are counted once or more for each token.
 
-The library's own take a lock, look for a bucket one by one, and check what they are asked each
-time. All of ours are counted in the event loop; here a count is an addition.
+The library's own metrics take a lock, search for a bucket and check their arguments each time.
+All of ours are counted in the event loop, so here a count is just an addition.
 """
 
 from __future__ import annotations

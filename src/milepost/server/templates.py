@@ -1,4 +1,4 @@
-"""Which variables a chat template reads: a request that sets another one is told so."""
+"""Which variables a chat template reads, so that a request that sets another one can be told."""
 
 from __future__ import annotations
 

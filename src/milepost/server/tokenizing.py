@@ -1,11 +1,10 @@
-"""Shares the tokenizer out: who waits for whom, and what is stopped with its client.
+"""Schedules the use of the tokenizer, and stops work whose client has left.
 
-Tokenizing gives up the interpreter lock, but takes a second or more for a megabyte, and a tokenizer
+Tokenizing releases the interpreter lock, but takes a second or more for a megabyte, and a tokenizer
 must not be used from two threads at once. So short texts have a thread of their own, which long
-ones never hold up, and long ones a process, which is killed when their client leaves. Among those
-that wait, the one comes first that had the least work before it when it came, its own counted in: a
-text is overtaken by no more than its own length of others. A caller that is cancelled gives up its
-place.
+ones never delay, and long ones a process, which is killed when their client leaves. Among those
+that wait, the first is the one with the least work ahead of it on arrival, its own included: a text
+is overtaken by no more than its own length of others. A cancelled caller loses its place.
 """
 
 from __future__ import annotations

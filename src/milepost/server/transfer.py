@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: a request whose prompt another engine computes, or goes on with."""
+"""`kv_transfer_params`: requests whose prompt or whose answer another engine computes."""
 
 from __future__ import annotations
 

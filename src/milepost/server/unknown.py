@@ -1,4 +1,4 @@
-"""What becomes of fields that nobody knows: ignored and told of, or refused.
+"""Unknown fields of requests: ignored and reported, or refused.
 
 Every client sends a field that only its own server reads. Bodies keep them as extras; here they
 are taken out, so that none reaches a chat template, and named in the log (once each) and in the

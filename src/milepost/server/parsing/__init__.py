@@ -1,12 +1,12 @@
-"""Takes an answer's text apart while it comes: reasoning, content, tool calls.
+"""Parses an answer's text as it streams: reasoning, content, tool calls.
 
-A parser is fed pieces of text and returns events; `finish` returns what it still held. Nothing that
-was given is ever taken back, and the events, joined, do not depend on where the text was cut. The
-work is linear in the text, however small the pieces. No I/O, no tokenizer.
+A parser is fed pieces of text and returns events; `finish` returns what it still held. No event is
+ever retracted, and the events, joined, do not depend on where the text was cut. The work is linear
+in the text, however small the pieces. No I/O, no tokenizer.
 
 A *format* describes how models write calls (`JsonCalls`, `TaggedCalls`) or reasoning
-(`ThinkTags`). It is data: tags, keys, layout. From the one description come the parser of an answer
-and the grammar that a demanded call is kept to: what the grammar accepts is what the parser reads.
+(`ThinkTags`). It is data: tags, keys, layout. Both the parser and the grammar for required calls
+come from this one description, so what the grammar accepts is what the parser reads.
 
 To add a family of models, add one file to `families/`, with either or both of
 
@@ -15,7 +15,7 @@ To add a family of models, add one file to `families/`, with either or both of
     CALLS_OF = {"model_type": "name"}
 
 The names become values of --tool-call-parser and --reasoning-parser (use vLLM's names); `signs` are
-what a chat template of the family contains, by which `auto` finds the format; `CALLS_OF` counts
-where a template takes tools and shows no format. A layout that neither class describes gets a class
-of its own in that file, with the two methods of `formats.ToolCalls`.
+what a chat template of the family contains, by which `auto` finds the format; `CALLS_OF` applies
+where a template accepts tools but shows no format. A layout that neither class describes gets a
+class of its own in that file, with the two methods of `formats.ToolCalls`.
 """

@@ -1,4 +1,4 @@
-"""What the parsers find."""
+"""The events that parsers return."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds where a JSON value ends, while it comes.
+"""Finds where a JSON value ends, as it streams.
 
 Tags inside strings belong to the strings. But models also leave strings open; then the tag that
-ends the call stands behind a line break, which no JSON string can hold.
+ends the call follows a line break, which no JSON string can contain.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>
     {"a": 1}<|tool_call_end|><|tool_calls_section_end|>
 
-What stands before the arguments is the call's id as well, which the model's template writes back:
-so clients get it as the id. Arguments stream. A section's tags may be missing.
+The text before the arguments is also the call's id, which the model's template writes back, so
+clients get it as the id. Arguments stream. A section's tags may be missing.
 """
 
 from __future__ import annotations

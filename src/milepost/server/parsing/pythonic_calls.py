@@ -2,8 +2,8 @@
 
     <|tool_call_start|>[f(a=1, s='x'), g()]<|tool_call_end|>
 
-Values are literals of Python or JSON. Each is passed on when it has come to its end. In a demanded
-call they are JSON, which both are able to read.
+Values are literals of Python or JSON. Each is passed on when it is complete. In a required call
+they are JSON, which every reader understands.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Reasoning between two tags, or two sentences that do as tags.
+"""Reasoning between two tags, or two sentences that serve as tags.
 
 Where the template's generation prompt opens the reasoning, the answer has only the closing tag.
-Line breaks beside the tags belong to neither side. Reasoning that is never closed is all there is.
+Line breaks beside the tags belong to neither side. If reasoning is never closed, there is nothing
+else.
 """
 
 from __future__ import annotations

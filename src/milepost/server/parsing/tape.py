@@ -1,8 +1,8 @@
-"""Text that comes in pieces, read from left to right.
+"""Text that arrives in pieces, read from left to right.
 
-Parsers are generators: they `yield` where they need more text, and go on when it has come. Text
-that was read is dropped, and what waits is at most the beginning of a tag, so reading costs the
-same for each character, whatever the pieces and however long the text.
+Parsers are generators: they `yield` where they need more text, and continue when it has arrived.
+Text that was read is dropped, and at most the beginning of a tag is kept waiting, so each character
+costs the same, whatever the pieces and however long the text.
 """
 
 from __future__ import annotations

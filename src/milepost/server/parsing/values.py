@@ -1,4 +1,4 @@
-"""Values that stand as text between two tags: strings as they are, all else as JSON.
+"""Values written as text between two tags: strings as they are, all else as JSON.
 
 What a text means depends on the parameter's schema: `123` is a number where numbers are allowed,
 and a string where only strings are. Where both are, it is the number. A literal of the schema is

@@ -1,4 +1,4 @@
-"""/v1/responses: make one, and what is stored of them."""
+"""/v1/responses: creates a response, and serves stored ones."""
 
 from __future__ import annotations
 

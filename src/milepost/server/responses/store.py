@@ -1,6 +1,6 @@
-"""Responses that were stored, in memory and bounded: the oldest go first.
+"""Stored responses, in memory and bounded: the oldest go first.
 
-Each belongs to whoever's key it was made with; nobody else finds it. It is gone when the server is.
+Each belongs to the API key that it was made with; nobody else finds it. None outlives the server.
 """
 
 from __future__ import annotations

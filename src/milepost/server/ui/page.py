@@ -1,7 +1,7 @@
-"""The page's files, which lie beside this one and come as they are, and the state that it draws.
+"""The page's files, which are next to this one and served unchanged, and the state that it draws.
 
 Everything is the server's own: the policy lets a browser load nothing from elsewhere, and run no
-script but these files. They tell nothing, so they are open; the state is an operator's to see.
+script but these files. They reveal nothing, so they need no key; the state needs an operator's.
 """
 
 from __future__ import annotations
