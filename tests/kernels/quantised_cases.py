@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.quantised import (
+    FP4_LANE,
+    Fp4,
     Fp8,
     Int4,
     Quantised,
@@ -60,6 +62,23 @@ def make_int4(*shape: int, group: int, seed: int = 0) -> Int4:
         scales=torch.rand(groups, generator=random).half() + 0.1,
         zeros=torch.randint(0, 16, groups, generator=random).to(torch.uint8),
         group=group,
+    )
+
+
+def make_fp4(*shape: int, group: int = 16, seed: int = 0) -> Fp4:
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 16, shape, generator=random).to(torch.uint8)
+    groups = (*shape[:-1], shape[-1] // group)
+    # Of all sizes, those without an exponent and none at all among them.
+    scales = 2 ** (17 * torch.rand(groups, generator=random) - 10)
+    scales[..., 0] = 0
+    factors = 2 ** (2 * torch.rand(shape[:-1], generator=random) - 6)
+    return Fp4(
+        packed=pack(q, FP4_LANE),
+        scales=scales.to(torch.float8_e4m3fn),
+        factors=factors,
+        group=group,
+        num_inputs=shape[-1],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,6 +30,7 @@ from milepost.kernels.tiles import Tiles
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
+    make_fp4,
     make_fp8,
     make_int4,
     make_rows,
@@ -63,7 +65,15 @@ def test_int4_gemm(num_tokens: int, group: int) -> None:
     check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
 
 
-@pytest.mark.parametrize("make", [make_fp8, partial(make_int4, group=64)])
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 70])
+def test_fp4_gemm(num_tokens: int, group: int) -> None:
+    weight = make_fp4(72, 384, group=group)
+    hidden, bias = make_rows(num_tokens, 384), torch.randn(72)
+    check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
+
+
+@pytest.mark.parametrize("make", [make_fp8, make_fp4, partial(make_int4, group=64)])
 def test_parts_along_the_inputs_add_up(make: Callable[..., Quantised]) -> None:
     """The interpreter has one SM, for which no product is cut."""
     weight, hidden, bias = make(72, 512), make_rows(3, 512), torch.randn(72)
@@ -86,8 +96,21 @@ def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("shape", [(72, 256), (3, 40, 384)])
+def test_every_float_of_four_bits_becomes_sixteen(shape: tuple[int, ...], group: int) -> None:
+    weight = make_fp4(*shape, group=group)
+    unpacked = triton_unpack.unpack(weight, torch.float16)
+    expected = weight.dequantise(torch.float32)
+    torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=2**-25)
+    # Without factors to round, they are all of their digits.
+    whole = replace(weight, factors=torch.ones_like(weight.factors))
+    unpacked = triton_unpack.unpack(whole, torch.float16)
+    assert torch.equal(unpacked.float(), whole.dequantise(torch.float32))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize("make", [make_fp8, partial(make_int4, group=64), torch.randn])
+@pytest.mark.parametrize("make", [make_fp8, make_fp4, partial(make_int4, group=64), torch.randn])
 def test_outputs_may_stand_beside_others(
     num_tokens: int, make: Callable[..., Quantised | Tensor]
 ) -> None:
@@ -167,6 +190,15 @@ def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_int4(3, up_rows, 256, group=group)
     down = make_int4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3, 0.01), up, down)
+    check_experts(triton.mix(*given), *given)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 24, 180])
+@pytest.mark.parametrize(("up_rows", "group"), [(256, 16), (128, 16), (256, 32)])
+def test_fp4_experts(num_tokens: int, up_rows: int, group: int) -> None:
+    up = make_fp4(3, up_rows, 256, group=group)
+    down = make_fp4(3, 256, 128, group=group, seed=2)
+    given = (*route(num_tokens, 3), up, down)
     check_experts(triton.mix(*given), *given)
 
 

@@ -13,8 +13,10 @@ from milepost.kernels.device import runs_triton
 from milepost.kernels.quantised import reference
 from milepost.kernels.quantised.forms import (
     BLOCK,
+    FP4_LANE,
     FP8,
     FP8_MAX,
+    Fp4,
     Fp8,
     Int4,
     Quantised,
@@ -26,8 +28,10 @@ from milepost.kernels.quantised.forms import multiply as multiply_plainly
 
 __all__ = [
     "BLOCK",
+    "FP4_LANE",
     "FP8",
     "FP8_MAX",
+    "Fp4",
     "Fp8",
     "Int4",
     "Quantised",

@@ -1,10 +1,12 @@
 """Quantised matrices in plain torch: how they are kept, made and read back. This is the definition.
 
-Two forms. `Fp8`: values in float8_e4m3fn, each scale for a block of them; activations are rounded
+Three forms. `Fp8`: values in float8_e4m3fn, each scale for a block of them; activations are rounded
 to the same type when they are multiplied, as the checkpoints' makers evaluate them (block scales:
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2). `Int4`: four bits a weight, a scale and a zero point
-for every group of a row's inputs (AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323); activations stay
-as they are.
+for every group of a row's inputs (AWQ, arXiv 2306.00978; GPTQ, arXiv 2210.17323). `Fp4`: the four
+bits are a float, e2m1 (OCP Microscaling Formats 1.0, section 5.3.3), a group's scale is one too,
+and a row has a factor. With four bits activations stay as they are, also where a checkpoint was
+made for chips that round them to four bits as well.
 
 Legend: O outputs, I inputs, T tokens; any leading dimensions (experts).
 """
@@ -122,7 +124,58 @@ class Int4:
         return hidden
 
 
-Quantised = Fp8 | Int4
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4:
+    """Weights W[o, i] = e2m1(q[o, i]) * scales[o, i // group] * factors[o]: NVFP4 with groups of 16
+    (arXiv 2509.25149, section 2), MXFP4 with groups of 32.
+
+    A number of a row's scale has six significant bits, so it is exact in 16-bit types; factors are
+    multiplied with the sum. Numbers share bytes as those of `Int4` do.
+    """
+
+    packed: Tensor
+    """[..., O, J / 2] uint8; J inputs are whole blocks, those beyond I are zeros."""
+    scales: Tensor
+    """[..., O, J / group] float8_e4m3fn."""
+    factors: Tensor
+    """[..., O] float32."""
+    group: int
+    num_inputs: int
+
+    @property
+    def num_outputs(self) -> int:
+        return self.packed.shape[-2]
+
+    def of(self, expert: int) -> Fp4:
+        """One of a stack."""
+        return Fp4(
+            packed=self.packed[expert],
+            scales=self.scales[expert],
+            factors=self.factors[expert],
+            group=self.group,
+            num_inputs=self.num_inputs,
+        )
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The weights [..., O, I]."""
+        numbers = E2M1.to(self.packed.device)[unpack(self.packed, FP4_LANE).int()]
+        scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
+        weights = numbers * scales * self.factors[..., None]
+        return weights[..., : self.num_inputs].to(dtype)
+
+    def round_inputs(self, hidden: Tensor) -> Tensor:
+        """They are multiplied as they are."""
+        return hidden
+
+
+FourBits = Int4 | Fp4
+Quantised = Fp8 | FourBits
+
+FP4_LANE = 64
+"""Inputs of one piece of a packed row of `Fp4`, whose scales are several."""
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat((E2M1, -E2M1))
+"""What four bits stand for: a sign, two bits of exponent, one of mantissa."""
 
 
 def lane_of(group: int) -> int:

@@ -25,7 +25,7 @@ from milepost.kernels.quantised import (
     triton_tall,
     triton_unpack,
 )
-from milepost.kernels.quantised.forms import BLOCK, FP8, Fp8, Int4, Quantised
+from milepost.kernels.quantised.forms import BLOCK, FP8, FourBits, Fp4, Fp8, Int4, Quantised
 from milepost.kernels.quantised.rounded import LINE, find
 from milepost.kernels.tiles import Tiles, cdiv, choose_split_k
 
@@ -41,7 +41,7 @@ _REGIMES = (_FEW, _SOME, _MORE)
 _OF_TENSOR_MEMORY = {_MORE: replace(_MORE, num_warps=8), _MANY: replace(_MANY, block_n=64)}
 """On sm_100 a step's products come from tensor memory to be scaled: with the other tiles a thread
 of a GEMM spills 650 to 1,200 bytes there, with these none."""
-_INT4_WARPS = 8
+_FOUR_BIT_WARPS = 8
 """Numbers of four bits take work in registers, which is spread over more threads."""
 _HOPPER_WEIGHTS = 1 << 22
 """Weights at least of products of some rows that Hopper's own kernel is fastest for."""
@@ -69,7 +69,7 @@ def multiply(
         return hidden.new_empty(0, num_outputs)
     chip = probe(hidden.device)
     if num_tokens > _LIBRARY_ROWS:
-        if isinstance(weight, Int4):
+        if isinstance(weight, FourBits):
             product = F.linear(hidden, triton_unpack.unpack(weight, hidden.dtype))
             return product if bias is None else product.add_(bias)
         if _library_multiplies(weight, chip):
@@ -95,7 +95,7 @@ def _new_output(hidden: Tensor, num_outputs: int, split_k: int) -> Tensor:
 def multiply_of_gated(gate_up: Tensor, weight: Quantised) -> Tensor | None:
     """`multiply` of SiLU(first half) * second half of `gate_up` [T, 2 * I], rounded as it is made;
     None where no kernel does it."""
-    if isinstance(weight, Int4) or not _suits(gate_up, weight) or len(gate_up) < 2:
+    if not isinstance(weight, Fp8) or not _suits(gate_up, weight) or len(gate_up) < 2:
         return None
     chip = probe(gate_up.device)
     if len(gate_up) > _LIBRARY_ROWS:
@@ -120,7 +120,7 @@ def multiply_into(
     if len(hidden) <= _LIBRARY_ROWS:
         _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
         return True
-    if isinstance(weight, Int4) or not _library_multiplies(weight, chip) or len(hidden) % LINE:
+    if not isinstance(weight, Fp8) or not _library_multiplies(weight, chip) or len(hidden) % LINE:
         return False
     _multiply_by_library(hidden, weight, bias, chip, output)
     return True
@@ -129,7 +129,7 @@ def multiply_into(
 def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor | None:
     """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
     gates, if one launch does it, else None."""
-    if not (_suits(hidden, weight) and _is_row(hidden, weight) and runs_gluon(hidden)):
+    if not (_suits(hidden, weight) and _is_row(hidden, weight) and _runs_gluon(hidden, weight)):
         return None
     if weight.num_outputs % 2:
         return None
@@ -175,7 +175,7 @@ def _multiply(
         return
     assert not is_gated, "of rows that Hopper's kernel takes"
     if _is_row(hidden, weight):
-        if runs_gluon(hidden):
+        if _runs_gluon(hidden, weight):
             _multiply_row(output, hidden, weight, bias, chip, is_gated=False)
         else:
             triton_gemv.multiply(hidden, weight, bias, output, chip)
@@ -192,7 +192,7 @@ def _cut_for_hopper(
     hidden: Tensor, weight: Quantised, bias: Tensor | None, chip: Chip
 ) -> RowTiles | NibbleTiles | None:
     """How Hopper's own kernel cuts the product up; None where it does not do it."""
-    if _is_row(hidden, weight) or bias is not None or not runs_gluon(hidden):
+    if _is_row(hidden, weight) or bias is not None or not _runs_gluon(hidden, weight):
         return None
     if isinstance(weight, Int4):
         from milepost.kernels.quantised import triton_hopper_nibble_rows
@@ -229,6 +229,11 @@ def _multiply_rows(
 def _is_row(hidden: Tensor, weight: Quantised) -> bool:
     """Whether it is one row, and matrix-vector products are made of the weight."""
     return len(hidden) == 1 and triton_gemv.suits(weight)
+
+
+def _runs_gluon(hidden: Tensor, *weights: Quantised) -> bool:
+    """Whether Hopper's own kernels run, which know no e2m1."""
+    return runs_gluon(hidden) and not any(isinstance(weight, Fp4) for weight in weights)
 
 
 def _suits(hidden: Tensor, *weights: Quantised) -> bool:
@@ -286,7 +291,7 @@ def _choose(num_rows: float, weight: Quantised) -> Tiles:
     tiles = next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), _MANY)
     if isinstance(weight, Fp8) or tiles == _MANY:
         return tiles
-    return replace(tiles, num_warps=_INT4_WARPS)
+    return replace(tiles, num_warps=_FOUR_BIT_WARPS)
 
 
 def _choose_dense(num_rows: int, weight: Quantised, chip: Chip) -> Tiles:
@@ -301,7 +306,7 @@ def _round(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows as a GEMM takes them: few are rounded on the way, of more each program would round the
     same ones again."""
-    if isinstance(weight, Int4):
+    if not isinstance(weight, Fp8):
         return hidden, None
     if weight.input_scale is not None or (are_few and weight.depth == BLOCK):
         return hidden, None
@@ -324,7 +329,7 @@ def mix(
     is_gated = up.num_outputs == 2 * size
     output = hidden.new_empty(num_tokens, num_chosen, down.num_outputs)
     if num_routed <= _FEWEST_ROUTED and triton_gemv.suits(up, down):
-        if runs_gluon(hidden):
+        if _runs_gluon(hidden, up, down):
             from milepost.kernels.quantised import triton_hopper_row_experts
 
             return triton_hopper_row_experts.mix(hidden, shares, experts, up, down, chip)
@@ -344,8 +349,8 @@ def mix(
     if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
         _mix_tall(hidden, shares, experts, up, down, output, chip)
         return output
-    if num_routed > _UNPACKED_ROUTED * num_experts and isinstance(up, Int4):
-        assert isinstance(down, Int4), "experts have one form"
+    if num_routed > _UNPACKED_ROUTED * num_experts and isinstance(up, FourBits):
+        assert isinstance(down, FourBits), "experts have one form"
         wide = [triton_unpack.unpack(each, hidden.dtype) for each in (up, down)]
         return moe.partials(hidden, shares, experts, *wide)
     tiles = _choose(num_routed / num_experts, up).fitted(chip)
@@ -368,7 +373,7 @@ def mix(
     rows, scales = _round(hidden, up, chip, are_few=are_few)
     triton_experts.project_up(rows, scales, up, active, groups, narrow, chip, is_gated=is_gated)
     rows, scales = _round(active, down, chip, are_few=are_few)
-    last = narrow if isinstance(down, Int4) and tiles.block_m < _MANY.block_m else tiles
+    last = narrow if isinstance(down, FourBits) and tiles.block_m < _MANY.block_m else tiles
     triton_experts.project_down(rows, scales, shares, down, output, groups, last, chip)
     return output
 

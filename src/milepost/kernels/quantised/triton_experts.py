@@ -22,6 +22,7 @@ from milepost.kernels.quantised.triton_step import (
     add_step,
     columns,
     constants,
+    factors,
     input_scales,
     load_scales,
     multiply,
@@ -157,8 +158,9 @@ def _up_kernel(
     first_scale = expert * ((ROWS + SCALE_ROWS - 1) // SCALE_ROWS * DEPTHS)
     p_gate_scale = scales + first_scale + gate_row // SCALE_ROWS * DEPTHS
     p_up_scale = scales + first_scale + up_row // SCALE_ROWS * DEPTHS
-    p_gate_zero = None if zeros is None else zeros + first_scale + gate_row * DEPTHS
-    p_up_zero = None if zeros is None else zeros + first_scale + up_row * DEPTHS
+    ZEROS: tl.constexpr = DEPTHS if GROUP > 0 else 1
+    p_gate_zero = None if zeros is None else zeros + (expert * ROWS + gate_row) * ZEROS
+    p_up_zero = None if zeros is None else zeros + (expert * ROWS + up_row) * ZEROS
     b_gate, b_up = _multiply_both(
         p_x, p_gate, p_gate_scale, p_gate_zero, p_up, p_up_scale, p_up_zero,
         p_row_scale, input_scale, num_tokens, INPUTS, GATED,
@@ -224,6 +226,9 @@ def _multiply_both(
         whole = whole_scale(p_row_scale, input_scale)
         b_gate *= tl.load(p_gate_scale)[:, None] * whole
         b_up *= tl.load(p_up_scale)[:, None] * whole
+    if GROUP < 0:
+        b_gate *= factors(p_gate_zero)[:, None]
+        b_up *= factors(p_up_zero)[:, None]
     if not NATIVE:
         b_gate *= 65536.0
         b_up *= 65536.0
@@ -316,7 +321,8 @@ def _down_kernel(
     p_w = own + column[:, None] * pitch(SIZE, GROUP)
     first_scale = expert * ((OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS * DEPTHS)
     p_scale = scales + first_scale + column // SCALE_ROWS * DEPTHS
-    p_zero = None if zeros is None else zeros + first_scale + column * DEPTHS
+    ZEROS: tl.constexpr = DEPTHS if GROUP > 0 else 1
+    p_zero = None if zeros is None else zeros + (expert * OUTPUTS + column) * ZEROS
     acc = multiply(
         p_x, p_w, p_scale, p_zero, p_row_scale, input_scale, num_rows, 0, 0, SIZE,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP, BLOCK_SCALES, NATIVE,

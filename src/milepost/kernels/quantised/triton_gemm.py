@@ -112,7 +112,7 @@ def _gemm_kernel(
     p_x = rows + row[:, None] * stride + o_x[None, :]
     p_w = weight + column.to(tl.int64)[:, None] * pitch(INPUTS, GROUP) + o_w[None, :]
     p_scale = scales + column // SCALE_ROWS * DEPTHS
-    p_zero = None if zeros is None else zeros + column * DEPTHS
+    p_zero = None if zeros is None else zeros + column * (DEPTHS if GROUP > 0 else 1)
     p_row_scale = None if row_scales is None else row_scales + row
     static_scale = None if input_scale is None else tl.load(input_scale)
     wait_for_inputs()

@@ -15,28 +15,28 @@ from torch import Tensor
 from milepost.kernels.device import Chip
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
+from milepost.kernels.quantised.forms import BLOCK, Fp8, Int4, Quantised
 from milepost.kernels.quantised.triton_gemv_parts import dot, load_row, load_weights
-from milepost.kernels.quantised.triton_step import constants, operands
+from milepost.kernels.quantised.triton_step import constants, factors, operands
 
 WEIGHTS, FEW_WEIGHTS = 1 << 15, 1 << 14
 """That a program reads at a time: the more, the less it matters that each rounds its row. Fewer of
 experts' last projections and of small matrices, so that there are programs enough."""
 _SMALL = 1 << 24
 """Weights of a small matrix."""
-_INT4_WEIGHTS = 1 << 13
+_FOUR_BIT_WEIGHTS = 1 << 13
 """Of four bits: a row is not rounded, and numbers take work that more programs share."""
 _DEPTH = 2048
 """Inputs of a step."""
 
 
 def suits(*weights: Quantised) -> bool:
-    """FP8 whose rows are rounded in blocks by their own size; four bits whose groups are whole
-    blocks."""
+    """FP8 whose rows are rounded in blocks by their own size; integers of four bits whose groups are
+    whole blocks; e2m1."""
     return all(
-        weight.group % BLOCK == 0
-        if isinstance(weight, Int4)
-        else weight.depth == BLOCK and weight.input_scale is None
+        weight.depth == BLOCK and weight.input_scale is None
+        if isinstance(weight, Fp8)
+        else not isinstance(weight, Int4) or weight.group % BLOCK == 0
         for weight in weights
     )
 
@@ -46,13 +46,13 @@ def cut_up(
 ) -> dict[str, int]:
     """Outputs and blocks of inputs of a step, and the weight's constants."""
     depth = min(triton.next_power_of_2(weight.num_inputs), _DEPTH)
-    known, is_int4 = constants(weight, chip), isinstance(weight, Int4)
-    num_weights = _INT4_WEIGHTS if is_int4 else num_weights
+    known, has_four_bits = constants(weight, chip), not isinstance(weight, Fp8)
+    num_weights = _FOUR_BIT_WEIGHTS if has_four_bits else num_weights
     return {
         "BLOCK_N": num_weights // (num_matrices * depth),
         "BLOCK_D": depth // BLOCK,
         "BLOCK": BLOCK,
-        "num_warps": 4 if is_int4 else 8,
+        "num_warps": 4 if has_four_bits else 8,
         **{name: known[name] for name in ("GROUP", "DEPTHS", "SCALE_ROWS", "NATIVE")},
     }
 
@@ -107,7 +107,7 @@ def _dense_kernel(
     column = o_n % OUTPUTS
     p_w = weight + column.to(tl.int64) * PITCH
     p_scale = scales + column // SCALE_ROWS * DEPTHS
-    p_zero = None if zeros is None else zeros + column * DEPTHS
+    p_zero = None if zeros is None else zeros + column * (DEPTHS if GROUP > 0 else 1)
     b_w = load_weights(p_w, 0, INPUTS, BLOCK_D, BLOCK, GROUP)
     wait_for_inputs()
     acc = tl.zeros([BLOCK_N], tl.float32)
@@ -119,6 +119,8 @@ def _dense_kernel(
         acc += dot(
             b_w, b_x, b_y, b_sum, p_scale, p_zero, i_d, INPUTS, BLOCK_D, BLOCK, GROUP, NATIVE
         )
+    if GROUP < 0:
+        acc *= factors(p_zero)
     is_column = o_n < OUTPUTS
     if bias is not None:
         acc += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)

@@ -18,7 +18,7 @@ from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import Quantised
 from milepost.kernels.quantised.triton_gemv import FEW_WEIGHTS, WEIGHTS, cut_up
 from milepost.kernels.quantised.triton_gemv_parts import dot, load_row, load_weights
-from milepost.kernels.quantised.triton_step import operands
+from milepost.kernels.quantised.triton_step import factors, operands
 
 
 def project_up(
@@ -80,8 +80,9 @@ def _up_kernel(
     first_scale = expert * ((ROWS + SCALE_ROWS - 1) // SCALE_ROWS * DEPTHS)
     gate_scale = first_scale + gate_row // SCALE_ROWS * DEPTHS
     up_scale = first_scale + up_row // SCALE_ROWS * DEPTHS
-    p_gate_zero = None if zeros is None else zeros + gate_scale
-    p_up_zero = None if zeros is None else zeros + up_scale
+    ZEROS: tl.constexpr = DEPTHS if GROUP > 0 else 1
+    p_gate_zero = None if zeros is None else zeros + (expert * ROWS + gate_row) * ZEROS
+    p_up_zero = None if zeros is None else zeros + (expert * ROWS + up_row) * ZEROS
     gates = tl.zeros([BLOCK_N], tl.float32)
     ups = tl.zeros([BLOCK_N], tl.float32)
     for i_d in tl.static_range(0, INPUTS // BLOCK, BLOCK_D):
@@ -98,6 +99,9 @@ def _up_kernel(
             b_up, b_x, b_y, b_sum, scales + up_scale, p_up_zero, i_d,
             INPUTS, BLOCK_D, BLOCK, GROUP, NATIVE,
         )  # fmt: skip
+    if GROUP < 0:
+        gates *= factors(p_gate_zero)
+        ups *= factors(p_up_zero)
     b_o = activate(ups, gates, GATED).to(active.dtype.element_ty)
     tl.store(active + routed * SIZE + o_n, b_o, mask=o_n < SIZE)
 
@@ -152,7 +156,8 @@ def _down_kernel(
     p_w = down + expert * (OUTPUTS * PITCH) + column * PITCH
     own_scale = expert * ((OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS * DEPTHS)
     own_scale += column // SCALE_ROWS * DEPTHS
-    p_zero = None if zeros is None else zeros + own_scale
+    ZEROS: tl.constexpr = DEPTHS if GROUP > 0 else 1
+    p_zero = None if zeros is None else zeros + (expert * OUTPUTS + column) * ZEROS
     row = active + routed * SIZE
     acc = tl.zeros([BLOCK_N], tl.float32)
     for i_d in tl.static_range(0, SIZE // BLOCK, BLOCK_D):
@@ -162,5 +167,7 @@ def _down_kernel(
             b_w, b_x, b_y, b_sum, scales + own_scale, p_zero, i_d,
             SIZE, BLOCK_D, BLOCK, GROUP, NATIVE,
         )  # fmt: skip
+    if GROUP < 0:
+        acc *= factors(p_zero)
     b_o = (acc * share).to(partials.dtype.element_ty)
     tl.store(partials + routed.to(tl.int64) * OUTPUTS + o_n, b_o, mask=o_n < OUTPUTS)

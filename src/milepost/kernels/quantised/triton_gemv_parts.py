@@ -1,7 +1,7 @@
 """Triton: blocks of a row and of quantised weights, and what a program multiplies of them.
 
 A row's blocks have BLOCK inputs; of four bits a weight's number stands in a float32's bits beside
-1, and what that adds is taken off a block's sum.
+1, and what that adds is taken off a block's sum; numbers in e2m1 are summed up group by group.
 
 Legend: N rows of the weight, D blocks of a step, W numbers or bytes of a block.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from milepost.kernels.quantised import triton_float4
 from milepost.kernels.quantised.triton_rounding import scale_of, widen
 from milepost.kernels.triton_float8 import encode
 
@@ -79,7 +80,9 @@ def dot(
     zero points at `p_zero`."""
     o_d = i_d + tl.arange(0, BLOCK_D)
     is_input = (o_d < INPUTS // BLOCK)[None, :]
-    if GROUP:
+    if GROUP < 0:
+        return _dot_fp4(b_w, b_x, b_y, p_scale, o_d, is_input, BLOCK, -GROUP)
+    elif GROUP:
         place = (o_d * BLOCK // GROUP)[None, :]
         scale = tl.load(p_scale[:, None] + place, mask=is_input, other=0.0).to(tl.float32)
         zero = tl.load(p_zero[:, None] + place, mask=is_input, other=0).to(tl.float32)
@@ -97,3 +100,22 @@ def dot(
 def _beside(bits):
     """1 + q / 16 in float32, of numbers q in the highest bits of its fraction."""
     return ((bits & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot_fp4(b_w, b_x, b_y, p_scale, o_d, is_input, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    N: tl.constexpr = b_w.shape[0]
+    D: tl.constexpr = b_w.shape[1]
+    G: tl.constexpr = BLOCK // (2 * GROUP)
+    o_g = o_d[:, None] * (2 * G) + tl.arange(0, G)[None, :]
+    p_group, is_group = p_scale[:, None, None] + o_g[None, :, :], is_input[:, :, None]
+    low_scale = tl.load(p_group, mask=is_group, other=0)
+    high_scale = tl.load(p_group + G, mask=is_group, other=0)
+    b_w = b_w.to(tl.int16)
+    low = triton_float4.numbers(b_w & 15, tl.float16).to(tl.float32) * b_x[None, :, :]
+    high = triton_float4.numbers(b_w >> 4, tl.float16).to(tl.float32) * b_y[None, :, :]
+    sums = tl.sum(tl.reshape(low, [N, D, G, GROUP]), 3)
+    sums *= triton_float4.scales(low_scale, tl.float16)
+    other = tl.sum(tl.reshape(high, [N, D, G, GROUP]), 3)
+    sums += other * triton_float4.scales(high_scale, tl.float16)
+    return tl.sum(tl.sum(sums, 2), 1)

@@ -2,7 +2,8 @@
 
 The weights are the left operand: with few rows they fill the tensor cores' tall side. FP8: every
 BLOCK inputs the sum goes to float32 registers, times both scales; tensor cores keep some 14 bits of
-a float8 sum. Four bits: numbers become the activations' type in registers, times their scales.
+a float8 sum. Four bits: numbers become the activations' type in registers, times their scales; sums
+of e2m1 are multiplied with their rows' factors.
 
 Legend: K inputs of a step, M rows, N outputs.
 """
@@ -11,32 +12,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import Chip
-from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
+from milepost.kernels.quantised import triton_float4
+from milepost.kernels.quantised.forms import BLOCK, Fp4, Fp8, Int4, Quantised
 from milepost.kernels.quantised.triton_rounding import readable, scale_of
 from milepost.kernels.triton_float8 import decode, encode
 
 
 def operands(weight: Quantised, chip: Chip) -> tuple[Any, Any, Any]:
-    """Numbers, scales and zero points."""
+    """Numbers, scales and zero points; of e2m1 rows' factors in place of those."""
     if isinstance(weight, Int4):
         return weight.packed, weight.scales, weight.zeros
+    if isinstance(weight, Fp4):
+        return weight.packed, weight.scales.view(torch.uint8), weight.factors
     return readable(weight.values, chip), weight.scales, None
 
 
 def input_scales(weight: Quantised) -> Tensor | None:
     """Of all activations, where the checkpoint sets them."""
-    return None if isinstance(weight, Int4) else weight.input_scale
+    return weight.input_scale if isinstance(weight, Fp8) else None
 
 
 def constants(weight: Quantised, chip: Chip) -> dict[str, int]:
-    """GROUP is 0 for FP8; DEPTHS counts the scales of an output."""
-    if isinstance(weight, Int4):
-        form = {"GROUP": weight.group, "SCALE_ROWS": 1, "BLOCK_SCALES": False, "NATIVE": True}
+    """GROUP counts the inputs of a scale: it is 0 for FP8, and for e2m1 it is less than 0. DEPTHS
+    counts the scales of an output."""
+    if not isinstance(weight, Fp8):
+        group = weight.group if isinstance(weight, Int4) else -weight.group
+        form = {"GROUP": group, "SCALE_ROWS": 1, "BLOCK_SCALES": False, "NATIVE": True}
     else:
         form = {
             "GROUP": 0,
@@ -52,7 +59,7 @@ def columns(BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """A step's inputs in a row of activations, and where the weights' numbers stand in theirs. Of
     four bits each byte has two: these are the first ones' inputs (see `forms.Int4`)."""
     if GROUP:
-        LANE: tl.constexpr = min(GROUP, 64)
+        LANE: tl.constexpr = min(GROUP, 64) if GROUP > 0 else 64
         o_w = tl.arange(0, BLOCK_K // 2)
         return o_w // LANE * (2 * LANE) + o_w % LANE, o_w
     else:
@@ -82,7 +89,8 @@ def load_scales(
     BLOCK_SCALES: tl.constexpr,
 ):
     """Scales [N] and zero points [N] of weights and scales [M] of rows, of the step that begins
-    with input i_k; what a form does not have, or not for a whole step, is anything.
+    with input i_k; what a form does not have, or not for a whole step, is anything. Of e2m1 they
+    are the scales [N, G] of the groups in bytes' low halves, and of those in their high halves.
 
     They are loaded a step ahead: no loop has them brought ahead by itself, and each step would wait
     for them."""
@@ -92,6 +100,10 @@ def load_scales(
     if GROUP >= BLOCK_K:
         scale = tl.load(p_scale + i_k // GROUP).to(tl.float32)
         zero = tl.load(p_zero + i_k // GROUP).to(tl.float32)
+    elif GROUP < 0:
+        GROUPS: tl.constexpr = BLOCK_K // (2 * -GROUP)
+        p_group = p_scale[:, None] + i_k // -GROUP + tl.arange(0, GROUPS)[None, :]
+        scale, zero = tl.load(p_group), tl.load(p_group + GROUPS)
     elif BLOCK_SCALES:
         scale = tl.load(p_scale + i_k // BLOCK_K)
         if p_row_scale is not None:
@@ -139,6 +151,8 @@ def multiply(
         scale, zero, row_scale = next_scale, next_zero, next_row_scale
     if GROUP == 0 and not BLOCK_SCALES:
         acc *= tl.load(p_scale)[:, None] * whole_scale(p_row_scale, input_scale)
+    if GROUP < 0:
+        acc *= factors(p_zero)[:, None]
     if not NATIVE:
         acc *= 65536.0
     return acc
@@ -166,7 +180,9 @@ def add_step(
     rows at `p_x` [M, K], both at `columns`; `scale`, `zero` and `row_scale` are the step's own (see
     `load_scales`), those of smaller groups are at `p_scale` and `p_zero` [N]. FP8 rows that are not
     rounded are rounded on the way, by their `input_scale` where it is set."""
-    if GROUP >= BLOCK_K:
+    if GROUP < 0:
+        return _add_fp4(acc, p_x, p_w, scale, zero, i_k)
+    elif GROUP >= BLOCK_K:
         return _add_int4(acc, p_x, p_w, scale, zero, i_k)
     elif GROUP:
         return _add_small_groups(acc, p_x, p_w, p_scale, p_zero, i_k, BLOCK_K, GROUP)
@@ -202,6 +218,22 @@ def _add_fp8(
     if BLOCK_SCALES:
         b_dot *= scale[:, None] * row_scale[None, :]
     return acc + b_dot
+
+
+@triton.jit
+def _add_fp4(acc, p_x, p_w, low_scale, high_scale, i_k):
+    TYPE: tl.constexpr = p_x.dtype.element_ty
+    b_w = tl.load(p_w + i_k // 2).to(tl.int16)
+    low = triton_float4.weights(b_w & 15, low_scale, TYPE)
+    acc = tl.dot(low, tl.trans(tl.load(p_x + i_k)), acc)
+    high = triton_float4.weights(b_w >> 4, high_scale, TYPE)
+    return tl.dot(high, tl.trans(tl.load(p_x + 64 + i_k)), acc)
+
+
+@triton.jit
+def factors(p_factor):
+    """By which sums of e2m1 numbers are multiplied."""
+    return tl.load(p_factor) * triton_float4.UNIT
 
 
 @triton.jit
