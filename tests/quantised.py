@@ -19,6 +19,8 @@ from tests.mtp import add_head
 Tensors = dict[str, Tensor]
 Quantise = Callable[[Tensor], tuple[Tensors, Tensor]]
 """A projection's weight -> the tensors that stand for it, and the weight that they mean."""
+Choose = Callable[[str], Quantise | None]
+"""A projection's path -> how it is written; None: raw."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -37,8 +39,11 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }
-_LEFT = ("lm_head", "embed_tokens", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
-_LEFT_TOO = ("in_proj_ba", "conv1d", "visual", "embeddings", "b_proj", "f_b_proj", "g_b_proj")
+_NEVER = (
+    *("embed_tokens", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba"),
+    *("conv1d", "visual", "embeddings", "b_proj", "f_b_proj", "g_b_proj"),
+)
+"""Projections that nobody quantises."""
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -131,6 +136,58 @@ def packed(weight: Tensor, group: int = 64, *, symmetric: bool = True) -> tuple[
     return tensors, _meant4(q, scales, zeros, group)
 
 
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _to_e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of numbers as bytes, the first of a pair in the low half; and what they mean."""
+    nearest = (values.abs()[..., None] - _E2M1).abs().argmin(-1)
+    bits = nearest + 8 * (values < 0)
+    pairs = bits.unflatten(-1, (-1, 2))
+    meant = _E2M1[nearest] * torch.where(values < 0, -1, 1)
+    return (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8), meant
+
+
+def _nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bytes, scales, a factor for all, and the weight that they mean."""
+    factor = weight.abs().max() / (6 * 448)
+    groups = weight.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(-1) / (6 * factor)).to(torch.float8_e4m3fn)
+    each = scales.float()[..., None] * factor
+    packed, meant = _to_e2m1((groups / each).flatten(1))
+    return packed, scales, factor, (meant.unflatten(1, (-1, 16)) * each).flatten(1)
+
+
+def nvfp4(weight: Tensor, *, rounds_inputs: bool = True) -> tuple[Tensors, Tensor]:
+    """As compressed-tensors writes it."""
+    packed, scales, factor, meant = _nvfp4(weight)
+    tensors = {
+        "weight_packed": packed,
+        "weight_scale": scales,
+        "weight_global_scale": (1 / factor).view(1),
+    }
+    if rounds_inputs:
+        tensors["input_global_scale"] = torch.tensor([371.0])
+    return tensors, meant
+
+
+def modelopt_nvfp4(weight: Tensor, *, rounds_inputs: bool = True) -> tuple[Tensors, Tensor]:
+    packed, scales, factor, meant = _nvfp4(weight)
+    tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor}
+    if rounds_inputs:
+        tensors["input_scale"] = torch.tensor(0.003)
+    return tensors, meant
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    powers = groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2
+    each = torch.exp2(powers)[..., None]
+    packed, meant = _to_e2m1((groups / each).clamp(-6, 6).flatten(1))
+    tensors = {"weight_packed": packed, "weight_scale": (powers + 127).to(torch.uint8)}
+    return tensors, (meant.unflatten(1, (-1, 32)) * each).flatten(1)
+
+
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
@@ -142,7 +199,30 @@ def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[
     }
 
 
+def _fp4_compressed(
+    weights: dict[str, Any], inputs: dict[str, Any] | None, layout: str
+) -> dict[str, Any]:
+    return _compressed(weights, inputs) | {"format": layout}
+
+
+def _modelopt(algorithm: str, **settings: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "ignore": ["lm_head", "*gate"],
+        "producer": {"name": "modelopt", "version": "0.45.0"},
+        **settings,
+    }
+
+
 _FLOAT = {"type": "float", "num_bits": 8}
+_FLOAT4 = {
+    **{"type": "float", "num_bits": 4, "symmetric": True, "strategy": "tensor_group"},
+    **{"group_size": 16, "dynamic": False, "observer": "static_minmax", "actorder": None},
+    **{"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+}
+_MXFP4 = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}
+_OF_NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 _INT = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
 FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
     "fp8-blocks": (
@@ -184,6 +264,25 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}),
+    "nvfp4": (
+        nvfp4,
+        _fp4_compressed(_FLOAT4, _FLOAT4 | {"dynamic": "local"}, "nvfp4-pack-quantized"),
+    ),
+    "mxfp4": (mxfp4, _fp4_compressed(_MXFP4, None, "mxfp4-pack-quantized")),
+    "modelopt-nvfp4": (
+        modelopt_nvfp4,
+        _modelopt(
+            "NVFP4",
+            config_groups={
+                "group_0": {
+                    "input_activations": _OF_NVFP4,
+                    "weights": _OF_NVFP4,
+                    "targets": ["Linear"],
+                }
+            },
+            kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"},
+        ),
+    ),
     "packed": (packed, _compressed(_INT, None)),
     "packed-asymmetric": (
         lambda weight: packed(weight, symmetric=False),
@@ -233,12 +332,89 @@ VARIANTS: dict[str, tuple[Quantise, dict[str, Any]]] = {
         lambda weight: packed(weight, 128, symmetric=False),
         _compressed(_INT | {"group_size": 128, "symmetric": False}, None),
     ),
+    "nvfp4-weights": (
+        lambda weight: nvfp4(weight, rounds_inputs=False),
+        _fp4_compressed(_FLOAT4, None, "nvfp4-pack-quantized"),
+    ),
+    "modelopt-nvfp4-weights": (
+        lambda weight: modelopt_nvfp4(weight, rounds_inputs=False),
+        _modelopt("W4A16_NVFP4", group_size=16),
+    ),
     "packed-channels": (
         lambda weight: packed(weight, -1),
         _compressed({"type": "int", "num_bits": 4, "strategy": "channel", "symmetric": True}, None),
     ),
 }
-"""The same layouts with other groups, zero points and versions."""
+"""The same layouts with other groups, zero points, versions and activations."""
+
+
+def _mixed(path: str) -> Quantise | None:
+    """As NVIDIA has Qwen3.6: attention in FP8, and with four bits what is largest; the head too."""
+    if path == "lm_head" or ".mlp." in path:
+        return modelopt_nvfp4
+    is_small = path.endswith(("in_proj_a", "in_proj_b", "embed_tokens"))
+    return None if is_small else FORMATS["modelopt"][0]
+
+
+def _mixed_groups(path: str) -> Quantise | None:
+    if path.startswith("model.layers."):
+        return nvfp4 if ".mlp." in path else FORMATS["fp8-channels"][0]
+    return None
+
+
+_OF_FP8 = (
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")),
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+)
+_OF_FOUR_BITS = ("gate_proj", "up_proj", "down_proj", "experts", "shared_expert")
+MIXED: dict[str, tuple[Choose, dict[str, Any]]] = {
+    "modelopt-mixed": (
+        _mixed,
+        _modelopt(
+            "MIXED_PRECISION",
+            ignore=["mtp*", "mtp.layers.0*"],
+            quantized_layers={
+                **{
+                    f"model.layers.{layer}.{part}": {"quant_algo": "FP8"}
+                    for layer in range(4)
+                    for part in _OF_FP8
+                },
+                **{
+                    f"model.layers.{layer}.mlp.{part}": {
+                        "quant_algo": "W4A16_NVFP4",
+                        "group_size": 16,
+                    }
+                    for layer in range(4)
+                    for part in _OF_FOUR_BITS
+                },
+                "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+            },
+        ),
+    ),
+    "mixed-groups": (
+        _mixed_groups,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "format": "float-quantized",
+                    "weights": _FLOAT | {"strategy": "channel"},
+                    "input_activations": _FLOAT | {"dynamic": True, "strategy": "token"},
+                },
+                "group_1": {
+                    "targets": ["re:.*mlp.(experts.*|.*_proj)$"],
+                    "format": "nvfp4-pack-quantized",
+                    "weights": _FLOAT4,
+                    "input_activations": None,
+                },
+            },
+            "ignore": ["lm_head", "re:.*gate$", "re:.*in_proj_[ab]$"],
+        },
+    ),
+}
+"""Of several precisions."""
 
 
 def _renamed(written: tuple[Tensors, Tensor], **names: str) -> tuple[Tensors, Tensor]:
@@ -257,7 +433,7 @@ def write(
 ) -> tuple[Path, Path]:
     """Two checkpoints of an architecture: a quantised one, and a raw one of the values that it
     means. Projections whose path is `left`, beside those that nobody quantises, stay raw."""
-    quantise, settings = (FORMATS | VARIANTS)[form]
+    choose, settings = _chooser(form)
     stored_folder, meant_folder = folder / "stored", folder / "meant"
     save(name, meant_folder, **(SIZES | sizes))
     if has_head:
@@ -266,8 +442,8 @@ def write(
     for key, tensor in _one_by_one(load_file(meant_folder / "model.safetensors")).items():
         path, _, kind = key.rpartition(".")
         last = path.rpartition(".")[2]
-        is_left = last in (*_LEFT, *_LEFT_TOO) or left(path)
-        if kind != "weight" or tensor.dim() != 2 or is_left:
+        quantise = None if last in _NEVER or left(path) else choose(path)
+        if kind != "weight" or tensor.dim() != 2 or quantise is None:
             stored[key] = meant[key] = tensor
             continue
         tensors, value = quantise(tensor)
@@ -281,6 +457,13 @@ def write(
     save_file(stored, stored_folder / "model.safetensors")
     save_file(meant, meant_folder / "model.safetensors")
     return stored_folder, meant_folder
+
+
+def _chooser(form: str) -> tuple[Choose, dict[str, Any]]:
+    if form in MIXED:
+        return MIXED[form]
+    quantise, settings = (FORMATS | VARIANTS)[form]
+    return (lambda path: None if path == "lm_head" else quantise), settings
 
 
 def _one_by_one(tensors: Tensors) -> Tensors:

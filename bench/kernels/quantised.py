@@ -9,7 +9,8 @@ token chooses at random; `any_chip_us` is without the kernels for Hopper.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from bench.kernels.timing import Row, parse, report, time_us
 
 from milepost.kernels import linear, moe, quantised
 from milepost.kernels.device import allow_hopper_kernels
-from milepost.kernels.quantised import BLOCK, FP8, Fp8, Int4, Quantised
+from milepost.kernels.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
 EXPERTS_TOKENS = (1, 5, 8, 16, 32, 64, 512, 8192)
@@ -36,7 +37,7 @@ SHAPES = {
 HIDDEN, SIZE = 2048, 512
 EXPERTS = ((256, 8), (512, 10))
 """Of the 35B-A3B and the 80B-A3B shape, and how many a token chooses; there is a shared one too."""
-GROUP = 128
+GROUP, FP4_GROUP = 128, 16
 _ROTATED_BYTES = 120e6
 _FILLED = 1 << 26
 """Numbers that are drawn at a time."""
@@ -49,7 +50,7 @@ def main() -> None:
 def bench() -> Iterator[Row]:
     for name, (num_inputs, num_outputs) in SHAPES.items():
         yield from bench_dense(name, num_inputs, num_outputs)
-    for form, make in (("fp8", make_fp8), ("int4", make_int4)):
+    for form, make in FORMS.items():
         for num_experts, num_chosen in EXPERTS:
             up, down = (
                 make(num_experts + 1, *shape) for shape in ((2 * SIZE, HIDDEN), (HIDDEN, SIZE))
@@ -61,7 +62,7 @@ def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
     count = max(3, int(_ROTATED_BYTES // (num_inputs * num_outputs)))
     shape = num_outputs, num_inputs
     raw = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    for form, make in (("fp8", make_fp8), ("int4", make_int4)):
+    for form, make in FORMS.items():
         weights = [make(*shape) for _ in range(2 * count)]
         for num_tokens in TOKENS:
             hidden = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
@@ -128,12 +129,26 @@ def make_int4(*shape: int) -> Int4:
     return Int4(packed=packed, scales=scales, zeros=zeros, group=GROUP)
 
 
+def make_fp4(*shape: int) -> Fp4:
+    *lead, num_inputs = shape
+    packed = torch.randint(0, 256, (*lead, num_inputs // 2), device="cuda", dtype=torch.uint8)
+    scales = torch.ones(*lead, num_inputs // FP4_GROUP, device="cuda").to(FP8)
+    factors = torch.full(lead, 0.006, device="cuda")
+    return Fp4(
+        packed=packed, scales=scales, factors=factors, group=FP4_GROUP, num_inputs=num_inputs
+    )
+
+
+FORMS: dict[str, Callable[..., Quantised]] = {
+    "fp8": make_fp8,
+    "int4": make_int4,
+    "fp4": make_fp4,
+}
+
+
 def bytes_of(weight: Quantised) -> int:
-    if isinstance(weight, Int4):
-        tensors: tuple[Tensor, ...] = (weight.packed, weight.scales, weight.zeros)
-    else:
-        tensors = (weight.values, weight.scales)
-    return sum(each.nbytes for each in tensors)
+    tensors = (getattr(weight, each.name) for each in fields(weight))
+    return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from milepost.kernels.quantised import (
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
+    make_fp4,
     make_fp8,
     make_int4,
     make_rows,
@@ -42,6 +43,8 @@ DENSE = {
     "int4, 32": lambda: make_int4(256, 2048, group=32),
     "int4, 64": lambda: make_int4(256, 2048, group=64),
     "int4, 128": lambda: make_int4(1024, 2048, group=128),
+    "fp4": lambda: make_fp4(1024, 2048),
+    "fp4, 32": lambda: make_fp4(200, 640, group=32),
 }
 
 
@@ -117,6 +120,9 @@ ROW = {
     "int4, 512": lambda: make_int4(256, 4096, group=512),
     "int4, all": lambda: make_int4(64, 1280, group=1280),
     "int4, many blocks": lambda: make_int4(64, 12288, group=128),
+    "fp4": lambda: make_fp4(1024, 2048),
+    "fp4, odd": lambda: make_fp4(72, 2688),
+    "fp4, many blocks": lambda: make_fp4(64, 12288, group=32),
 }
 
 
@@ -138,15 +144,19 @@ def test_one_row(name: str, dtype: torch.dtype) -> None:
     assert error < 1e-2
 
 
-@pytest.mark.parametrize("form", ["fp8", "int4"])
+CHAINS = {"fp8": (make_fp8, 40), "int4": (partial(make_int4, group=128), 4), "fp4": (make_fp4, 8)}
+
+
+@pytest.mark.parametrize("form", CHAINS)
 def test_a_chain_of_single_rows(form: str) -> None:
     """Kernels that begin before those ahead end return the bits of kernels that run one by one:
     weights, and who was chosen, are read early."""
-    make = make_fp8 if form == "fp8" else partial(make_int4, group=128)
+    make, size = CHAINS[form]
     enter, leave = (to("cuda", make(*shape)) for shape in ((8192, 512), (512, 8192)))
     up, down = to("cuda", make(32, 256, 512)), to("cuda", make(32, 512, 128))
     for weight in (enter, leave, up, down):
-        weight.scales.mul_(weight.num_inputs**-0.5 / (40 if form == "fp8" else 4))
+        scales = weight.factors if form == "fp4" else weight.scales
+        scales.mul_(weight.num_inputs**-0.5 / size)
     first = torch.randn(1, 512, device="cuda").bfloat16()
 
     def run(pause: Callable[[], object]) -> list[torch.Tensor]:
@@ -222,6 +232,11 @@ EXPERTS = {
         make_int4(16, 512, 256, group=128),
         make_int4(16, 256, 256, group=128),
     ),
+    "fp4": lambda: (make_fp4(16, 512, 256), make_fp4(16, 256, 256, seed=2)),
+    "fp4, squared relu": lambda: (
+        make_fp4(16, 256, 256, group=32),
+        make_fp4(16, 256, 256, group=32, seed=2),
+    ),
 }
 
 
@@ -280,7 +295,7 @@ def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chose
         assert all(torch.equal(each, mixed) for each in again)
 
 
-@pytest.mark.parametrize("name", ["static", "squared relu", "int4"])
+@pytest.mark.parametrize("name", ["static", "squared relu", "int4", "fp4"])
 def test_a_graph_holds_them(name: str) -> None:
     """Also where no kernel takes the sizes and the definition computes."""
     up, down = (to("cuda", each) for each in EXPERTS[name]())

@@ -19,7 +19,9 @@ from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels import norm
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
-from milepost.layers.quantised import Fp8Precision, Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
+from milepost.layers.quantised.base import QuantisedMatrix
+from milepost.layers.quantised.fp4 import Fp4Stack
 from milepost.layers.quantised.fp8 import Fp8Stack
 from milepost.layers.quantised.rows import Rows
 from milepost.layers.weights import (
@@ -32,14 +34,14 @@ from milepost.layers.weights import (
 )
 from milepost.models import load_config
 from milepost.models.loading import LoadOptions, load_model
-from milepost.models.quantization import has_fp8_kv, read_quantization
+from milepost.models.quantization import has_fp8_kv, quantization_settings, read_quantization
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
 from milepost.parallel import Cut
 from tests.batches import Part, build_pools
 from tests.models.test_mtp import drafted
 from tests.numbers import relative_error
-from tests.quantised import EXPERTS, FORMATS, VARIANTS, write
+from tests.quantised import EXPERTS, FORMATS, MIXED, VARIANTS, write
 
 TOKENS = torch.arange(70) % 11
 PART = Part(pages=[3, 1], start=0, length=70, slot_in=0, slot_out=1)
@@ -169,6 +171,12 @@ CASES = [
     ("qwen3_next", "awq", EXPERTS),
     ("qwen3_5", "modelopt", {}),
     ("qwen3_5", "auto-round", {}),
+    ("qwen3_next", "nvfp4", EXPERTS),
+    ("qwen3_5", "mxfp4", {}),
+    ("qwen3_5_moe", "mxfp4", EXPERTS),
+    ("qwen3_5", "modelopt-nvfp4", {}),
+    ("nemotron_h", "modelopt-nvfp4", NEMOTRON),
+    ("kimi_linear", "nvfp4", KIMI),
     ("qwen3_5_moe", "gptq", EXPERTS),
     (
         "qwen3_5_moe",
@@ -204,6 +212,52 @@ def test_groups_zero_points_and_versions_are_read(form: str, tmp_path: Path) -> 
     model, _ = load_model(stored, LoadOptions(dtype="float64"))
     rounding = Rounding(128) if form.startswith("fp8") else Raw()
     assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
+
+
+@pytest.mark.parametrize("form", MIXED)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_precisions_may_be_mixed(name: str, form: str, tmp_path: Path) -> None:
+    """Tensors tell them; without files the configuration does, and says the same."""
+    stored, meant = write(name, tmp_path, form, **(EXPERTS if "moe" in name else {}))
+    model, config = load_model(stored, LoadOptions(dtype="float64"))
+    rounding = Rounding(None, 0.02) if form == "modelopt-mixed" else Rounding()
+    assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
+    forms = [module for module in model.modules() if isinstance(module, Fp4Stack | Fp8Stack)]
+    assert {type(each) for each in forms} == {Fp4Stack, Fp8Stack}
+    dummy, _ = load_model(stored, LoadOptions(dtype="float64", load_format="dummy"))
+    expected = [type(each) for each in model.modules()]
+    assert [type(each) for each in dummy.modules()] == expected
+    has_four_bits = isinstance(model.head.weights[0], QuantisedMatrix)
+    assert has_four_bits == (form == "modelopt-mixed")
+    assert quantization_settings(config)
+
+
+def test_four_bits_of_one_matrix_have_factors_of_their_own() -> None:
+    """Each projection's is kept as the checkpoint has it: none is scaled to another's."""
+    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    stack = Fp4Stack(Fp4Precision(maker="modelopt"), (16, 128), kind)
+    for rows, factor in ((range(8), 0.3), (range(8, 16), 0.7)):
+        places = stack.place_projection(Rows(torch.tensor(rows)), (), "any")
+        places["weight"].store(torch.full((8, 64), 0x2A, dtype=torch.uint8))
+        places["weight_scale"].store(torch.full((8, 8), 3.0).to(torch.float8_e4m3fn))
+        places["weight_scale_2"].store(torch.tensor(factor))
+    weights = stack.form.dequantise(torch.float32)
+    expected = torch.tensor([-1.0, 1.0]) * 3 * torch.tensor([0.3] * 8 + [0.7] * 8)[:, None]
+    assert torch.equal(weights, expected.repeat(1, 64))
+
+
+def test_scales_that_are_powers_of_two_may_be_of_any_size() -> None:
+    """Rows have factors, so that float8 holds a row's scales, but for those that are nothing beside
+    its largest."""
+    kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
+    stack = Fp4Stack(Fp4Precision(maker="compressed-tensors", group=32), (2, 128), kind)
+    places = stack.place_projection(Rows(torch.arange(2)), (), "any")
+    places["weight_packed"].store(torch.full((2, 64), 0x77, dtype=torch.uint8))
+    powers = torch.tensor([[20, 3, 10, 2], [200, 199, 190, 183]], dtype=torch.uint8)
+    places["weight_scale"].store(powers)
+    expected = 6 * torch.exp2(powers.float() - 127)
+    expected[0, 3] = 0
+    assert torch.equal(stack.form.dequantise(torch.float32)[:, ::32], expected)
 
 
 def test_projections_of_one_matrix_share_the_largest_scale_of_their_inputs() -> None:
@@ -312,8 +366,11 @@ def test_a_missing_tensor_is_named(form: str, part: int, tmp_path: Path) -> None
     tensors = load_file(stored / "model.safetensors")
     own = [key for key in tensors if key.startswith(f"{QKV}.")]
     # What remains says that the projection is quantised.
-    markers = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-    others = [key for key in own if key.rpartition(".")[2] not in markers]
+    markers = ("qweight", "weight_packed", "weight_scale_inv", "weight_scale_2")
+    if f"{QKV}.weight_packed" not in own and f"{QKV}.weight_scale_2" not in own:
+        markers += ("weight_scale",)
+    optional = ("input_scale", "input_global_scale") if "fp4" in form else ()
+    others = [key for key in own if key.rpartition(".")[2] not in (*markers, *optional)]
     gone = (others or own)[part % len(others or own)]
     del tensors[gone]
     save_file(tensors, stored / "model.safetensors")

@@ -9,14 +9,41 @@ import pytest
 from transformers import Qwen3NextConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.quantised import Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 from milepost.layers.weights import Raw
 from milepost.models.quantization import has_fp8_kv, read_quantization
 
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, "bitsandbytes.*use the model's FP8"),
-    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION.*NVFP4"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        "MIXED_PRECISION.*needs quantized_layers",
+    ),
+    (
+        {
+            "quant_method": "modelopt_mixed",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a.b": {"quant_algo": "NVFP4"}, "a.c": {"quant_algo": "MXFP8"}},
+        },
+        r"quantized_layers\['a.c'\]: quant_algo='MXFP8'",
+    ),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a.b": {"quant_algo": "NVFP4", "group_size": 32}},
+        },
+        r"quantized_layers\['a.b'\]: group_size=32",
+    ),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a.b": {"quant_algo": "NVFP4", "pre_quant_scale": True}},
+        },
+        r"quantized_layers\['a.b'\]: pre_quant_scale=True",
+    ),
     (
         {
             "quant_method": "compressed-tensors",
@@ -24,7 +51,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "type int with 8 bits are not(?!.*NVFP4).*use the model's FP8",
     ),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4.*use the model's FP8"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ.*use the model's FP8"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size=32"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8", "group_size": 16}, "group_size=16"),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}},
+        },
+        "g.weights: group_size=32",
+    ),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"g": {"pre_quant_scale": True, "has_zero_point": False}},
+        },
+        "g: pre_quant_scale=True",
+    ),
     ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "FP8_PB_WO"),
     ({"quant_method": "auto-round", "bits": 8}, "bits=8"),
     (
@@ -60,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "quant_method": "compressed-tensors",
             "config_groups": {"g": {"weights": {"type": "float", "num_bits": 4}}},
         },
-        "NVFP4",
+        "g: format=None.*supported are nvfp4-pack-quantized",
     ),
     ({"quant_method": "fp8", "weight_block_size": [128, 128], "other": 1}, "other=1"),
     ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int8"}, "pack_dtype='int8'"),
@@ -163,6 +208,7 @@ FLOAT8 = {"type": "float", "num_bits": 8, "symmetric": True, "observer": None}
 BY_CHANNEL = FLOAT8 | {"strategy": "channel", "dynamic": False, "actorder": None}
 BY_TOKEN = FLOAT8 | {"strategy": "token", "dynamic": True}
 BY_BLOCK = BY_CHANNEL | {"strategy": "block", "block_structure": [128, 128]}
+FLOAT4 = FLOAT8 | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 COMPRESSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"weights": BY_CHANNEL | {"symmetric": False}}, "weights: symmetric=False"),
     ({}, {"weights": BY_CHANNEL | {"dynamic": True}}, "weights: dynamic=True"),
@@ -182,6 +228,26 @@ COMPRESSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"format": "pack-quantized"},
         {"weights": _INT4 | {"actorder": "group"}, "input_activations": None},
+        "actorder='group'",
+    ),
+    (
+        {"format": "nvfp4-pack-quantized"},
+        {"weights": FLOAT4 | {"group_size": 32}, "input_activations": None},
+        "group_size=32 is not supported for 4-bit floats",
+    ),
+    (
+        {"format": "nvfp4-pack-quantized"},
+        {"weights": FLOAT4 | {"symmetric": False}, "input_activations": None},
+        "g.weights: symmetric=False",
+    ),
+    (
+        {"format": "nvfp4-pack-quantized"},
+        {"weights": FLOAT4, "input_activations": BY_TOKEN},
+        "type float with 4 bits, 8-bit activations",
+    ),
+    (
+        {"format": "nvfp4-pack-quantized"},
+        {"weights": FLOAT4 | {"actorder": "group"}, "input_activations": None},
         "actorder='group'",
     ),
     ({"config_groups": {"FP8_DYNAMIC": ["Linear"]}}, {}, r"FP8_DYNAMIC'\]=\['Linear'\] is no map"),
@@ -244,6 +310,26 @@ def test_a_class_among_targets_is_every_projection() -> None:
     settings = _compressed({}, {"targets": ["Linear", "re:.*q_proj"]})
     forms = read_quantization(settings, (), has_files=False)
     assert forms.precision_of("model.layers.0.mlp.up_proj") != Raw()
+
+
+@pytest.mark.parametrize("names", [["any", "some"], ["some", "any"]])
+def test_what_names_a_module_goes_before_what_names_all(names: list[str]) -> None:
+    """Whichever stands first."""
+    groups = {
+        "any": {"weights": BY_CHANNEL, "input_activations": BY_TOKEN, "targets": ["Linear"]},
+        "some": {
+            "weights": FLOAT4,
+            "input_activations": FLOAT4 | {"dynamic": "local"},
+            "targets": ["re:.*mlp.*"],
+            "format": "nvfp4-pack-quantized",
+        },
+    }
+    settings = _compressed({"config_groups": {name: groups[name] for name in names}}, {})
+    settings |= {"format": "mixed-precision"}
+    groups["any"]["format"] = "float-quantized"
+    forms = read_quantization(settings, (), has_files=False)
+    assert isinstance(forms.precision_of("model.layers.0.mlp.up_proj"), Fp4Precision)
+    assert isinstance(forms.precision_of("model.layers.0.self_attn.q_proj"), Fp8Precision)
 
 
 @pytest.mark.parametrize(

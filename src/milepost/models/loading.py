@@ -156,7 +156,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         files=files,
         seed=options.seed,
         # A checkpoint that says it is tied but holds a head of its own means that head.
-        is_tied=config.tie_word_embeddings and "lm_head.weight" not in names,
+        is_tied=config.tie_word_embeddings and not kind.has_projection("lm_head"),
         has_head=has_head,
         is_quantised=forms is not None,
         skipped=(*architecture.skipped, *skipped),

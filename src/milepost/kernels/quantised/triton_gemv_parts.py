@@ -89,11 +89,10 @@ def dot(
         b_w = b_w.to(tl.int32)
         sums = tl.sum(_beside(b_w << 19) * b_x[None, :, :], 2)
         sums += tl.sum(_beside(b_w << 15) * b_y[None, :, :], 2)
-        sums = 16.0 * sums - (zero + 16.0) * b_sum[None, :]
+        return tl.sum((16.0 * sums - (zero + 16.0) * b_sum[None, :]) * scale, 1)
     else:
         scale = tl.load(p_scale[:, None] + o_d[None, :], mask=is_input, other=0.0)
-        sums = tl.sum(widen(b_w, NATIVE) * b_x[None, :, :], 2)
-    return tl.sum(sums * scale, 1)
+        return tl.sum(tl.sum(widen(b_w, NATIVE) * b_x[None, :, :], 2) * scale, 1)
 
 
 @triton.jit

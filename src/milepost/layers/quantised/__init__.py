@@ -1,6 +1,7 @@
 """Quantised forms of weights, as checkpoints have them: FP8 and four bits."""
 
+from milepost.layers.quantised.fp4 import Fp4Precision
 from milepost.layers.quantised.fp8 import Fp8Precision
 from milepost.layers.quantised.int4 import Int4Precision
 
-__all__ = ["Fp8Precision", "Int4Precision"]
+__all__ = ["Fp4Precision", "Fp8Precision", "Int4Precision"]

@@ -1,9 +1,9 @@
 """Reads how a checkpoint is quantised, and says which form each projection has.
 
 Known are the official block FP8 (`quant_method` "fp8"), compressed-tensors' FP8 and four-bit
-weights, ModelOpt's FP8, AWQ, GPTQ and AutoRound. What a checkpoint leaves in the model's type stays
-so: where there are files their tensors decide, without files (dummy weights) the configuration's
-lists do.
+weights, ModelOpt's FP8 and NVFP4, AWQ, GPTQ and AutoRound. What a checkpoint leaves in the model's
+type stays so: where there are files their tensors decide, without files (dummy weights) the
+configuration's lists do.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _STAY_RAW = re.compile(
 is kept raw whatever the checkpoint has."""
 
 _MODELOPT_FILE = "hf_quant_config.json"
-_FOUR_BIT_METHODS = ("mxfp4", "modelopt_fp4", "petit_nvfp4")
+_FOUR_BIT_METHODS = ("mxfp4", "petit_nvfp4")
 _READERS = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed,
     "awq": read_awq,
     "gptq": read_gptq,
     "auto-round": read_autoround,
-    "modelopt": read_modelopt,
+    **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), read_modelopt),
 }
 
 
@@ -89,9 +89,10 @@ class Quantization:
     def _holds(self, path: str, examples: Iterable[str], form: Form) -> bool:
         if isinstance(form, Fp8Precision) and form.strategy == "none":
             return not any(self.is_left(each) for each in (path, *examples))
-        found = (f"{each}.{marker}" for each in examples for marker in form.markers)
-        stacked = f"{path}.gate_up_proj_scale_inv"
-        return any(name in self.names for name in found) or stacked in self.names
+        found = [f"{each}.{marker}" for each in examples for marker in form.markers]
+        if isinstance(form, Fp8Precision):
+            found.append(f"{path}.gate_up_proj_scale_inv")
+        return any(name in self.names for name in found)
 
 
 def on_the_fly(method: str) -> Quantization:

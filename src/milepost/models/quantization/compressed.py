@@ -5,10 +5,10 @@ and what they multiply are quantised.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.quantised import Fp8Precision, Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
     USE_INSTEAD,
@@ -36,6 +36,7 @@ _KNOWN = {
     "global_compression_ratio",
     "version",
     "run_compressed",
+    "provider",
 }
 _KNOWN_OF_GROUP = {"targets", "weights", "input_activations", "output_activations", "format"}
 _KNOWN_OF_VALUES = {
@@ -45,6 +46,11 @@ _KNOWN_OF_VALUES = {
 """Of `weights` and `input_activations`."""
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized", None)
 _BLOCK = [128, 128]
+_FP4_GROUPS: Mapping[tuple[Any, Any, Any], Literal[16, 32]] = {
+    ("nvfp4-pack-quantized", "tensor_group", 16): 16,
+    ("mxfp4-pack-quantized", "group", 32): 32,
+}
+"""By format, strategy and `group_size`."""
 
 
 def read_compressed(settings: Mapping[str, Any]) -> Read:
@@ -60,13 +66,16 @@ def read_compressed(settings: Mapping[str, Any]) -> Read:
             f"sparsity_config: format={sparsity['format']!r} is not supported; weights have to be "
             "dense"
         )
-    groups = tuple(
-        _read_group(name, mapping_of(group, f"config_groups[{name!r}]"), settings.get("format"))
+    groups = {
+        name: mapping_of(group, f"config_groups[{name!r}]")
         for name, group in mapping_of(settings.get("config_groups"), "config_groups").items()
-    )
+    }
+    # What names a module says more than what names a class.
+    ordered = sorted(groups.items(), key=lambda group: bool(_classes(group[1])))
+    found = tuple(_read_group(name, group, settings.get("format")) for name, group in ordered)
     if not groups and not settings.get("kv_cache_scheme"):
         raise UnsupportedModelError("quantization_config has no config_groups")
-    return groups, any_of(settings.get("ignore"), "ignore")
+    return found, any_of(settings.get("ignore"), "ignore")
 
 
 def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Group:
@@ -81,17 +90,20 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
         form: Form = _fp8(name, weights, inputs, layout)
     elif kind == ("int", 4) and inputs is None:
         form = _int4(name, weights, layout)
+    elif kind == ("float", 4) and _are_four_bits(inputs):
+        form = _fp4(name, weights, layout)
     else:
         activations = "" if inputs is None else f", {inputs.get('num_bits')}-bit activations"
         raise UnsupportedModelError(
             f"{name}: weights of type {kind[0]} with {kind[1]} bits{activations} are not "
-            "supported; supported are float8 weights with float8 activations, and 4-bit integer "
-            "weights with raw activations; "
+            "supported; supported are float8 weights with float8 activations, 4-bit integer "
+            "weights with raw activations, and 4-bit float weights, with 4-bit activations or raw "
+            "ones; "
             f"{FOUR_BIT_FLOATS if kind == ('float', 4) else USE_INSTEAD}"
         )
     for what, values in (("weights", weights), ("input_activations", inputs or {})):
         want_known(values, _KNOWN_OF_VALUES, where=f"{name}.{what}")
-    return Group(form, _targets(name, group.get("targets") or ["Linear"]))
+    return Group(form, _targets(name, group))
 
 
 def _fp8(
@@ -140,18 +152,33 @@ def _check_inputs(name: str, strategy: str, inputs: Mapping[str, Any]) -> None:
         )
 
 
+def _are_four_bits(inputs: Mapping[str, Any] | None) -> bool:
+    """Whether activations are raw, or would be rounded to four bits by chips that multiply so."""
+    return inputs is None or (inputs.get("type"), inputs.get("num_bits")) == ("float", 4)
+
+
+def _fp4(name: str, weights: Mapping[str, Any], layout: str | None) -> Form:
+    kind = layout, weights.get("strategy"), weights.get("group_size")
+    if kind not in _FP4_GROUPS:
+        raise UnsupportedModelError(
+            f"{name}: format={kind[0]!r} with strategy={kind[1]!r} and group_size={kind[2]!r} is "
+            "not supported for 4-bit floats; supported are nvfp4-pack-quantized by tensor_group "
+            "of 16 and mxfp4-pack-quantized by group of 32"
+        )
+    if not weights.get("symmetric", True):
+        raise UnsupportedModelError(f"{name}.weights: symmetric=False is not for 4-bit floats")
+    want_nothing(weights, "dynamic", where=f"{name}.weights")
+    _check_order(name, weights)
+    return Fp4Precision(maker="compressed-tensors", group=_FP4_GROUPS[kind])
+
+
 def _int4(name: str, weights: Mapping[str, Any], layout: str | None) -> Form:
     if layout != "pack-quantized" or weights.get("strategy") not in ("group", "channel"):
         raise UnsupportedModelError(
             f"{name}: format={layout!r} with strategy={weights.get('strategy')!r} is not "
             "supported for 4-bit weights; supported is pack-quantized by group or channel"
         )
-    order = weights.get("actorder")
-    if order not in (None, False, "weight", "static"):
-        raise UnsupportedModelError(
-            f"{name}.weights: actorder={order!r} is not supported; groups have to be in the "
-            "inputs' own order (None, 'weight' or 'static')"
-        )
+    _check_order(name, weights)
     return Int4Precision(
         layout="packed",
         group=group_size_of(weights, None, where=f"{name}.weights"),
@@ -160,13 +187,27 @@ def _int4(name: str, weights: Mapping[str, Any], layout: str | None) -> Form:
     )
 
 
-def _targets(name: str, targets: list[str]) -> Rule:
+def _check_order(name: str, weights: Mapping[str, Any]) -> None:
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static"):
+        raise UnsupportedModelError(
+            f"{name}.weights: actorder={order!r} is not supported; groups have to be in the "
+            "inputs' own order (None, 'weight' or 'static')"
+        )
+
+
+def _targets(name: str, group: Mapping[str, Any]) -> Rule:
     """Of classes only `Linear` is known, which is all projections: there is no telling them apart
     by a path."""
-    classes = [each for each in targets if each[:1].isupper() and "." not in each]
+    classes = _classes(group)
     for each in classes:
         if each != "Linear":
             raise UnsupportedModelError(
                 f"{name}: targets has {each!r}; supported are 'Linear', modules and 're:' patterns"
             )
-    return (lambda _: True) if classes else any_of(targets, f"{name}.targets")
+    return (lambda _: True) if classes else any_of(group["targets"], f"{name}.targets")
+
+
+def _classes(group: Mapping[str, Any]) -> list[str]:
+    targets = group.get("targets") or ["Linear"]
+    return [each for each in targets if each[:1].isupper() and "." not in each]

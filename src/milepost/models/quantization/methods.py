@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.quantised import Fp8Precision, Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
     USE_INSTEAD,
+    Form,
     Group,
     Read,
     any_of,
+    below,
     expression,
     group_size_of,
     mapping_of,
@@ -30,8 +32,17 @@ _KNOWN_OF_FP8 = {
 }
 _KNOWN_OF_MODELOPT = {
     *("quant_method", "quant_algo", "ignore", "exclude_modules", "config_groups", "producer"),
-    *("kv_cache_scheme", "kv_cache_quant_algo"),
+    *("kv_cache_scheme", "kv_cache_quant_algo", "group_size", "quantized_layers"),
 }
+_KNOWN_OF_MODELOPT_GROUP = {"weights", "input_activations", "targets"}
+_NVFP4 = Fp4Precision(maker="modelopt")
+_MODELOPT: Mapping[Any, Form] = {
+    "FP8": Fp8Precision(strategy="tensor", is_static=True),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+}
+"""By `quant_algo`. Activations have 16 bits with weights of four, whatever a checkpoint was made
+for."""
 _CALIBRATION = {
     *("tokenizer", "dataset", "model_seqlen", "max_input_length", "pad_token_id", "batch_size"),
     *("cache_block_outputs", "damp_percent", "damp_auto_increment", "mse", "true_sequential"),
@@ -199,20 +210,53 @@ def _is_left_in_16_bits(settings: Mapping[str, Any], extra: Any, where: str) -> 
 
 
 def read_modelopt(settings: Mapping[str, Any]) -> Read:
-    """NVIDIA's ModelOpt: FP8 with a scale for each projection and one for what it reads."""
-    algorithm = settings.get("quant_algo")
-    if algorithm != "FP8":
-        # Of several precisions: experts are in NVFP4 then.
-        has_four_bits = "FP4" in str(algorithm) or algorithm == "MIXED_PRECISION"
-        raise UnsupportedModelError(
-            f"quant_method='modelopt' with quant_algo={algorithm!r} is not supported; supported is "
-            f"'FP8'; {FOUR_BIT_FLOATS if has_four_bits else USE_INSTEAD}"
-        )
+    """NVIDIA's ModelOpt: FP8 with a scale for each projection and one for what it reads, NVFP4, or
+    both, each for projections of its own."""
     want_known(settings, _KNOWN_OF_MODELOPT, where=_CONFIG)
     for name, group in mapping_of(settings.get("config_groups"), "config_groups").items():
+        own = mapping_of(group, name)
+        want_known(own, _KNOWN_OF_MODELOPT_GROUP, where=name)
         for what in ("weights", "input_activations"):
-            own = mapping_of(mapping_of(group, name).get(what), f"{name}.{what}")
-            want_nothing(own, "dynamic", "group_size", where=f"{name}.{what}")
-    form = Fp8Precision(strategy="tensor", is_static=True)
+            values = mapping_of(own.get(what), f"{name}.{what}")
+            want_nothing(values, "dynamic", where=f"{name}.{what}")
+            _check_group_size(values, f"{name}.{what}", has_groups=values.get("num_bits") == 4)
     left = settings.get("ignore") or settings.get("exclude_modules") or ()
-    return (Group(form),), any_of((f"re:{fnmatch.translate(each)}" for each in left), "ignore")
+    is_left = any_of((f"re:{fnmatch.translate(each)}" for each in left), "ignore")
+    if settings.get("quant_algo") == "MIXED_PRECISION":
+        return _mixed(mapping_of(settings.get("quantized_layers"), "quantized_layers")), is_left
+    return (Group(_modelopt_form(settings, _CONFIG)),), is_left
+
+
+def _mixed(layers: Mapping[str, Any]) -> tuple[Group, ...]:
+    """Forms in the order in which tensors tell them: NVFP4 has those of FP8 too."""
+    paths: dict[Form, list[str]] = {_NVFP4: []}
+    for name, own in layers.items():
+        where = f"quantized_layers[{name!r}]"
+        form = _modelopt_form(mapping_of(own, where), where)
+        want_known(own, {"quant_algo", "group_size"}, where=where)
+        paths.setdefault(form, []).append(name)
+    if not layers:
+        raise UnsupportedModelError(
+            f"{_CONFIG}: quant_algo='MIXED_PRECISION' needs quantized_layers, which say the "
+            "precision of each"
+        )
+    return tuple(Group(form, below(own)) for form, own in paths.items())
+
+
+def _modelopt_form(settings: Mapping[str, Any], where: str) -> Form:
+    algorithm = settings.get("quant_algo")
+    if algorithm not in _MODELOPT:
+        advice = FOUR_BIT_FLOATS if "FP4" in str(algorithm) else USE_INSTEAD
+        raise UnsupportedModelError(
+            f"{where}: quant_algo={algorithm!r} of ModelOpt is not supported; supported are "
+            f"{', '.join(_MODELOPT)} and MIXED_PRECISION of these; {advice}"
+        )
+    form = _MODELOPT[algorithm]
+    _check_group_size(settings, where, has_groups=form is _NVFP4)
+    return form
+
+
+def _check_group_size(settings: Mapping[str, Any], where: str, *, has_groups: bool) -> None:
+    """Of NVFP4 it is 16, also where it is not said."""
+    if not (has_groups and settings.get("group_size") == _NVFP4.group):
+        want_nothing(settings, "group_size", where=where)

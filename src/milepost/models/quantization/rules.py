@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.errors import UnsupportedModelError
-from milepost.layers.quantised import Fp8Precision, Int4Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 
 Rule = Callable[[str], bool]
-Form = Fp8Precision | Int4Precision
+Form = Fp4Precision | Fp8Precision | Int4Precision
 
 USE_INSTEAD = (
     "use the model's FP8 or 4-bit integer checkpoint, or its raw one with quantization='fp8'"
 )
 FOUR_BIT_FLOATS = (
-    "NVFP4 and MXFP4 have no kernels here (only chips from sm_100 on multiply in them): "
-    f"{USE_INSTEAD}"
+    "of 4-bit floats NVFP4 is read as ModelOpt and compressed-tensors write it, MXFP4 as "
+    f"compressed-tensors does; {USE_INSTEAD}"
 )
 NOTHING = (None, False, "", 0, [], {})
 """Values of settings that say nothing."""
@@ -98,6 +98,16 @@ def expression(pattern: str, what: str) -> re.Pattern[str]:
         raise UnsupportedModelError(
             f"quantization_config: {what} has {pattern!r}, which is no regular expression: {error}"
         ) from error
+
+
+def below(modules: Iterable[str]) -> Rule:
+    """Whether a path is, or is below, one of these modules, of which there may be thousands."""
+    known = frozenset(modules)
+    return lambda path: any(path[:end] in known for end in _ends(path))
+
+
+def _ends(path: str) -> list[int]:
+    return [len(path), *(end for end, letter in enumerate(path) if letter == ".")]
 
 
 def _matcher(pattern: str, what: str) -> Rule:

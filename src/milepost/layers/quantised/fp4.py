@@ -1,0 +1,181 @@
+"""Weights of four bits that are floats: NVFP4 as compressed-tensors and ModelOpt write it, and
+compressed-tensors' MXFP4 (see `kernels.quantised.forms.Fp4`).
+
+Scales of activations, which checkpoints have for chips that round those to four bits too, are read
+and passed over.
+
+Legend: O outputs, I inputs, G groups of inputs, X experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.kernels.quantised import BLOCK, FP4_LANE, FP8, Fp4, pack
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.placements import FLOATS, Placement, Placements
+from milepost.layers.quantised.base import (
+    QuantisedExperts,
+    QuantisedMatrix,
+    empty,
+    ones,
+    shapes_of,
+)
+from milepost.layers.quantised.rows import Rows
+from milepost.layers.weights import ExpertNames, ExpertSizes
+from milepost.parallel import Axes
+
+_MX_GROUP = 32
+_BYTES = ("U8",)
+_LARGEST = 8
+"""Power of two that a row's largest scale of MXFP4 becomes, near the end of float8's."""
+_MX_BIAS = 127
+_SPREAD = (68.5 / 8) ** 0.5
+"""Standard deviation of dummy numbers: all sixteen as often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4Precision:
+    """How a checkpoint calls its tensors, and what its scales are."""
+
+    maker: Literal["compressed-tensors", "modelopt"]
+    group: Literal[16, 32] = 16
+    """Inputs that share a scale: 16 in NVFP4, with scales in float8 and a factor for all; 32 in
+    MXFP4, with powers of two."""
+
+    max_shared: ClassVar[int] = 1
+
+    @property
+    def values(self) -> str:
+        """Name of the tensor with the numbers."""
+        return "weight" if self.maker == "modelopt" else "weight_packed"
+
+    @property
+    def factor(self) -> str:
+        """Of the one with what all scales are multiplied with, or divided by."""
+        return "weight_scale_2" if self.maker == "modelopt" else "weight_global_scale"
+
+    @property
+    def of_inputs(self) -> str:
+        """Of the one that is passed over."""
+        return "input_scale" if self.maker == "modelopt" else "input_global_scale"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """A projection has one of these tensors if it is of this form."""
+        return (self.factor if self.maker == "modelopt" else self.values,)
+
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
+        return QuantisedMatrix(Fp4Stack(self, (num_outputs, num_inputs), kind))
+
+    def experts(
+        self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind
+    ) -> QuantisedExperts:
+        stacks = (Fp4Stack(self, shape, kind) for shape in shapes_of(sizes, names))
+        return QuantisedExperts(sizes, names, kind, *stacks)
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """Of a projection's tensors; a rank's parts are whole groups."""
+        return {
+            self.values: Axes((0, 1), (1, 2)),
+            "weight_scale": Axes((0, 1), (1, self.group)),
+            self.factor: Axes(None, None),
+            self.of_inputs: Axes(None, None),
+        }
+
+
+class Fp4Stack(nn.Module):
+    """Numbers [..., O, J / 2] with scales and factors, filled projection by projection; J is I in
+    whole blocks."""
+
+    def __init__(self, precision: Fp4Precision, shape: tuple[int, ...], kind: ParameterKind) -> None:
+        super().__init__()
+        *rows, num_inputs = shape
+        self.precision, self.kind, self.num_inputs = precision, kind, num_inputs
+        if num_inputs % precision.group:
+            what, why = f"{kind.path}: {num_inputs} inputs", f"whole groups of {precision.group}"
+            if kind.ranks.is_alone:
+                raise UnsupportedModelError(f"{what} are not {why}")
+            raise ConfigError(f"{what} of a rank are not {why}; use a smaller tensor_parallel_size")
+        padded = -(-num_inputs // BLOCK) * BLOCK
+        self.packed = empty(kind, (*rows, padded // 2), torch.uint8)
+        self.packed.data.zero_()
+        self.scales = empty(kind, (*rows, padded // precision.group), FP8)
+        self.scales.data.view(torch.uint8).zero_()
+        self.factors = ones(kind, tuple(rows), torch.float32)
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        return self.precision.axes
+
+    @property
+    def form(self) -> Fp4:
+        return Fp4(
+            packed=self.packed,
+            scales=self.scales,
+            factors=self.factors,
+            group=self.precision.group,
+            num_inputs=self.num_inputs,
+        )
+
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
+        """The tensors of a projection with these `rows` of the matrix `at`."""
+        precision, count, is_mx = self.precision, rows.count, self.precision.group == _MX_GROUP
+        numbers, groups = (count, self.num_inputs // 2), (count, self.num_inputs // precision.group)
+        store = partial(self._store_powers if is_mx else self._store_scales, rows, at)
+        types = _BYTES if is_mx else ("F8_E4M3",)
+        places = {
+            precision.values: Placement(
+                numbers, partial(self._store_numbers, rows, at), types=_BYTES
+            ),
+            "weight_scale": Placement(groups, store, types=types),
+        }
+        if not is_mx:
+            store = partial(self._store_factor, rows, at)
+            places[precision.factor] = Placement((1,), store, types=("F32",))
+        if f"{path}.{precision.of_inputs}" in self.kind.names:
+            places[precision.of_inputs] = Placement((1,), len, types=FLOATS)
+        return places
+
+    def _store_numbers(self, rows: Rows, at: tuple[int, ...], pairs: Tensor) -> None:
+        """Inputs that stand side by side share a byte, the first is its low half."""
+        pairs = pairs.to(self.packed.device)
+        q = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+        padding = 2 * self.packed.shape[-1] - self.num_inputs
+        rows.put(self.packed.data[at], pack(nn.functional.pad(q, (0, padding)), FP4_LANE))
+
+    def _store_scales(self, rows: Rows, at: tuple[int, ...], scales: Tensor) -> None:
+        target = self.scales.data.view(torch.uint8)[at]
+        rows.put(target[..., : scales.shape[-1]], scales.view(torch.uint8))
+
+    def _store_factor(self, rows: Rows, at: tuple[int, ...], value: Tensor) -> None:
+        factor = value.to(self.factors.device, torch.float32).view(1).expand(rows.count)
+        is_divisor = self.precision.maker == "compressed-tensors"
+        rows.put(self.factors.data[at], 1 / factor if is_divisor else factor)
+
+    def _store_powers(self, rows: Rows, at: tuple[int, ...], bits: Tensor) -> None:
+        """Scales of a row over its factor. What is smaller than 2^-17 of the largest becomes 0:
+        less than the rounding of what all of them add up to."""
+        powers = bits.to(self.scales.device, torch.float32)
+        largest = powers.amax(-1)
+        scales = torch.exp2(powers - largest[:, None] + _LARGEST)
+        self._store_scales(rows, at, scales.to(FP8))
+        rows.put(self.factors.data[at], torch.exp2(largest - _MX_BIAS - _LARGEST))
+
+    def clear(self, first: int, count: int) -> None:
+        self.packed.data[..., first : first + count, :] = 0
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        self.packed.data.random_(0, 256, generator=generator)
+        one = torch.ones((), dtype=FP8).view(torch.uint8)
+        whole = self.num_inputs // self.precision.group
+        self.scales.data.view(torch.uint8)[..., :whole] = one
+        self.factors.data.fill_(spread / _SPREAD)
