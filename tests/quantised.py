@@ -350,10 +350,9 @@ VARIANTS: dict[str, tuple[Quantise, dict[str, Any]]] = {
 
 def _mixed(path: str) -> Quantise | None:
     """As NVIDIA has Qwen3.6: attention in FP8, and with four bits what is largest; the head too."""
-    if path == "lm_head" or ".mlp." in path:
+    if path == "lm_head" or (".mlp." in path and not path.startswith("mtp")):
         return modelopt_nvfp4
-    is_small = path.endswith(("in_proj_a", "in_proj_b", "embed_tokens"))
-    return None if is_small else FORMATS["modelopt"][0]
+    return None if path.startswith("mtp") else FORMATS["modelopt"][0]
 
 
 def _mixed_groups(path: str) -> Quantise | None:

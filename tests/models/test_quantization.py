@@ -20,7 +20,7 @@ from milepost.kernels import norm
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
-from milepost.layers.quantised.base import QuantisedMatrix
+from milepost.layers.quantised.base import QuantisedExperts, QuantisedMatrix
 from milepost.layers.quantised.fp4 import Fp4Stack
 from milepost.layers.quantised.fp8 import Fp8Stack
 from milepost.layers.quantised.rows import Rows
@@ -232,10 +232,41 @@ def test_precisions_may_be_mixed(name: str, form: str, tmp_path: Path) -> None:
     assert quantization_settings(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "form", "size"),
+    [
+        ("nemotron_h", "modelopt-nvfp4", 80),
+        ("nemotron_h", "modelopt", 72),
+        ("nemotron_h", "fp8-blocks", 136),
+        ("qwen3_5_moe", "awq", 96),
+        ("qwen3_5_moe", "packed-channels", 48),
+    ],
+)
+def test_experts_of_any_size_are_whole_blocks(
+    name: str, form: str, size: int, tmp_path: Path
+) -> None:
+    """As kernels take them, Nemotron-3-Nano's with 1856 units too; what is added changes nothing,
+    of dummies neither."""
+    sizes = {"moe_intermediate_size": size, "shared_expert_intermediate_size": 128}
+    own = (NEMOTRON if name == "nemotron_h" else EXPERTS) | sizes
+    stored, meant = write(name, tmp_path, form, **own)
+    model, _ = load_model(stored, LoadOptions(dtype="float64"))
+    rounding = ROUNDINGS.get(form, Raw())
+    assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
+    dummy, _ = load_model(stored, LoadOptions(dtype="float64", load_format="dummy"))
+    experts = [each for each in dummy.modules() if isinstance(each, QuantisedExperts)]
+    assert experts
+    for each in experts:
+        assert each.down.form.num_inputs == -(-size // 128) * 128
+        ups = each.up.form.dequantise(torch.float64)
+        assert ups.unflatten(1, (-1, each.down.form.num_inputs))[:, :, size:].count_nonzero() == 0
+        assert ups.count_nonzero() > 0
+
+
 def test_four_bits_of_one_matrix_have_factors_of_their_own() -> None:
     """Each projection's is kept as the checkpoint has it: none is scaled to another's."""
     kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
-    stack = Fp4Stack(Fp4Precision(maker="modelopt"), (16, 128), kind)
+    stack = Fp4Stack(Fp4Precision(maker="modelopt"), (16, 128), 128, kind)
     for rows, factor in ((range(8), 0.3), (range(8, 16), 0.7)):
         places = stack.place_projection(Rows(torch.tensor(rows)), (), "any")
         places["weight"].store(torch.full((8, 64), 0x2A, dtype=torch.uint8))
@@ -250,7 +281,7 @@ def test_scales_that_are_powers_of_two_may_be_of_any_size() -> None:
     """Rows have factors, so that float8 holds a row's scales, but for those that are nothing beside
     its largest."""
     kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
-    stack = Fp4Stack(Fp4Precision(maker="compressed-tensors", group=32), (2, 128), kind)
+    stack = Fp4Stack(Fp4Precision(maker="compressed-tensors", group=32), (2, 128), 128, kind)
     places = stack.place_projection(Rows(torch.arange(2)), (), "any")
     places["weight_packed"].store(torch.full((2, 64), 0x77, dtype=torch.uint8))
     powers = torch.tensor([[20, 3, 10, 2], [200, 199, 190, 183]], dtype=torch.uint8)
@@ -263,7 +294,7 @@ def test_scales_that_are_powers_of_two_may_be_of_any_size() -> None:
 def test_projections_of_one_matrix_share_the_largest_scale_of_their_inputs() -> None:
     kind = ParameterKind(dtype=torch.float32, device=torch.device("cpu"))
     precision = Fp8Precision(strategy="tensor", is_static=True)
-    stack = Fp8Stack(precision, (16, 128), kind, rows=1)
+    stack = Fp8Stack(precision, (16, 128), 128, kind, rows=1)
     for rows, scale in ((range(8), 0.5), (range(8, 16), 0.25)):
         places = stack.place_projection(Rows(torch.tensor(rows)), (), "any")
         places["input_scale"].store(torch.tensor([scale]))

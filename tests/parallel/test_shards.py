@@ -219,7 +219,8 @@ SHARED_BLOCKS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size"
     ("form", "how"),
     [
         *((form, "width") for form in ("fp8-blocks", "fp8-channels", "awq", "gptq")),
-        *((form, "experts") for form in ("fp8-tensors", "packed-asymmetric")),
+        *((form, "width") for form in ("nvfp4", "mxfp4", "modelopt-nvfp4")),
+        *((form, "experts") for form in ("fp8-tensors", "packed-asymmetric", "nvfp4")),
     ],
 )
 def test_quantised_weights_are_split_with_their_scales(form, how, tmp_path):
@@ -302,7 +303,7 @@ def test_blocks_that_ranks_would_share_are_refused_by_name(tmp_path):
 
 def test_groups_of_four_bits_that_ranks_would_share_are_refused_by_name(tmp_path):
     sizes = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 192}
-    folder, _ = write("qwen3_5_moe", tmp_path, "awq", **QUANTISED | sizes)
-    named = "mlp: 96 inputs of a rank are not whole pairs of groups of 32; use a smaller tensor"
+    folder, _ = write("qwen3_5_moe", tmp_path, "gptq-64", **QUANTISED | sizes)
+    named = "mlp: 96 inputs of a rank are not whole pairs of groups of 64; use a smaller tensor"
     with pytest.raises(ConfigError, match=named):
         load_model(folder, LoadOptions(ranks=Ranks(size=2)))

@@ -114,7 +114,8 @@ class QuantisedMatrix(nn.Module):
 
 
 class QuantisedExperts(nn.Module):
-    """Each expert's gate and up projection stand in one matrix, `up`; `Experts`."""
+    """Each expert's gate and up projection stand in one matrix, `up`; `Experts`. Units that make
+    whole blocks of an expert's own are zeros."""
 
     def __init__(
         self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind, up: Stack, down: Stack
@@ -122,6 +123,12 @@ class QuantisedExperts(nn.Module):
         super().__init__()
         self.sizes, self.names, self.kind, self.up, self.down = sizes, names, kind, up, down
         self.rounds_rows = quantised.rounds_rows(up.form)
+        self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        size, padded = self.sizes.size, padded_size(self.sizes)
+        for first in range(size, self.up.form.num_outputs, padded):
+            self.up.clear(first, padded - size)
 
     def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
@@ -132,13 +139,30 @@ class QuantisedExperts(nn.Module):
     def fill(self, spread: float, generator: torch.Generator) -> None:
         for stack in (self.up, self.down):
             stack.fill(spread, generator)
+        self._clear_padding()
 
 
-def shapes_of(sizes: ExpertSizes, names: ExpertNames) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the matrices of gate and up projections, or of up projections alone; and of down ones."""
-    count = sizes.num_experts + sizes.num_shared
-    num_rows = (len(names.projections) - 1) * sizes.size
-    return (count, num_rows, sizes.hidden_size), (count, sizes.hidden_size, sizes.size)
+def padded_size(sizes: ExpertSizes) -> int:
+    """Units of an expert in whole blocks, which kernels take."""
+    return -(-sizes.size // quantised.BLOCK) * quantised.BLOCK
+
+
+def shapes_of(
+    sizes: ExpertSizes, names: ExpertNames
+) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int]]:
+    """Of the matrices of gate and up projections, or of up projections alone, and of down ones;
+    each with how many inputs a checkpoint's projection has."""
+    count, size = sizes.num_experts + sizes.num_shared, padded_size(sizes)
+    num_rows = (len(names.projections) - 1) * size
+    return (
+        ((count, num_rows, sizes.hidden_size), sizes.hidden_size),
+        ((count, sizes.hidden_size, size), sizes.size),
+    )
+
+
+def unit_rows(sizes: ExpertSizes, count: int) -> list[Tensor]:
+    """Rows of so many projections that stand one behind the other, without the padding."""
+    return [part[: sizes.size] for part in torch.arange(count * padded_size(sizes)).chunk(count)]
 
 
 def place_experts(
@@ -180,9 +204,7 @@ def _projections(
 ) -> list[_Projection]:
     *firsts, last = names
     rows: dict[str, Tensor] = {}
-    for name, part in zip(
-        firsts, torch.arange(len(firsts) * sizes.size).chunk(len(firsts)), strict=True
-    ):
+    for name, part in zip(firsts, unit_rows(sizes, len(firsts)), strict=True):
         rows[name] = torch.cat((rows[name], part)) if name in rows else part
     whole = Cut.all_of(sizes.hidden_size)
     projections = []

@@ -73,12 +73,12 @@ class Fp4Precision:
         return (self.factor if self.maker == "modelopt" else self.values,)
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
-        return QuantisedMatrix(Fp4Stack(self, (num_outputs, num_inputs), kind))
+        return QuantisedMatrix(Fp4Stack(self, (num_outputs, num_inputs), num_inputs, kind))
 
     def experts(
         self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind
     ) -> QuantisedExperts:
-        stacks = (Fp4Stack(self, shape, kind) for shape in shapes_of(sizes, names))
+        stacks = (Fp4Stack(self, *shape, kind) for shape in shapes_of(sizes, names))
         return QuantisedExperts(sizes, names, kind, *stacks)
 
     @property
@@ -93,15 +93,22 @@ class Fp4Precision:
 
 
 class Fp4Stack(nn.Module):
-    """Numbers [..., O, J / 2] with scales and factors, filled projection by projection; J is I in
-    whole blocks."""
+    """Numbers [..., O, J / 2] with scales and factors, filled projection by projection, of which
+    each has `num_placed` of the inputs; J is I in whole blocks."""
 
-    def __init__(self, precision: Fp4Precision, shape: tuple[int, ...], kind: ParameterKind) -> None:
+    def __init__(
+        self,
+        precision: Fp4Precision,
+        shape: tuple[int, ...],
+        num_placed: int,
+        kind: ParameterKind,
+    ) -> None:
         super().__init__()
         *rows, num_inputs = shape
-        self.precision, self.kind, self.num_inputs = precision, kind, num_inputs
-        if num_inputs % precision.group:
-            what, why = f"{kind.path}: {num_inputs} inputs", f"whole groups of {precision.group}"
+        self.precision, self.kind = precision, kind
+        self.num_inputs, self.num_placed = num_inputs, num_placed
+        if num_placed % precision.group:
+            what, why = f"{kind.path}: {num_placed} inputs", f"whole groups of {precision.group}"
             if kind.ranks.is_alone:
                 raise UnsupportedModelError(f"{what} are not {why}")
             raise ConfigError(f"{what} of a rank are not {why}; use a smaller tensor_parallel_size")
@@ -129,7 +136,7 @@ class Fp4Stack(nn.Module):
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
         """The tensors of a projection with these `rows` of the matrix `at`."""
         precision, count, is_mx = self.precision, rows.count, self.precision.group == _MX_GROUP
-        numbers, groups = (count, self.num_inputs // 2), (count, self.num_inputs // precision.group)
+        numbers, groups = (count, self.num_placed // 2), (count, self.num_placed // precision.group)
         store = partial(self._store_powers if is_mx else self._store_scales, rows, at)
         types = _BYTES if is_mx else ("F8_E4M3",)
         places = {
@@ -149,7 +156,7 @@ class Fp4Stack(nn.Module):
         """Inputs that stand side by side share a byte, the first is its low half."""
         pairs = pairs.to(self.packed.device)
         q = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-        padding = 2 * self.packed.shape[-1] - self.num_inputs
+        padding = 2 * self.packed.shape[-1] - self.num_placed
         rows.put(self.packed.data[at], pack(nn.functional.pad(q, (0, padding)), FP4_LANE))
 
     def _store_scales(self, rows: Rows, at: tuple[int, ...], scales: Tensor) -> None:
@@ -176,6 +183,6 @@ class Fp4Stack(nn.Module):
     def fill(self, spread: float, generator: torch.Generator) -> None:
         self.packed.data.random_(0, 256, generator=generator)
         one = torch.ones((), dtype=FP8).view(torch.uint8)
-        whole = self.num_inputs // self.precision.group
+        whole = self.num_placed // self.precision.group
         self.scales.data.view(torch.uint8)[..., :whole] = one
         self.factors.data.fill_(spread / _SPREAD)

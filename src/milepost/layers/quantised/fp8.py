@@ -31,6 +31,7 @@ from milepost.layers.quantised.base import (
     ones,
     place_shared,
     shapes_of,
+    unit_rows,
 )
 from milepost.layers.quantised.rows import Rows
 from milepost.layers.weights import ExpertNames, ExpertSizes
@@ -67,7 +68,8 @@ class Fp8Precision:
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
         rows = BLOCK if self.has_blocks else 1
-        return QuantisedMatrix(Fp8Stack(self, (num_outputs, num_inputs), kind, rows=rows))
+        shape = num_outputs, num_inputs
+        return QuantisedMatrix(Fp8Stack(self, shape, num_inputs, kind, rows=rows))
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind) -> Fp8Experts:
         return Fp8Experts(self, sizes, names, kind)
@@ -87,15 +89,24 @@ class Fp8Precision:
 
 
 class Fp8Stack(nn.Module):
-    """Values [..., O, I] with their scales, which are filled projection by projection."""
+    """Values [..., O, I] with their scales, which are filled projection by projection, of which
+    each has `num_placed` of the inputs."""
 
     def __init__(
-        self, precision: Fp8Precision, shape: tuple[int, ...], kind: ParameterKind, *, rows: int
+        self,
+        precision: Fp8Precision,
+        shape: tuple[int, ...],
+        num_placed: int,
+        kind: ParameterKind,
+        *,
+        rows: int,
     ) -> None:
         super().__init__()
         self.precision, self.kind, self.rows = precision, kind, rows
+        self.num_placed = num_placed
         self.depth = BLOCK if precision.has_blocks else shape[-1]
         self.values = empty(kind, shape, FP8)
+        self.values.data.view(torch.uint8)[..., num_placed:] = 0
         self.scales = ones(kind, self._scales_shape(), torch.float32)
         self.input_scale: nn.Parameter | None = None
         if precision.is_static:
@@ -127,7 +138,7 @@ class Fp8Stack(nn.Module):
         path: str,  # noqa: ARG002
     ) -> Placements:
         """The tensors of a projection with these `rows` of the matrix `at`."""
-        precision, num_inputs = self.precision, self.values.shape[-1]
+        precision, num_inputs = self.precision, self.num_placed
         if self.rows == BLOCK and not rows.are_blocks_of(self.values.shape[-2]):
             self._part_blocks()
         shape = (rows.count, num_inputs)
@@ -151,7 +162,8 @@ class Fp8Stack(nn.Module):
         self.scales = ones(self.kind, self._scales_shape(), torch.float32)
 
     def _store_values(self, rows: Rows, at: tuple[int, ...], values: Tensor) -> None:
-        rows.put(self.values.data.view(torch.uint8)[at], values.view(torch.uint8))
+        target = self.values.data.view(torch.uint8)[at][..., : self.num_placed]
+        rows.put(target, values.view(torch.uint8))
 
     def _store_scales(
         self, rows: Rows, at: tuple[int, ...], shape: tuple[int, int], scales: Tensor
@@ -208,7 +220,7 @@ class Fp8Experts(QuantisedExperts):
     ) -> None:
         fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
         rows = BLOCK if precision.has_blocks and fits else 1
-        stacks = (Fp8Stack(precision, s, kind, rows=rows) for s in shapes_of(sizes, names))
+        stacks = (Fp8Stack(precision, *s, kind, rows=rows) for s in shapes_of(sizes, names))
         super().__init__(sizes, names, kind, *stacks)
         self.precision = precision
 
@@ -225,8 +237,11 @@ class Fp8Experts(QuantisedExperts):
     def _place_stacked(self, name: str, stack: Fp8Stack) -> Placements:
         """One tensor of all experts that the checkpoint stacks, and one of their scales."""
         count = self.sizes.num_experts
-        shape = stack.values.shape[1:]
-        rows = Rows(torch.arange(shape[0]))
+        num_parts = len(self.names.projections) - 1
+        if stack is self.down:
+            rows = Rows(torch.arange(self.sizes.hidden_size))
+        else:
+            rows = Rows(torch.cat(unit_rows(self.sizes, num_parts)))
         own = [stack.place_projection(rows, (expert,), name) for expert in range(count)]
         names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
         if not own[0].keys() <= names.keys():
@@ -249,7 +264,6 @@ class Fp8Experts(QuantisedExperts):
             if stack is self.down:
                 placed = cut_one(placed, axes.inputs, units, name)
             else:
-                num_parts = shape[0] // self.sizes.size
                 placed = cut_one(placed, axes.outputs, join(*[units] * num_parts), name)
             placements[name] = cut_all(placed, self.sizes.experts)
         return placements

@@ -59,12 +59,12 @@ class Int4Precision:
         return ("weight_packed",) if self.layout == "packed" else ("qweight",)
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> QuantisedMatrix:
-        return QuantisedMatrix(_Int4Stack(self, (num_outputs, num_inputs), kind))
+        return QuantisedMatrix(_Int4Stack(self, (num_outputs, num_inputs), num_inputs, kind))
 
     def experts(
         self, sizes: ExpertSizes, names: ExpertNames, kind: ParameterKind
     ) -> QuantisedExperts:
-        stacks = (_Int4Stack(self, shape, kind) for shape in shapes_of(sizes, names))
+        stacks = (_Int4Stack(self, *shape, kind) for shape in shapes_of(sizes, names))
         return QuantisedExperts(sizes, names, kind, *stacks)
 
     @property
@@ -87,10 +87,12 @@ class Int4Precision:
             "g_idx": Axes(None, (0, 1)),
         }
 
-    def group_of(self, num_inputs: int, kind: ParameterKind) -> int:
+    def group_of(self, num_inputs: int, num_placed: int, kind: ParameterKind) -> int:
+        """Inputs that share a scale, of a matrix whose projections have `num_placed` of them."""
         group = num_inputs if self.group == -1 else self.group
-        if num_inputs % group or num_inputs % (2 * lane_of(group)):
-            what = f"{kind.path}: {num_inputs} inputs"
+        is_whole = self.group == -1 or num_placed % group == 0
+        if not is_whole or num_inputs % group or num_inputs % (2 * lane_of(group)):
+            what = f"{kind.path}: {num_placed} inputs"
             why = f"are not whole pairs of groups of {group}"
             if kind.ranks.is_alone:
                 raise UnsupportedModelError(f"{what} {why}")
@@ -99,15 +101,20 @@ class Int4Precision:
 
 
 class _Int4Stack(nn.Module):
-    """Numbers [..., O, I / 2] with scales and zero points, filled projection by projection."""
+    """Numbers [..., O, I / 2] with scales and zero points, filled projection by projection, of
+    which each has `num_placed` of the inputs."""
 
     def __init__(
-        self, precision: Int4Precision, shape: tuple[int, ...], kind: ParameterKind
+        self,
+        precision: Int4Precision,
+        shape: tuple[int, ...],
+        num_placed: int,
+        kind: ParameterKind,
     ) -> None:
         super().__init__()
         *stack, num_outputs, num_inputs = shape
-        self.precision, self.kind, self.num_inputs = precision, kind, num_inputs
-        self.group = precision.group_of(num_inputs, kind)
+        self.precision, self.kind, self.num_placed = precision, kind, num_placed
+        self.group = precision.group_of(num_inputs, num_placed, kind)
         groups = (*stack, num_outputs, num_inputs // self.group)
         self.packed = empty(kind, (*stack, num_outputs, num_inputs // 2), torch.uint8)
         self.scales = ones(kind, groups, kind.dtype)
@@ -124,7 +131,8 @@ class _Int4Stack(nn.Module):
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> Placements:
         """The tensors of a projection with these `rows` of the matrix `at`."""
-        count, inputs, groups = rows.count, self.num_inputs, self.scales.shape[-1]
+        count, inputs = rows.count, self.num_placed
+        groups = -(-inputs // self.group)
         if count % 8:
             raise UnsupportedModelError(f"{path}: {count} outputs are not whole words of eight")
         scatter = self._scatterer(rows, at)
@@ -176,7 +184,7 @@ class _Int4Stack(nn.Module):
     def _check_order(self, order: Tensor) -> None:
         # Of several ranks, each has groups from another one on.
         first = 0 if self.kind.ranks.is_alone else int(order[0])
-        if not torch.equal(order.long().cpu(), torch.arange(self.num_inputs) // self.group + first):
+        if not torch.equal(order.long().cpu(), torch.arange(self.num_placed) // self.group + first):
             raise WeightsError(
                 "inputs are ordered by activation (desc_act, actorder); supported are groups in "
                 "the inputs' own order"
@@ -212,13 +220,15 @@ class _Scatter:
     lane: int
 
     def numbers(self, q: Tensor) -> None:
-        self.rows.put(self.packed, pack(q.to(self.packed.device), self.lane))
+        padding = 2 * self.packed.shape[-1] - q.shape[-1]
+        q = nn.functional.pad(q.to(self.packed.device), (0, padding), value=_MIDDLE)
+        self.rows.put(self.packed, pack(q, self.lane))
 
     def scales(self, scales: Tensor) -> None:
-        self.rows.put(self.target_scales, scales)
+        self.rows.put(self.target_scales[:, : scales.shape[-1]], scales)
 
     def zeros(self, zeros: Tensor) -> None:
-        self.rows.put(self.target_zeros, zeros)
+        self.rows.put(self.target_zeros[:, : zeros.shape[-1]], zeros)
 
 
 def split(words: Tensor, dim: int, order: Tensor = _EIGHT) -> Tensor:
