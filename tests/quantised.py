@@ -41,7 +41,7 @@ EXPERTS: dict[str, Any] = {
 }
 _NEVER = (
     *("embed_tokens", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba"),
-    *("conv1d", "visual", "embeddings", "b_proj", "f_b_proj", "g_b_proj"),
+    *("conv1d", "visual", "embeddings", "b_proj", "f_b_proj", "g_b_proj", "layer"),
 )
 """Projections that nobody quantises."""
 
@@ -217,9 +217,16 @@ def _modelopt(algorithm: str, **settings: Any) -> dict[str, Any]:
 
 _FLOAT = {"type": "float", "num_bits": 8}
 _FLOAT4 = {
-    **{"type": "float", "num_bits": 4, "symmetric": True, "strategy": "tensor_group"},
-    **{"group_size": 16, "dynamic": False, "observer": "static_minmax", "actorder": None},
-    **{"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+    "type": "float",
+    "num_bits": 4,
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "dynamic": False,
+    "observer": "static_minmax",
+    "actorder": None,
+    "scale_dtype": "torch.float8_e4m3fn",
+    "zp_dtype": "torch.float8_e4m3fn",
 }
 _MXFP4 = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}
 _OF_NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
@@ -440,6 +447,14 @@ def write(
     stored, meant = {}, {}
     for key, tensor in _one_by_one(load_file(meant_folder / "model.safetensors")).items():
         path, _, kind = key.rpartition(".")
+        if form == "fp8-channels" and key.endswith(
+            ("moe.input_linear.weight", "moe.output_linear.weight")
+        ):
+            each = [fp8_channels(expert) for expert in tensor]
+            for part in ("weight", "weight_scale"):
+                stored[f"{path}.{part}"] = torch.stack([tensors[part] for tensors, _ in each])
+            meant[key] = torch.stack([value for _, value in each])
+            continue
         last = path.rpartition(".")[2]
         quantise = None if last in _NEVER or left(path) else choose(path)
         if kind != "weight" or tensor.dim() != 2 or quantise is None:

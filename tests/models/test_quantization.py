@@ -163,6 +163,14 @@ KIMI: dict[str, Any] = {
     "qk_head_dim": 64,
 }
 """Also `kv_b_proj`, which is multiplied raw, is quantised."""
+GRANITE: dict[str, Any] = {
+    "intermediate_size": 64,
+    "mamba_d_state": 32,
+    "mamba_n_heads": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 64,
+}
+"""Its experts are stacked, with scales that are too."""
 CASES = [
     ("qwen3_next", "fp8-blocks", EXPERTS),
     ("qwen3_5_moe", "fp8-blocks", EXPERTS | {"linear_key_head_dim": 64, "hidden_size": 256}),
@@ -186,6 +194,9 @@ CASES = [
     ("qwen3_5", "packed-asymmetric", {"intermediate_size": 256}),
     ("nemotron_h", "modelopt", NEMOTRON),
     ("nemotron_h", "fp8-blocks", NEMOTRON),
+    ("granitemoehybrid", "fp8-channels", GRANITE),
+    ("granitemoehybrid", "fp8-channels", GRANITE | {"shared_intermediate_size": 96}),
+    ("granitemoehybrid", "nvfp4", GRANITE | {"num_local_experts": 0}),
     ("kimi_linear", "fp8-blocks", KIMI),
     ("kimi_linear", "packed", KIMI),
 ]

@@ -69,7 +69,10 @@ class MoE(nn.Module):
         super().__init__()
         self.shapes, self.kind, self.hidden_size = shapes, kind, hidden_size
         self.names = names
-        form = kind.precision("experts")
+        # Of stacked experts a tensor may have a module's name.
+        stacked = names.stacked[0].removesuffix(".weight")
+        is_module = stacked != names.stacked[0] and kind.has(names.stacked[0])
+        form = kind.precision(stacked if is_module else names.single)
         own = kind.under(names.shared)
         ranks, what = kind.ranks, f"{kind.path} moe_intermediate_size"
         if ranks.splits_experts:
@@ -176,7 +179,7 @@ class MoE(nn.Module):
         if self.cut.is_whole:
             return ""
         own = "|".join(str(number) for _, number in self.experts.sizes.numbers)
-        return rf"{re.escape(self.kind.full('experts'))}\.(?!({own})\.)\d+\."
+        return rf"{re.escape(self.kind.full(self.names.single))}\.(?!({own})\.)\d+\."
 
     def placements(self) -> Placements:
         """A checkpoint whose shared expert has no units still holds its tensors; they change

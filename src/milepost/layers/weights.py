@@ -127,6 +127,8 @@ class ExpertNames:
     bias: str = "gate.e_score_correction_bias"
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Of routed experts where they stand one by one."""
+    single: str = "experts"
+    """Under which they stand then, by their numbers."""
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     """All routed experts', where one tensor holds them: without the last projection, and it."""
     shared: str = "shared_expert"
@@ -290,7 +292,7 @@ class RawExperts(nn.Module):
             stacked = zip(names.stacked, own, strict=True)
             return placements | {full(name): cut_all(each, sizes.experts) for name, each in stacked}
         for expert, number in sizes.numbers:
-            prefix = full(f"experts.{number}")
+            prefix = full(f"{names.single}.{number}")
             for name, part in zip(up, self.up[expert].chunk(len(up)), strict=True):
                 placements[f"{prefix}.{name}.weight"] = cut_all(place_whole(part), sizes.units)
             whole = place_whole(self.down[expert])

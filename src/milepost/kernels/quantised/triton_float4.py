@@ -1,7 +1,7 @@
 """Triton: numbers in e2m1 and the scales of their groups, in 16 bits or wide.
 
-A number's exponent and mantissa stand at the low end of a 16-bit type's exponent: that is the number
-over 2^126 in bfloat16 and over 2^14 in float16, also where it is the one without an exponent, 0.5.
+A number's exponent and mantissa stand at the low end of a 16-bit type's exponent: that is the
+number over 2^126 in bfloat16 and over 2^14 in float16, also where it is 0.5, which has no exponent.
 Scales make up for it but for 2^7, by which the largest would be too large; so products are the
 weights over `UNIT`, all of their digits, and sums are multiplied with it.
 
@@ -45,7 +45,7 @@ def numbers(q, TYPE: tl.constexpr):
 @triton.jit
 def scales(bits, TYPE: tl.constexpr):
     """What float8's bits stand for, times what `numbers` lack, over UNIT: float32."""
-    if tl.bfloat16 == TYPE:  # noqa: SIM108
+    if tl.bfloat16 == TYPE:
         scale = decode(bits, False).to(tl.float32) * _OF_BFLOAT16
     else:
         scale = decode(bits, False).to(tl.float32) * _OF_FLOAT16

@@ -31,8 +31,8 @@ _DEPTH = 2048
 
 
 def suits(*weights: Quantised) -> bool:
-    """FP8 whose rows are rounded in blocks by their own size; integers of four bits whose groups are
-    whole blocks; e2m1."""
+    """FP8 whose rows are rounded in blocks by their own size; integers of four bits whose groups
+    are whole blocks; e2m1."""
     return all(
         weight.depth == BLOCK and weight.input_scale is None
         if isinstance(weight, Fp8)

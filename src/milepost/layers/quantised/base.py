@@ -172,7 +172,7 @@ def place_experts(
     placements = place_shared(sizes, names, kind, up, down)
     projections = _projections(sizes, names.projections, sizes.units, up, down)
     for expert, number in sizes.numbers:
-        placements |= _place_expert(projections, kind.full(f"experts.{number}"), expert)
+        placements |= _place_expert(projections, kind.full(f"{names.single}.{number}"), expert)
     return placements
 
 

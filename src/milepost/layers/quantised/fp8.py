@@ -243,11 +243,12 @@ class Fp8Experts(QuantisedExperts):
         else:
             rows = Rows(torch.cat(unit_rows(self.sizes, num_parts)))
         own = [stack.place_projection(rows, (expert,), name) for expert in range(count)]
-        names = {"weight": name, "weight_scale_inv": f"{name}_scale_inv"}
-        if not own[0].keys() <= names.keys():
+        scale = self.precision.scale
+        names = {"weight": name, scale: f"{name}{scale.removeprefix('weight')}"}
+        if self.precision.strategy == "tensor":
             raise UnsupportedModelError(
-                f"{self.kind.full(name)}: stacked experts have blocks of scales or none, "
-                f"not one for each {self.precision.strategy}"
+                f"{self.kind.full(name)}: stacked experts have scales by block or by channel or "
+                f"none, not one for each {self.precision.strategy}"
             )
 
         def storing(tensor: str) -> Callable[[Tensor], None]:

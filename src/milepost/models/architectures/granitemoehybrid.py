@@ -29,6 +29,7 @@ _PUBLISHED = ExpertNames(
 )
 _TRANSFORMERS = ExpertNames(
     router=f"{_EXPERTS}.router",
+    single=f"{_EXPERTS}.experts",
     stacked=(f"{_EXPERTS}.experts.gate_up_proj", f"{_EXPERTS}.experts.down_proj"),
     shared="shared_mlp",
     shared_projections=_SHARED,
@@ -75,7 +76,7 @@ def _feed_forward(config: PreTrainedConfig, kind: ParameterKind) -> Part:
         normalise=True,
         scores=Scores(gates_shared=False),
     )
-    names = _TRANSFORMERS if kind.has(_TRANSFORMERS.stacked[0]) else _PUBLISHED
+    names = _TRANSFORMERS if kind.has(f"{_TRANSFORMERS.router}.weight") else _PUBLISHED
     return MoE(config.hidden_size, shapes, kind, names)
 
 

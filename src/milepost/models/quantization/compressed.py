@@ -46,6 +46,7 @@ _KNOWN_OF_VALUES = {
 """Of `weights` and `input_activations`."""
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized", None)
 _BLOCK = [128, 128]
+_CLASSES = ("Linear", "GraniteMoeHybridParallelExpertsLinear")
 _FP4_GROUPS: Mapping[tuple[Any, Any, Any], Literal[16, 32]] = {
     ("nvfp4-pack-quantized", "tensor_group", 16): 16,
     ("mxfp4-pack-quantized", "group", 32): 32,
@@ -198,10 +199,10 @@ def _check_order(name: str, weights: Mapping[str, Any]) -> None:
 
 def _targets(name: str, group: Mapping[str, Any]) -> Rule:
     """Of classes only `Linear` is known, which is all projections: there is no telling them apart
-    by a path."""
+    by a path; and what Granite's stacked experts are beside it."""
     classes = _classes(group)
     for each in classes:
-        if each != "Linear":
+        if each not in _CLASSES:
             raise UnsupportedModelError(
                 f"{name}: targets has {each!r}; supported are 'Linear', modules and 're:' patterns"
             )
