@@ -273,6 +273,7 @@ CHECKPOINTS: dict[str, Callable[..., PreTrainedModel]] = {
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,
     "granitemoehybrid": _granitemoehybrid,
+    "granitemoehybrid_as_built": _granitemoehybrid,
     "falcon_h1": _falcon_h1,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
@@ -314,6 +315,7 @@ def save(
 
 def write(model: PreTrainedModel, name: str, folder: Path) -> None:
     """Save a model that `build` returned under this name."""
-    # Its own format has convolutions cut in thirds, whatever their sizes.
-    own = {"save_original_format": False} if name == "olmo_hybrid" else {}
+    # OLMo-Hybrid's own format has convolutions cut in thirds, whatever their sizes.
+    is_own = name not in ("olmo_hybrid", "granitemoehybrid_as_built")
+    own = {} if is_own else {"save_original_format": False}
     model.save_pretrained(folder, **own)

@@ -170,7 +170,7 @@ GRANITE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "shared_intermediate_size": 64,
 }
-"""Its experts are stacked, with scales that are too."""
+"""Its experts are stacked, with scales that are too; or stand one by one, by other names."""
 CASES = [
     ("qwen3_next", "fp8-blocks", EXPERTS),
     ("qwen3_5_moe", "fp8-blocks", EXPERTS | {"linear_key_head_dim": 64, "hidden_size": 256}),
@@ -196,6 +196,7 @@ CASES = [
     ("nemotron_h", "fp8-blocks", NEMOTRON),
     ("granitemoehybrid", "fp8-channels", GRANITE),
     ("granitemoehybrid", "fp8-channels", GRANITE | {"shared_intermediate_size": 96}),
+    ("granitemoehybrid_as_built", "nvfp4", GRANITE),
     ("granitemoehybrid", "nvfp4", GRANITE | {"num_local_experts": 0}),
     ("kimi_linear", "fp8-blocks", KIMI),
     ("kimi_linear", "packed", KIMI),
