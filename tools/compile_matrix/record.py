@@ -120,6 +120,11 @@ _INT4: Mapping[str, Any] = {
     "group_size": 128,
     "modules_to_not_convert": _LEFT,
 }
+_NVFP4: Mapping[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": [f"*{name}" for name in _LEFT],
+}
 CASES: Sequence[Case] = (
     Case(model=_35B),
     *(Case(model=_35B, page_size=size, only_attention=True) for size in (16, 128)),
@@ -138,6 +143,7 @@ CASES: Sequence[Case] = (
     Case(model="bench/models/kimi-linear-48b-a3b"),
     Case(model=_35B, quantization=_FP8),
     Case(model=_35B, quantization=_INT4),
+    Case(model=_35B, quantization=_NVFP4),
     Case(model="bench/models/kimi-linear-48b-a3b", kv_dtype=torch.float8_e4m3fn),
     *(
         Case(model=_35B, overrides=heads, only_attention=True, kv_dtype=torch.float8_e4m3fn)
@@ -154,6 +160,7 @@ CI_CASES: Sequence[Case] = (
     Case(model=_35B, page_size=16, only_attention=True),
     Case(model=_35B, quantization=_FP8),
     Case(model=_35B, quantization=_INT4),
+    Case(model=_35B, quantization=_NVFP4),
     Case(model=_35B, only_attention=True, kv_dtype=torch.float8_e4m3fn),
     Case(model=_35B, num_ranks=2, only_attention=True),
     Case(model=_TINY),
