@@ -34,14 +34,14 @@ from milepost.layers.weights import (
 )
 from milepost.models import load_config
 from milepost.models.loading import LoadOptions, load_model
-from milepost.models.quantization import has_fp8_kv, quantization_settings, read_quantization
+from milepost.models.quantization import has_fp8_kv, read_quantization
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
 from milepost.parallel import Cut
 from tests.batches import Part, build_pools
 from tests.models.test_mtp import drafted
 from tests.numbers import relative_error
-from tests.quantised import EXPERTS, FORMATS, MIXED, VARIANTS, write
+from tests.quantised import EXPERTS, FORMATS, MIXED, VARIANTS, nvfp4, write
 
 TOKENS = torch.arange(70) % 11
 PART = Part(pages=[3, 1], start=0, length=70, slot_in=0, slot_out=1)
@@ -231,7 +231,7 @@ def test_groups_zero_points_and_versions_are_read(form: str, tmp_path: Path) -> 
 def test_precisions_may_be_mixed(name: str, form: str, tmp_path: Path) -> None:
     """Tensors tell them; without files the configuration does, and says the same."""
     stored, meant = write(name, tmp_path, form, **(EXPERTS if "moe" in name else {}))
-    model, config = load_model(stored, LoadOptions(dtype="float64"))
+    model, _ = load_model(stored, LoadOptions(dtype="float64"))
     rounding = Rounding(None, 0.02) if form == "modelopt-mixed" else Rounding()
     assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
     forms = [module for module in model.modules() if isinstance(module, Fp4Stack | Fp8Stack)]
@@ -241,7 +241,18 @@ def test_precisions_may_be_mixed(name: str, form: str, tmp_path: Path) -> None:
     assert [type(each) for each in dummy.modules()] == expected
     has_four_bits = isinstance(model.head.weights[0], QuantisedMatrix)
     assert has_four_bits == (form == "modelopt-mixed")
-    assert quantization_settings(config)
+
+
+def test_a_quantised_head_is_one_also_where_the_configuration_says_tied(tmp_path: Path) -> None:
+    stored, meant = write("qwen3_5", tmp_path, "nvfp4")
+    tensors, raw = (load_file(each / "model.safetensors") for each in (stored, meant))
+    own, raw["lm_head.weight"] = nvfp4(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{name}": each.contiguous() for name, each in own.items()}
+    for folder, each in ((stored, tensors), (meant, raw)):
+        save_file(each, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert relative_error(logits(load_model(stored)[0]), logits(load_model(meant)[0])) < 1e-4
 
 
 @pytest.mark.parametrize(

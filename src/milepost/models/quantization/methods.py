@@ -228,8 +228,7 @@ def read_modelopt(settings: Mapping[str, Any]) -> Read:
 
 
 def _mixed(layers: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Forms in the order in which tensors tell them: NVFP4 has those of FP8 too."""
-    paths: dict[Form, list[str]] = {_NVFP4: []}
+    paths: dict[Form, list[str]] = {}
     for name, own in layers.items():
         where = f"quantized_layers[{name!r}]"
         form = _modelopt_form(mapping_of(own, where), where)
