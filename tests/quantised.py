@@ -40,8 +40,8 @@ EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 64,
 }
 _NEVER = (
-    *("embed_tokens", "gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba"),
-    *("conv1d", "visual", "embeddings", "b_proj", "f_b_proj", "g_b_proj", "layer"),
+    *("embed_tokens", "gate", "router", "layer", "shared_expert_gate", "conv1d", "visual"),
+    *("in_proj_a", "in_proj_b", "in_proj_ba", "embeddings", "b_proj", "f_b_proj", "g_b_proj"),
 )
 """Projections that nobody quantises."""
 
