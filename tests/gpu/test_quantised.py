@@ -83,6 +83,79 @@ def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], ro
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
     reason="a kernel for Hopper",
 )
+@pytest.mark.parametrize("num_tokens", [2, 16, 30, 64])
+@pytest.mark.parametrize(
+    ("shape", "num_raw", "dtype"),
+    [
+        ((12288, 4096), 64, torch.bfloat16),
+        ((16384, 2048), 96, torch.float16),  # fewer SMs to spare: wider units
+        ((16896, 512), 40, torch.bfloat16),  # none to spare
+        ((40960, 640), 288, torch.bfloat16),  # rounds, of few steps
+        ((2048, 2048), 7, torch.bfloat16),  # no whole unit
+    ],
+)
+def test_raw_weights_beside(shape: tuple[int, int], num_raw: int, num_tokens: int, dtype) -> None:
+    """The FP8 outputs are the bits that they are alone; nothing else is written."""
+    weight = to("cuda", make_fp8(*shape))
+    raw = torch.randn(num_raw, shape[1], device="cuda").to(dtype)
+    hidden = make_rows(num_tokens, shape[1]).cuda().to(dtype)
+    alone = hidden.new_empty(num_tokens, shape[0])
+    assert triton.multiply_into(alone, hidden, weight, None, lets_next_start=True)
+    wide = hidden.new_full((num_tokens + 1, shape[0] + num_raw + 1), float("nan"))
+    for _ in range(3):
+        output = wide[:num_tokens, :-1].fill_(float("nan"))
+        assert triton.multiply_beside(output, hidden, weight, raw)
+        assert torch.equal(output[:, : shape[0]], alone)
+        expected = hidden.double() @ raw.double().T
+        error = (output[:, shape[0] :] - expected).norm(dim=1) / expected.norm(dim=1)
+        assert error.max() < 4e-3
+        assert wide[-1].isnan().all()
+        assert wide[:, -1].isnan().all()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="a kernel for Hopper",
+)
+@pytest.mark.parametrize("num_tokens", [2, 16, 64])
+def test_a_chain_of_rows_and_raw_weights_beside(num_tokens: int) -> None:
+    """Launches that overlap return the bits of launches one by one: weights are read early, rows
+    are not."""
+    enter, leave = (to("cuda", make_fp8(*shape)) for shape in ((12288, 2048), (2048, 4096)))
+    for weight in (enter, leave):
+        weight.scales.mul_(weight.num_inputs**-0.5 / 40)
+    raw = torch.randn(64, 2048, device="cuda").bfloat16()
+    scale, first = torch.ones(2048, device="cuda"), make_rows(num_tokens, 2048).cuda().bfloat16()
+
+    def run(pause: Callable[[], object]) -> list[torch.Tensor]:
+        hidden, delta, kept = first, None, []
+        for _ in range(12):
+            hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6, rounds=True)
+            pause()
+            wide = hidden.new_empty(num_tokens, 12288 + 64)
+            assert triton.multiply_beside(wide, normed, enter, raw)
+            pause()
+            delta = multiply(wide[:, 8256:].contiguous(), leave)
+            pause()
+            kept += [normed, wide, delta]
+        return kept
+
+    expected = run(torch.cuda.synchronize)
+    assert all(each.isfinite().all() for each in expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(lambda: None)
+    for _ in range(10):
+        for each in found:
+            each.fill_(-1)
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="a kernel for Hopper",
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_tokens", [2, 5, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ class Int8Weight(nn.Module):
     ) -> None:
         output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
 
+    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:  # noqa: ARG002
+        return False
+
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         return self.multiply(hidden, bias, lets_next_start=True)
 

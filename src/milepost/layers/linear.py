@@ -105,6 +105,8 @@ class Linear(nn.Module):
                 return begun.output
             return self._weight.multiply(hidden, self._bias, lets_next_start=lets_next_start)
         output = self._new_output(hidden) if begun is None else begun.output
+        if begun is None and self._multiply_beside(output, hidden):
+            return output
         biases = self.biases or [None] * len(self.weights)
         for group, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
             if begun is not None and begun.group == group:
@@ -119,6 +121,18 @@ class Linear(nn.Module):
                 piece = product.narrow(-1, section.first, section.count)
                 output.narrow(-1, section.start, section.count).copy_(piece)
         return output
+
+    def _multiply_beside(self, output: Tensor, hidden: Tensor) -> bool:
+        """Whether one launch multiplied both of two matrices, the last of which is small and raw
+        and has the last outputs."""
+        last = self.weights[-1]
+        values = last.values if isinstance(last, RawWeight) else None
+        if values is None or len(self.weights) != 2 or self._has_bias:
+            return False
+        _, start, count = self._place_of(1)
+        if start + count != output.shape[-1]:
+            return False
+        return self._weight.multiply_beside(output, hidden, values)
 
     def _new_output(self, hidden: Tensor) -> Tensor:
         return hidden.new_empty(

@@ -57,6 +57,11 @@ class Weight(Protocol):
         """`output` [T, O], whose rows may lie apart, becomes the same."""
         ...
 
+    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:
+        """Whether one launch made `output` [T, O + R] the same, and behind it what the raw weights
+        [R, I] make of `hidden`."""
+        ...
+
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         """The same, or partials [T, P, O] of it: see `linear.partials`."""
         ...
@@ -220,6 +225,10 @@ class RawWeight(nn.Module):
             output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
             return
         linear.multiply_into(output, hidden, self.values, bias, lets_next_start=lets_next_start)
+
+    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:  # noqa: ARG002
+        """What is raw too stands in the same matrix."""
+        return False
 
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is not None:

@@ -38,6 +38,7 @@ __all__ = [
     "lane_of",
     "mix",
     "multiply",
+    "multiply_beside",
     "multiply_gated",
     "multiply_into",
     "pack",
@@ -75,6 +76,16 @@ def multiply_into(
         if triton.multiply_into(output, hidden, weight, bias, lets_next_start=lets_next_start):
             return
     output.copy_(multiply(hidden, weight, bias, lets_next_start=lets_next_start))
+
+
+def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tensor) -> bool:
+    """Whether one launch made `output` [T, O + R] what `multiply` returns of `weight` [O, I], and
+    behind it of `raw` [R, I]."""
+    if hidden.dim() == 2 and runs_triton(hidden):
+        from milepost.kernels.quantised import triton
+
+        return triton.multiply_beside(output, hidden, weight, raw)
+    return False
 
 
 def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor:

@@ -126,6 +126,27 @@ def multiply_into(
     return True
 
 
+def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tensor) -> bool:
+    """Whether one launch made `output` [T, O + R] what `weight` [O, I] and `raw` [R, I] make of
+    `hidden`."""
+    if not _suits(hidden, weight) or isinstance(weight, Int4):
+        return False
+    chip = probe(hidden.device)
+    cut = _cut_for_hopper(hidden, weight, None, chip)
+    if cut is None:
+        return False
+    from milepost.kernels.quantised import triton_hopper_rows
+    from milepost.kernels.quantised.beside_gluon import Beside
+
+    beside = Beside(rows=hidden, weight=raw)
+    if not beside.is_small:
+        return False
+    rows, scales = _round_lines(hidden, weight, chip, is_gated=False)
+    cut = replace(cut, split_k=1)
+    triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip, beside)
+    return True
+
+
 def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor | None:
     """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
     gates, if one launch does it, else None."""

@@ -31,6 +31,12 @@ from milepost.kernels.gemm_gluon import open_stages, produce
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start
+from milepost.kernels.quantised.beside_gluon import (
+    Beside,
+    begin_beside,
+    consume_beside,
+    produce_beside,
+)
 from milepost.kernels.quantised.forms import BLOCK, Fp8
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -90,17 +96,30 @@ def find_tiles(num_tokens: int, weight: Fp8, chip: Chip) -> RowTiles | None:
 
 
 def multiply(
-    rows: Tensor, row_scales: Tensor, weight: Fp8, output: Tensor, tiles: RowTiles, chip: Chip
+    rows: Tensor,
+    row_scales: Tensor,
+    weight: Fp8,
+    output: Tensor,
+    tiles: RowTiles,
+    chip: Chip,
+    beside: Beside | None = None,
 ) -> None:
     """`output` [T, O], or partials [S, T, O]: `rows` [T, I], rounded with `row_scales` [D, T],
-    times `weight` [O, I] transposed."""
+    times `weight` [O, I] transposed. Of a product `beside` what it comes to stands behind these
+    outputs, which are whole."""
     num_units = triton.cdiv(weight.num_outputs, tiles.block_n) * tiles.split_k
+    num_all, raw, raw_boxes = num_units, None, (None, None)
+    if beside is not None:
+        raw = len(beside.weight), beside.choose_width(num_units, chip.num_sms)
+        num_all += triton.cdiv(*raw)
+        raw_boxes = beside.describe(tiles.block_m, raw[1])
     # What is copied at a time has a power of two of rows.
     box = tiles.block_n & -tiles.block_n
-    _gemm_kernel[(min(num_units, chip.num_sms),)](
+    _gemm_kernel[(min(num_all, chip.num_sms),)](
         TensorDescriptor.from_tensor(rows, [tiles.block_m, BLOCK], _LAYOUT),
         TensorDescriptor.from_tensor(weight.values, [box, BLOCK], _LAYOUT),
         TensorDescriptor.from_tensor(row_scales, [1, tiles.block_m], _SCALES),
+        *raw_boxes,
         weight.scales,
         output,
         output.shape[-2],
@@ -114,6 +133,7 @@ def multiply(
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
         SWAPPED=tiles.is_swapped,
+        RAW=raw,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
@@ -128,6 +148,8 @@ def _gemm_kernel(
     rows,
     weight,
     row_scales,
+    raw_rows,
+    raw_weight,
     scales,
     output,
     num_tokens,
@@ -141,10 +163,12 @@ def _gemm_kernel(
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
     SWAPPED: gl.constexpr,
+    RAW: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Every so many units, each a tile of outputs and a share of the inputs."""
+    """Every so many units, each a tile of outputs and a share of the inputs; then those of RAW
+    outputs, if there are any: how many, and how many at a time."""
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
     inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 1, 2)
@@ -155,15 +179,43 @@ def _gemm_kernel(
     held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, HELD], row_scales.layout)
     consumed = (scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars)
     produced = (rows, weight, num_units, inputs, weights, bars, row_scales, held)
+    if RAW is not None:
+        produced += (raw_rows, raw_weight)
     gl.warp_specialize(
         [
-            (_consume, (consumed, 0, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED)),
-            (_consume, (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED)),
-            (produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, 1)),
+            (
+                _consume,
+                (consumed, 0, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED, RAW),
+            ),
+            (
+                _consume,
+                (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED, RAW),
+            ),
+            (_produce, (produced, INPUTS, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, RAW)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+
+
+@gluon.jit
+def _produce(
+    produced,
+    INPUTS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    RAW: gl.constexpr,
+):
+    """Load what there is of FP8 weights, then of raw ones."""
+    num_ahead = 0
+    if RAW is not None:
+        num_ahead = begin_beside(produced, INPUTS, STAGES, RAW)
+    produce(produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, 1)
+    if RAW is not None:
+        produce_beside(produced, num_ahead, INPUTS, STEPS, STAGES, RAW)
 
 
 @gluon.jit
@@ -177,6 +229,7 @@ def _consume(
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
     SWAPPED: gl.constexpr,
+    RAW: gl.constexpr,
 ):
     """Multiply half of the outputs of what is loaded. They have one or two scales."""
     scales, output, num_tokens, output_stride, num_units = consumed[:5]
@@ -226,6 +279,8 @@ def _consume(
         inside = PART * WIDTH + own
         place = unit // TILES, unit % TILES * BLOCK_N
         _store(output, values, place, inside, num_tokens, output_stride, OUTPUTS, BLOCK_N, ACROSS)
+    if RAW is not None:
+        consume_beside(consumed, number, PART, DEPTHS * BLOCK, OUTPUTS, STAGES, RAW)
 
 
 @gluon.jit

@@ -93,6 +93,9 @@ class QuantisedMatrix(nn.Module):
     ) -> None:
         quantised.multiply_into(output, hidden, self.form, bias, lets_next_start=lets_next_start)
 
+    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:
+        return quantised.multiply_beside(output, hidden, self.form, raw)
+
     def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         return quantised.partials(hidden, self.form, bias)
 
