@@ -34,6 +34,8 @@ SHAPES = {
     "9B down": (12288, 4096),
 }
 """Inputs and outputs."""
+GATES = 64
+"""Raw outputs of a recurrent input behind those of FP8."""
 HIDDEN, SIZE = 2048, 512
 EXPERTS = ((256, 8), (512, 10))
 """Of the 35B-A3B and the 80B-A3B shape, and how many a token chooses; there is a shared one too."""
@@ -50,6 +52,8 @@ def main() -> None:
 def bench() -> Iterator[Row]:
     for name, (num_inputs, num_outputs) in SHAPES.items():
         yield from bench_dense(name, num_inputs, num_outputs)
+    for num_inputs in (2048, 4096):
+        yield from bench_gates(num_inputs, 12288)
     for form, make in FORMS.items():
         for num_experts, num_chosen in EXPERTS:
             up, down = (
@@ -75,6 +79,38 @@ def bench_dense(name: str, num_inputs: int, num_outputs: int) -> Iterator[Row]:
                 "bytes": bytes_of(weights[0]) + 2 * num_tokens * (num_inputs + num_outputs),
                 "flops": 2 * num_tokens * num_inputs * num_outputs,
             }
+
+
+def bench_gates(num_inputs: int, num_outputs: int) -> Iterator[Row]:
+    """A recurrent input whose gates are raw; `apart_us` is that of a product each."""
+    weights = [
+        (make_fp8(num_outputs, num_inputs), torch.randn(GATES, num_inputs).cuda().bfloat16())
+        for _ in range(6)
+    ]
+    for num_tokens in (16, 64):
+        hidden = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
+        output = hidden.new_empty(num_tokens, num_outputs + GATES)
+
+        def multiply_apart(
+            weight: Fp8, raw: Tensor, output: Tensor = output, hidden: Tensor = hidden
+        ) -> None:
+            own, others = output.split([num_outputs, GATES], 1)
+            quantised.multiply_into(own, hidden, weight, None, lets_next_start=True)
+            linear.multiply_into(others, hidden, raw, None, lets_next_start=True)
+
+        yield {
+            "op": "recurrent input and gates",
+            "form": "fp8",
+            "tokens": num_tokens,
+            "median_us": time_us(
+                [partial(quantised.multiply_beside, output, hidden, *each) for each in weights]
+            ),
+            "apart_us": time_us([partial(multiply_apart, *each) for each in weights]),
+            "bytes": bytes_of(weights[0][0])
+            + 2 * num_inputs * (GATES + num_tokens)
+            + 2 * num_tokens * (num_outputs + GATES),
+            "flops": 2 * num_tokens * num_inputs * (num_outputs + GATES),
+        }
 
 
 def bench_experts(form: str, num_chosen: int, up: Quantised, down: Quantised) -> Iterator[Row]:

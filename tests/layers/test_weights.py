@@ -158,6 +158,55 @@ def test_outputs_stand_in_the_sections_order_whatever_holds_them() -> None:
         assert torch.allclose(found, expected + biases)
 
 
+class BesideWeight(Int8Weight):
+    """Notes the raw weights that it multiplies too."""
+
+    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:
+        self.beside = raw
+        output.copy_(hidden @ torch.cat((self.values * self.scales, raw)).T)
+        return True
+
+
+@dataclass(frozen=True)
+class Beside(Raw):
+    def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> BesideWeight:  # noqa: ARG002
+        return BesideWeight(num_outputs, num_inputs)
+
+
+@pytest.mark.parametrize(
+    ("sections", "bias", "is_beside"),
+    [
+        ("qqrr", False, True),
+        ("qqr", True, False),
+        ("qrq", False, False),
+        ("rq", False, False),
+        ("qir", False, False),
+    ],
+)
+def test_raw_weights_are_multiplied_beside_others_that_they_stand_behind(
+    sections: str, bias: bool, is_beside: bool
+) -> None:
+    precisions = {"q": Beside(), "i": Int8(), "r": RAW}
+    kind = replace(KIND, precision_of=lambda path: precisions[path[0]])
+    names = [(f"{letter}{number}", 2) for number, letter in enumerate(sections)]
+    layer = Linear(5, names, kind, bias=bias)
+    for weight in layer.weights:
+        weight.values.data.copy_(torch.randint(-9, 9, weight.values.shape))
+        if isinstance(weight, Int8Weight):
+            weight.scales.fill_(0.5)
+    for values in layer.biases or ():
+        values.data.zero_()
+    hidden = torch.randn(3, 5)
+    alone = [weight.multiply(hidden, None, lets_next_start=True) for weight in layer.weights]
+    groups = {
+        letter: list(part.split(2, 1))
+        for letter, part in zip(dict.fromkeys(sections), alone, strict=True)
+    }
+    expected = torch.cat([groups[letter].pop(0) for letter in sections], 1)
+    assert torch.allclose(layer(hidden), expected)
+    assert any(hasattr(weight, "beside") for weight in layer.weights) == is_beside
+
+
 @dataclass(frozen=True)
 class Twin(Raw):
     """Raw, and yet of another precision."""

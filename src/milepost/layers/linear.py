@@ -123,11 +123,11 @@ class Linear(nn.Module):
         return output
 
     def _multiply_beside(self, output: Tensor, hidden: Tensor) -> bool:
-        """Whether one launch multiplied both of two matrices, the last of which is small and raw
-        and has the last outputs."""
+        """Whether one launch multiplied both of two matrices, the second of which is raw and has
+        the last outputs. Of three the second has not."""
         last = self.weights[-1]
         values = last.values if isinstance(last, RawWeight) else None
-        if values is None or len(self.weights) != 2 or self._has_bias:
+        if values is None or self._has_bias:
             return False
         _, start, count = self._place_of(1)
         if start + count != output.shape[-1]:

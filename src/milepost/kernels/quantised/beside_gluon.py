@@ -1,11 +1,10 @@
 """A small raw product beside the tiles of Hopper's FP8 GEMM of few rows, in Gluon: the rows, as
 they were before they were rounded, times raw weights, as gates have them.
 
-Its units come behind those of the FP8 weights; where some SMs have a tile less than others, they
-are no more than these. Steps go through the GEMM's stages: one of its weights is read as 128 lines
-of 64 numbers of 16 bits. They are the rows, then a unit's weights; up to 32 rows twice that, for
-the 64 inputs that follow. Rows are the left operand, with the lines behind them, whose results are
-dropped.
+Its units come behind those of the FP8 weights, so SMs that have a tile less than others get them
+first. Steps go through the GEMM's stages: one of its weights is read as 128 lines of 64 numbers of
+16 bits. They are the rows, then a unit's weights; up to 32 rows twice that, for the 64 inputs that
+follow. Rows are the left operand, with the lines behind them, whose results are dropped.
 
 `produced` are the GEMM's, then descriptors of the rows [T, I] and of the raw weights [R, I].
 
@@ -31,12 +30,12 @@ from milepost.kernels.tiles import cdiv
 
 _LINE = 64
 """Inputs of a line, the widest that TMA swizzles; and rows that tensor cores take."""
-_WIDTHS = (16, 32)
-"""Outputs of a unit, half of them for each group of warps."""
-_MOST = 512
+_MOST = 128
 """Raw outputs: each unit reads all rows."""
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _MMA_M = gl.constexpr(_LINE)
+_WIDTH = gl.constexpr(16)
+"""Outputs of a unit, half of them for each group of warps."""
 _LINES = gl.constexpr(_LAYOUT)
 
 
@@ -60,17 +59,15 @@ class Beside:
         are_lines = _is_aligned(self.rows) and _is_aligned(self.weight)
         return are_alike and are_lines and len(self.weight) <= _MOST
 
-    def choose_width(self, num_units: int, num_sms: int) -> int:
-        """Outputs of a unit: few, but so many that no SM has more units than of `num_units`."""
-        spare = -num_units % num_sms
-        fitting = (width for width in _WIDTHS if cdiv(len(self.weight), width) <= spare)
-        return next(fitting, _WIDTHS[0])
+    @property
+    def num_units(self) -> int:
+        return cdiv(len(self.weight), _WIDTH.value)
 
-    def describe(self, block_m: int, width: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """The rows, `block_m` at a time, and the weights of `width` outputs at a time."""
+    def describe(self, block_m: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """The rows, `block_m` at a time, and a unit's weights."""
         return (
             TensorDescriptor.from_tensor(self.rows, [block_m, _LINE], _LAYOUT),
-            TensorDescriptor.from_tensor(self.weight, [width, _LINE], _LAYOUT),
+            TensorDescriptor.from_tensor(self.weight, [_WIDTH.value, _LINE], _LAYOUT),
         )
 
 
@@ -84,7 +81,7 @@ def _find_units(num_units, RAW: gl.constexpr):
     """How many units of FP8 weights this program has, its first raw one, and where those end."""
     first, stride = gl.program_id(0), gl.num_programs(0)
     own = (num_units - first + stride - 1) // stride
-    return own, first + own * stride, num_units + (RAW[0] + RAW[1] - 1) // RAW[1]
+    return own, first + own * stride, num_units + (RAW + _WIDTH - 1) // _WIDTH
 
 
 @gluon.jit
@@ -129,14 +126,13 @@ def _fetch_weights(produced, unit, step, stage):
     """Have a step's weights loaded; its barrier waits for the rows too."""
     weights, bars, rows, weight = produced[4], produced[5], produced[8], produced[9]
     ROWS: gl.constexpr = rows.block_type.shape[0]
-    WIDTH: gl.constexpr = weight.block_type.shape[0]
     DEPTH: gl.constexpr = weight.block_type.shape[1]
     PARTS: gl.constexpr = parts_of(ROWS)
     bar, place = bars.index(stage), _as_lines(weights.index(stage), weight.dtype)
-    mbarrier.expect(bar, PARTS * (ROWS + WIDTH) * DEPTH * 2)
+    mbarrier.expect(bar, PARTS * (ROWS + _WIDTH) * DEPTH * 2)
     for part in gl.static_range(PARTS):
-        at = [unit * WIDTH, (step * PARTS + part) * DEPTH]
-        load_box(weight, at, bar, place.slice(part * _MMA_M + _MMA_M // PARTS, WIDTH))
+        at = [unit * _WIDTH, (step * PARTS + part) * DEPTH]
+        load_box(weight, at, bar, place.slice(part * _MMA_M + _MMA_M // PARTS, _WIDTH))
 
 
 @gluon.jit
@@ -164,8 +160,7 @@ def consume_beside(
     """Multiply half of the outputs of raw units; the program has used up steps of this `number`."""
     output, num_tokens, stride, num_units = consumed[1:5]
     inputs, weights, bars = consumed[5], consumed[7], consumed[8]
-    WIDTH: gl.constexpr = RAW[1]
-    HALF: gl.constexpr = WIDTH // 2
+    HALF: gl.constexpr = _WIDTH // 2
     PARTS: gl.constexpr = parts_of(inputs.type.shape[1])
     STEPS: gl.constexpr = INPUTS // (PARTS * _MMA_M)
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -185,10 +180,10 @@ def consume_beside(
             result = warpgroup_mma_wait(0, [result])
             mbarrier.arrive(bars.index(STAGES + stage), count=1)
             number += 1
-        column = (unit - num_units) * WIDTH + inside
+        column = (unit - num_units) * _WIDTH + inside
         target = output + row * stride + OUTPUTS + column
         values = result.to(output.dtype.element_ty)
-        gl.store(target, values, mask=(row < num_tokens) & (column < RAW[0]))
+        gl.store(target, values, mask=(row < num_tokens) & (column < RAW))
 
 
 @gluon.jit

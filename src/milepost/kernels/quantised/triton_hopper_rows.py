@@ -108,11 +108,9 @@ def multiply(
     times `weight` [O, I] transposed. Of a product `beside` what it comes to stands behind these
     outputs, which are whole."""
     num_units = triton.cdiv(weight.num_outputs, tiles.block_n) * tiles.split_k
-    num_all, raw, raw_boxes = num_units, None, (None, None)
+    num_all, raw_boxes = num_units, (None, None)
     if beside is not None:
-        raw = len(beside.weight), beside.choose_width(num_units, chip.num_sms)
-        num_all += triton.cdiv(*raw)
-        raw_boxes = beside.describe(tiles.block_m, raw[1])
+        num_all, raw_boxes = num_units + beside.num_units, beside.describe(tiles.block_m)
     # What is copied at a time has a power of two of rows.
     box = tiles.block_n & -tiles.block_n
     _gemm_kernel[(min(num_all, chip.num_sms),)](
@@ -133,7 +131,7 @@ def multiply(
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
         SWAPPED=tiles.is_swapped,
-        RAW=raw,
+        RAW=0 if beside is None else len(beside.weight),
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
@@ -168,7 +166,7 @@ def _gemm_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Every so many units, each a tile of outputs and a share of the inputs; then those of RAW
-    outputs, if there are any: how many, and how many at a time."""
+    outputs."""
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
     inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 1, 2)
@@ -179,7 +177,7 @@ def _gemm_kernel(
     held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, HELD], row_scales.layout)
     consumed = (scales, output, num_tokens, output_stride, num_units, inputs, held, weights, bars)
     produced = (rows, weight, num_units, inputs, weights, bars, row_scales, held)
-    if RAW is not None:
+    if RAW:
         produced += (raw_rows, raw_weight)
     gl.warp_specialize(
         [
@@ -211,10 +209,10 @@ def _produce(
 ):
     """Load what there is of FP8 weights, then of raw ones."""
     num_ahead = 0
-    if RAW is not None:
+    if RAW:
         num_ahead = begin_beside(produced, INPUTS, STAGES, RAW)
     produce(produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, 1)
-    if RAW is not None:
+    if RAW:
         produce_beside(produced, num_ahead, INPUTS, STEPS, STAGES, RAW)
 
 
@@ -279,7 +277,7 @@ def _consume(
         inside = PART * WIDTH + own
         place = unit // TILES, unit % TILES * BLOCK_N
         _store(output, values, place, inside, num_tokens, output_stride, OUTPUTS, BLOCK_N, ACROSS)
-    if RAW is not None:
+    if RAW:
         consume_beside(consumed, number, PART, DEPTHS * BLOCK, OUTPUTS, STAGES, RAW)
 
 
