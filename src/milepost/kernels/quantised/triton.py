@@ -129,7 +129,7 @@ def multiply_into(
 def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tensor) -> bool:
     """Whether one launch made `output` [T, O + R] what `weight` [O, I] and `raw` [R, I] make of
     `hidden`."""
-    if not _suits(hidden, weight) or isinstance(weight, Int4):
+    if not _suits(hidden, weight) or not isinstance(weight, Fp8):
         return False
     chip = probe(hidden.device)
     cut = _cut_for_hopper(hidden, weight, None, chip)
