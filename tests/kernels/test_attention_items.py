@@ -169,6 +169,23 @@ def test_one_long_decode_is_cut_for_all_programs() -> None:
     assert len(items.narrow) == 2048 // UNIT
 
 
+@pytest.mark.parametrize("num_programs", [2, 16, 132])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_a_lone_decode_has_room_for_as_many_pieces_as_run_at_a_time(
+    num_programs: int, num_tokens: int
+) -> None:
+    """It never has more: padding would wait for places that its own programs hold."""
+    capacity = Capacity(num_tokens=num_tokens, num_sequences=1, decodes=True)
+    options = {"num_programs": num_programs, "num_beside": 2, "narrow_waves": 4}
+    for num_units in (*range(1, 300), *range(300, 9000, 97)):
+        step = Step((UNIT * num_units - num_tokens,), (num_tokens,), 0)
+        alone = lay_out(step, 8, **options)
+        items = lay_out(step, 8, capacity=capacity, **options)
+        assert len(items.narrow) == num_programs
+        assert np.array_equal(items.narrow[: len(alone.narrow)], alone.narrow)
+        assert not items.narrow[len(alone.narrow) :].any()
+
+
 @pytest.mark.parametrize(("narrow_waves", "pieces"), [(1, 3), (2, 5), (4, 8)])
 def test_long_decodes_are_cut_so_that_programs_finish_together(
     narrow_waves: int, pieces: int

@@ -287,6 +287,9 @@ def _room(capacity: Capacity, tiling: Tiling) -> _Room:
     """For any step that fits."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     num_narrow = num_sequences + tiling.narrow_programs * tiling.narrow_waves
+    if num_sequences == 1 and num_tokens <= tiling.narrow_tokens:
+        # One tile is cut into no more than run at a time.
+        num_narrow = tiling.narrow_programs
     num_narrow = num_narrow if tiling.narrow_tokens else 0
     # A sequence's last tile, and a run's, may hold few tokens.
     few = num_tokens // (tiling.narrow_tokens + 1)
