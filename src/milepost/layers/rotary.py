@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from milepost.errors import UnsupportedModelError
+from milepost.kernels import rows
 
 _SCALED_TYPES = ("linear", "llama3", "yarn", "dynamic", "longrope")
 """As they were published, `dynamic` and `longrope` turn a prompt by other angles the longer it is,
@@ -42,9 +43,8 @@ class Rotary:
         """`angles` from a table of every position, made by the first call."""
         if self._table is None:
             every = torch.arange(self._num_positions, device=positions.device)
-            self._table = torch.cat(self._compute(every, dtype), 1)
-        both = self._table.index_select(0, positions)
-        return both[:, :1], both[:, 1:]
+            self._table = torch.cat(self._compute(every, dtype), 2)[:, 0]
+        return rows.take(self._table, positions)[:, None].tensor_split(2, 2)
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None].float() * self.frequencies

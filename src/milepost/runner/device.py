@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from milepost.kernels.device import probe
+from milepost.kernels.rows import take
 from milepost.kernels.sampling import argmax
 from milepost.layers.context import Context, StepArrays
 from milepost.layers.parts import Layer
@@ -283,7 +284,7 @@ class DeviceExecutor:
     def _outcome(
         self, hidden: Tensor, step: StepArrays, num_rows: int, *, only_ends: bool
     ) -> Outcome:
-        own = hidden[:num_rows] if only_ends else hidden[step.last_tokens[:num_rows]]
+        own = hidden[:num_rows] if only_ends else take(hidden, step.last_tokens[:num_rows])
         logits = self.model.compute_logits(own)
         return Outcome(logits=logits, hidden=own, best=argmax(logits))
 
