@@ -1,7 +1,7 @@
 """The prefix cache: token ids and facts in, plans out.
 
 Owns the pools, the tree and the allocations. Performs no I/O, knows no tensors and no clock: the
-same calls make the same plans in any process. `match` is read-only; the other verbs keep the
+same calls make the same plans in any process. `match` is read-only; the other methods keep the
 invariants listed in README.md.
 """
 

@@ -1,8 +1,8 @@
-"""What becomes true of the cache, in the order in which it does: for tiers that keep what leaves,
-and for routers that send a prompt to where it hits.
+"""Events of the cache, in the order in which they became true: for tiers that keep what leaves, and
+for routers that send a prompt to where it hits.
 
 A page is *reachable* while a checkpoint at or behind its end is there: a resume can use it then. In
-a model without states in slots every page is. Whoever follows the events knows what is cached, and
+a model without states in slots every page is. A listener knows from the events what is cached, and
 what a prompt would hit: the deepest state on its path. Nothing is recorded until somebody listens.
 
 Events can be sent as bytes. Token ids are packed little-endian uint32.

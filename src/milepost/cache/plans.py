@@ -1,4 +1,4 @@
-"""What goes on to the runner: exports, copies, moves, arrivals. All of it can be sent as bytes."""
+"""What is passed on to the runner: exports, copies, moves, arrivals. All can be sent as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`milepost bench`: puts load on a server that speaks OpenAI's API, and shows how it bore it."""
+"""`milepost bench`: puts load on a server with OpenAI's API, and shows how it performs."""
 
 from __future__ import annotations
 

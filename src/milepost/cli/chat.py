@@ -1,4 +1,4 @@
-"""`milepost chat`: a conversation in the terminal, with what the cache gave after each turn."""
+"""`milepost chat`: a conversation in the terminal, with the cache report after each turn."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     served-model-name: [a, b]
     speculative-config: {method: mtp, num_speculative_tokens: 2}
 
-What stands on the command line comes before what stands in the file.
+The command line overrides the file.
 """
 
 from __future__ import annotations

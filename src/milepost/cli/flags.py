@@ -1,7 +1,7 @@
 """Command-line flags made from the configuration's dataclasses.
 
 One flag per field: its name with dashes, its type, its default, and the docstring under it as help.
-So a default or a description stands in one place, and a new field is a new flag.
+So a default and its description are in one place, and a new field is a new flag.
 """
 
 from __future__ import annotations

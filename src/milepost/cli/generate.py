@@ -1,4 +1,4 @@
-"""`milepost generate`: answers prompts in the terminal and shows what the cache gave."""
+"""`milepost generate`: answers prompts in the terminal and shows their cache reports."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The command `milepost`: parses the command line, and turns every end into an exit status.
+"""The command `milepost`: parses the command line, and turns every outcome into an exit status.
 
-0 is success, 1 a server whose engine died or a full disk behind the output, 2 a mistake in what was
-asked (one line on standard error, no traceback), 130 Ctrl-C, 141 a reader of the output that went
-away.
+0 is success, 1 a server whose engine died or a full disk behind the output, 2 a mistake of the user
+(one line on standard error, no traceback), 130 Ctrl-C, 141 output whose reader went away.
 """
 
 from __future__ import annotations

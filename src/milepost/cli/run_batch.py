@@ -1,4 +1,4 @@
-"""`milepost run-batch`: the requests of a file, answered without a server."""
+"""`milepost run-batch`: answers the requests of a file without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`milepost simulate --fleet`: a trace through many engines, for each way to route it."""
+"""`milepost simulate --fleet`: a trace through many engines, once for each routing."""
 
 from __future__ import annotations
 

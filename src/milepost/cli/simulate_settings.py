@@ -1,4 +1,4 @@
-"""What `milepost simulate` replays, and on what: its flags, and which of them go together."""
+"""The flags of `milepost simulate`, and which of them can be combined."""
 
 from __future__ import annotations
 

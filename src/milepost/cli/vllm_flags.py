@@ -1,8 +1,8 @@
-"""A command line of `vllm serve`, as people have it in their scripts, as one of `milepost serve`.
+"""Translates command lines of `vllm serve`, as people have them in scripts, to `milepost serve`.
 
-Flags that mean the same stand in the configurations under the same names. Here are the others:
-those that have another name or write their values otherwise, those that nothing here needs, which
-are dropped, and those that would change what is served, which are refused with what to do instead.
+Flags that mean the same have the same names in the configurations. Here are the others: those with
+another name or another format of values, those that nothing here needs, which are ignored, and
+those that would change what is served, which are refused with what to do instead.
 """
 
 from __future__ import annotations

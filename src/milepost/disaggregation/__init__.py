@@ -1,5 +1,5 @@
-"""KV and states that engines lend each other. One thread speaks with other engines, and the
-engine's own waits for none of it. Which modules do what:
+"""KV and states that engines lend each other. One thread talks to other engines, and the engine's
+own never waits for it. Its modules:
 
     between scheduler and thread   connector, outcomes, params
     the thread                     links, peers, messages

@@ -1,7 +1,7 @@
 """Several ranks as one transport: rank r of an engine reads from rank r of the other.
 
-Used by the first rank, which reads its own part and has the others read theirs. A transfer is over
-once nobody writes on any rank, and has come if it has come on all.
+Used by the first rank, which reads its own part and has the others read theirs. A transfer ends
+once nobody writes on any rank, and succeeds if it does on all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Leases of other engines that requests here still want: heartbeats keep them, a word ends them.
+"""Leases of other engines that requests here still need: heartbeats keep them, a release ends them.
 
 Used by one thread.
 """

@@ -1,11 +1,10 @@
-"""Joins the scheduler with other engines: what they hold of a prompt is a source that a request may
-go on from, and what this one has prefilled is lent to them.
+"""Connects the scheduler to other engines: what they hold of a prompt is a source from which a
+request may resume, and what this one has prefilled is lent to them.
 
-Used by the engine's thread alone; `settle` before each step. The decision is each request's: one
-that is to prefill is cut before its last token, so that the state in its end is where another
-engine goes on, and stays here as an ordinary checkpoint; one that is to go on from another engine's
-is matched here first, and fetches only what is missing, or nothing where a state here is nearly as
-deep.
+Used by the engine's thread alone; `settle` before each step. Each request says its role. One that
+only prefills ends before its last token, so that the state at its end is where another engine
+resumes, and stays here as an ordinary checkpoint. One that continues another engine's prefill is
+matched here first, and fetches only what is missing, or nothing if a state here is nearly as deep.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What other engines may read of this one, and until when.
 
 A lease is granted by the engine's thread and released, prolonged or found expired by the thread
-that other engines talk to. Whoever has read asks for its release: only if that says that the lease
-was still valid is what was read what was lent. What it pins is given back by the engine's thread,
-later: never before the answer to that question is certain.
+that other engines talk to. A reader asks for its release: only if the answer is that the lease was
+still valid, what was read is what was lent. The engine's thread frees what it pins later, never
+before that answer is certain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers other engines: hellos, and questions about what is lent to them or could be.
 
-Used by one thread. Knows who has said hello, and who may be reading. What the engine itself has to
-answer it is told as `Asked`.
+Used by one thread. Knows who has said hello, and who may be reading. Questions that only the engine
+can answer are passed to it as `Asked`.
 """
 
 from __future__ import annotations

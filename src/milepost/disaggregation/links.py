@@ -1,8 +1,8 @@
-"""The thread that speaks with other engines: it answers them, asks them, and has pieces of their
-memory read.
+"""The thread that talks to other engines: it answers them, asks them, and reads pieces of their
+memory.
 
-The engine's thread gives it commands and takes what came of them when the bell has rung; steps
-never wait for it.
+The engine's thread gives it commands and takes the outcomes when the bell has rung; steps never
+wait for it.
 """
 
 from __future__ import annotations

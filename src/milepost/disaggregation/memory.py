@@ -1,4 +1,4 @@
-"""How an engine's pools lie in memory, for others to read pages and slots out of."""
+"""The layout of an engine's pools in memory, for others to read pages and slots."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What engines say to each other, beside the bytes: msgpack over ZeroMQ, a question each.
+"""The messages between engines: msgpack over ZeroMQ, mostly questions with one answer each.
 
-Hello    who I am and how my memory lies       -> Welcome, or Declined, with why
-Claim    what is this lease of?                -> Granted, or Gone
-Beat     I still want these                    (no answer)
-Reading  I begin to read under this lease      (no answer)
-Release  I have read; was it valid all along?  -> Released
-Find     what have you of these tokens?        -> Granted under a new lease, or Gone
+Hello    who I am and my memory's layout         -> Welcome, or Declined, with why
+Claim    what does this lease cover?             -> Granted, or Gone
+Beat     I still need these                      (no answer)
+Reading  I begin to read under this lease        (no answer)
+Release  I have read; was it valid throughout?   -> Released
+Find     how much of these tokens do you have?   -> Granted under a new lease, or Gone
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the first rank has the others do for what engines exchange. Can be sent as bytes.
+"""What the first rank tells the others to do for exchanges between engines. Can be sent as bytes.
 
-Each is answered with whether it went well: `ReadPart` once nobody writes any more, `CatchUp` once
-it is so, all others at once.
+Each is answered with whether it succeeded: `ReadPart` once nobody writes any more, `CatchUp` once
+the rank has caught up, all others at once.
 """
 
 from __future__ import annotations

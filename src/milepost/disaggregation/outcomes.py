@@ -1,4 +1,4 @@
-"""What the engine's thread is told by the one that speaks with other engines."""
+"""What the thread that talks to other engines reports to the engine's own."""
 
 from __future__ import annotations
 

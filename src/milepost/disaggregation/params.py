@@ -1,8 +1,8 @@
 """`kv_transfer_params`: what routers carry from the engine that prefills to the one that decodes.
 
-To the first, `do_remote_decode`; its answer, with `do_remote_prefill` and where its KV is, goes to
-the second as it stands. Routers read no other field. The one that decodes trusts none either: it
-asks the other engine what the lease is of, and compares keys.
+The first gets `do_remote_decode`; its answer, with `do_remote_prefill` and where its KV is, goes to
+the second unchanged. Routers read no other field. The decode engine does not trust the fields: it
+asks the other engine what the lease covers, and compares keys.
 """
 
 from __future__ import annotations

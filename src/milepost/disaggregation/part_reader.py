@@ -1,8 +1,8 @@
-"""The part of a rank but the first in what engines exchange: it reads its part of what comes, and
+"""Exchanges between engines on any rank but the first: it reads its part of what is fetched, and
 lets others read its part of what is lent.
 
-What, from whom and until when, the first rank decides, for all. Its orders come in the order of
-what is launched; a thread carries them out, since nothing that is launched waits for it.
+The first rank decides for all what, from whom and until when. Its orders arrive in the order of
+launches; a thread carries them out, since no launch waits for them.
 """
 
 from __future__ import annotations

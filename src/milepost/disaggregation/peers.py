@@ -1,7 +1,8 @@
 """Other engines, as this one asks them: a hello first, then questions, each with one answer.
 
-An engine that does not answer in time, refuses, or breaks a transfer off is dropped with all that
-it was asked; the next question says hello again, since another may listen there by then.
+An engine that does not answer in time, refuses, or breaks off a transfer is dropped together with
+all open questions to it; the next question says hello again, since another engine may listen there
+by then.
 """
 
 from __future__ import annotations

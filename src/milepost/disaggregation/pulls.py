@@ -1,9 +1,9 @@
-"""What this engine reads from others, from the wish to the certainty.
+"""What this engine reads from others, from the claim to the confirmation.
 
-A pull goes: claim the lease (as soon as a request comes with it, while it is matched and planned)
-and compare what it is of with what is wanted; read, once nothing that runs here can be in the way;
-ask whether the lease was valid all along. Whatever goes wrong on the way ends it with one reason,
-and only once nobody writes here any more. Used by one thread.
+The steps of a pull: claim the lease (as soon as a request arrives with it, while that is matched
+and planned) and compare what it covers with what is wanted; read, once nothing that runs here can
+conflict; ask whether the lease was valid throughout. Any failure ends it with one reason, and only
+once nobody writes here any more. Used by one thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads other engines' memory through TCP: for main memory, on machines that lack NIXL.
 
-Who is read from serves the pieces that are asked for from a thread of its own; a reader's thread
-writes them where they belong. A question is the number of pieces and their numbers, as uint32.
+A thread of the sender serves the requested pieces; a thread of the reader writes them where they
+belong. A request is the number of pieces and their numbers, as uint32.
 """
 
 from __future__ import annotations

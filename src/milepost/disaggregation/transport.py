@@ -1,4 +1,4 @@
-"""How bytes get from one engine's memory to another's: what a transport can do."""
+"""The interface of transports, which move bytes from one engine's memory to another's."""
 
 from __future__ import annotations
 

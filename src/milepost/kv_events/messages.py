@@ -1,9 +1,9 @@
-"""The cache's events as vLLM's publish them: what a router reads.
+"""The cache's events in vLLM's format, for routers.
 
 A page is announced for a memory while a checkpoint there, at or behind its end, can be resumed
 from, and withdrawn when the last one goes, wherever the page itself is by then. So for a prompt
 that goes on where a state was kept, the longest run of announced pages is what it hits, up to a
-page. Pages under a salt are kept quiet: routers cannot know whose they are. Pure: no socket, no
+page. Pages under a salt are not announced: routers cannot know whose they are. Pure: no socket, no
 clock.
 """
 

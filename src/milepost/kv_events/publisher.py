@@ -1,9 +1,9 @@
-"""Publishes the cache's events over ZeroMQ, and again to whoever has missed some.
+"""Publishes the cache's events over ZeroMQ, and replays them to routers that missed some.
 
-A message is [topic, number (8 bytes, big-endian), payload]. Who asks the replay socket for all from
-a number on, [b"", number], is sent them as [b"", topic, number, payload] and at the end
-[b"", b"", -1, b""]. Sockets and payloads are a thread's, so a step waits for neither; only a full
-queue makes it wait, since a router that misses an event believes what is wrong.
+A message is [topic, number (8 bytes, big-endian), payload]. A request [b"", number] to the replay
+socket is answered with all messages from that number on as [b"", topic, number, payload], and at
+the end [b"", b"", -1, b""]. A thread owns sockets and payloads, so a step waits for neither; only a
+full queue makes it wait, since a router that missed an event would believe something wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plays sessions against an endpoint: open loop (at a rate) or closed loop (at a concurrency)."""
+"""Runs sessions against an endpoint: open loop (at a rate) or closed loop (at a concurrency)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds up what the requests gave."""
+"""Summarises the results of requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the load consists of: sessions, each a conversation of one turn or more.
 
-Pure and seeded: the same arguments give the same sessions. Text is made of words, about one or two
-tokens each; what a server makes of them shows in its usage.
+Pure and seeded: the same arguments return the same sessions. Text is made of words, about one or
+two tokens each; the server's usage has the exact number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a folder, the hub's snapshot, or the model that we bring along.
+"""Where a checkpoint's files are: a folder, the hub's snapshot, or the embedded model.
 
 Imports nothing heavy: a server's HTTP process asks it too.
 """

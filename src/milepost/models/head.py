@@ -1,6 +1,6 @@
-"""Whether a checkpoint has an MTP head that is run here, and if not, why not.
+"""Whether a checkpoint has an MTP head that can run here, and if not, why not.
 
-Known before anything is allocated: of the tensors only names, shapes and types are looked at.
+Found before anything is allocated, from the names, shapes and types of the tensors alone.
 """
 
 from __future__ import annotations

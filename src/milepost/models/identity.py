@@ -1,8 +1,8 @@
 """What makes a model's KV and states its own: a digest that is the same in every process.
 
-Keys of pages and checkpoints are chained from it, so that a key outside this process stands for
-the same bytes. Weights of gigabytes aren't read for it: of each file its header (names, shapes,
-types and offsets of tensors), its size, and some pieces of its data.
+Keys of pages and checkpoints are chained from it, so that a key from outside this process stands
+for the same bytes. It does not read gigabytes of weights: of each file it takes the header (names,
+shapes, types and offsets of tensors), the size, and some pieces of the data.
 """
 
 from __future__ import annotations

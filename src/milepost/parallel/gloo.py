@@ -1,7 +1,7 @@
-"""Ranks on CPUs, which reach each other through gloo; on GPUs the hosts' side of them.
+"""Ranks on CPUs, connected by gloo; on GPUs the hosts' side of them.
 
-Sums are made on every rank of all ranks' values in the order of the ranks, so all hold the same
-bits; on a CPU nobody minds that more is sent.
+Every rank adds up all ranks' values in the order of the ranks, so all hold the same bits. On a CPU
+the extra traffic does not matter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Ranks on GPUs of one machine: sums go through memory that all of them reach, in one launch with
-the norm that reads them; those that no norm reads, if they are of many rows, through NCCL. Both can
-be captured in graphs.
+"""Ranks on GPUs of one machine. An all-reduce goes through memory that all of them reach, in one
+launch with the norm that reads it; one that no norm reads, if it has many rows, goes through NCCL.
+Both can be captured in graphs.
 
 NCCL returns the same bits on all ranks, too: it adds up each piece on one of them.
 """

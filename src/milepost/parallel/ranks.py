@@ -1,9 +1,9 @@
 """The ranks of a model: which one this is, what it keeps, and what they do together.
 
-A rank keeps whole heads, units of a feed-forward, experts and ids of the vocabulary. What its parts
-return adds up to the output over all ranks, as split-K partials do; it is added up by the norm that
-reads it next. Sums are taken in an order that is the same on all ranks, so all of them go on with
-the same bits.
+A rank keeps whole heads, units of a feed-forward, experts and ids of the vocabulary. The outputs of
+its parts are partial sums over all ranks, as split-K partials are; the norm that reads them next
+adds them up. The order of the sum is the same on all ranks, so all of them continue with the same
+bits.
 
 Legend: T tokens, P partials of this rank, C hidden size, R rows.
 """

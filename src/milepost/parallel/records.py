@@ -1,5 +1,5 @@
-"""What ranks tell each other over a socket: frames of so many bytes, each after its length (four
-bytes, big-endian)."""
+"""Messages between ranks over a socket: frames of bytes, each after its length (four bytes,
+big-endian)."""
 
 from __future__ import annotations
 

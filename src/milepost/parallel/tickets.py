@@ -1,4 +1,4 @@
-"""What the first rank has asked the others and not all have answered."""
+"""Questions of the first rank that not all others have answered."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Executes plans on a model: the only part that knows both plans and tensors. Which modules do
-what:
+"""Executes plans on a model: the only part that knows both plans and tensors.
+
+Its modules:
 
     a step                  runner, flight, plain, device, graphs, pieces
     its arrays              arrays, staging, tables, records, histories, counts

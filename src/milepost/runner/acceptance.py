@@ -2,8 +2,8 @@
 
 Behind each draft the model's own token is sampled with the noise of its position, as if the drafts
 before it had been sampled one by one. So a run is what plain decoding would have returned, sampled
-or greedy, for any drafts (Daliri, Musco and Suresh, Coupling without Communication, arXiv
-2408.07978): they only decide how long it is.
+or greedy, whatever the drafts (Daliri, Musco and Suresh, Coupling without Communication, arXiv
+2408.07978); they only decide how long it is.
 """
 
 from __future__ import annotations

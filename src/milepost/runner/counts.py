@@ -1,9 +1,9 @@
 """How often each running answer has each token, on the device: what penalties read.
 
-A row belongs to one request, and is filled from its tokens when it is new or was away; from then on
-sampling adds what it chooses, so that the host need not know it. A row that says another number of
-tokens than the request has (a step was taken back, say) is filled again. Rows need not be given
-back: one whose request is not in the step is taken when none is free.
+A row belongs to one request, and is filled from its tokens when the request is new or returns; from
+then on sampling adds what it chooses, so that the host need not know it. A row whose number of
+tokens differs from the request's (because a step was rolled back, say) is filled again. Rows are
+never freed: when none is left, a row is taken whose request is not in the step.
 
 Legend: V vocabulary.
 """

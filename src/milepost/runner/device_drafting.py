@@ -1,11 +1,11 @@
 """Drafts on a GPU, behind a step's sampling: nothing waits for the host, and a pass is a graph
 where the number of requests is that of one.
 
-How many drafts of the step before were accepted is found on the device. So the host lays out the
-passes for the case that all were, and the device moves them back: positions, rows of KV, and the
-ends of attention's items. What `drafting` says of passes holds here too; but of what a request's
-parameters do to its logits only the temperature counts, a pass that a page table does not reach
-writes no KV, and the first row is attended to like any other.
+How many drafts of the previous step were accepted is only known on the device. So the host lays out
+the passes as if all were, and the device moves them back: positions, rows of KV, and the ends of
+attention's items. Passes work as in `drafting`, with three differences: of a request's sampling
+parameters only the temperature counts, a pass beyond the page table writes no KV, and the first row
+is attended to like any other.
 
 Legend: S requests, R sampled rows, C hidden size, K drafts verified in the step, N items.
 """

@@ -1,9 +1,9 @@
-"""Drafts what may follow a step's tokens with the model's MTP head: one pass a draft, any device.
+"""Drafts what may follow a step's tokens with the model's MTP head: one pass per draft, any device.
 
-A pass takes one token of each request: the first the one that was sampled last, with the model's
-hidden state before it, each further one the draft before, with the head's own. The KV that the
-first pass writes is that of the token; what the further ones write is a guess, as the token is, and
-the step that computes it writes it again.
+A pass takes one token of each request: the first pass the token sampled last, with the model's
+hidden state before it; each further pass the draft before, with the head's own hidden state. The KV
+that the first pass writes is final. That of the others is a guess, as their tokens are, and is
+written again by the step that computes them.
 
 A request drafts as far as its page table reaches.
 """

@@ -1,4 +1,4 @@
-"""A step under way: what was launched, and where its tokens will be."""
+"""A step in flight: what was launched, and where its tokens will be."""
 
 from __future__ import annotations
 

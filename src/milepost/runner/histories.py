@@ -1,6 +1,6 @@
-"""The token ids of running requests, of those whose sampling reads them.
+"""The token ids of those running requests whose sampling reads them.
 
-Kept by plans and samples alone: what a request has when it comes, then each chunk and each run.
+Kept from plans and samples alone: a request's tokens when it starts, then each chunk and each run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Up to which size a step's kernels take no longer to run than the host takes to launch them.
+"""The largest step whose kernels run no longer than the host takes to launch them.
 
-By rule of thumb, and so the same on every machine with such a chip and on every rank: which steps
-are graphs decides how their sums are rounded.
+A rule of thumb instead of a measurement, so that it is the same on every machine with such a chip
+and on every rank: which steps are graphs decides how their sums are rounded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How much memory pages and slots get, and how it is laid out.
 
-It is split once: every request that may run gets a slot, and of what is left a sixth goes to slots
-for checkpoints and the remainder to pages. Or they share one memory whose boundary moves, if the
-model has layers of both kinds and there is room for enough units.
+With two pools it is split once: every request that may run gets a slot, a sixth of the rest goes to
+slots for checkpoints, and the remainder to pages. Or they share one memory whose boundary moves, if
+the model has layers of both kinds and there is room for enough units.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where the graph of a step that prefills is cut: before the first layer that reads page tables.
+"""Cuts the graph of a step that prefills in two, before the first layer that reads page tables.
 
-The layers before it run while the host brings new pages and lays out attention.
+The layers before it run while the host sends new page ids and lays out attention.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The memory that pages and slots stand for: KV and states of every layer as tensors.
+"""The memory behind pages and slots: KV and states of every layer as tensors.
 
-A page holds the KV of all attention layers, page after page; states that lie beside pages have a
-tensor of their own, layer after layer, with a row for each page behind a row of zeros. Slots have
-tensors of their own, likewise, or share one memory with the pages (see `shared`).
+KV lies page after page, each with all attention layers. States that are stored with pages have a
+tensor per layer, with a row of zeros and then a row for each page. So do slots, or they share one
+memory with the pages (see `shared`).
 
-Legend: pages and slots as in the cache; slot 0 is all zeros and nothing writes it.
+Legend: pages and slots as in the cache; slot 0 is all zeros and is never written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How likely the tokens of a prompt were, for requests that ask: chunk by chunk of its prefill.
+"""Log-probabilities of a prompt's tokens, for requests that ask: chunk by chunk of its prefill.
 
-The logits of a chunk are made in pieces of a few rows, so what it takes does not grow with the
+The logits of a chunk are computed a few rows at a time, so their memory does not grow with the
 chunk.
 """
 

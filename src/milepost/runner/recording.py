@@ -1,9 +1,9 @@
-"""Writes what a runner is told and what it reports to a file, from which it can be run again.
+"""Records what a runner is told and what it reports, in a file from which it can be run again.
 
-A record is a length (4 bytes, big-endian) and so many bytes of msgpack. First comes the
+A record is a length (4 bytes, big-endian) and that many bytes of msgpack. First comes the
 configuration; then each plan before it is launched, how its tokens are sampled, and its result when
-that is taken, or a rollback. Two steps may be under way, so the plan of the second may stand
-before the result of the first.
+that is read, or a rollback. Two steps may be in flight, so the plan of the second may precede the
+result of the first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which row of the records each request has that has drafts.
+"""The row of records of each request that has drafts.
 
-A row holds what layers with states need to take in the drafts of a request's last step. The request
-keeps it until its next step, which takes in those that were accepted.
+A row holds what layers with states need to fold in the drafts of a request's last step. The request
+keeps it until its next step, which folds in those that were accepted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Executes step plans on the model. The only part that knows both plans and tensors.
 
 Keeps, beside the pools, the position that each slot's contents have consumed, and refuses to read a
-slot that holds another one than the plan says. All that it is told comes as data that could have
-come from another process, and can be written to a file.
+slot that holds another one than the plan says. Everything it is told is data that could come from
+another process or a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Chooses tokens on a GPU as `runner.sampling` defines it; waits for nothing.
+"""Samples tokens on a GPU as `runner.sampling` defines it; waits for nothing.
 
-What a step's choices depend on goes to the device in one copy; how often answers have had each
-token is known there (`runner.counts`).
+A step's sampling parameters go to the device in one copy; the counts of each answer's tokens are
+kept there (`runner.counts`).
 
 Legend: R rows, V vocabulary, B blocks of it, E entries, W words of a mask.
 """

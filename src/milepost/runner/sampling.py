@@ -2,8 +2,8 @@
 
 A row's token depends on its logits, its parameters, its tokens so far and (seed, number of tokens
 so far): nothing is carried from one step to the next and rows do not see each other, so preemption,
-batching and cache hits leave a sampled answer as it is. Order of operations, as in vLLM: suppressed
-ids, logit_bias, penalties, the answer's form, temperature, min_p, top_k, top_p; of what remains the
+batching and cache hits do not change a sampled answer. Order of operations, as in vLLM: suppressed
+ids, logit_bias, penalties, the answer's form, temperature, min_p, top_k, top_p; of the rest the
 token whose logit plus Gumbel noise is largest. `runner.sampler` does the same on a GPU.
 
 Legend: R rows, V vocabulary, W words of a mask.

@@ -1,8 +1,8 @@
 """One memory for pages and slots, without a fixed boundary between them.
 
 It is cut into equal *units*. A unit is one slot, of the same number, or `pages_each` pages: unit u
-is the pages u * pages_each ... (u + 1) * pages_each - 1. Which of them it is only the cache knows,
-and it may be the other later: what wasn't written yet holds anything, also NaN.
+is the pages u * pages_each ... (u + 1) * pages_each - 1. Only the cache knows which, and that may
+change: what was not written yet holds anything, also NaN.
 
     unit           0           1              2
     as pages       (zeros)     [ 2  ][ 3  ]   [ 4  ][ 5  ]      pages_each = 2

@@ -1,8 +1,8 @@
-"""Brings a step's small arrays to the device in one copy.
+"""Sends a step's small arrays to the device in one copy.
 
 The kernels of a step read dozens of short index arrays. They are packed one behind the other into
-pinned memory, copied at once, and handed out again as views of one device buffer. The views of
-arrays of the same shapes lie at the same addresses every time, which a CUDA graph relies on.
+pinned memory, copied at once, and handed out as views of one device buffer. Arrays of the same
+shapes have the same addresses every time, which a CUDA graph relies on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The page tables of running requests, on the host and on the device.
 
-A plan names the pages that a request's table has grown by, and the requests whose tables end. So a
-step brings only what is new.
+A plan names the pages by which a request's table has grown, and the requests whose tables end. So a
+step sends only what is new.
 """
 
 from __future__ import annotations

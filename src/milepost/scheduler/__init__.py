@@ -1,5 +1,6 @@
-"""Decides what each step computes, over the prefix cache. Pure: no torch, no I/O. Which modules do
-what:
+"""Decides what each step computes, over the prefix cache. Pure: no torch, no I/O.
+
+Its modules:
 
     the loop                scheduler, stats
     requests                request, queue

@@ -1,13 +1,13 @@
-"""Which of the waiting requests begin in a step.
+"""Decides which of the waiting requests begin in a step.
 
-They are looked at in order. One is passed over if the step has no tokens for it, if it finds no
-room, or if it waits for a prefix that another one is computing; those behind it may go first, but
-not for ever. However many wait, a step looks at a bounded number.
+They are considered in order. One is passed over if the step has no tokens for it, if there is no
+room for it, or if it waits for a prefix that another one is computing; those behind it may go
+first, within limits. However many wait, a step considers a bounded number.
 
 With more live conversations than fit, admitting each at once would evict what the next one needs,
-and nothing would ever hit. So a request for which the cache would have to give up what is likely to
-be asked for soon is *held back*: it waits like one that finds no room, for MAX_HOLD_BACK_S at most,
-and only while the prompts of others keep the machine busy.
+and nothing would ever hit. So a request for which the cache would have to evict what is likely to
+be needed soon is *held back*: it waits as if there were no room, for MAX_HOLD_BACK_S at most, and
+only while the prompts of others keep the machine busy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tokens of one step, and how they are shared out.
 
-Decodes have one each, and leave a grid step for a prefill. Where that leaves some of them out, they
-go first in the next step: `max_num_batched_tokens` is at least a grid step and at least
-`max_num_seqs` (`milepost.config.check_budget`), so
+Decodes get one each, and leave a grid step for a prefill. Those that this leaves out go first in
+the next step: `max_num_batched_tokens` is at least a grid step and at least `max_num_seqs`
+(`milepost.config.check_budget`), so
 
 - a decode has its token in one of two steps,
 - the first prefill, or the first waiting request that finds a seat and room, has a grid step in one

@@ -1,6 +1,6 @@
-"""What the scheduler asks of the memory that requests run in.
+"""The interface of the memory that the scheduler runs requests in.
 
-`Cache` answers it. So may another memory, for a comparison under the same scheduler.
+`Cache` implements it, and so may another memory, for a comparison under the same scheduler.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What comes from outside the device, and what is kept there: tiers, other engines.
+"""What is loaded from outside the device, and what is kept there: tiers, other engines.
 
-A *source* offers to fill a request's pages and slot, so that it goes on behind what the device has
-cached. An admitted request for which that is done is loading: nothing is planned for it until the
-source says that all of it is there, or that it does not come. It holds memory and a seat, and
-blocks nobody: those behind it are admitted, and what it was admitted with is kept.
+A *source* offers to fill a request's pages and slot beyond what the device has cached. While it
+does so, the admitted request is loading: nothing is planned for it until the source reports that
+all has arrived, or that it will not. The request holds memory and counts as running, but blocks
+nobody: those behind it are admitted, and what it was admitted with is kept.
 
-A *keeper* names what is to be copied out of the device before a plan writes over it.
+A *keeper* names what to copy from the device before a plan overwrites it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Plans one step: who computes how many tokens, and that as data.
+"""Plans one step: which request computes how many tokens, as data.
 
-Order within a step: decodes, then running prefills and waiting requests by priority, those that run
-before those that wait, by arrival. A chunk that is not a prompt's last ends on the grid. Takes
-memory that there is, and from nobody: that is the scheduler's affair, which also keeps the steps in
-flight.
+Order within a step: decodes, then running prefills and waiting requests by priority, running before
+waiting, by arrival. A chunk that is not a prompt's last ends on the grid. Uses only free memory:
+preemption is up to the scheduler, which also keeps track of the steps in flight.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What a step is to do (plans go out) and what it did (results come in), as data.
 
-Plans and results name requests by number and hold nothing that lives: msgpack encodes them without
+Plans and results name requests by number and hold no live objects: msgpack encodes them without
 hooks, and the same plans, run in order by two runners, leave the same pools. A plan says what has
-changed since the one before: the runner keeps each request's page table, and drops it when a plan
-names the request in `ended`. A request that was preempted, or whose step was taken back, ends
+changed since the previous one: the runner keeps each request's page table, and drops it when a plan
+names the request in `ended`. A request that was preempted, or whose step was rolled back, ends
 there, and comes again with a whole table.
 
-How tokens are chosen goes in a message of its own (`StepSampling`): a form's masks are known only
-once the tokens before are.
+Sampling has a message of its own (`StepSampling`), since a form's masks are known only once the
+tokens before are.
 """
 
 from __future__ import annotations

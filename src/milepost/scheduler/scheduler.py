@@ -1,12 +1,12 @@
 """Continuous batching with chunked prefill under a token budget, over the prefix cache.
 
-Owns the requests from `add` to their terminal event. Makes plans and takes facts; no tensors, no
-clock, no I/O. One step: `schedule()` returns a plan, somebody runs it, `update(plan, result)` takes
-the outcome, or `roll_back(plan)` if it was cut short. Between `schedule` and `update`,
-`follow(plan)` may plan one further step, whose outcome is taken after that of `plan`.
+Owns the requests from `add` to their terminal event. Makes plans from facts; no tensors, no clock,
+no I/O. One step: `schedule()` returns a plan, somebody runs it, `update(plan, result)` takes the
+result, or `roll_back(plan)` undoes it if it was cut short. Between `schedule` and `update`,
+`follow(plan)` may plan one further step, whose result is taken after that of `plan`.
 
-Who computes what in a step is the planner's affair. Memory that runs out is taken from the youngest
-running request, whose state goes into the cache, so that its return is a hit.
+The planner decides who computes what in a step. When memory runs out, the youngest running request
+is preempted; its state goes into the cache, so that its return is a hit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which pages are being computed right now, so that a request with the same prefix can wait for
 them.
 
-Waiting costs a step and saves the tokens that would be computed twice. The prefill that is under
-way is asked to keep its state where the paths part, so the request that waited resumes there.
+Waiting costs a step and saves the tokens that would be computed twice. The running prefill is asked
+to keep its state where the paths part, so the request that waited resumes there.
 """
 
 from __future__ import annotations

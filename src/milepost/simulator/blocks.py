@@ -1,8 +1,8 @@
-"""Equal blocks with one queue of what may give way: the pool of `OnePool`.
+"""Equal blocks with one eviction queue: the pool of `OnePool`.
 
-A *holding* is a run of blocks that came to stand for something and may be found by its key: the KV
-of one block's tokens, or a state. While requests use it, it stands outside the queue; when the last
-one leaves it, it goes to the queue's end; and the one that has stood longest is evicted whole.
+A *holding* is a run of blocks that is cached under a key: the KV of one block's tokens, or a state.
+While requests use it, it is not in the queue; when the last one leaves it, it goes to the queue's
+end. The holding that has waited longest is evicted whole.
 
 Invariant: used + queued + free == total.
 """

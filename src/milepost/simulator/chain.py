@@ -1,4 +1,4 @@
-"""A request's chain when a trace tells page ids instead of tokens.
+"""A request's chain when a trace has page ids instead of tokens.
 
 The digest of a page stands for its id, which stands for everything before it; so two chains meet
 exactly as far as the trace says. The tokens of a page are its id over and over: equal where the

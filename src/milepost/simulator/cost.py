@@ -1,4 +1,4 @@
-"""What a step costs on some machine: measured constants from a small TOML or JSON file."""
+"""How long a step takes on a machine: measured constants from a small TOML or JSON file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The virtual-time loop: a trace through the engine's own scheduler and cache, with a cost model in
 place of a model.
 
-Arrivals are as recorded, or *closed*: a session's first request comes when it was recorded, each
-further one its think time after the answer to the one before.
+Arrivals are as recorded, or *closed*: a session's first request arrives as recorded, each further
+one its think time after the previous answer.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ A model of engines that round their block up until states fit, and serve both fr
 - a block holds the KV of `block_size` tokens; a state takes as many whole blocks as its bytes need;
 - KV is reused in whole blocks, and a request resumes only at the end of one, where a state is kept;
 - a prefill keeps the state at the last such place in each chunk; decoding keeps none;
-- what no request uses stands in one queue by time of release (blocks.py). A kept state is released
-  when the request moves on, its KV, from its end, when it is over. So states go before the KV that
-  they make usable.
+- what no request uses is queued by time of release (blocks.py). A kept state is released when the
+  request moves on, its KV, from its end, when the request ends. So states are evicted before the KV
+  that they make usable.
 
-A running request has one state for itself. Answers to what the scheduler asks (scheduler/memory.py)
-with the cache's own plans, whose page tables and slots stay empty: there is no runner. What is
-reused and lost is counted as in the cache.
+A running request has one state for itself. Implements scheduler/memory.py with the cache's own
+plans, whose page tables and slots stay empty: there is no runner. Reused and lost tokens are
+counted as in the cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Policies to compare with: where states are kept and what goes first.
+"""Policies to compare with: where states are kept and what is evicted first.
 
-Most are a placement and a worth for our own cache; everything else (pages, slots, matching, the
-scheduler) is ours, so a comparison shows the policy alone. `Pooled` ones bring a memory of their
-own, under the same scheduler.
+Most are a placement and a score for our own cache; everything else (pages, slots, matching, the
+scheduler) is ours, so a comparison isolates the policy. `Pooled` ones bring a memory of their own,
+under the same scheduler.
 """
 
 from __future__ import annotations

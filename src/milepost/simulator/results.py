@@ -1,4 +1,4 @@
-"""What a replay is reported as: one row for each policy and memory size."""
+"""The report of a replay: one row for each policy and memory size."""
 
 from __future__ import annotations
 

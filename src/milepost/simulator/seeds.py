@@ -1,4 +1,4 @@
-"""The same requests at other times, so that a comparison does not hang on one order of events."""
+"""The same requests at other times, so that a comparison does not depend on one order of events."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Replays a trace with one limit alone: the state slots.
+"""Replays a trace with a single limit: the number of state slots.
 
-One request after the other, each done before the next; KV is never evicted, a running request's own
-slot is not counted, answers leave nothing. What it returns, the share of the input tokens that a
-saved state makes reusable, depends on which states are kept and on nothing else.
+Requests run one after the other; KV is never evicted, a running request's own slot is not counted,
+answers leave nothing. The result, the share of the input tokens that a saved state makes reusable,
+depends only on which states are kept.
 """
 
 from __future__ import annotations

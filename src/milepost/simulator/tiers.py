@@ -1,8 +1,8 @@
 """Host memory and a disk in virtual time: the engine's own decisions (`milepost.tiers`), and links
 whose copies take as long as their bytes.
 
-A link copies one thing after the other: down to the host, up from it, to the disk and from it. What
-comes from the disk crosses the host's link too. Copies take nothing from the steps beside them.
+There is a link each way to the host and to the disk, and a link copies one thing after the other.
+What comes from the disk crosses the host's link too. Copies do not slow the steps down.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ One JSON object a line, in order of arrival, plain or gzip:
 Every line of a file uses one block size; it is found from the lengths, or named by the caller. It
 is the page size of the replay, since reuse cannot be seen in smaller steps.
 
-An answer's tokens have no ids of their own in such a file. They are seen only when a later prompt
-holds them. `Trace.link_answers` finds that prompt: the first one behind a request's prompt with
-room for the answer. Then the pages behind the prompt take that prompt's ids, so that a state kept
-at the answer's end can be found again. Answers that no prompt continues have ids that nobody asks
-for.
+An answer's tokens have no ids of their own in such a file. They only appear when a later prompt
+contains them. `Trace.link_answers` finds that prompt: the first one that continues a request's
+prompt and has room for the answer. Then the pages behind the prompt take that prompt's ids, so that
+a state kept at the answer's end can be found again. Answers that no prompt continues have ids that
+nobody asks for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Drafts what may follow the tokens of running requests, and decides how much of it to verify.
 
-This is the door: callers import from here. Host only; needs no torch. What the model's own head
-drafts behind a step (`runner.drafting`) comes in through `HeadDrafter`.
+Callers import from here. Host only; needs no torch. Drafts of the model's own head, which runs
+behind a step (`runner.drafting`), come in through `HeadDrafter`.
 
-Whatever is drafted, answers are the same: a draft is accepted where it is the very token that would
+Whatever is drafted, answers are the same: a draft is accepted if it is the very token that would
 have been sampled (`runner.flight`).
 """
 

@@ -1,8 +1,8 @@
-"""How likely drafts are to be accepted, by what was accepted before.
+"""How likely drafts are to be accepted, from what was accepted before.
 
-For each position behind the certain token, given that the drafts before it were accepted: of the
-request itself, which counts most once it has said something, else of all whose texts are about as
-long. What lies back counts less and less.
+One estimate for each position behind the sampled token, given that the drafts before it were
+accepted: the request's own, which counts most once it has data, and otherwise that of all requests
+whose texts are about as long. Older observations count less and less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hands on what the model's own head has drafted, which runs behind the sampling of a step."""
+"""Passes on the drafts of the model's own head, which runs behind the sampling of a step."""
 
 from __future__ import annotations
 

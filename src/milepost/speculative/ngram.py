@@ -1,5 +1,5 @@
-"""Drafts what followed the last tokens where they stood before in the same request: vLLM's prompt
-lookup.
+"""Drafts what followed the last tokens where they occurred before in the same request: vLLM's
+prompt lookup.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where the last tokens of a text have stood before: runs of tokens, found again by their ends.
+"""Finds where the last tokens of a text have occurred before.
 
-A table by the last `width` tokens leads to the latest place where they stood, and each place to the
-one before, as in the window of an LZ77 compressor. So a token costs one entry, and a search looks
-at MOST_PLACES places at most, whatever the length of the text.
+A table keyed by the last `width` tokens leads to the latest place where they occurred, and each
+place to the one before, as in the window of an LZ77 compressor. So a token costs one entry, and a
+search looks at MOST_PLACES places at most, whatever the length of the text.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """How many drafts each decoding request is worth in the next step.
 
-Tokens a second decide: drafts are added in the order of their chances while the tokens that a step
-is expected to yield grow faster than the time it takes, by what was accepted and measured so far.
-So a request whose drafts fail has none, many requests have fewer than one, and none has any where a
-step with drafts takes longer than they are worth.
+Tokens a second decide: drafts are added, most likely first, while the tokens that a step is
+expected to yield grow faster than the time it takes, by what was accepted and measured so far. So a
+request whose drafts fail gets none, many requests share fewer than one each, and nobody gets any
+where a step with drafts takes longer than they are worth.
 
-What is not known costs something to find out: a probe, one draft of one request, and rarer each
-time that it was in vain. Drafts get more as they pay. What has been lost by drafts is booked
-against what they have won, and while more is lost than a two hundredth of the time, nobody drafts.
-So decoding is never slower than plain decoding by more than that and an allowance at the start.
+Exploring costs time: a probe, one draft of one request, comes more rarely each time that it fails.
+Drafts get more as they pay. Time lost by drafts is booked against time gained, and while the loss
+exceeds a two hundredth of the time, nobody drafts. So decoding is never slower than plain decoding
+by more than that and an allowance at the start.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Between two steps: takes note of what became of drafts, and hands in new ones.
+"""Between two steps: notes which drafts were accepted, and proposes new ones.
 
-Joins a drafter and a policy with the scheduler. Knows nothing of forms and sampling: whoever drives
-it may cut what is drafted.
+Connects a drafter and a policy to the scheduler. Knows nothing of forms and sampling: the caller
+may cut what is drafted.
 
-A step that is planned ahead of the tokens before it has no drafts. So a request for which there
-will be some is taken out of such steps (`Request.awaits_drafts`), and those for which there are
-none run ahead as ever.
+A step that is planned ahead has no drafts. So a request that will get some is left out of such
+steps (`Request.awaits_drafts`); the others run ahead as usual.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Drafts what followed the longest end of the text that stood before: in the request itself, or in
-an earlier answer under the same prefix.
+"""Drafts what followed the longest suffix of the text that occurred before: in the request itself,
+or in an earlier answer under the same prefix.
 
-After Oliaro et al., SuffixDecoding (arXiv 2411.04975): the longer what was found, the more is
-drafted, and a token is as likely as it came there before. Their tree keeps counts for every run up
-to its depth; here the latest places of a run are looked up and compared, which costs a token one
-entry of a table rather than `depth` nodes.
+After Oliaro et al., SuffixDecoding (arXiv 2411.04975): the longer the match, the more is drafted,
+and a token is as likely as it followed there before. Their tree keeps counts for every run up to
+its depth; here the latest places of a run are looked up and compared, which costs one table entry
+per token instead of `depth` nodes.
 
 Earlier answers are kept by prefix: the first page of the prompt with its salt. So no tenant's
 answers are drafted, and timed, for another, and agents with one system prompt share theirs.

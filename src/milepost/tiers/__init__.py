@@ -1,5 +1,5 @@
-"""What leaves the device lives on in host memory and on disk. Which modules do what; the first two
-rows are pure: they decide, and know neither tensors nor files:
+"""Keeps in host memory and on disk what leaves the device. Its modules; those of the first two rows
+are pure: they decide, and know neither tensors nor files:
 
     what goes down, comes up   policy, stores, writes, loads, reach
     what there is              holdings, tier, rates, names

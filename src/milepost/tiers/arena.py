@@ -1,7 +1,6 @@
 """Host memory for pages and states: one allocation, pinned where there is a GPU.
 
-An item's place holds the bytes of every pool that has a row for it, part by part, as they stand on
-the device.
+An item's place holds the bytes of every pool that has a row for it, part by part, as on the device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Carries what the tiers decide between the pools, host memory and files, and says what is there.
 
-What leaves can be read once its copy's event has passed; what comes is said to be there once its
-own has, and until then no step reads it. Where nothing else can run, it is said to be there as soon
-as its copies are queued, and what is launched from then on waits for them. Of several ranks each
-copies its own part; something is there once all of them have it.
+What is stored can be read once its copy's event has passed; what is loaded is reported as arrived
+once its own has, and until then no step reads it. When nothing else can run, it is reported as soon
+as its copies are queued, and later launches wait for them. With several ranks each copies its own
+part; something has arrived once all of them have it.
 """
 
 from __future__ import annotations

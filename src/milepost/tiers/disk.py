@@ -1,7 +1,7 @@
-"""Reads and writes files beside the steps: one thread that writes and deletes, some that read.
+"""Reads and writes files beside the steps: one thread writes and deletes, several read.
 
-Of several ranks each has files of its own, and something is there once all of them have it. A
-directory that does not answer rests until it does: nothing is asked of it, and nobody waits.
+With several ranks each has files of its own, and something is there once all of them have it. A
+directory that does not respond is left alone until it does, and nobody waits for it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The space is the model's identity, so another model's files are never looked at. The name holds all
 that an index needs. A file is a head (what it is, for whom, its token ids, a checksum), padded to
-4096 bytes, and the contents as they stand in host memory. It is written aside and renamed, so that
-it is whole or not there; what a file says of itself is checked before its contents are used.
+4096 bytes, and the contents as in host memory. It is written under another name and renamed, so
+that it is whole or absent; its head is checked before its contents are used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What host memory and the disk hold, and what it takes to bring it: what those parts share that
-decide what goes up and down. Pure.
+"""What host memory and the disk hold, and how long loading it takes: shared by the modules that
+decide what is stored and loaded. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What comes up: the state for which loading saves most against computing, if anything. Pure."""
+"""Decides what to load: the state that saves the most time over computing, if any. Pure."""
 
 from __future__ import annotations
 

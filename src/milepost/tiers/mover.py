@@ -1,9 +1,9 @@
-"""Copies between a rank's pools and its host memory: out of the way of the steps, never too early.
+"""Copies between a rank's pools and its host memory: in parallel with the steps, never too early.
 
-What leaves goes by a staging place on the device: there in the order of the steps, so nothing that
-is launched behind it can overwrite it first; from there on a stream of its own. The staging place
-is used again once that copy's event has passed. What comes waits for all that was launched before
-the plan that names it. On a CPU a copy is made where it is named.
+What is stored goes through a staging area on the device: it is copied there in the order of the
+steps, so nothing launched later can overwrite it first, and on to the host on a stream of its own.
+The staging area is reused once that copy's event has passed. A load waits for everything launched
+before the plan that names it. On a CPU a copy is made at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Names of files, which are all that an index of them is made of, and the order in which it takes
-them in. Pure.
+"""Names of files, from which alone their index is built, and the order in which it reads them.
+Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the first rank has the others do with their parts of what it keeps. Can be sent as bytes.
+"""What the first rank tells the others to do with their parts of what is kept. Can be sent as
+bytes.
 
-Each is answered with whether it went well, once it is done. Names and places are the same on all
-ranks, bytes are each rank's own.
+Each is answered, once done, with whether it succeeded. Names and places are the same on all ranks,
+the bytes are each rank's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The tiers of one model: which pages and states go down to host memory and to disk, and which come
-up again. Pure.
+"""The tiers of one model: which pages and states are stored in host memory and on disk, and which
+are loaded again. Pure.
 
-An item can be read once its copy is said to be there (`Stores.stored`, `Writes.written`), and is
-pinned while somebody reads or writes it. Places are numbers in the host's arena, the same on every
+An item can be read once its copy is reported (`Stores.stored`, `Writes.written`), and is pinned
+while somebody reads or writes it. Places are numbers in the host's arena, the same on every
 rank.
 """
 

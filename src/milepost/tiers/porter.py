@@ -1,7 +1,7 @@
-"""The part of a rank but the first in what is kept outside the device: its own copies and files.
+"""The tiers of any rank but the first: its own copies and files.
 
-Which, the first rank decides, for all. What a plan names is copied out as the plan is launched;
-whatever else is to be done comes as orders, and is answered once it is done.
+The first rank decides for all. What a plan names is copied out as the plan is launched; everything
+else arrives as orders, and is answered once it is done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast tokens are computed and bytes are copied: facts that are handed in, smoothed."""
+"""How fast tokens are computed and bytes are copied: smoothed measurements of the caller."""
 
 from __future__ import annotations
 

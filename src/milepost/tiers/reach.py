@@ -1,12 +1,12 @@
-"""Which pages a prompt can use by a state that host memory or the disk holds. Pure.
+"""Which pages a prompt can use through a state in host memory or on disk. Pure.
 
-A page is *whole* if it and all before it can be read, on the device, in host memory or from disk,
-whichever. A state can be loaded if its page is whole and its own contents, and its tail's, can be
-read; then all pages up to it are reachable by the memory that the state is in. Without states in
-slots every whole page is, by the memory that it is in. Pages under a salt are none of this: their
-root is another one.
+A page is *whole* if it and all before it can be read, on the device, in host memory or from disk. A
+state can be loaded if its page is whole and its own contents, and its tail's, can be read; then all
+pages up to it are reachable through the memory that the state is in. Without states in slots every
+whole page is reachable through its own memory. Pages under a salt are left out: they have another
+root.
 
-What has changed is noted, and looked at when somebody asks: by what is true then.
+Changes are noted, and processed when somebody asks, by what is true then.
 """
 
 from __future__ import annotations

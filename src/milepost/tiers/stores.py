@@ -1,8 +1,8 @@
-"""What goes down to host memory. Pure.
+"""Decides what to store in host memory. Pure.
 
-*Ahead* of their eviction: the states that are likely to be asked for (ends of prompts and answers,
+*Ahead* of their eviction: the states that are likely to be needed (ends of prompts and answers,
 marks, branch points), with the pages before them, a few with each plan. At its eviction: any other
-state that is expected to save enough. In a model without states in slots every page goes down.
+state that is expected to save enough. In a model without states in slots every page is stored.
 """
 
 from __future__ import annotations

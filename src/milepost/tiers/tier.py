@@ -1,9 +1,9 @@
 """What one tier holds: pages and states by key, in places that it hands out.
 
-A page hangs on the page before it and a state on its last full page, as in the device's tree, but
-by key: what is above may be elsewhere. Nothing goes before what hangs on it; pages that nothing
-hangs on go first, then states that a deeper one has superseded, then those used longest ago. What
-is pinned stays: somebody reads or writes it. Pages and states have a budget each.
+A page depends on the page before it and a state on its last full page, as in the device's tree, but
+by key: what is above may be elsewhere. Nothing is evicted before what depends on it; pages without
+dependents go first, then states that a deeper one has superseded, then those used longest ago. What
+is pinned, because somebody reads or writes it, stays. Pages and states have separate budgets.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What goes down to disk: what is in host memory and worth a load from there, and what is known of
-other engines' files. Pure.
+"""Decides what to write to disk: what is in host memory and would be worth loading from disk. Also
+keeps what is known of other engines' files. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Admits a request: finds room for it, and makes its allocation in one of three ways."""
+"""Admits a request: finds room for it, and builds its allocation in one of three ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others read of the cache from outside: it stays where it is until they are done."""
+"""Lends parts of the cache to outside readers: pinned until they are done."""
 
 from __future__ import annotations
 

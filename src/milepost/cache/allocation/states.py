@@ -6,8 +6,8 @@
     c  committed      ids that are final, with their KV
     k  kv_length      KV that the steps in flight write; behind `planned` it is drafts'
 
-Without drafts s == c between two steps. Pages are published up to c, a state at s: who wants one
-at c has the tokens between folded in first.
+Without drafts s == c between two steps. Pages are published up to c, a state at s: to get one at c,
+the tokens between are folded in first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes: what a checkpoint is worth, orders of what may go, and making room."""
+"""Eviction: scores of checkpoints, orders of what may go, and making room."""
 
 from milepost.cache.eviction.hold_back import HoldBack
 from milepost.cache.eviction.reclaim import Reclaimer

@@ -1,9 +1,9 @@
-"""Orders of what may be evicted, which find the least worthy without looking at everything.
+"""Orders of what may be evicted, which find the lowest score without looking at everything.
 
-What a checkpoint is worth falls as it ages, each at its own rate, so no fixed key orders them all.
-But of checkpoints that are alike (in one *bucket*) the one used longest ago is worth least, or, in
+The score of a checkpoint falls as it ages, each at its own rate, so no fixed key orders them all.
+But of checkpoints that are alike (in one *bucket*) the one used longest ago has the lowest, or, in
 cycles longer than the memory, the one used last. So only the ends of each bucket are compared, and
-looked at again only when the bucket has changed or their worth may have: most buckets rest.
+scored again only when the bucket has changed or their scores may have: most buckets are left alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How much of the cache is likely to be asked for soon, and so is no room for a request
-that lets others go first.
+"""How much of the cache is likely to be needed soon, and so does not count as room for a request
+that is held back.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ Owns the three orders of what may go: strays (pages no resume can reach), carrie
 whose eviction frees a page), and states (checkpoints whose slot can be freed). Changes the tree and
 the pools, and counts what it evicts.
 
-The orders cannot be left stale: the tree notes each change of children and checkpoints, the pools
-each pin of a leaf and of a checkpoint's slot, all in one list, and no order is read before that
-list is worked off. A change costs one entry, however long the path.
+The orders are never stale when read: the tree notes each change of children and checkpoints, the
+pools each pin of a leaf and of a checkpoint's slot, all in one list, and that list is processed
+before an order is read. A change costs one entry, however long the path.
 
 In a unified pool every checkpoint carries pages, since its slot can become some; so there carriers
-are states, and what is worth least for its bytes goes first, whichever kind is wanted. There memory
-that is free in pieces is of no use to a slot, and states would have to go though there is room for
-them; so cached pages that no running request holds are moved together.
+are states, and the lowest score for its bytes goes first, whichever kind is needed. Scattered free
+memory is of no use to a slot, and states would have to go though there is room for them; so cached
+pages that no running request holds are moved together.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What is learned from the returns to known paths: how likely one is at which age, and how far back
-paths are left.
+"""Learns from the returns to known paths how likely one is at which age, and how far back paths are
+left.
 
-Pure counting; knows nothing of checkpoints. The constants are priors, which evidence outvotes.
+Pure counting; knows nothing of checkpoints. The constants are priors, which evidence overrides.
 
-A return is at first supposed to be as likely as 1 / (age + AGE_OFFSET) (a Lomax law); age counts
-requests, not time. How much more or less likely it is, is learned: in all, by number of earlier
-returns, and by magnitude of the age. Where returns come late and all at once (a cycle), the chance
-looks ahead to the best time to wait until, as a Gittins index does.
+The prior probability of a return is 1 / (age + AGE_OFFSET) (a Lomax law); age counts requests, not
+time. How much more or less likely it is, is learned: overall, by number of earlier returns, and by
+magnitude of the age. Where returns come late and all at once (a cycle), the probability looks ahead
+to the best time to wait until, as a Gittins index does.
 """
 
 from __future__ import annotations

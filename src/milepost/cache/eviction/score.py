@@ -2,7 +2,7 @@
 
 Owns the memory of where known paths ended and where they forked, and the counts learned from it.
 Knows nothing of pools, and evicts nothing. No knob: the constants are priors, which evidence
-outvotes.
+overrides.
 
 A request *returns* to a known path in one of two ways. It continues where the path ended (the next
 turn of a chat, an agent's next step), or it leaves the path some tokens before that end (an edited

@@ -6,8 +6,8 @@ whoever drops those.
 
 Invariant P1: what is counted as used and as cached is what has such references, and the rest is
 free.
-Knows nothing of what an id stands for, and never evicts; whoever keeps an order of what may go is
-told of pins by `watch`. Verbs take many ids at once: a request of 100,000 tokens has 1,563 pages.
+Knows nothing of what an id stands for, and never evicts; an order of what may go hears of pins
+through `watch`. Methods take many ids at once: a request of 100,000 tokens has 1,563 pages.
 """
 
 from __future__ import annotations

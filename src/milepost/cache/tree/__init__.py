@@ -1,4 +1,4 @@
-"""What is known of prompts: chains of keys, nodes and checkpoints, kinds of layers, matching."""
+"""The prefix tree: chains of keys, nodes and checkpoints, kinds of layers, matching."""
 
 from milepost.cache.tree.chain import TOKEN_BYTES, Chain, checkpoint_key
 from milepost.cache.tree.index import Tree

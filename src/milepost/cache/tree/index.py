@@ -1,8 +1,8 @@
 """The prefix tree: nodes, found by their chained digests, and the history of evicted keys.
 
-Knows nothing of pools: callers keep reference counts in step. Every change that bears on what may
-be evicted is noted in `changed`, and what others are to know of it in the outbox, here and not by
-callers. Every walk is a loop; a path may be 100,000 nodes deep.
+Knows nothing of pools: callers keep reference counts in step. Every change that affects what may be
+evicted is noted in `changed`, and its events in the outbox, here and not by callers. Every walk is
+a loop; a path may be 100,000 nodes deep.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 checkpoints come and go.
 
 A link upward is always to the deepest checkpoint above. Of many checkpoints on one node only the
-newest few are looked at, and of several known continuations below a new checkpoint only the newest:
-a link of another one may then skip it, so that its replay looks dearer than it is.
+newest few are looked at, and of several known continuations below a new checkpoint only the newest.
+The link of another one may then skip the new checkpoint, which makes its recomputation look more
+expensive than it is.
 """
 
 from __future__ import annotations

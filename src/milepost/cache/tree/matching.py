@@ -1,4 +1,4 @@
-"""Finds what of a prompt is cached, and says why the rest is lost. Read-only."""
+"""Finds how much of a prompt is cached, and says why the rest is lost. Read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is yet to be told outside: copies of pages to be made, and events once somebody listens."""
+"""What is waiting to be taken outside: copies of pages, and events once somebody listens."""
 
 from __future__ import annotations
 

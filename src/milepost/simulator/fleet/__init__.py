@@ -1,4 +1,4 @@
-"""Many engines in virtual time, and who is sent where."""
+"""Many engines in virtual time, and the routing of requests among them."""
 
 from milepost.simulator.fleet.fleet import Fleet, FleetRun, Shape
 from milepost.simulator.fleet.routing import ROUTINGS

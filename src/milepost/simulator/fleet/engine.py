@@ -1,4 +1,4 @@
-"""One engine of a fleet: the engine's own scheduler and cache, and when its step is over."""
+"""One engine of a fleet: the real scheduler and cache, and when its step ends."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A trace through many engines: arrivals are routed, each engine runs its own steps, and where some
-only prefill, another one goes on with what they lend.
+only prefill, another one continues with what they lend.
 
-With pools apart a request is sent to an engine that prefills all but the prompt's last token, and
-then to one that decodes. That one reads what it lacks. A conversation's next turn finds the end of
-the answer before where it was decoded: who prefills reads it from there if that is deeper.
+With separate pools a request is sent to an engine that prefills all but the prompt's last token,
+and then to one that decodes, which reads what it lacks. The end of the previous answer is where it
+was decoded; the next turn's prefill reads it from there if that is deeper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a fleet's run is reported as."""
+"""The report of a fleet's run."""
 
 from __future__ import annotations
 

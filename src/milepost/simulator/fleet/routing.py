@@ -1,5 +1,5 @@
-"""Which engine a request is sent to. A routing knows of engines what a router is told: how many
-requests it has sent there that are not over, and which pages an engine says can be used.
+"""Which engine a request is sent to. A routing knows what a real router knows of engines: how many
+requests that it sent there are unfinished, and which pages an engine has announced.
 """
 
 from __future__ import annotations

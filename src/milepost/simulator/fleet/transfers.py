@@ -1,5 +1,5 @@
-"""What engines read from each other in virtual time: the scheduler's own loads, over a link of each
-engine that brings one thing after the other; what is read stays lent until it is there.
+"""Transfers between engines in virtual time: the scheduler's own loads, over one link per engine
+that carries one thing after the other; what is read stays lent until it has arrived.
 """
 
 from __future__ import annotations
