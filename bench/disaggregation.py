@@ -69,7 +69,7 @@ class Worker:
             if engine.has_work:
                 self._note(engine.step())
             else:
-                engine.hear()
+                engine.poll()
 
     def _obey(self, what: str, *given: Any) -> bool:
         match what:

@@ -67,7 +67,7 @@ class Bench:
         """Have all that is worth it on disk, and only there."""
         self.forget_device()
         tiering = self.llm.llm_engine._tiering
-        while tiering.tend():
+        while tiering.do_idle_work():
             time.sleep(0.001)
         self.tiers.clear()
 

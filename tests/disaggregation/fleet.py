@@ -40,7 +40,7 @@ class Fleet:
             if engine.has_work:
                 engine.step()
             else:
-                engine.hear()
+                engine.poll()
 
     def run(self, *jobs: Job) -> None:
         self.until(lambda: all(job.is_finished for job in jobs))
@@ -92,7 +92,7 @@ class Fleet:
         """Nothing is held or lent any more, and every cache is whole."""
         self.until(lambda: not any(len(e.connector.leases) for e in self.engines))
         for engine in self.engines:
-            engine.hear()
+            engine.poll()
             cache = engine.scheduler.cache
             assert not cache.loans
             assert not cache.allocations

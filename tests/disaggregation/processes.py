@@ -43,7 +43,7 @@ class Worker:
     def run(self) -> None:
         while True:
             wait([self.pipe, self.engine.bell.socket])
-            self.engine.hear()
+            self.engine.poll()
             if self.pipe.poll():
                 name, *given = self.pipe.recv()
                 self.pipe.send(getattr(self, name)(*given))
@@ -73,7 +73,7 @@ class Worker:
         """Until none is left: their end rings the bell."""
         while len(self.engine.connector.leases):
             wait([self.engine.bell.socket], 10.0)
-            self.engine.hear()
+            self.engine.poll()
         return True
 
     def forget(self) -> bool:
@@ -104,7 +104,7 @@ class Worker:
 
     def check(self) -> tuple[int, int]:
         """Leases that are left, and what they and requests hold; every cache is whole."""
-        self.engine.hear()
+        self.engine.poll()
         cache = self.engine.scheduler.cache
         check(cache)
         return len(self.engine.connector.leases), len(cache.loans) + len(cache.allocations)

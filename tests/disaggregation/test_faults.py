@@ -56,7 +56,7 @@ def test_a_lease_that_has_expired(tiny, fleet):
     prompt = tokens(200)
     params = fleet.prefill(first, prompt)
     jump(first, 31.0)
-    fleet.until(lambda: first.hear() or not first.scheduler.cache.loans)
+    fleet.until(lambda: first.poll() or not first.scheduler.cache.loans)
     assert is_computed(tiny, fleet, prompt, params)
     assert (second.connector.num_failed, first.connector.leases.num_expired) == (1, 1)
     fleet.check()
@@ -261,7 +261,7 @@ def test_a_lease_that_nobody_wants_ends(fleet):
     fleet.prefill(first, tokens(200))
     assert not first.reset_prefix_cache(), "somebody may read"
     jump(first, 29.0)
-    first.hear()
+    first.poll()
     assert len(first.connector.leases) == 1
     jump(first, 2.0)
     assert first.reset_prefix_cache()
@@ -277,7 +277,7 @@ def test_a_restarted_engine_is_said_hello_to_again(tiny, fleet):
         is_last_computed = is_computed(tiny, fleet, prompt, fleet.prefill(first, prompt))
     assert not is_last_computed
     jump(first, 31.0)
-    fleet.until(lambda: first.hear() or not first.scheduler.cache.loans)
+    fleet.until(lambda: first.poll() or not first.scheduler.cache.loans)
     fleet.check()
 
 
@@ -375,7 +375,7 @@ def test_another_page_size_is_computed_and_said(tiny, transport, caplog):
         assert is_computed(tiny, fleet, tokens(200), params)
         assert "page size" in caplog.text
         jump(first, 31.0)
-        fleet.until(lambda: first.hear() or not first.scheduler.cache.loans)
+        fleet.until(lambda: first.poll() or not first.scheduler.cache.loans)
         fleet.check()
 
 

@@ -84,7 +84,7 @@ def tend_until(tiering, is_so):
     end_s = time.monotonic() + WAIT_S
     while not is_so():
         assert time.monotonic() < end_s, "that takes too long"
-        tiering.tend()
+        tiering.do_idle_work()
         time.sleep(0.001)
 
 
@@ -133,7 +133,7 @@ def test_writes_that_do_not_return_hold_up_nothing(tiny, tmp_path, gate, monkeyp
     assert disk._writer._jobs.qsize() <= disk_module.MAX_WRITES, "cancelled ones, and no others"
     assert said(caplog, "does not answer") == 1
     gate.open()
-    tend_until(tiering, lambda: tiers.stats.written > 10 and not tiering.tend())
+    tend_until(tiering, lambda: tiers.stats.written > 10 and not tiering.do_idle_work())
     assert not any(item.pins for tier in (tiers.host, tiers.disk) for item in tier)
     (again,) = ask(opened(tiny, tmp_path)[0], follow_up(outputs[0]))
     assert again.cache_report.loaded == {"disk": END}, "what was put off is written"
@@ -166,7 +166,7 @@ def test_an_engine_starts_though_the_directory_does_not_answer(
     assert gate.num_held == said(caplog, "does not answer") == 1
     gate.open()
     tend_until(tiering, lambda: not tiers.holdings.disk_rests and len(tiers.disk))
-    tend_until(tiering, lambda: not tiering.tend())
+    tend_until(tiering, lambda: not tiering.do_idle_work())
     assert llm.llm_engine.scheduler.cache.reset()
     tiering.reset()
     outputs += ask(llm, follow_up(first))

@@ -92,7 +92,7 @@ class Busy:
     def spare_s(self):
         return max(1.0 - self.now_s, 0.0)
 
-    def tend(self):
+    def do_idle_work(self):
         return False
 
 

@@ -396,8 +396,8 @@ def test_what_was_verified_is_handed_on_while_the_next_step_runs(exact):
     num_verifying = 0
     for running in steps_until_done(llm):
         if running:
-            assert engine.flights.under_way is not None
-            num_verifying += engine.flights.under_way.plan.num_drafts > 0
+            assert engine.flights.in_flight is not None
+            num_verifying += engine.flights.in_flight.plan.num_drafts > 0
     assert num_verifying > 3
     exact.check([job.output()], greedy(30))
     assert num_held(llm) == (0, 0)

@@ -325,7 +325,7 @@ def test_what_another_engine_writes_meanwhile_is_found(tiny, tmp_path, monkeypat
     engine = llm.llm_engine
     assert engine.rest_s is not None, "an engine that does nothing looks from time to time"
     while len(engine._tiering.tiers.disk) < other.llm_engine._tiering.tiers.stats.written:
-        engine.tend()
+        engine.do_idle_work()
     outputs = ask(llm, follow_up(first))
     assert loaded(outputs[0]) == {"disk": END}
     tiny.check(outputs)

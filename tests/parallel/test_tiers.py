@@ -140,7 +140,7 @@ def test_a_rank_whose_files_do_not_come_is_not_waited_for(tiny, tmp_path, monkey
     assert tiers.stats.disk_rests == 1
     assert any(item.pins for item in tiers.host)
     gate.set()
-    while llm.llm_engine.tend() or tiers.holdings.disk_rests:
+    while llm.llm_engine.do_idle_work() or tiers.holdings.disk_rests:
         pass
     assert not any(item.pins for item in tiers.host)
 

@@ -1,9 +1,8 @@
 """The step loop: requests in, outputs out, one `step` at a time.
 
-Joins what comes in (`intake`), the steps that the scheduler plans and the runner runs (`flights`),
-the answers that are being made (`answers`) and what is kept or exchanged outside (`tiering`,
-`exchange`).
-Single-threaded; whoever drives it calls `step` while `has_work`.
+Connects the checks of new requests (`intake`), the steps that the scheduler plans and the runner
+runs (`flights`), the running answers (`answers`) and what is kept or exchanged outside (`tiering`,
+`exchange`). Single-threaded; the caller runs `step` while `has_work`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import FinishReason
 
 AWAIT_S = 0.005
-"""Between two looks at what has arrived otherwise, while all requests load."""
+"""How long to wait for a copy before other arrivals are polled, while all requests load."""
 
 
 class Engine:
@@ -69,14 +68,13 @@ class Engine:
 
     @property
     def awaits_others(self) -> bool:
-        """Whether nothing can be done before the bell has rung, or somebody adds or ends a
-        request."""
+        """Whether nothing can be done until the bell rings, or a request is added or ended."""
         return self._is_stuck and self.has_work
 
     @property
     def spare_s(self) -> float:
-        """Seconds for which `step` need not be called: what is added by then is in the step that it
-        plans ahead, and the device has work until then."""
+        """Seconds for which `step` need not be called: what is added by then is still in the step
+        that it plans ahead, and the device has work until then."""
         return self.flights.spare_s
 
     # --- what is asked of it ----------------------------------------------------------------------
@@ -91,9 +89,9 @@ class Engine:
         self._intake.check(prompt, params)
 
     def prepare(self, params: SamplingParams) -> Form | None:
-        """Make what takes long before `add`, which then finds it; returns the compiled form of the
-        answers, None for any. May be called from another thread. Raises InvalidRequestError for
-        what cannot be kept to."""
+        """Do the slow work before `add`, which then finds it done. Returns the compiled form of the
+        answers, None without one. May be called from another thread. Raises InvalidRequestError
+        for a form that cannot be enforced."""
         return self._intake.prepare(params)
 
     def add(
@@ -119,7 +117,7 @@ class Engine:
         priority: int = 0,
         form: Form | None = None,
     ) -> Job:
-        """Queue a prompt that `check` has let pass."""
+        """Queue a prompt that has passed `check`."""
         form = form or self._intake.form_of(params)
         job = self._intake.job(prompt, params, priority, form)
         remote = self._intake.remote(prompt)
@@ -138,7 +136,7 @@ class Engine:
         self._answers.add(job, answer)
 
     def abort(self, job: Job) -> None:
-        """End a job's answers that are not over; what they hold is free at once."""
+        """End a job's unfinished answers; what they hold is freed at once."""
         self._forget(job)
         for answer in self._exchange.drop(job):
             answer.request.finish_reason = FinishReason.ABORT
@@ -149,7 +147,7 @@ class Engine:
             self.scheduler.finish(answer.request, FinishReason.ABORT)
             answer.text.flush()
         self.flights.settle()
-        self._tell()
+        self._publish()
 
     def _forget(self, job: Job) -> None:
         if self._trace is not None:
@@ -164,35 +162,34 @@ class Engine:
         """Run one step; returns the jobs that have new tokens, in the order of being added.
 
         Raises EngineDeadError if the step fails: the state of its requests is lost, and so is the
-        engine. One that is interrupted while the model runs is taken back: its requests are
-        computed again by the steps that follow.
+        engine. One that is interrupted while the model runs is rolled back: its requests are
+        computed again by later steps.
         """
         self._fate.check()
-        self.hear()
-        flight = self.flights.begun()
+        self.poll()
+        flight = self.flights.current()
         if flight is None:
             self._is_stuck = not self._await_copies()
-            self._tell()
+            self._publish()
             return []
         output = self.flights.collect(flight)
         with self._fate.fatal(BaseException):
             jobs = self._answers.take(flight.plan, output)
             self.flights.speculate(flight.plan, output)
-        self.flights.go_on()
+        self.flights.advance()
         finished = [job for job in jobs if job.is_finished]
         for job in finished:
             self._forget(job)
         self.flights.settle()
         for job in finished:
             self._exchange.lend(job)
-        self._tell()
+        self._publish()
         return jobs
 
     # --- outside the device -----------------------------------------------------------------------
 
-    def hear(self) -> None:
-        """Take in what has come from tiers and other engines, and give back what those have
-        read."""
+    def poll(self) -> None:
+        """Take in what tiers and other engines have delivered, and free what those have read."""
         if self._tiering is not None:
             with self._fate.fatal(BaseException):
                 self._tiering.poll()
@@ -202,29 +199,29 @@ class Engine:
                     self._enter(*found)
             self._is_stuck = False
 
-    def _tell(self) -> None:
-        """Tell whoever listens what has come and gone."""
+    def _publish(self) -> None:
+        """Pass the cache's events on to all listeners."""
         self.scheduler.outside.tell()
 
     def _await_copies(self) -> bool:
-        """Nothing can be computed before something comes: if that is from a tier, wait a little."""
+        """Nothing can be computed before a load arrives: if it is a tier's, wait a little."""
         if self._tiering is None or not self._tiering.is_busy:
             return False
         with self.flights.rolling_back(StepPlan(sequences=())):
             self._tiering.wait(AWAIT_S)
         return True
 
-    def tend(self) -> bool:
-        """Do what is due while nothing runs; whether there will be more soon."""
-        return self._tiering is not None and not self.has_work and self._tiering.tend()
+    def do_idle_work(self) -> bool:
+        """Do what is due while nothing runs; returns whether there will be more soon."""
+        return self._tiering is not None and not self.has_work and self._tiering.do_idle_work()
 
     @property
     def rest_s(self) -> float | None:
-        """After so long `tend` has something to do again, though nothing comes; None: never."""
+        """Seconds until `do_idle_work` is due again if nothing else happens; None: never."""
         return None if self._tiering is None else self._tiering.copier.rest_s
 
     def flush(self) -> None:
-        """Wait until what is kept outside the device is there, if nothing runs."""
+        """Wait until all copies to tiers are done, if nothing runs."""
         if self._tiering is not None and not self._answers and self._fate.is_alive:
             self._tiering.flush()
 
@@ -232,7 +229,7 @@ class Engine:
 
     @property
     def alarm(self) -> socket.socket | None:
-        """Can be read once another rank is lost; None without any."""
+        """Becomes readable once another rank is lost; None without other ranks."""
         return self._team.alarm if self._team is not None else None
 
     def check_ranks(self) -> None:
@@ -245,11 +242,11 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests are running."""
-        self.hear()
+        self.poll()
         is_done = self.scheduler.cache.reset()
         if is_done and self._tiering is not None:
             self._tiering.reset()
-        self._tell()
+        self._publish()
         return is_done
 
     def release_cache(self) -> bool:
@@ -261,14 +258,12 @@ class Engine:
         return is_done
 
     def get_metrics(self) -> list[Metric]:
-        """All counters and gauges of this moment."""
+        """The current values of all counters and gauges."""
         own = self._tiering.metrics() if self._tiering is not None else []
         return [*collect(self.scheduler), *own, *self._exchange.metrics()]
 
     def close(self) -> None:
-        """Give back what the process does not give back by ending: addresses; and bring down what
-        is to outlive it.
-        """
+        """Release addresses, which outlast the process, and write what should outlive it."""
         if self._tiering is not None and self._fate.is_alive:
             self._tiering.close()
         if self._trace is not None:

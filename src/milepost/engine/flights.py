@@ -22,7 +22,7 @@ from milepost.scheduler.plans import StepPlan, StepSampling
 
 
 class Flights:
-    """Of one engine. What fails in them is its death (`fate`)."""
+    """The steps of one engine. A failure in one ends the engine (`fate`)."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Flights:
         fate: Fate,
     ) -> None:
         self.speculation = parts.speculation
-        self.under_way: Flight | None = None
+        self.in_flight: Flight | None = None
         self._max_num_seqs = config.max_num_seqs
         self._scheduler = parts.scheduler
         self.runner = parts.runner
@@ -51,19 +51,19 @@ class Flights:
     def spare_s(self) -> float:
         """Seconds for which no step need be begun: what is added by then is in the step that is
         planned ahead, and the device has work until then."""
-        flight = self.under_way
+        flight = self.in_flight
         if flight is None or not flight.is_timed or _is_mostly_verifying(flight.plan):
             return 0.0
         running = self._scheduler.running
         if len(running) + len(self._scheduler.waiting) >= self._max_num_seqs:
-            return 0.0  # what comes has to wait anyhow
+            return 0.0  # arrivals have to wait anyway
         will_prefill = bool(self._scheduler.waiting) or any(r.num_left > 1 for r in running)
         elapsed_s = self.runner.elapsed_s(flight)
         return self._pace.spare_s(flight.plan, elapsed_s, will_prefill=will_prefill)
 
-    def begun(self) -> Flight | None:
-        """The step under way, or else a new one; None if there is nothing to do."""
-        return self.under_way or self._start()
+    def current(self) -> Flight | None:
+        """The step in flight, or else a new one; None if there is nothing to do."""
+        return self.in_flight or self._start()
 
     def _start(self) -> Flight | None:
         """Plan a step and launch it; None if there is nothing to do."""
@@ -83,9 +83,9 @@ class Flights:
         return flight
 
     def collect(self, flight: Flight) -> RunnerOutput:
-        """Launch the step behind one that is under way, then wait for that one's tokens."""
+        """Launch the step behind one in flight, then wait for that one's tokens."""
         with self.rolling_back(flight.plan):
-            self.under_way = self._start_ahead(flight)
+            self.in_flight = self._start_ahead(flight)
             output = self.runner.collect(flight)
             if flight.is_timed:
                 self._pace.note_step(flight.plan, flight.device_s)
@@ -94,9 +94,9 @@ class Flights:
         return output
 
     def _start_ahead(self, flight: Flight) -> Flight | None:
-        """Launch the step behind one that is under way, if it is known without its tokens.
+        """Launch the step behind one in flight, if it can be planned without that one's tokens.
 
-        It samples at once unless it has to know them for that; then it samples when they are taken.
+        It samples at once unless sampling needs them; then it samples when they are taken.
         """
         if not self._runs_ahead or _is_mostly_verifying(flight.plan):
             return None
@@ -113,28 +113,27 @@ class Flights:
         self._pace.note_planning(plan, perf_counter() - began_s, is_late=ahead.is_late)
         return ahead
 
-    def go_on(self) -> None:
-        """Now that a step's tokens are known, have the one behind it sample, if it had to know
-        them. Where drafts kept that one from being launched ahead, launch it: it runs while what
-        was taken is handed on.
+    def advance(self) -> None:
+        """Now that a step's tokens are known, have the next one sample, if it had to wait for them.
+        If drafts kept that one from being launched ahead, launch it: it runs while the tokens are
+        handed on.
         """
-        ahead = self.under_way
+        ahead = self.in_flight
         if ahead is not None and not ahead.is_sampled:
             with self.rolling_back(ahead.plan):
                 self._sample(ahead, num_ahead=0)
         waits = ahead is None and self._runs_ahead and self.speculation is not None
         if waits and self._scheduler.has_work and not self._scheduler.only_folds:
-            self.under_way = self._start()
+            self.in_flight = self._start()
 
     def _sample(self, flight: Flight, *, num_ahead: int) -> None:
-        """Have a launched step sample. Of its sequences that are ahead, so many tokens are not
-        known yet."""
+        """Have a launched step sample; `num_ahead` tokens of its sequences are not known yet."""
         rows = self._answers.choices(flight.plan, num_ahead)
         num_drafts = 0 if self.speculation is None else self.speculation.num_behind(flight.plan)
         self.runner.sample(flight, StepSampling(rows=rows, num_drafts=num_drafts))
 
     def speculate(self, plan: StepPlan, output: RunnerOutput) -> None:
-        """Take note of what became of drafts, and hand in new ones."""
+        """Note which drafts were accepted, and propose new ones."""
         if self.speculation is None:
             return
         now_s, last_s = perf_counter(), self._last_end_s
@@ -147,12 +146,12 @@ class Flights:
         self.speculation.propose(self._answers.possible)
 
     def settle(self) -> None:
-        """Where every answer is over, take the outcome of a step that turned out to be for nothing,
-        and bring states to the ends of their answers.
+        """Once every answer has ended, collect a step that turned out to be unneeded, and fold
+        states up to the ends of their answers.
         """
         if self._scheduler.has_work and not self._scheduler.only_folds:
             return
-        flight, self.under_way = self.under_way, None
+        flight, self.in_flight = self.in_flight, None
         if flight is not None:
             with self._fate.fatal(BaseException):
                 self._scheduler.update(flight.plan, self.runner.collect(flight).result)
@@ -166,21 +165,21 @@ class Flights:
 
     @contextmanager
     def rolling_back(self, plan: StepPlan) -> Iterator[None]:
-        """An interruption leaves half-written states, so the step and what follows it is taken
-        back; a failure is the engine's death.
+        """An interruption leaves half-written states, so the step and what follows it is rolled
+        back; a failure ends the engine.
         """
         with self._fate.fatal(Exception):
             try:
                 yield
             except (KeyboardInterrupt, SystemExit):
-                self.under_way = None
+                self.in_flight = None
                 if self._fate.is_alive:  # else it was planning that was interrupted
-                    self._take_back(plan)
+                    self._roll_back(plan)
                 raise
 
-    def _take_back(self, plan: StepPlan) -> None:
-        """A step that was interrupted. Of several ranks some have begun what others have not, and
-        wait for each other for ever: that is the engine's death."""
+    def _roll_back(self, plan: StepPlan) -> None:
+        """Undo a step that was interrupted. With several ranks some have begun it and others have
+        not, and they would wait for each other forever: that ends the engine."""
         if self._team is not None:
             self._fate.end(EngineDeadError("a step was interrupted between ranks"))
             return
@@ -191,7 +190,7 @@ class Flights:
         self.runner.roll_back()
 
     def _only_copy(self, plan: StepPlan) -> None:
-        """A plan that computes nothing has no outcome."""
+        """Run a plan that computes nothing, and so has no result."""
         if plan.only_copies:
             with self._fate.fatal(BaseException):
                 self.runner.copy(plan)

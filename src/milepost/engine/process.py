@@ -78,7 +78,7 @@ class Loop:
             if is_idle and not self._has_rested and not self._watch.is_looking:
                 self._rest()
             timeout = self._engine.rest_s if is_idle and not self._watch.is_looking else 0
-            if is_idle and self._engine.tend():
+            if is_idle and self._engine.do_idle_work():
                 timeout = TEND_S
             self._receive(timeout)
             while self._is_open and (spare_s := self._engine.spare_s):
@@ -113,7 +113,7 @@ class Loop:
             if self._engine.alarm is not None and self._engine.alarm in ready:
                 self._engine.check_ranks()
             if self._engine.bell is not None and self._engine.bell.socket in ready:
-                self._engine.hear()
+                self._engine.poll()
             if self._socket in ready:
                 self._read()
             timeout = 0

@@ -99,7 +99,7 @@ class Tiering:
         """Until something is over, or for so long."""
         self.copier.wait(seconds)
 
-    def tend(self) -> bool:
+    def do_idle_work(self) -> bool:
         """Copy what waits for nothing to run; whether there is more to do."""
         self.copier.poll()
         outside = self._scheduler.outside
@@ -116,7 +116,7 @@ class Tiering:
             self.copier.wait(0.01)
 
     def _goes_down(self) -> bool:
-        self.tend()
+        self.do_idle_work()
         return self.copier.is_busy or self._scheduler.outside.has_stores
 
     def end_loads(self) -> None:

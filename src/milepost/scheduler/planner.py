@@ -45,7 +45,7 @@ class Planner:
         self._num_lookahead_tokens = num_lookahead_tokens
         self._max_num_exports = max_num_exports(max_num_seqs, max_num_batched_tokens, cache.grid)
 
-    def going_on(self) -> list[Request]:
+    def continuing(self) -> list[Request]:
         """Who may have tokens in the next step."""
         return [request for request in self._running if request.goes_on]
 
@@ -56,20 +56,20 @@ class Planner:
             allocation, allocation.planned + request.num_left
         )
 
-    def plan(self, going_on: Sequence[Request], max_num_seqs: int) -> StepPlan:
-        """Plan a step for those that go on, for whom there is room, and for waiting requests, which
-        are admitted while fewer than `max_num_seqs` run. Empty if there is nothing to do.
+    def plan(self, continuing: Sequence[Request], max_num_seqs: int) -> StepPlan:
+        """Plan a step for running requests that have room for their tokens, and for waiting ones,
+        which are admitted while fewer than `max_num_seqs` run. Empty if there is nothing to do.
         """
-        return self._written_down(self._share_out(going_on, max_num_seqs))
+        return self._build_plan(self._share_out(continuing, max_num_seqs))
 
-    def _share_out(self, going_on: Sequence[Request], max_num_seqs: int) -> Budget:
+    def _share_out(self, continuing: Sequence[Request], max_num_seqs: int) -> Budget:
         """Share the tokens of a step among decodes, running prefills, and waiting requests, which
         are admitted while fewer than `max_num_seqs` run.
         """
         step = Budget(self._max_num_batched_tokens, self._cache.grid)
         decodes: list[Request] = []
         prefills: list[Request] = []
-        for request in going_on:
+        for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
         turn = self._admission.open(max_num_seqs)
         step.give_decodes(decodes)
@@ -84,7 +84,7 @@ class Planner:
         for request in decodes:
             if request.drafts and request in step.num_tokens:
                 self._give_drafts(request, step)
-        step.note_idle(going_on)
+        step.note_idle(continuing)
         return step
 
     def _give_drafts(self, request: Request, step: Budget) -> None:
@@ -99,7 +99,7 @@ class Planner:
         if num_drafts > 0 and self._cache.extend(allocation, allocation.planned + 1 + num_drafts):
             step.give_drafts(request, num_drafts)
 
-    def _written_down(self, step: Budget) -> StepPlan:
+    def _build_plan(self, step: Budget) -> StepPlan:
         """What a step computes, as data, with what comes and goes beside it."""
         sequences = [plan_sequence(self._cache, request, 0) for request in self.folding]
         self.folding.clear()

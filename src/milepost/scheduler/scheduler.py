@@ -107,22 +107,22 @@ class Scheduler:
 
     def arrived(self, number: int) -> None:
         """All that a plan's load of this request names is there."""
-        self._go_on(self.outside.arrived(number))
+        self._finish_load(self.outside.arrived(number))
 
     def failed(self, number: int) -> None:
         """It does not come, and nobody writes any of it any more: the request computes what it
         lacks.
         """
-        self._go_on(self.outside.failed(number))
+        self._finish_load(self.outside.failed(number))
 
-    def _go_on(self, request: Request) -> None:
+    def _finish_load(self, request: Request) -> None:
         """A request whose load is over has a place in the next step, unless it is over itself."""
         assert request.allocation is not None
         if request.report is None:
             request.report = request.allocation.report
         self._admission.in_flight.settle(request)
         if request.finish_reason is not None:
-            self._give_up(request, None)
+            self._release(request, None)
             del self._requests[request.number]
 
     # --- requests ---------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ class Scheduler:
         if not self.has_work:
             return StepPlan(sequences=())
         num_preemptions = self.stats.num_preemptions
-        going_on = self._planner.going_on()
-        for request in list(filter(_grows, going_on)):
+        continuing = self._planner.continuing()
+        for request in list(filter(_grows, continuing)):
             self._make_room(request)
         is_short = self.running and self.stats.num_preemptions > num_preemptions
-        going_on = [request for request in going_on if request.allocation is not None]
-        return self._in_flight(self._planner.plan(going_on, 0 if is_short else self.max_num_seqs))
+        continuing = [request for request in continuing if request.allocation is not None]
+        return self._in_flight(self._planner.plan(continuing, 0 if is_short else self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step behind `plan`, which is still running: what its requests do next, and whom
@@ -195,10 +195,10 @@ class Scheduler:
         assert plan is self._steps[0], "F2: it follows the one in flight"
         if self.cache.mode == "all" or (self.cache.mode == "align" and self.waiting):
             return None  # what `plan` publishes is not seen by those that begin beside it
-        going_on = self._planner.going_on()
-        if not all(map(self._planner.has_room, filter(_grows, going_on))):
+        continuing = self._planner.continuing()
+        if not all(map(self._planner.has_room, filter(_grows, continuing))):
             return None
-        following = self._in_flight(self._planner.plan(going_on, self.max_num_seqs))
+        following = self._in_flight(self._planner.plan(continuing, self.max_num_seqs))
         return following if following.sequences or following.only_copies else None
 
     def _make_room(self, request: Request) -> None:
@@ -216,12 +216,12 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
-        self._give_up(request, Kind.PREEMPTED)
+        self._release(request, Kind.PREEMPTED)
         self.waiting.add(request)
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
 
-    def _give_up(self, request: Request, kind: Kind | None) -> None:
+    def _release(self, request: Request, kind: Kind | None) -> None:
         """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
         assert request.allocation is not None
         self._admission.in_flight.drop(request)
@@ -258,7 +258,7 @@ class Scheduler:
             if reason is not None:
                 self._end(request, reason)
             elif was_over and not request.is_in_flight:
-                self._leave(request)
+                self._retire(request)
             if tokens:
                 progress.append(Progress(request=request, tokens=tokens, finish_reason=reason))
         return progress
@@ -298,7 +298,7 @@ class Scheduler:
         for request in self.running.copy():
             if not moves and not request.is_in_flight:
                 continue
-            self._give_up(request, None)
+            self._release(request, None)
             if request.finish_reason is None:
                 self.waiting.add(request)
             else:
@@ -318,9 +318,9 @@ class Scheduler:
         elif request.is_in_flight:  # what it holds is in use until then
             self._admission.in_flight.leave(request)
         else:
-            self._leave(request)
+            self._retire(request)
 
-    def _leave(self, request: Request) -> None:
+    def _retire(self, request: Request) -> None:
         """Keep the state where the answer ended, once it has come so far."""
         assert request.allocation is not None
         keeps_end = self.cache.mode == "auto"
@@ -329,7 +329,7 @@ class Scheduler:
             folding[request] = None
             self._admission.in_flight.leave(request)
             return
-        self._give_up(request, Kind.ANSWER_END if keeps_end else None)
+        self._release(request, Kind.ANSWER_END if keeps_end else None)
         del self._requests[request.number]
 
 
