@@ -282,11 +282,15 @@ def fused_prefill(
     weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
+    *,
+    rounds: bool = False,
     **capacities: int,
 ) -> Tensor:
     """`gated_delta.mix`, padded to `capacities`."""
     chunks, slots = _laid_out(batch, projected.device, capacities)
-    return gated_delta.mix(projected, weights, pools.conv, pools.recurrent, *slots, chunks)
+    return gated_delta.mix(
+        projected, weights, pools.conv, pools.recurrent, *slots, chunks, rounds=rounds
+    )
 
 
 def captured_prefill(

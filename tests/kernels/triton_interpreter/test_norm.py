@@ -68,10 +68,28 @@ def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
     assert own.scales.shape == scales.shape
     assert torch.equal(own.values[:5].view(torch.uint8), values[:5].view(torch.uint8))
     assert torch.equal(own.scales[:, :5], scales[:, :5])
-    for rows in (hidden[:1], randn(65, size).half(), randn(5, size + 1).half()):
+    for rows in (hidden[:1], hidden.float(), randn(5, size + 1).half()):
         scale = torch.ones(rows.shape[1])
         normed = triton.add_norm(rows, None, scale, EPS, rounds=True)[1]
         assert rounded.find(normed) is None
+
+
+@pytest.mark.parametrize("num_tokens", [64, 66])
+def test_many_rounded_rows_may_be_alone(monkeypatch, num_tokens: int) -> None:
+    """Some products of few read the rows themselves."""
+    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    hidden, delta, scale = randn(num_tokens, 256).half(), randn(num_tokens, 256), randn(256)
+    kept = triton.add_norm(hidden, delta, scale, EPS, rounds=True)
+    total, normed = triton.add_norm(hidden, delta, scale, EPS, rounds=True, keeps_rows=False)
+    assert torch.equal(total, kept[0])
+    assert rounded.is_filled(kept[1])
+    assert rounded.is_filled(normed) == (num_tokens == 64)
+    own, expected = rounded.find(normed), rounded.find(kept[1])
+    pairs = zip(own.of(num_tokens), expected.of(num_tokens), strict=True)
+    assert all(torch.equal(ours.float(), theirs.float()) for ours, theirs in pairs)
+    if num_tokens == 66:
+        with pytest.raises(AssertionError, match="rounded already"):
+            triton_rounding.quantise(normed, 128, probe(hidden.device))
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 3])

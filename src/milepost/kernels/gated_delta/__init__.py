@@ -105,8 +105,9 @@ def mix(
 
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
-    padding are zeros, but for steps that verify, where they hold anything. Where it `rounds`, the
-    output may bring its rounding to float8 along (`quantised.rounded`).
+    padding are zeros, but for steps that verify, where they hold anything. Where it `rounds`, only
+    products with float8 read the output: it may bring its rounding along, or be nothing but it
+    (`quantised.rounded`).
     """
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
@@ -131,4 +132,5 @@ def mix(
             slots = many.slot_in, many.slot_out
             triton_prefill.prefill(projected, weights, *pools, *slots, many.chunks, output)
         return output
-    return triton_prefill.prefill(projected, weights, *pools, slot_in, slot_out, layout)
+    slots = slot_in, slot_out
+    return triton_prefill.prefill(projected, weights, *pools, *slots, layout, rounds=rounds)

@@ -5,17 +5,22 @@ Legend: T tokens, N chunks, C tokens in a chunk, V value heads, K key_dim, W val
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
-from milepost.kernels.device import runs_gluon
+from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.gated_delta.triton_parts import gated_norm, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.quantised import rounded as rounded_rows
+from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.triton_rounding import scale_of
+from milepost.kernels.triton_float8 import encode
 
 
 def chunk_fwd_o(
@@ -28,16 +33,24 @@ def chunk_fwd_o(
     g_cumsum: Tensor,
     h: Tensor,
     output: Tensor | None = None,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
-    """Outputs [T, V * W] from states `h` and what tokens add, `values`, through the gated norm."""
+    """Outputs [T, V * W] from states `h` and what tokens add, `values`, through the gated norm.
+    Where it `rounds` and a head is a block that shares a scale, see `gated_delta.mix`."""
     if output is None:
         output = projected.new_empty(len(projected), shapes.value_heads * shapes.value_dim)
+    rounded = None
+    if rounds and shapes.value_dim == BLOCK:
+        rounded = rounded_rows.room_for(*output.shape, output, keeps_rows=False)
+        if rounded is not None:
+            rounded_rows.attach(output, rounded)
     if runs_gluon(values):
         from milepost.kernels.gated_delta import triton_hopper_chunk_o as hopper
 
         if hopper.suits(shapes, values):
             hopper.chunk_fwd_o(
-                projected, weights, layout, shapes, query_key, values, g_cumsum, h, output
+                projected, weights, layout, shapes, query_key, values, g_cumsum, h, output, rounded
             )
             return output
     _chunk_fwd_o_kernel[(shapes.value_heads, len(layout.chunk_size))](
@@ -54,8 +67,13 @@ def chunk_fwd_o(
         g_cumsum,
         h,
         output,
+        None if rounded is None else rounded.values.view(torch.uint8),
+        None if rounded is None else rounded.scales,
+        0 if rounded is None else rounded.scales.stride(0),
         **shapes.heads,
         **shapes.blocks,
+        KEEPS_ROWS=rounded is None or not rounded.are_alone,
+        NATIVE=probe(projected.device).has_fp8,
         num_warps=4,
         **OVERLAPPED,
     )
@@ -78,6 +96,9 @@ def _chunk_fwd_o_kernel(
     g_cumsum,
     h,
     output,
+    rounded,
+    scales,
+    scales_stride,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -85,9 +106,11 @@ def _chunk_fwd_o_kernel(
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One value head of a chunk: what queries read from the state before the chunk and from the
-    chunk's own new values, through the gated norm into `output` [T, V * W]."""
+    chunk's own new values, through the gated norm into `output` [T, V * W], or to float8."""
     i_hv, i_t = tl.program_id(0), tl.program_id(1)
     size = tl.load(chunk_size + i_t)
     wait_for_inputs()
@@ -99,10 +122,12 @@ def _chunk_fwd_o_kernel(
     o_v, o_k = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K)
     is_v, is_k = o_v < VALUE_DIM, o_k < KEY_DIM
     in_v = in_chunk[:, None] & is_v[None, :]
-    p_first = output + (begin * VALUE_HEADS + i_hv) * VALUE_DIM
-    p_o = p_first + o_t[:, None] * (VALUE_HEADS * VALUE_DIM) + o_v[None, :]
+    first = (begin * VALUE_HEADS + i_hv) * VALUE_DIM
+    places = first + o_t[:, None] * (VALUE_HEADS * VALUE_DIM) + o_v[None, :]
+    targets = output, rounded, scales, i_hv * scales_stride + begin + o_t
     if size < 0:
-        tl.store(p_o, tl.zeros([C, BLOCK_W], output.dtype.element_ty), in_v)
+        b_o = tl.zeros([C, BLOCK_W], output.dtype.element_ty)
+        _store(targets, places, b_o, in_v, in_chunk, KEEPS_ROWS, NATIVE)
         return
 
     tokens = tl.cast(num_tokens, tl.int64)
@@ -129,4 +154,18 @@ def _chunk_fwd_o_kernel(
     gate_at = o_t[:, None] * projected_stride + o_v[None, :]
     b_gate = tl.load(gates + gate_at, in_v, 0)
     b_o = gated_norm(b_o, b_weight, b_gate, norm_eps, VALUE_DIM, 1)
-    tl.store(p_o, b_o.to(output.dtype.element_ty), in_v)
+    b_o = b_o.to(output.dtype.element_ty)
+    _store(targets, places, b_o, in_v, in_chunk, KEEPS_ROWS, NATIVE)
+
+
+@triton.jit
+def _store(targets, places, b_o, in_v, in_chunk, KEEPS_ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    """A head's outputs as they are, and rounded to float8 over a scale for each token."""
+    output, rounded, scales, scale_places = targets
+    if KEEPS_ROWS:
+        tl.store(output + places, b_o, in_v)
+    if rounded is not None:
+        b_wide = b_o.to(tl.float32)
+        b_scale = scale_of(b_wide, 1)
+        tl.store(rounded + places, encode(b_wide / b_scale[:, None], NATIVE), in_v)
+        tl.store(scales + scale_places, b_scale, in_chunk)

@@ -29,6 +29,8 @@ from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import wait_for_inputs
+from milepost.kernels.quantised.rounded import RoundedRows
+from milepost.kernels.quantised.rounding_gluon import round_block
 
 _SIZE = 128
 """Of keys and of values."""
@@ -50,8 +52,9 @@ def chunk_fwd_o(
     g_cumsum: Tensor,
     h: Tensor,
     output: Tensor,
+    rounded: RoundedRows | None,
 ) -> None:
-    """See `triton_chunk_o.chunk_fwd_o`."""
+    """See `triton_chunk_o.chunk_fwd_o`; where they are `rounded`, outputs are nothing else."""
     rows = [shapes.chunk, _SIZE]
     _chunk_fwd_o_kernel[(shapes.value_heads, len(layout.chunk_size))](
         projected,
@@ -67,6 +70,9 @@ def chunk_fwd_o(
         g_cumsum,
         TensorDescriptor.from_tensor(h.view(-1, _SIZE), [_SIZE, _SIZE], _TILE),
         output,
+        None if rounded is None else rounded.values,
+        None if rounded is None else rounded.scales,
+        0 if rounded is None else rounded.scales.stride(0),
         KEY_HEADS=shapes.key_heads,
         VALUE_HEADS=shapes.value_heads,
         SIZE=_SIZE,
@@ -92,12 +98,16 @@ def _chunk_fwd_o_kernel(
     g_cumsum,
     h,
     output,
+    rounded,
+    scales,
+    scales_stride,
     KEY_HEADS: gl.constexpr,
     VALUE_HEADS: gl.constexpr,
     SIZE: gl.constexpr,
     C: gl.constexpr,
 ):
-    """One value head of a chunk, into `output` [T, V * W]; zeros for tokens of no sequence."""
+    """One value head of a chunk, into `output` [T, V * W] or to float8; zeros for tokens of no
+    sequence."""
     # Of rows in global memory.
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     i_hv, i_t = gl.program_id(0), gl.program_id(1)
@@ -109,9 +119,11 @@ def _chunk_fwd_o_kernel(
         o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, ROWS))
         in_chunk = (o_t < gl.maximum(size, -size))[:, None]
         row = (begin + o_t).to(gl.int64)[:, None]
-        p_o = output + row * (VALUE_HEADS * SIZE) + i_hv * SIZE + o_v[None, :]
+        targets = output, rounded, scales, scales_stride
+        dtype: gl.constexpr = output.dtype.element_ty
         if size < 0:
-            gl.store(p_o, gl.zeros([C, SIZE], output.dtype.element_ty, layout=ROWS), in_chunk)
+            zeros = gl.zeros([C, SIZE], dtype, layout=ROWS)
+            _store(targets, zeros, begin, -size, VALUE_HEADS, SIZE, C)
         else:
             tiles = _load_tiles(
                 query_key, values, h, num_tokens, begin, KEY_HEADS, VALUE_HEADS, SIZE, C
@@ -126,8 +138,37 @@ def _chunk_fwd_o_kernel(
             scale = gl.rsqrt(gl.sum(b_o * b_o, 1) / SIZE + norm_eps)
             b_o = b_o * scale[:, None] * gl.load(norm_weight + o_w)[None, :]
             b_o *= silu(gl.convert_layout(b_gate, RESULT).to(gl.float32))
-            b_o = gl.convert_layout(b_o.to(output.dtype.element_ty), ROWS)
-            gl.store(p_o, b_o, in_chunk)
+            _store(targets, b_o.to(dtype), begin, size, VALUE_HEADS, SIZE, C)
+
+
+@gluon.jit
+def _store(
+    targets, b_o, begin, num_tokens, VALUE_HEADS: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr
+):
+    """A head's outputs as they are; or rounded to float8, with a scale for each token."""
+    output, rounded, scales, scales_stride = targets
+    if rounded is None:
+        _store_rows(output, b_o, begin, num_tokens, VALUE_HEADS, 8)
+    else:
+        values, scale = round_block(b_o.to(gl.float32), 1)
+        o_t = gl.arange(0, C, layout=scale.type.layout)
+        p_scale = scales + gl.program_id(0) * scales_stride + begin + o_t
+        gl.store(p_scale, scale, o_t < num_tokens)
+        _store_rows(rounded, values, begin, num_tokens, VALUE_HEADS, 16)
+
+
+@gluon.jit
+def _store_rows(target, b_o, begin, num_tokens, VALUE_HEADS: gl.constexpr, WIDTH: gl.constexpr):
+    """[C, W], so that a thread writes 16 bytes, WIDTH numbers."""
+    C: gl.constexpr = b_o.shape[0]
+    SIZE: gl.constexpr = b_o.shape[1]
+    ACROSS: gl.constexpr = SIZE // WIDTH
+    ROWS: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    o_t = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
+    o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, ROWS))
+    row = (begin + o_t).to(gl.int64)[:, None]
+    place = row * (VALUE_HEADS * SIZE) + gl.program_id(0) * SIZE + o_v[None, :]
+    gl.store(target + place, gl.convert_layout(b_o, ROWS), (o_t < num_tokens)[:, None])
 
 
 @gluon.jit

@@ -35,6 +35,8 @@ def prefill(
     slot_out: Tensor,
     layout: ChunkLayout,
     output: Tensor | None = None,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     """See `gated_delta.mix`; writes to `output` if there is one."""
     shapes = shapes_of(weights, recurrent_pool, layout)
@@ -50,4 +52,4 @@ def prefill(
     convolve(*common, conv_pool, *slots, *chunked)
     wy_fwd(*common, *chunked, w, g_cumsum)
     chunk_fwd_h(layout, shapes, recurrent_pool, *slots, *chunked, w, g_cumsum, h)
-    return chunk_fwd_o(*common, *chunked, g_cumsum, h, output)
+    return chunk_fwd_o(*common, *chunked, g_cumsum, h, output, rounds=rounds)

@@ -25,13 +25,15 @@ def add_norm(
     multiplier: float = 1.0,
     *,
     rounds: bool = False,
+    keeps_rows: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.add_norm`. Where it `rounds`, the norm may bring its rounding to float8 along
-    (`quantised.rounded`)."""
+    (`quantised.rounded`), or be nothing but it unless it `keeps_rows`."""
     if rounds and runs_triton(hidden):
         from milepost.kernels.norm import triton
 
-        return triton.add_norm(hidden, delta, scale, eps, multiplier, rounds=True)
+        how = {"rounds": True, "keeps_rows": keeps_rows}
+        return triton.add_norm(hidden, delta, scale, eps, multiplier, **how)
     return _module(hidden).add_norm(hidden, delta, scale, eps, multiplier)
 
 

@@ -31,12 +31,16 @@ def add_norm(
     multiplier: float = 1.0,
     *,
     rounds: bool = False,
+    keeps_rows: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32."""
     check_rows(hidden=hidden, delta=delta, scale=scale)
     num_tokens, size = hidden.shape
-    rounded = rounded_rows.room_for(num_tokens, size, hidden) if rounds else None
-    values, scales = (None, None) if rounded is None else (rounded.values, rounded.scales)
+    values = scales = rounded = None
+    if rounds:
+        rounded = rounded_rows.room_for(num_tokens, size, hidden, keeps_rows=keeps_rows)
+    if rounded is not None:
+        values, scales = rounded.values, rounded.scales
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
     if delta is None:
@@ -51,7 +55,7 @@ def add_norm(
         delta,
         scale,
         total,
-        normed,
+        None if rounded is not None and rounded.are_alone else normed,
         None if values is None else values.view(torch.uint8),
         scales,
         hidden.stride(0),
@@ -103,11 +107,12 @@ def _add_norm_kernel(
     p_delta = None if delta is None else delta + i_t * delta_stride
     b_x, b_o = sum_and_norm(
         hidden + i_t * hidden_stride, p_delta, b_scale, o_h, is_h, part_stride, eps,
-        SIZE, PARTS, MULTIPLIER, normed.dtype.element_ty,
+        SIZE, PARTS, MULTIPLIER, hidden.dtype.element_ty,
     )  # fmt: skip
     if PARTS:
         tl.store(total + i_t * SIZE + o_h, b_x, mask=is_h)
-    tl.store(normed + i_t * SIZE + o_h, b_o, mask=is_h)
+    if normed is not None:
+        tl.store(normed + i_t * SIZE + o_h, b_o, mask=is_h)
     if values is not None:
         b_x = tl.reshape(b_o.to(tl.float32), (COLUMNS // DEPTH, DEPTH))
         b_largest = scale_of(b_x, 1)

@@ -25,6 +25,7 @@ from milepost.kernels.quantised.forms import (
     quantise_fp8,
 )
 from milepost.kernels.quantised.forms import multiply as multiply_plainly
+from milepost.kernels.quantised.rounded import is_filled
 
 __all__ = [
     "BLOCK",
@@ -110,6 +111,7 @@ def partials(
         product = triton.multiply(hidden, weight, bias, lets_next_start=lets_next_start)
         if product is not None:
             return product
+    assert is_filled(hidden), "kernels multiply what is nothing but rounded"
     return multiply_plainly(hidden, weight, bias)
 
 

@@ -331,9 +331,8 @@ def _round(
         return hidden, None
     if weight.input_scale is not None or (are_few and weight.depth == BLOCK):
         return hidden, None
-    rounded = find(hidden) if weight.depth == BLOCK else None
-    if rounded is not None and len(rounded.values) == len(hidden):
-        return rounded.values, rounded.scales
+    if weight.depth == BLOCK and (rounded := find(hidden)):
+        return rounded.of(len(hidden))
     return triton_rounding.quantise(hidden, weight.depth, chip)
 
 
@@ -421,6 +420,7 @@ def _mix_tall(
     active = hidden.new_empty(num_rows, size, dtype=FP8)
     active_scales = hidden.new_empty(size // BLOCK, num_rows, dtype=torch.float32)
     how = {"is_gated": up.num_outputs == 2 * size, "is_bfloat": hidden.dtype == torch.bfloat16}
-    rows, scales = triton_rounding.quantise(hidden, up.depth, chip)
+    rows, scales = _round(hidden, up, chip, are_few=False)
+    assert scales is not None, "FP8 rounds its rows"
     tall.project_up(rows, scales, up, active, active_scales, groups, chip, **how)
     tall.project_down(active, active_scales, shares, down, output, groups, chip)

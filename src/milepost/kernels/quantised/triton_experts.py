@@ -59,8 +59,8 @@ def project_up(
         active,
         order,
         blocks,
-        len(rows),
         rows.stride(0),
+        0 if row_scales is None else row_scales.stride(0),
         capacity,
         TOP_K=len(active) // len(rows),
         INPUTS=rows.shape[1],
@@ -103,7 +103,7 @@ def _routed(order, o_m, is_row):
 
 
 @quick
-@triton.jit(do_not_specialize=("num_tokens", "capacity"))
+@triton.jit(do_not_specialize=("scales_stride", "capacity"))
 def _up_kernel(
     rows,
     row_scales,
@@ -114,8 +114,8 @@ def _up_kernel(
     active,
     order,
     blocks,
-    num_tokens,
     stride,
+    scales_stride,
     capacity,
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -163,7 +163,7 @@ def _up_kernel(
     p_up_zero = None if zeros is None else zeros + (expert * ROWS + up_row) * ZEROS
     b_gate, b_up = _multiply_both(
         p_x, p_gate, p_gate_scale, p_gate_zero, p_up, p_up_scale, p_up_zero,
-        p_row_scale, input_scale, num_tokens, INPUTS, GATED,
+        p_row_scale, input_scale, scales_stride, INPUTS, GATED,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP, BLOCK_SCALES, NATIVE,
     )  # fmt: skip
     b_o = tl.trans(activate(b_up, b_gate, GATED)).to(active.dtype.element_ty)
@@ -182,7 +182,7 @@ def _multiply_both(
     p_up_zero,
     p_row_scale,
     input_scale,
-    num_tokens,
+    scales_stride,
     INPUTS: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -196,19 +196,19 @@ def _multiply_both(
     b_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     b_up = b_gate
     gate_scale, gate_zero, _ = load_scales(
-        p_gate_scale, p_gate_zero, None, num_tokens, 0, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
+        p_gate_scale, p_gate_zero, None, scales_stride, 0, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
     )
     up_scale, up_zero, row_scale = load_scales(
-        p_up_scale, p_up_zero, p_row_scale, num_tokens, 0, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
+        p_up_scale, p_up_zero, p_row_scale, scales_stride, 0, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
     )
     for i_k in range(0, INPUTS, BLOCK_K):
         next_up_scale, next_up_zero, next_row_scale = load_scales(
-            p_up_scale, p_up_zero, p_row_scale, num_tokens, i_k + BLOCK_K,
+            p_up_scale, p_up_zero, p_row_scale, scales_stride, i_k + BLOCK_K,
             INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
         )  # fmt: skip
         if GATED:
             next_gate_scale, next_gate_zero, _ = load_scales(
-                p_gate_scale, p_gate_zero, None, num_tokens, i_k + BLOCK_K,
+                p_gate_scale, p_gate_zero, None, scales_stride, i_k + BLOCK_K,
                 INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
             )  # fmt: skip
             b_gate = add_step(
@@ -261,7 +261,7 @@ def project_down(
         partials,
         order,
         blocks,
-        len(active),
+        0 if row_scales is None else row_scales.stride(0),
         capacity,
         SIZE=size,
         OUTPUTS=num_outputs,
@@ -275,7 +275,7 @@ def project_down(
 
 
 @quick
-@triton.jit(do_not_specialize=("num_rows", "capacity"))
+@triton.jit(do_not_specialize=("scales_stride", "capacity"))
 def _down_kernel(
     active,
     row_scales,
@@ -287,7 +287,7 @@ def _down_kernel(
     partials,
     order,
     blocks,
-    num_rows,
+    scales_stride,
     capacity,
     SIZE: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -324,7 +324,7 @@ def _down_kernel(
     ZEROS: tl.constexpr = DEPTHS if GROUP > 0 else 1
     p_zero = None if zeros is None else zeros + (expert * OUTPUTS + column) * ZEROS
     acc = multiply(
-        p_x, p_w, p_scale, p_zero, p_row_scale, input_scale, num_rows, 0, 0, SIZE,
+        p_x, p_w, p_scale, p_zero, p_row_scale, input_scale, scales_stride, 0, 0, SIZE,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP, BLOCK_SCALES, NATIVE,
     )  # fmt: skip
     routed = _routed(order, o_m, is_row)

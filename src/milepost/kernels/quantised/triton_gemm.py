@@ -60,6 +60,7 @@ def gemm(
         output,
         num_rows,
         rows.stride(0),
+        0 if row_scales is None else row_scales.stride(0),
         output.stride(-2),
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
@@ -74,7 +75,7 @@ def gemm(
 
 
 @quick
-@triton.jit(do_not_specialize=("num_rows",))
+@triton.jit(do_not_specialize=("num_rows", "scales_stride"))
 def _gemm_kernel(
     rows,
     row_scales,
@@ -86,6 +87,7 @@ def _gemm_kernel(
     output,
     num_rows,
     stride,
+    scales_stride,
     output_stride,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -117,7 +119,7 @@ def _gemm_kernel(
     static_scale = None if input_scale is None else tl.load(input_scale)
     wait_for_inputs()
     acc = multiply(
-        p_x, p_w, p_scale, p_zero, p_row_scale, static_scale, num_rows,
+        p_x, p_w, p_scale, p_zero, p_row_scale, static_scale, scales_stride,
         first, SHARE, INPUTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, BLOCK_SCALES, NATIVE,
     )  # fmt: skip
     if bias is not None:

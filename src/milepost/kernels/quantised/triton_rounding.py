@@ -18,6 +18,7 @@ from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import LEAST_SCALE
+from milepost.kernels.quantised.rounded import is_filled
 from milepost.kernels.tiles import cdiv, next_power_of_2
 from milepost.kernels.triton_float8 import LARGEST, decode, encode
 
@@ -44,6 +45,7 @@ def quantise(
 
     Where it `is_gated`, `rows` are [R, 2 * I] and what is rounded is SiLU(first half) * second
     half."""
+    assert is_filled(rows), "what is rounded already has a product that reads it"
     num_rows, num_inputs = len(rows), rows.shape[1] // (1 + is_gated)
     count = cdiv(num_inputs, depth)
     block = next_power_of_2(depth)

@@ -81,7 +81,7 @@ def load_scales(
     p_scale,
     p_zero,
     p_row_scale,
-    num_rows,
+    scales_stride,
     i_k,
     INPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -107,7 +107,7 @@ def load_scales(
     elif BLOCK_SCALES:
         scale = tl.load(p_scale + i_k // BLOCK_K)
         if p_row_scale is not None:
-            row_scale = tl.load(p_row_scale + i_k // BLOCK_K * num_rows)
+            row_scale = tl.load(p_row_scale + i_k // BLOCK_K * scales_stride)
     return scale, zero, row_scale
 
 
@@ -119,7 +119,7 @@ def multiply(
     p_zero,
     p_row_scale,
     input_scale,
-    num_rows,
+    scales_stride,
     first,
     SHARE: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -134,14 +134,14 @@ def multiply(
     of them if that is 0 (see `add_step`)."""
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scale, zero, row_scale = load_scales(
-        p_scale, p_zero, p_row_scale, num_rows, first, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
+        p_scale, p_zero, p_row_scale, scales_stride, first, INPUTS, BLOCK_K, GROUP, BLOCK_SCALES
     )
     stop = INPUTS
     if SHARE:
         stop = tl.minimum(first + SHARE, INPUTS)
     for i_k in range(first, stop, BLOCK_K):
         next_scale, next_zero, next_row_scale = load_scales(
-            p_scale, p_zero, p_row_scale, num_rows, i_k + BLOCK_K,
+            p_scale, p_zero, p_row_scale, scales_stride, i_k + BLOCK_K,
             INPUTS, BLOCK_K, GROUP, BLOCK_SCALES,
         )  # fmt: skip
         acc = add_step(

@@ -70,9 +70,9 @@ def project_up(
         active_scales,
         groups.order,
         groups.blocks,
-        len(rows),
         len(active),
         rows.stride(0),
+        row_scales.stride(0),
         capacity,
         TOP_K=len(active) // len(rows),
         INPUTS=num_inputs,
@@ -88,7 +88,7 @@ def project_up(
 
 
 @quick
-@triton.jit(do_not_specialize=("num_tokens", "num_rows", "capacity"))
+@triton.jit(do_not_specialize=("num_rows", "scales_stride", "capacity"))
 def _up_kernel(
     rows,
     row_scales,
@@ -98,9 +98,9 @@ def _up_kernel(
     active_scales,
     order,
     blocks,
-    num_tokens,
     num_rows,
     stride,
+    scales_stride,
     capacity,
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -120,11 +120,11 @@ def _up_kernel(
     # An expert's last block is often less than half full: then half the rows are multiplied.
     if end - first_row <= BLOCK_M // 2:
         _up_tile(rows, row_scales, up, scales, active, active_scales, order, expert, first_row,
-                 end, tile, num_tokens, num_rows, stride,
+                 end, tile, num_rows, stride, scales_stride,
                  TOP_K, INPUTS, SIZE, GATED, BLOCK_M // 2, BLOCK, NATIVE, IS_BFLOAT)
     else:
         _up_tile(rows, row_scales, up, scales, active, active_scales, order, expert, first_row,
-                 end, tile, num_tokens, num_rows, stride,
+                 end, tile, num_rows, stride, scales_stride,
                  TOP_K, INPUTS, SIZE, GATED, BLOCK_M, BLOCK, NATIVE, IS_BFLOAT)
     # fmt: on
 
@@ -142,9 +142,9 @@ def _up_tile(
     first_row,
     end,
     tile,
-    num_tokens,
     num_rows,
     stride,
+    scales_stride,
     TOP_K: tl.constexpr,
     INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -171,7 +171,7 @@ def _up_tile(
     b_up = tl.zeros([BLOCK_M, BLOCK], tl.float32)
     for i_d in range(DEPTHS):
         b_x = decode(tl.load(rows + i_d * BLOCK + place), NATIVE)
-        row_scale = tl.load(p_row_scale + i_d * num_tokens)
+        row_scale = tl.load(p_row_scale + i_d * scales_stride)
         if GATED:
             b_w = decode(up.load([gate_row, i_d * BLOCK]), NATIVE)
             b_gate += (
