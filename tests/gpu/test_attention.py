@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from milepost.kernels.batch import Capacity
+from milepost.kernels.device import probe
+from milepost.kernels.quantised import rounded, triton_rounding
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
 
@@ -86,6 +88,27 @@ def test_attend_to_float8_matches_reference(name: str) -> None:
     assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="products round rows themselves on other chips than Hopper",
+)
+@pytest.mark.parametrize(
+    "name", ["prefills", "four_kv_heads", "head_dim_128", "nemotron", "few_rows", "long"]
+)
+def test_results_of_many_tokens_are_rounded(name: str) -> None:
+    """Whole ones and those of several parts, of wide items and of narrow ones: the numbers that a
+    launch of their own makes of them."""
+    long = replace(LARGE, starts=(0,), lengths=(2500,))
+    step = Step(long if name == "long" else CASES[name], "cuda")
+    plain, output = attend(step), attend(step, rounds=True)
+    assert rounded.find(plain) is None
+    assert not rounded.is_filled(output)
+    own = rounded.find(output).of(step.num_tokens)
+    values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
+    assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(own[1], scales)
+
+
 DECODES = replace(CASES["decodes"], starts=(0, 1, 63, 64, 65, 1000, 90_000), lengths=(1,) * 7)
 
 
@@ -147,12 +170,12 @@ def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
     assert relative_error(output[: step.num_tokens], step.expected()) < 1e-2
 
 
-def attend(step: Step) -> torch.Tensor:
+def attend(step: Step, *, rounds: bool = False) -> torch.Tensor:
     items = step.on_device(step.items())
     tables, scale = step.device_tables(), step.case.head_dim**-0.5
     read = step.pool, tables, items, scale, step.kv_scales
-    output = attention.attend(step.query, step.gate, *read)
-    return output[: step.num_tokens]
+    output = attention.attend(step.query, step.gate, *read, rounds=rounds)
+    return output if rounds else output[: step.num_tokens]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

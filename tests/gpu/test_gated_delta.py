@@ -66,6 +66,31 @@ def test_decode_brings_its_rounding_along(num_sequences: int) -> None:
     assert torch.equal(own.scales[:, :num_sequences], scales)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="products round rows themselves on other chips than Hopper",
+)
+@pytest.mark.parametrize("num_tokens", [50, 301, 4097])
+def test_prefill_brings_its_rounding_along(num_tokens: int) -> None:
+    """Of many tokens nothing else; the last ones are padding."""
+    batch = Batch(starts=[0, 70], lengths=[num_tokens - 43, 40], slot_in=[0, 1], slot_out=[3, 4])
+    projected = make_projected(REAL, num_tokens, torch.bfloat16, "cuda")
+    weights = make_weights(REAL, torch.bfloat16, "cuda")
+    pools = make_pools(REAL, 5, torch.bfloat16, "cuda", spacing=0)
+    others = pools.clone(0)
+    room = {"max_tokens": num_tokens, "max_sequences": 3, "max_exports": 0}
+    plain = fused_prefill(projected, weights, pools, batch, **room)
+    output = fused_prefill(projected, weights, others, batch, rounds=True, **room)
+    assert_pools_equal(others, pools)
+    assert rounded.is_filled(output) == (num_tokens == 50)
+    if num_tokens == 50:
+        assert torch.equal(output, plain)
+    own = rounded.find(output).of(num_tokens)
+    values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
+    assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(own[1], scales)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("spacing", [0, SPACING])

@@ -16,6 +16,7 @@ from milepost.kernels.quantised import (
     multiply,
     multiply_gated,
     partials_of_gated,
+    rounded,
     triton,
 )
 from tests.kernels.quantised_cases import (
@@ -271,9 +272,10 @@ def test_gemm_of_gated_rows(num_tokens: int, name: str) -> None:
     check(product, active, weight, torch.zeros(weight.num_outputs, device="cuda"), bound=2e-2)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 16, 63, 64])
+@pytest.mark.parametrize("num_tokens", [2, 16, 63, 64, 67, 301, 1000])
 def test_products_of_what_a_norm_rounded(num_tokens: int) -> None:
-    """The same bits as where products round it themselves; dense ones and experts."""
+    """The same bits as where products round it themselves; dense ones and experts, of many tokens
+    in tall blocks."""
     weight = to("cuda", make_fp8(12288, 2048))
     up, down = to("cuda", make_fp8(16, 512, 2048)), to("cuda", make_fp8(16, 2048, 256, seed=2))
     hidden = make_rows(num_tokens, 2048).cuda().bfloat16()
@@ -284,6 +286,13 @@ def test_products_of_what_a_norm_rounded(num_tokens: int) -> None:
     shares, experts = route(num_tokens, 16)[1:]
     given = shares.cuda().bfloat16(), experts.cuda(), up, down
     assert torch.equal(mix(normed, *given), mix(plain, *given))
+    alone = norm.add_norm(hidden, None, scale, 1e-6, rounds=True, keeps_rows=False)[1]
+    if not rounded.is_filled(alone):
+        alone.fill_(torch.nan)
+    bias = torch.randn(12288, device="cuda").bfloat16()
+    assert torch.equal(multiply(alone, weight, bias), multiply(plain, weight, bias))
+    others = to("cuda", make_fp8(384, 2048, rows=1))  # torch's GEMM takes blocks alone
+    assert torch.equal(multiply(alone, others), multiply(plain, others))
 
 
 def fp8_experts(up_rows: int, **how: float) -> tuple[Quantised, Quantised]:

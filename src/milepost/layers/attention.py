@@ -129,6 +129,11 @@ class Attention(nn.Module):
         """What `run_ends` needs laid out besides."""
         return replace(self.operation, only_ends=True)
 
+    @property
+    def only_rounds(self) -> bool:
+        """See `Block`."""
+        return self.qkv_gate.only_rounds
+
     def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         layout = ctx.step.layouts[self.operation]
@@ -158,9 +163,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         shapes = self.shapes
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
-        pages = ctx.kv[number], ctx.tables
+        pages, scales = (ctx.kv[number], ctx.tables), self.kv_scales.values
+        rounds = self.out.rounds_rows
         return self.out.partials(
-            attention.attend(query, gate, *pages, layout, scale, self.kv_scales.values)
+            attention.attend(query, gate, *pages, layout, scale, scales, rounds=rounds)
         )
 
     def store(self, hidden: Tensor, ctx: Context, number: int) -> None:

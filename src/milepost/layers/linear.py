@@ -190,6 +190,11 @@ class Linear(nn.Module):
         """Whether its products round their rows to float8 in blocks."""
         return any(getattr(weight, "rounds_rows", False) for weight in self.weights)
 
+    @property
+    def only_rounds(self) -> bool:
+        """Whether all of them do, so that rounded rows are enough."""
+        return all(getattr(weight, "rounds_rows", False) for weight in self.weights)
+
     def partials_of_gated(self, gate_up: Tensor) -> Tensor:
         """`partials` of SiLU of the first half of `gate_up` [T, 2 * I] times the other half."""
         return self._weight.partials_of_gated(gate_up)

@@ -40,6 +40,11 @@ class MLP(nn.Module):
         self.up = Linear(hidden_size, [(name, own.size) for name in up], kind, cuts=cuts)
         self.down = Linear(own.size, ((down, hidden_size),), kind, inputs=own)
 
+    @property
+    def only_rounds(self) -> bool:
+        """See `Block`."""
+        return self.up.only_rounds
+
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(self._units(hidden))
 

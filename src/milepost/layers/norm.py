@@ -56,11 +56,12 @@ class RMSNorm(nn.Module):
         delta: Tensor | None,
         *,
         rounds: bool = False,
+        keeps_rows: bool = True,
         first: Begun | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Add a layer's output to the residual stream: the sum [T, N] and its norm, which products
-        with float8 read if it `rounds`. The product that comes `first` is made in the same launch,
-        and the norm brings it along.
+        with float8 read if it `rounds`, and nobody else does unless it `keeps_rows`. The product
+        that comes `first` is made in the same launch, and the norm brings it along.
 
         `hidden` [T, N]; `delta` [T, N], or partials [T, P, N] of it, or None. Partials of several
         ranks are those of them all.
@@ -72,7 +73,7 @@ class RMSNorm(nn.Module):
             both = norm.add_norm_and_multiply(hidden, delta, *how, first.weight, first.target)
             first.ride_on(both[1])
             return both
-        return norm.add_norm(hidden, delta, *how, rounds=rounds)
+        return norm.add_norm(hidden, delta, *how, rounds=rounds, keeps_rows=keeps_rows)
 
     def placements(self) -> Placements:
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}

@@ -74,6 +74,8 @@ class Block(nn.Module):
         self._rounds = any(
             getattr(module, "rounds_rows", False) for part in parts for module in part.modules()
         )
+        # All that such parts do with rows is multiply them with float8.
+        self._keeps_rows = not all(getattr(part, "only_rounds", False) for part in parts)
 
     def run(
         self,
@@ -89,7 +91,8 @@ class Block(nn.Module):
         Where it `ends`, the rows of both are those behind which is sampled."""
         if self.pre is not None:
             first = self._begin(hidden) if len(hidden) == 1 else None
-            hidden, normed = self.pre.add(hidden, delta, rounds=self._rounds, first=first)
+            how = {"rounds": self._rounds, "keeps_rows": self._keeps_rows}
+            hidden, normed = self.pre.add(hidden, delta, **how, first=first)
         else:
             if delta is not None:  # partials are float32, the residual stream is not
                 hidden = (hidden + self._whole(delta)).to(hidden.dtype)

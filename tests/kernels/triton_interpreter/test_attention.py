@@ -9,7 +9,8 @@ import torch
 
 from milepost.kernels.attention.items import choose_wide_rows
 from milepost.kernels.batch import Capacity
-from milepost.kernels.device import Chip
+from milepost.kernels.device import Chip, probe
+from milepost.kernels.quantised import rounded, triton_rounding
 from tests.batches import spread
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
@@ -119,6 +120,34 @@ def test_pages_may_lie_far_apart(head_dim: int) -> None:
     step = Step(replace(CASES["mixed"], head_dim=head_dim, dtype=torch.float16))
     step.pool = spread(step.pool[: step.tables.max() + 1])
     assert error_of(step) < 2e-3
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_results_of_many_tokens_are_rounded(monkeypatch, head_dim: int) -> None:
+    """The same numbers as a launch of their own makes of them; no others are written."""
+    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    step = Step(replace(CASES["mixed"], head_dim=head_dim, dtype=torch.float16))
+    items = step.on_device(step.items())
+    assert items.num_combined
+    given = step.query, step.gate, step.pool, step.device_tables(), items, head_dim**-0.5
+    plain, output = (attention.attend(*given, rounds=rounds) for rounds in (False, True))
+    assert rounded.is_filled(plain)
+    assert not rounded.is_filled(output)
+    own = rounded.find(output).of(step.num_tokens)
+    values, scales = triton_rounding.quantise(plain[: step.num_tokens], 128, probe(plain.device))
+    assert torch.equal(own[0].float(), values.float())
+    assert torch.equal(own[1], scales)
+
+
+def test_few_results_and_those_over_float8_are_not_rounded(monkeypatch) -> None:
+    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    for case in (CASES["suffixes"], replace(CASES["mixed"], head_dim=128, has_float8=True)):
+        few = replace(case, head_dim=128, lengths=(1,) * len(case.lengths))
+        step = Step(replace(case if case.has_float8 else few, dtype=torch.float16))
+        given = step.query, step.gate, step.pool, step.device_tables()
+        items = step.on_device(step.items())
+        output = attention.attend(*given, items, 0.1, step.kv_scales, rounds=True)
+        assert rounded.find(output) is None
 
 
 def error(case: Case) -> float:

@@ -177,11 +177,14 @@ def attend(
     layout: AttentionLayout,
     scale: float,
     kv_scales: Tensor | None = None,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     """Attend to pages and gate: see `reference.attend`. `tables` are those on the device, which
-    items name rows of."""
+    items name rows of. Where it `rounds`, only products with float8 read the output: it may be
+    nothing but its rounding (`quantised.rounded`)."""
     if isinstance(layout, AttentionRows):
         return reference.attend(query, gate, pool, layout, scale, kv_scales)
     from milepost.kernels.attention import triton
 
-    return triton.attend(query, gate, pool, tables, layout, scale, kv_scales)
+    return triton.attend(query, gate, pool, tables, layout, scale, kv_scales, rounds=rounds)

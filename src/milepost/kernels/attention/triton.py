@@ -22,12 +22,21 @@ from milepost.kernels.attention.pages import MAX_ROWS, as_bytes, as_rows, rows_p
 from milepost.kernels.attention.triton_combine import combine
 from milepost.kernels.attention.triton_dequantise import dequantise
 from milepost.kernels.attention.triton_load import load, load_words
-from milepost.kernels.attention.triton_parts import dot, fit_float16, load_item, online_softmax
+from milepost.kernels.attention.triton_parts import (
+    dot,
+    fit_float16,
+    load_item,
+    online_softmax,
+    round_heads,
+)
 from milepost.kernels.attention.triton_tiles import KVTiles, choose_shape
 from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.float8 import FP8
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.quantised import rounded as rounded_rows
+from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.rounded import RoundedRows
 from milepost.kernels.strides import check_rows
 from milepost.kernels.tiles import next_power_of_2
 
@@ -47,6 +56,7 @@ def attend(
     scale: float,
     kv_scales: Tensor | None = None,
     *,
+    rounds: bool = False,
     narrow_shape: KVTiles | None = None,
     wide_shape: KVTiles | None = None,
 ) -> Tensor:
@@ -54,7 +64,8 @@ def attend(
     `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E] if there is one.
     `kv_scales` [2, G] float32 are of keys' and values' heads in float8.
 
-    Returns [T, H * E]; rows of tokens that are in no item hold anything.
+    Returns [T, H * E]; rows of tokens that are in no item hold anything. Where it `rounds`, see
+    `attention.attend`.
     """
     check_rows(query=query, gate=gate, tables=tables)
     num_tokens, num_heads, head_dim = query.shape
@@ -63,7 +74,10 @@ def attend(
     lse = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
     if pool.dtype != FP8:
         kv_scales = None
-    results = items.bases, partials, lse, scale
+    rounded = None
+    if rounds and pool.dtype != FP8 and head_dim % BLOCK == 0:
+        rounded = _room_for_rounded(output)
+    results = items.bases, partials, lse, scale, rounded
     kind, chip = (head_dim, query.dtype), probe(query.device)
     if len(items.wide):
         pages = pool, kv_scales, tables
@@ -86,14 +100,24 @@ def attend(
         common = (query, gate, output, pool, kv_scales, tables, *results)
         hopper = None if narrow_shape else _hopper_narrow_kernel(query, pool, items.narrow_rows)
         if hopper:
-            hopper(items.narrow, items.narrow_rows, *common)
+            hopper(items.narrow, items.narrow_rows, *common[:-1])
         else:
             rows = max(items.narrow_rows, NARROW_ROWS)
             shape = narrow_shape or choose_shape(rows, *kind, chip, **counts)
             _launch(items.narrow, rows, shape, *common)
     if items.num_combined:
-        combine(partials, lse, items, gate, output)
+        combine(partials, lse, items, gate, output, rounded)
     return output
+
+
+def _room_for_rounded(output: Tensor) -> RoundedRows | None:
+    """Room for the rounding of `output`, which brings it along, if it may be alone. Of few rows
+    each program would store both."""
+    rounded = rounded_rows.room_for(*output.shape, output, keeps_rows=False)
+    if rounded is None or not rounded.are_alone:
+        return None
+    rounded_rows.attach(output, rounded)
+    return rounded
 
 
 def _in_words(kv: Tensor, block: int, head_dim: int, *, boxed: bool) -> Tensor | TensorDescriptor:
@@ -140,6 +164,7 @@ def _launch(
     partials: Tensor,
     lse: Tensor,
     scale: float,
+    rounded: RoundedRows | None,
 ) -> None:
     _, num_heads, head_dim = query.shape
     _, _, page_size, num_kv_heads, _ = pool.shape
@@ -155,6 +180,7 @@ def _launch(
         query,
         gate,
         output,
+        *rounded_rows.as_arguments(rounded),
         TensorDescriptor.from_tensor(kv, [shape.block, block_e]) if boxed else kv,
         _in_words(kv, shape.block, head_dim, boxed=boxed) if in_words else None,
         kv_scales,
@@ -180,6 +206,7 @@ def _launch(
         ROWS=rows,
         BLOCK=shape.block,
         TAIL_STAGES=shape.tail_stages,
+        HAS_FP8=chip.has_fp8,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **OVERLAPPED,
@@ -189,11 +216,14 @@ def _launch(
 # The rows of a page and the length of a table follow from how much memory there is: nothing is
 # compiled anew for them.
 @quick
-@triton.jit(do_not_specialize=["page_rows", "table_stride"])
+@triton.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
 def _attend_kernel(
     query,
     gate,
     output,
+    rounded,
+    row_scales,
+    scales_stride,
     kv,
     words,
     kv_scales,
@@ -219,6 +249,7 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     """One item and KV head: ROWS = tokens * GROUP query rows."""
     let_next_start()
@@ -270,21 +301,31 @@ def _attend_kernel(
     inside = head[:, None] * HEAD_DIM + o_e[None, :]
     place = token, head, inside, held, ahead < num_tokens
     if ordinal < 0:
-        _store(output, acc, gate, gate_stride, place, KV_HEADS * GROUP * HEAD_DIM)
+        targets = output, rounded, row_scales, scales_stride
+        _store(targets, acc, gate, gate_stride, place, KV_HEADS * GROUP * HEAD_DIM, HAS_FP8)
     else:
         _store_partial(partials, lse, bases, acc, m, l, ordinal, place, KV_HEADS * GROUP, HEAD_DIM)
 
 
 @triton.jit
-def _store(output, acc, gate, gate_stride, place, WIDTH: tl.constexpr):
-    """Results [ROWS, BLOCK_E] to `output` [T, WIDTH], times the sigmoid of `gate` if there is one.
-    `place` are rows' tokens and heads, offsets in a token's row, and which are held."""
-    token, _head, inside, held, _is_held = place
+def _store(targets, acc, gate, gate_stride, place, WIDTH: tl.constexpr, HAS_FP8: tl.constexpr):
+    """Results [ROWS, BLOCK_E] to `output` [T, WIDTH] or to float8, times the sigmoid of `gate` if
+    there is one. `place` are rows' tokens and heads, offsets in a token's row, and which are
+    held."""
+    token, head, inside, held, is_held = place
+    output, rounded, row_scales, scales_stride = targets
     if gate is not None:
         b_g = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
         acc *= tl.sigmoid(b_g.to(tl.float32))
-    p_o = output + token[:, None] * WIDTH + inside
-    tl.store(p_o, acc.to(output.dtype.element_ty), mask=held)
+    b_o = acc.to(output.dtype.element_ty)
+    if rounded is None:
+        tl.store(output + token[:, None] * WIDTH + inside, b_o, mask=held)
+    else:
+        values, scales = round_heads(b_o, HAS_FP8)
+        tl.store(rounded + token[:, None] * WIDTH + inside, values, mask=held)
+        part = tl.arange(0, scales.shape[1])
+        at = (head[:, None] * scales.shape[1] + part[None, :]) * scales_stride + token[:, None]
+        tl.store(row_scales + at, scales, mask=is_held[:, None])
 
 
 @triton.jit

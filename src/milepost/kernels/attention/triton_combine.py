@@ -10,8 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.attention.items import AttentionItems
+from milepost.kernels.attention.triton_parts import round_heads
+from milepost.kernels.device import probe
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.rounded import RoundedRows, as_arguments
 
 _PROGRAMS = 256
 """A result of few tokens is divided among so many: of long sequences they have many partial ones,
@@ -21,24 +25,33 @@ _LEAST_PART, _NUMBERS = 32, 8192
 
 
 def combine(
-    partials: Tensor, lse: Tensor, items: AttentionItems, gate: Tensor | None, output: Tensor
+    partials: Tensor,
+    lse: Tensor,
+    items: AttentionItems,
+    gate: Tensor | None,
+    output: Tensor,
+    rounded: RoundedRows | None = None,
 ) -> None:
     """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
-    if there is one."""
+    if there is one; to nothing but room for them `rounded`, if there is some."""
     _, num_heads, head_dim = partials.shape
     block_e = triton.next_power_of_2(head_dim)
     part = choose_part(items.num_combined * num_heads, block_e)
+    if rounded is not None:
+        part = max(part, BLOCK)
     _combine_kernel[(items.num_combined, num_heads, block_e // part)](
         partials,
         lse,
         items.bases,
         gate,
         output,
+        *as_arguments(rounded),
         0 if gate is None else gate.stride(0),
         HEADS=num_heads,
         HEAD_DIM=head_dim,
         PART=part,
         STEP=max(32, _NUMBERS // part),
+        HAS_FP8=probe(output.device).has_fp8,
         num_warps=4 if part == block_e else 8,
         **OVERLAPPED,
     )
@@ -53,18 +66,22 @@ def choose_part(num_results: int, block_e: int) -> int:
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def _combine_kernel(
     partials,
     lse,
     bases,
     gate,
     output,
+    rounded,
+    row_scales,
+    scales_stride,
     gate_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PART: tl.constexpr,
     STEP: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     """Some dimensions of the result of one token and head: its partial results, each by its share
     by the LSE."""
@@ -100,4 +117,12 @@ def _combine_kernel(
     if gate is not None:
         acc *= tl.sigmoid(b_g.to(tl.float32))
     at = (token * HEADS + head) * HEAD_DIM + o_e
-    tl.store(output + at, acc.to(output.dtype.element_ty), mask=inside)
+    b_o = acc.to(output.dtype.element_ty)
+    if rounded is None:
+        tl.store(output + at, b_o, mask=inside)
+    else:
+        values, scales = round_heads(b_o[None, :], HAS_FP8)
+        tl.store(rounded + at[None, :], values, mask=inside[None, :])
+        COUNT: tl.constexpr = scales.shape[1]
+        o_d = (head * tl.num_programs(2) + tl.program_id(2)) * COUNT + tl.arange(0, COUNT)
+        tl.store(row_scales + o_d[None, :] * scales_stride + token, scales)

@@ -35,6 +35,8 @@ from milepost.kernels.gluon import load_box
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.rounded import RoundedRows
 
 ROWS = 128
 _LOG2_E = 1.4426950408889634
@@ -67,9 +69,11 @@ def attend(
     partials: Tensor,
     lse: Tensor,
     scale: float,
+    rounded: RoundedRows | None = None,
 ) -> None:
     """Write the results of `work`, which are wide items, to `output` [T, H * E], or to `partials`
-    [P, H, E] and `lse` [P, H]. `kv_scales` [2, G] are what keys and values are over."""
+    [P, H, E] and `lse` [P, H]. `kv_scales` [2, G] are what keys and values are over. Where they are
+    `rounded`, whole results are nothing else."""
     _, num_heads, head_dim = query.shape
     _, _, page_size, num_kv_heads, _ = pool.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -78,6 +82,8 @@ def attend(
         query,
         query if gate is None else gate,
         output,
+        output if rounded is None else rounded.values,
+        lse if rounded is None else rounded.scales,
         TensorDescriptor.from_tensor(kv, [_BLOCK, head_dim], layout),
         query if kv_scales is None else kv_scales,
         tables,
@@ -90,6 +96,7 @@ def attend(
         query.stride(0),
         query.stride(1),
         0 if gate is None else gate.stride(0),
+        0 if rounded is None else rounded.scales.stride(0),
         tables.stride(0),
         KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -99,6 +106,7 @@ def attend(
         STAGES=_STAGES,
         GATED=gate is not None,
         SCALED=kv_scales is not None,
+        DEPTH=0 if rounded is None else BLOCK,
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
@@ -107,11 +115,13 @@ def attend(
 
 
 @quick
-@gluon.jit(do_not_specialize=["page_rows", "table_stride"])
+@gluon.jit(do_not_specialize=["page_rows", "table_stride", "scales_stride"])
 def _attend_kernel(
     query,
     gate,
     output,
+    rounded,
+    row_scales,
     kv,
     kv_scales,
     tables,
@@ -124,6 +134,7 @@ def _attend_kernel(
     query_stride,
     head_stride,
     gate_stride,
+    scales_stride,
     table_stride,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -133,6 +144,7 @@ def _attend_kernel(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     SCALED: gl.constexpr,
+    DEPTH: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -160,11 +172,18 @@ def _attend_kernel(
         mbarrier.init(bars.index(3 * STAGES + stage), count=2)
     consumed = (query, gate, output, kv_scales, item, bases, partials, lse, scale, i_h)
     consumed += (query_stride, head_stride, gate_stride, queries, keys, values, bars)
+    consumed += ((rounded, row_scales, scales_stride),)
     produced = (kv, table, begin, end, page_rows, i_h, keys, values, bars)
     gl.warp_specialize(
         [
-            (_consume, (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED)),
-            (_consume, (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED)),
+            (
+                _consume,
+                (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED, DEPTH),
+            ),
+            (
+                _consume,
+                (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED, DEPTH),
+            ),
             (_produce, (produced, HEAD_DIM, PAGE_SIZE, BLOCK, STAGES)),
         ],
         [4, 1],
@@ -212,10 +231,11 @@ def _consume(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     SCALED: gl.constexpr,
+    DEPTH: gl.constexpr,
 ):
     """Half of the tile's rows: 64 of them in four warps."""
     query, gate, output, kv_scales, item, bases, partials, lse, scale, i_h = consumed[:10]
-    query_stride, head_stride, gate_stride, queries, keys, values, bars = consumed[10:]
+    query_stride, head_stride, gate_stride, queries, keys, values, bars, rounded = consumed[10:]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -254,5 +274,6 @@ def _consume(
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, RESULT))[:, None]
     if SCALED:
         acc *= gl.load(kv_scales + KV_HEADS + i_h)
-    targets = gate, gate_stride, output, bases, partials, lse
-    store(targets, m, l, acc, row, half, first, num_tokens, ordinal, i_h, KV_HEADS, GROUP, GATED)
+    targets = gate, gate_stride, output, bases, partials, lse, rounded
+    place = row, first, num_tokens, ordinal, i_h
+    store(targets, m, l, acc, half, place, KV_HEADS, GROUP, GATED, DEPTH)

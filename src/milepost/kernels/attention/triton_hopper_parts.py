@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from milepost.kernels.quantised.rounding_gluon import round_block
+
 
 @gluon.jit
 def load_item(item):
@@ -183,18 +185,17 @@ def store(
     m,
     l,
     acc,
-    row,
     half: gl.constexpr,
-    first,
-    num_tokens,
-    ordinal,
-    i_h,
+    place,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     GATED: gl.constexpr,
+    DEPTH: gl.constexpr,
 ):
-    """To `output`, if GATED times the sigmoid of the gates; or a partial result with its LSE."""
-    gate, gate_stride, output, bases, partials, lse = targets
+    """To `output`, if GATED times the sigmoid of the gates, or to float8 with a scale for each
+    DEPTH dimensions; or a partial result with its LSE."""
+    gate, gate_stride, output, bases, partials, lse, rounded = targets
+    row, first, num_tokens, ordinal, i_h = place
     RESULT: gl.constexpr = acc.type.layout
     HEAD_DIM: gl.constexpr = acc.type.shape[1]
     wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
@@ -206,8 +207,12 @@ def store(
         if GATED:
             b_g = gl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
             acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
-        p_o = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
-        gl.store(p_o, acc.to(output.dtype.element_ty), mask=held)
+        b_o = acc.to(output.dtype.element_ty)
+        if DEPTH:
+            _store_rounded(rounded, b_o, half, place, KV_HEADS, GROUP, DEPTH)
+        else:
+            p_o = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
+            gl.store(p_o, b_o, mask=held)
     else:
         base = gl.load(bases + token, mask=wide_row // GROUP < num_tokens, other=0).to(gl.int64)
         p_partial = partials + (base + ordinal)[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
@@ -217,3 +222,33 @@ def store(
         head = i_h * GROUP + row % GROUP
         p_lse = lse + (lse_base + ordinal) * (KV_HEADS * GROUP) + head
         gl.store(p_lse, m + gl.log2(l), mask=has_token)
+
+
+@gluon.jit
+def _store_rounded(
+    rounded,
+    b_o,
+    half: gl.constexpr,
+    place,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DEPTH: gl.constexpr,
+):
+    """Results [64, HEAD_DIM] in float8, with a scale for each DEPTH of them."""
+    values, scales, scales_stride = rounded
+    _, first, num_tokens, _, i_h = place
+    HEAD_DIM: gl.constexpr = b_o.shape[1]
+    PARTS: gl.constexpr = HEAD_DIM // DEPTH
+    parted, b_scale = round_block(b_o.to(gl.float32).reshape([64, PARTS, DEPTH]), 2)
+    b_o = parted.reshape([64, HEAD_DIM])
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, b_o.type.layout))
+    o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, b_o.type.layout))
+    token = (first + row // GROUP).to(gl.int64)[:, None]
+    held = (row // GROUP < num_tokens)[:, None] & (o_e >= 0)[None, :]
+    inside = (i_h * GROUP + row % GROUP)[:, None] * HEAD_DIM + o_e[None, :]
+    gl.store(values + token * (KV_HEADS * GROUP * HEAD_DIM) + inside, b_o, mask=held)
+    row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, b_scale.type.layout))
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, b_scale.type.layout))
+    held = (row // GROUP < num_tokens)[:, None] & (part >= 0)[None, :]
+    at = (i_h * GROUP + row % GROUP)[:, None] * PARTS + part[None, :]
+    gl.store(scales + at * scales_stride + (first + row // GROUP)[:, None], b_scale, mask=held)

@@ -9,8 +9,12 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.attention.tiles import ITEM_SIZE
+from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.triton_rounding import scale_of
+from milepost.kernels.triton_float8 import encode
 
 _ITEM_SIZE = tl.constexpr(ITEM_SIZE)
+_DEPTH = tl.constexpr(BLOCK)
 
 
 @triton.jit
@@ -53,3 +57,12 @@ def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
 def dot(left, right, start=None):
     """Float32 stays float32: the matrix units would round it to 10 bits."""
     return tl.dot(left, right, start, input_precision="ieee")
+
+
+@triton.jit
+def round_heads(x, NATIVE: tl.constexpr):
+    """Results [ROWS, E] in float8, and their scales [ROWS, D], D to a head."""
+    PARTS: tl.constexpr = x.shape[1] // _DEPTH
+    wide = tl.reshape(x.to(tl.float32), (x.shape[0], PARTS, _DEPTH))
+    scales = scale_of(wide, 2)
+    return tl.reshape(encode(wide / scales[:, :, None], NATIVE), x.shape), scales

@@ -5,7 +5,6 @@ Legend: T tokens, N chunks, C tokens in a chunk, V value heads, K key_dim, W val
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,9 +66,7 @@ def chunk_fwd_o(
         g_cumsum,
         h,
         output,
-        None if rounded is None else rounded.values.view(torch.uint8),
-        None if rounded is None else rounded.scales,
-        0 if rounded is None else rounded.scales.stride(0),
+        *rounded_rows.as_arguments(rounded),
         **shapes.heads,
         **shapes.blocks,
         KEEPS_ROWS=rounded is None or not rounded.are_alone,

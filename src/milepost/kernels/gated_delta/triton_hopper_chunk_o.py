@@ -123,7 +123,7 @@ def _chunk_fwd_o_kernel(
         dtype: gl.constexpr = output.dtype.element_ty
         if size < 0:
             zeros = gl.zeros([C, SIZE], dtype, layout=ROWS)
-            _store(targets, zeros, begin, -size, VALUE_HEADS, SIZE, C)
+            _store(targets, zeros, begin, -size, VALUE_HEADS, C)
         else:
             tiles = _load_tiles(
                 query_key, values, h, num_tokens, begin, KEY_HEADS, VALUE_HEADS, SIZE, C
@@ -138,13 +138,11 @@ def _chunk_fwd_o_kernel(
             scale = gl.rsqrt(gl.sum(b_o * b_o, 1) / SIZE + norm_eps)
             b_o = b_o * scale[:, None] * gl.load(norm_weight + o_w)[None, :]
             b_o *= silu(gl.convert_layout(b_gate, RESULT).to(gl.float32))
-            _store(targets, b_o.to(dtype), begin, size, VALUE_HEADS, SIZE, C)
+            _store(targets, b_o.to(dtype), begin, size, VALUE_HEADS, C)
 
 
 @gluon.jit
-def _store(
-    targets, b_o, begin, num_tokens, VALUE_HEADS: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr
-):
+def _store(targets, b_o, begin, num_tokens, VALUE_HEADS: gl.constexpr, C: gl.constexpr):
     """A head's outputs as they are; or rounded to float8, with a scale for each token."""
     output, rounded, scales, scales_stride = targets
     if rounded is None:

@@ -36,11 +36,9 @@ def add_norm(
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32."""
     check_rows(hidden=hidden, delta=delta, scale=scale)
     num_tokens, size = hidden.shape
-    values = scales = rounded = None
+    rounded = None
     if rounds:
         rounded = rounded_rows.room_for(num_tokens, size, hidden, keeps_rows=keeps_rows)
-    if rounded is not None:
-        values, scales = rounded.values, rounded.scales
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
     if delta is None:
@@ -56,11 +54,9 @@ def add_norm(
         scale,
         total,
         None if rounded is not None and rounded.are_alone else normed,
-        None if values is None else values.view(torch.uint8),
-        scales,
+        *rounded_rows.as_arguments(rounded),
         hidden.stride(0),
         *strides,
-        0 if scales is None else scales.stride(0),
         eps,
         SIZE=size,
         COLUMNS=columns,
@@ -86,10 +82,10 @@ def _add_norm_kernel(
     normed,
     values,
     scales,
+    scales_stride,
     hidden_stride,
     delta_stride,
     part_stride,
-    scales_stride,
     eps,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,

@@ -66,6 +66,14 @@ def find(rows: Tensor) -> RoundedRows | None:
     return rounded
 
 
+def as_arguments(rounded: RoundedRows | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """What kernels in Triton are told: the values' bits, scales, and how far those of a token lie
+    apart."""
+    if rounded is None:
+        return None, None, 0
+    return rounded.values.view(torch.uint8), rounded.scales, rounded.scales.stride(0)
+
+
 def is_filled(rows: Tensor) -> bool:
     """Whether `rows` hold what they stand for, not their rounding alone."""
     rounded = find(rows)
