@@ -326,7 +326,8 @@ def measure_activations(
 
 
 def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Capacity]:
-    """Steps that no graph holds, by whose sizes kernels are chosen; the last has one sequence."""
+    """Steps that no graph holds, by whose sizes kernels are chosen; the last has one sequence, and
+    no drafts, which other kernels judge."""
     num_tokens = max((each.num_tokens for each in captured), default=largest.num_sequences)
     while 3 * num_tokens // 2 < largest.num_tokens:
         # Experts change theirs within a factor of two.
@@ -334,4 +335,4 @@ def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Cap
         num_tokens *= 2
         if num_tokens < largest.num_tokens:
             yield replace(largest, num_tokens=num_tokens)
-    yield replace(largest, num_sequences=1)
+    yield replace(largest, num_sequences=1, num_drafts=0)

@@ -78,7 +78,10 @@ def chunk_fwd_o(
 
 
 @quick
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
+@triton.jit(
+    do_not_specialize=["num_tokens", "scales_stride"],
+    do_not_specialize_on_alignment=UNSPECIALISED,
+)
 def _chunk_fwd_o_kernel(
     projected,
     projected_stride,

@@ -83,7 +83,10 @@ def chunk_fwd_o(
 
 
 @quick
-@gluon.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNSPECIALISED)
+@gluon.jit(
+    do_not_specialize=["num_tokens", "scales_stride"],
+    do_not_specialize_on_alignment=UNSPECIALISED,
+)
 def _chunk_fwd_o_kernel(
     projected,
     projected_stride,

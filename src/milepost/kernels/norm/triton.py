@@ -73,7 +73,7 @@ def add_norm(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def _add_norm_kernel(
     hidden,
     delta,
