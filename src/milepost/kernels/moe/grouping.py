@@ -207,7 +207,7 @@ def _place_kernel(
     is_p = o_p < num_routed
     b_x = tl.load(experts + o_p, mask=is_p, other=BINS - 1)
     b_rank = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, CHUNK, PART):
+    for first in tl.static_range(0, CHUNK, PART):  # all of what they load is on its way at once
         # Others go down the first axis, which lies in a thread's registers.
         o_other = first + tl.arange(0, PART)
         is_other = i_c * CHUNK + o_other < num_routed
