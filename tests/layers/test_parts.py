@@ -1,0 +1,89 @@
+"""What a block asks of the norm ahead of its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from milepost.layers.parameters import ParameterKind
+from milepost.layers.parts import Block
+from milepost.models.configuration import load_config
+from milepost.models.quantization import read_quantization
+from milepost.models.registry import find_architecture
+
+MODELS = Path(__file__).parents[2] / "bench" / "models"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GATES = ["linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "shared_expert_gate"]
+
+
+class Norm(nn.Module):
+    """Notes what is asked of it."""
+
+    ranks = ParameterKind(dtype=torch.float32, device=torch.device("cpu")).ranks
+
+    def add(
+        self, hidden: Tensor, delta: Tensor | None, *, first: Any, **how: bool
+    ) -> tuple[Tensor, Tensor]:
+        assert delta is None
+        assert first is None
+        self.how = how
+        return hidden, hidden
+
+
+class Part(nn.Module):
+    """Of which somebody may round rows, and nobody may do anything else with them."""
+
+    def __init__(self, *, rounds_rows: bool, only_rounds: bool) -> None:
+        super().__init__()
+        self.rounds_rows, self.only_rounds = rounds_rows, only_rounds
+
+    def run(self, hidden: Tensor, ctx: object, number: int) -> Tensor:  # noqa: ARG002
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (((True, True), (True, True)), (True, False)),
+        (((True, True), (True, False)), (True, True)),
+        (((True, True), (False, False)), (True, True)),
+        (((False, False),), (False, True)),
+    ],
+)
+def test_rows_are_left_out_where_all_parts_read_their_rounding(
+    parts: tuple[tuple[bool, bool], ...], expected: tuple[bool, bool]
+) -> None:
+    norm = Norm()
+    given = (Part(rounds_rows=rounds, only_rounds=only) for rounds, only in parts)
+    Block(*given, pre=norm).run(torch.ones(3, 2), None, None, (0,) * len(parts))
+    assert norm.how == dict(zip(("rounds", "keeps_rows"), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "expected"),
+    [
+        ("hybrid-35b-a3b", GATES, {"GatedDelta": True, "Attention": False, "MoE": True}),
+        ("hybrid-9b", GATES, {"GatedDelta": True, "Attention": False, "MLP": False}),
+        ("hybrid-9b", [*GATES, "self_attn.k_proj"], {"Attention": True, "MLP": False}),
+        ("hybrid-9b", [*GATES, "mlp.up_proj"], {"Attention": False, "MLP": True}),
+    ],
+)
+def test_who_needs_a_norms_rows(name: str, left: list[str], expected: dict[str, bool]) -> None:
+    """Routers and gates, which are raw; projections that a checkpoint left so."""
+    config = load_config(MODELS / name)
+    text = config.get_text_config()
+    text.layer_types, text.num_hidden_layers = text.layer_types[:4], 4
+    modules = [f"model.layers.{i}.{each}" for i in range(4) for each in left]
+    settings = FP8 | {"modules_to_not_convert": modules}
+    forms = read_quantization(settings, (), has_files=False)
+    kind = ParameterKind(
+        dtype=torch.bfloat16, device=torch.device("meta"), precision_of=forms.precision_of
+    )
+    decoder = find_architecture(config.model_type).decoder(text, kind, is_tied=False)
+    blocks = [block for layer in decoder.layers for block in layer.blocks]
+    found = {type(block.parts[0]).__name__: block._keeps_rows for block in blocks}
+    assert {part: found[part] for part in expected} == expected
