@@ -56,7 +56,7 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
-            str(_shortened(Path(arguments.model), arguments.layers, Path(folder))),
+            str(shortened(Path(arguments.model), arguments.layers, Path(folder))),
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=40960,
@@ -82,7 +82,7 @@ def main() -> int:
     return 0
 
 
-def _shortened(model: Path, num_layers: int, folder: Path) -> Path:
+def shortened(model: Path, num_layers: int, folder: Path) -> Path:
     """A copy of the model's folder with its first layers alone."""
     if not num_layers:
         return model

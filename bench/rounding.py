@@ -29,7 +29,7 @@ from unittest import mock
 
 import rows
 import torch
-from launches import _shortened
+from launches import shortened
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -56,7 +56,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
-            str(_shortened(Path(arguments.model), arguments.layers, Path(folder))),
+            str(shortened(Path(arguments.model), arguments.layers, Path(folder))),
             load_format="dummy",
             skip_tokenizer_init=True,
             quantization="fp8",
