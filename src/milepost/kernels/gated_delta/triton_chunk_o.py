@@ -17,9 +17,11 @@ from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
 from milepost.kernels.quantised import rounded as rounded_rows
-from milepost.kernels.quantised.forms import BLOCK
+from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE
 from milepost.kernels.quantised.triton_rounding import scale_of
 from milepost.kernels.triton_float8 import encode
+
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 
 
 def chunk_fwd_o(
@@ -126,8 +128,12 @@ def _chunk_fwd_o_kernel(
     places = first + o_t[:, None] * (VALUE_HEADS * VALUE_DIM) + o_v[None, :]
     targets = output, rounded, scales, i_hv * scales_stride + begin + o_t
     if size < 0:
-        b_o = tl.zeros([C, BLOCK_W], output.dtype.element_ty)
-        _store(targets, places, b_o, in_v, in_chunk, KEEPS_ROWS, NATIVE)
+        if KEEPS_ROWS:
+            tl.store(output + places, tl.zeros([C, BLOCK_W], output.dtype.element_ty), in_v)
+        if rounded is not None:  # by their bits: see `triton_hopper_chunk_o`
+            tl.store(rounded + places, tl.zeros([C, BLOCK_W], tl.uint8), in_v)
+            least = tl.full([C], _LEAST_SCALE, tl.float32)
+            tl.store(scales + i_hv * scales_stride + begin + o_t, least, in_chunk)
         return
 
     tokens = tl.cast(num_tokens, tl.int64)

@@ -29,11 +29,13 @@ from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import wait_for_inputs
+from milepost.kernels.quantised.forms import LEAST_SCALE
 from milepost.kernels.quantised.rounded import RoundedRows
 from milepost.kernels.quantised.rounding_gluon import round_block
 
 _SIZE = 128
 """Of keys and of values."""
+_LEAST_SCALE = gl.constexpr(LEAST_SCALE)
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -125,8 +127,7 @@ def _chunk_fwd_o_kernel(
         targets = output, rounded, scales, scales_stride
         dtype: gl.constexpr = output.dtype.element_ty
         if size < 0:
-            zeros = gl.zeros([C, SIZE], dtype, layout=ROWS)
-            _store(targets, zeros, begin, -size, VALUE_HEADS, C)
+            _store_zeros(targets, begin, -size, VALUE_HEADS, SIZE, C)
         else:
             tiles = _load_tiles(
                 query_key, values, h, num_tokens, begin, KEY_HEADS, VALUE_HEADS, SIZE, C
@@ -156,6 +157,26 @@ def _store(targets, b_o, begin, num_tokens, VALUE_HEADS: gl.constexpr, C: gl.con
         p_scale = scales + gl.program_id(0) * scales_stride + begin + o_t
         gl.store(p_scale, scale, o_t < num_tokens)
         _store_rows(rounded, values, begin, num_tokens, VALUE_HEADS, 16)
+
+
+@gluon.jit
+def _store_zeros(
+    targets, begin, num_tokens, VALUE_HEADS: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr
+):
+    """As `_store` of zeros. Constants are not converted: of a zero that it knows, CUDA 12.8's ptxas
+    makes float8 with another register's bits."""
+    output, rounded, scales, scales_stride = targets
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    if rounded is None:
+        zeros = gl.zeros([C, SIZE], output.dtype.element_ty, layout=LAYOUT)
+        _store_rows(output, zeros, begin, num_tokens, VALUE_HEADS, 8)
+    else:
+        zeros = gl.zeros([C, SIZE], gl.uint8, layout=LAYOUT).to(gl.float8e4nv, bitcast=True)
+        _store_rows(rounded, zeros, begin, num_tokens, VALUE_HEADS, 16)
+        o_t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+        p_scale = scales + gl.program_id(0) * scales_stride + begin + o_t
+        least = gl.full([C], _LEAST_SCALE, gl.float32, layout=gl.SliceLayout(1, LAYOUT))
+        gl.store(p_scale, least, o_t < num_tokens)
 
 
 @gluon.jit

@@ -22,6 +22,9 @@ from milepost.kernels.tiles import cdiv, next_power_of_2
 MANY_ROUTED = 6144
 """Beyond so many routed tokens the two more launches of `group_many` pay."""
 _CHUNK = 4096
+_UNROLLED_BINS = tl.constexpr(512)
+"""Up to so many all of what a chunk is compared with is loaded at once; with more it takes no less
+time."""
 _COUNTED = 256
 """Routed tokens of a program of `group_many`, whose ranks are found by comparing all with all."""
 
@@ -178,6 +181,19 @@ def _prefix_kernel(
     tl.store(totals + o_x, b_before)
 
 
+@triton.jit
+def _count_before(
+    p_chunk, num_left, b_x, first, BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr
+):
+    """Of PART routed tokens from `first` on, how many stand before each of the chunk's and have its
+    expert."""
+    # Others go down the first axis, which lies in a thread's registers.
+    o_other, o_c = first + tl.arange(0, PART), tl.arange(0, CHUNK)
+    b_other = tl.load(p_chunk + o_other, mask=o_other < num_left, other=BINS - 1)
+    is_before = (b_other[:, None] == b_x[None, :]) & (o_other[:, None] < o_c[None, :])
+    return tl.sum(is_before.to(tl.int32), 0)
+
+
 @quick
 @triton.jit(do_not_specialize=("num_routed", "capacity"))
 def _place_kernel(
@@ -207,13 +223,13 @@ def _place_kernel(
     is_p = o_p < num_routed
     b_x = tl.load(experts + o_p, mask=is_p, other=BINS - 1)
     b_rank = tl.zeros([CHUNK], tl.int32)
-    for first in tl.static_range(0, CHUNK, PART):  # all of what they load is on its way at once
-        # Others go down the first axis, which lies in a thread's registers.
-        o_other = first + tl.arange(0, PART)
-        is_other = i_c * CHUNK + o_other < num_routed
-        b_other = tl.load(experts + i_c * CHUNK + o_other, mask=is_other, other=BINS - 1)
-        is_before = (b_other[:, None] == b_x[None, :]) & (o_other[:, None] < o_c[None, :])
-        b_rank += tl.sum(is_before.to(tl.int32), 0)
+    p_chunk, num_left = experts + i_c * CHUNK, num_routed - i_c * CHUNK
+    if BINS <= _UNROLLED_BINS:
+        for first in tl.static_range(0, CHUNK, PART):
+            b_rank += _count_before(p_chunk, num_left, b_x, first, BINS, CHUNK, PART)
+    else:
+        for first in range(0, CHUNK, PART):
+            b_rank += _count_before(p_chunk, num_left, b_x, first, BINS, CHUNK, PART)
     b_base = b_starts + tl.load(counts + i_c * BINS + o_x)
     tl.store(order + tl.gather(b_base, b_x, 0) + b_rank, o_p, mask=is_p)
 
