@@ -26,7 +26,7 @@ from milepost.kernels.device import allow_hopper_kernels
 from milepost.kernels.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
-EXPERTS_TOKENS = (1, 5, 8, 16, 32, 64, 512, 8192)
+EXPERTS_TOKENS = (1, 5, 8, 16, 32, 64, 512, 2048, 8192)
 SHAPES = {
     "recurrent input": (2048, 12288),
     "mixer output": (4096, 2048),

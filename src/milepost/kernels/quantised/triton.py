@@ -52,6 +52,9 @@ _LIBRARY_ROWS = 64
 _TOKENS_AT_ONCE = 32
 """Up to this many tokens Hopper multiplies an expert with all of them; with 64 that takes longer
 than reading its weights."""
+_FEW_NIBBLES = 12
+"""Beyond so many routed tokens an expert Hopper multiplies four-bit weights in tall blocks (9 take
+249 us, 229 otherwise; 18 take 255 and 346)."""
 _TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
 16-bit weights of four bits first."""
@@ -366,6 +369,8 @@ def mix(
             rows, scales = _round_lines(hidden, up, chip, is_gated=False)
             triton_hopper_experts.mix(rows, scales, shares, experts, up, down, output, chip)
             return output
+    if runs_gluon(hidden) and _mix_nibbles(hidden, shares, experts, up, down, output, chip):
+        return output
     if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
         _mix_tall(hidden, shares, experts, up, down, output, chip)
         return output
@@ -380,14 +385,6 @@ def mix(
         group = group_many if num_routed > MANY_ROUTED else group_few
         groups = group(experts, num_experts, tiles.block_m)
     active = hidden.new_empty(num_routed, size)
-    if isinstance(groups, Groups) and runs_gluon(hidden) and isinstance(up, Int4):
-        from milepost.kernels.quantised import triton_hopper_nibbles as nibbles
-
-        assert isinstance(down, Int4), "experts have one form"
-        if nibbles.suits(hidden, up, down, tiles.block_m):
-            nibbles.project_up(hidden, up, active, groups, tiles.block_m, is_gated=is_gated)
-            nibbles.project_down(active, shares, down, output, groups, tiles.block_m)
-            return output
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == _MANY.block_m else 4)
     rows, scales = _round(hidden, up, chip, are_few=are_few)
@@ -396,6 +393,32 @@ def mix(
     last = narrow if isinstance(down, FourBits) and tiles.block_m < _MANY.block_m else tiles
     triton_experts.project_down(rows, scales, shares, down, output, groups, last, chip)
     return output
+
+
+def _mix_nibbles(
+    hidden: Tensor,
+    shares: Tensor,
+    experts: Tensor,
+    up: Quantised,
+    down: Quantised,
+    output: Tensor,
+    chip: Chip,
+) -> bool:
+    """Whether Hopper's own kernels of four-bit weights made `output` [T, N, H] what `mix` is."""
+    if not isinstance(up, Int4) or experts.numel() <= _FEWEST_ROUTED:
+        return False
+    from milepost.kernels.quantised import triton_hopper_nibbles as few
+    from milepost.kernels.quantised import triton_hopper_nibbles_tall as many
+
+    assert isinstance(down, Int4), "experts have one form"
+    num_rows = experts.numel() / len(up.scales)
+    if num_rows > _FEW_NIBBLES and many.suits(hidden, up, down):
+        many.mix(hidden, shares, experts, up, down, output, chip, many.choose_rows(num_rows))
+    elif num_rows <= few.BLOCK_M and few.suits(hidden, up, down):
+        few.mix(hidden, shares, experts, up, down, output)
+    else:
+        return False
+    return True
 
 
 def _mix_tall(

@@ -1,7 +1,8 @@
 """Grouped GEMMs of experts of four-bit weights and some rows on Hopper, in Gluon (see
 `nibbles_gluon`).
 
-Legend: T tokens, P routed tokens, X experts, H hidden size, I an expert's size.
+Legend: T tokens, N experts of a token, P = T * N routed tokens, X experts, H hidden size, I an
+expert's size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
-from milepost.kernels.moe.grouping import Groups
+from milepost.kernels.moe.grouping import MANY_ROUTED, Groups, group_few, group_many
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Int4
@@ -32,22 +33,35 @@ from milepost.kernels.quantised.tall_gluon import find_block
 
 _BLOCK_N = 128
 """Outputs of a program; with gates, as many of them and of ups together."""
-_MOST_ROWS = 16
-"""Of a block."""
+BLOCK_M = 16
+"""Rows of a block."""
 
 
-def suits(hidden: Tensor, up: Int4, down: Int4, block_m: int) -> bool:
-    """Whether blocks of rows are small and blocks of inputs have one scale; there are two at least:
-    of a single step there is no loop, and Triton 3.6 fails at that."""
+def suits(hidden: Tensor, up: Int4, down: Int4) -> bool:
+    """Whether rows can be copied and blocks of inputs have one scale; there are two at least: of a
+    single step there is no loop, and Triton 3.6 fails at that."""
     has_one = all(each.group % BLOCK == 0 < each.num_inputs // BLOCK - 1 for each in (up, down))
-    return block_m <= _MOST_ROWS and has_one and can_copy(hidden)
+    return has_one and can_copy(hidden)
+
+
+def mix(
+    hidden: Tensor, shares: Tensor, experts: Tensor, up: Int4, down: Int4, output: Tensor
+) -> None:
+    """`output` [T, N, H], a partial for each routed token: `shares` [T, N] times what `experts`
+    [T, N] make of `hidden` [T, H]."""
+    num_routed, size = experts.numel(), down.num_inputs
+    group = group_many if num_routed > MANY_ROUTED else group_few
+    groups = group(experts, len(up.scales), BLOCK_M)
+    active = hidden.new_empty(num_routed, size)
+    project_up(hidden, up, active, groups, is_gated=up.num_outputs == 2 * size)
+    project_down(active, shares, down, output, groups)
 
 
 def project_up(
-    hidden: Tensor, weight: Int4, active: Tensor, groups: Groups, block_m: int, *, is_gated: bool
+    hidden: Tensor, weight: Int4, active: Tensor, groups: Groups, *, is_gated: bool
 ) -> None:
     """`active` [P, I], by `groups.order`: what `weight` and the activation make of the rows' tokens
-    `hidden` [T, H]. Blocks have `block_m` rows."""
+    `hidden` [T, H]."""
     size, capacity = active.shape[1], groups.blocks.shape[1]
     width = _BLOCK_N // (1 + is_gated)
     _up_kernel[(capacity * triton.cdiv(size, width),)](
@@ -63,13 +77,13 @@ def project_up(
         TOP_K=len(active) // len(hidden),
         SIZE=size,
         GATED=is_gated,
-        **_steps(weight, block_m),
+        **_steps(weight),
         **OVERLAPPED,
     )
 
 
 def project_down(
-    active: Tensor, shares: Tensor, weight: Int4, partials: Tensor, groups: Groups, block_m: int
+    active: Tensor, shares: Tensor, weight: Int4, partials: Tensor, groups: Groups
 ) -> None:
     """`partials` [P, H], by routed token: `shares` [P] times the product of `active` [P, I] (by
     `groups.order`) with `weight` [X, H, I]."""
@@ -85,18 +99,18 @@ def project_down(
         groups.blocks,
         capacity,
         OUTPUTS=num_outputs,
-        **_steps(weight, block_m),
+        **_steps(weight),
         **OVERLAPPED,
     )
 
 
-def _steps(weight: Int4, block_m: int) -> dict[str, Any]:
+def _steps(weight: Int4) -> dict[str, Any]:
     num_blocks = weight.num_inputs // BLOCK
     blocks = 2 if num_blocks % 2 == 0 and num_blocks > 2 else 1
     return {
         "INPUTS": weight.num_inputs,
         "GROUP": weight.group,
-        "BLOCK_M": block_m,
+        "BLOCK_M": BLOCK_M,
         "BLOCK_N": _BLOCK_N,
         "BLOCKS": blocks,
         "STEPS": num_blocks // blocks,
