@@ -333,10 +333,12 @@ def test_experts(num_tokens: int, name: str) -> None:
     check_experts(mix(*given), *given)
 
 
-@pytest.fixture(scope="module")
-def wide_experts() -> tuple[Quantised, Quantised]:
-    """Of several steps along the inputs and more units than programs, and the other way round."""
-    return to("cuda", make_fp8(48, 1024, 1024)), to("cuda", make_fp8(48, 1024, 512, seed=2))
+@pytest.fixture(scope="module", params=[512, 384])
+def wide_experts(request) -> tuple[Quantised, Quantised]:
+    """Of several steps along the inputs and more units than programs, and the other way round; of
+    an even number of blocks and an odd one."""
+    size = request.param
+    return to("cuda", make_fp8(48, 2 * size, 1024)), to("cuda", make_fp8(48, 1024, size, seed=2))
 
 
 def choose(num_tokens: int, num_chosen: int) -> list[torch.Tensor]:
@@ -351,13 +353,14 @@ def choose(num_tokens: int, num_chosen: int) -> list[torch.Tensor]:
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
     reason="a kernel for Hopper",
 )
-@pytest.mark.parametrize(("num_tokens", "num_chosen"), [(5, 9), (16, 3), (17, 5), (32, 11)])
+@pytest.mark.parametrize(("num_tokens", "num_chosen"), [(5, 9), (16, 3), (17, 5), (64, 11)])
 def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chosen: int) -> None:
-    """The bits of the kernels for any chip; a token's do not depend on its neighbours."""
+    """The bits of the kernels for any chip; a token's do not depend on its neighbours. Of the most
+    tokens an expert has more rows than a block."""
     from milepost.kernels.quantised import triton_hopper_experts
 
     given = *choose(num_tokens, num_chosen), *wide_experts
-    assert triton_hopper_experts.suits(*given[2:])
+    assert triton_hopper_experts.suits(*wide_experts)
     assert num_tokens <= triton._TOKENS_AT_ONCE
     mixed = mix(*given)
     check_experts(mixed, *given)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from milepost.kernels.moe import few, gemv, grouped_gemm, reference, tall, triton
 from milepost.kernels.moe.grouping import group_few, group_many
-from milepost.kernels.moe.listing import list_chosen
 from milepost.kernels.moe.scores import Scores
 from milepost.kernels.tiles import Tiles
 from tests.numbers import relative_error
@@ -153,17 +152,6 @@ def test_group(group, num_tokens: int, num_experts: int, block_rows: int) -> Non
         num_blocks = groups.num_blocks.item()
         assert (groups.blocks[0, :num_blocks] >= 0).all()
         assert (groups.blocks[0, num_blocks:] < 0).all()
-
-
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (9, 7), (64, 40)])
-def test_list_chosen(num_tokens: int, num_experts: int) -> None:
-    """Every chosen expert once, in order."""
-    random = torch.Generator().manual_seed(0)
-    experts = torch.randint(0, num_experts, (num_tokens, 3), generator=random, dtype=torch.int32)
-    experts[experts == 1] = 2
-    chosen = list_chosen(experts, num_experts)
-    assert chosen.experts[: chosen.count.item()].tolist() == experts.unique().tolist()
-    assert chosen.counters.tolist() == [0] * num_experts
 
 
 def check(num_tokens: int, num_experts: int, num_chosen: int, **sizes: int) -> None:

@@ -16,10 +16,12 @@ from milepost.kernels.moe.grouping import group_many
 from milepost.kernels.norm import triton as norm_triton
 from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.quantised import (
+    FP8,
     Quantised,
     reference,
     rounded,
     triton,
+    triton_gathering,
     triton_gemm,
     triton_rounding,
     triton_tall,
@@ -259,3 +261,30 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     assert torch.equal(found[0][:num_tokens].float(), lines[0][:num_tokens].float())
     assert torch.equal(found[1][:, :num_tokens], lines[1][:, :num_tokens])
     assert torch.equal(triton.mix(normed, shares, experts, up, down), mixed)
+
+
+@pytest.mark.parametrize("block_rows", [8, 16])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_chosen", "num_experts"), [(1, 1, 1), (8, 2, 30), (16, 3, 7), (33, 9, 17)]
+)
+def test_gather(num_tokens: int, num_chosen: int, num_experts: int, block_rows: int) -> None:
+    """Every routed token's row once, in its expert's blocks, by token; all choose the last one."""
+    random = torch.Generator().manual_seed(num_tokens)
+    others = [torch.randperm(max(1, num_experts - 1), generator=random) for _ in range(num_tokens)]
+    experts = torch.stack([each[:num_chosen] for each in others]).int()
+    experts[:, -1] = num_experts - 1
+    rows = torch.randint(0, 255, (num_tokens + 3, 384), generator=random, dtype=torch.uint8)
+    scales = torch.randn(3, num_tokens + 3, generator=random)
+    gathered = triton_gathering.gather(rows.view(FP8), scales, experts, num_experts, block_rows)
+    count = int(gathered.count)
+    assert (gathered.counters[:count] == 0).all()
+    routed = gathered.routed[: count * block_rows]
+    filled = (routed >= 0).nonzero()[:, 0]
+    order = experts.flatten().sort(stable=True).indices
+    assert torch.equal(routed[filled].long(), order)
+    owners = gathered.experts[:count].repeat_interleave(block_rows)
+    assert torch.equal(owners[filled], experts.flatten()[order])
+    assert len(filled.div(block_rows, rounding_mode="floor").unique()) == count
+    expected = rows[order // num_chosen]
+    assert torch.equal(gathered.rows.view(torch.uint8)[filled], expected)
+    assert torch.equal(gathered.scales[:, filled], scales[:, order // num_chosen])

@@ -2,13 +2,15 @@
 `triton_hopper_experts`).
 
 Units of the up projection are blocks of 128 activations of an expert with the gates beside them,
-units of the down projection two blocks of 128 outputs of one. A step of either multiplies two
-blocks of weights with one of the rows'.
+units of the down projection two blocks of 128 outputs of one, both for one block of rows. A step
+loads two blocks of weights: WIDE ones are next to each other along the inputs, of gates, then of
+ups, for memory is read in longer pieces then; else there is one of either. An odd number of blocks
+cannot be taken two at a time.
 
-The stages are `inputs` [STAGES, BLOCK_M, BLOCK], `weights` [2 * STAGES, BLOCK, BLOCK] and `held`
-[STAGES, 1, BLOCK_M], the rows' scales, in shared memory, and `bars`: those that are loaded, which
-await weights and rows apart, then those that are used up. `lists` are those of
-`moe.listing.Chosen`.
+The stages are `inputs` [WIDE * STAGES, BLOCK_M, BLOCK], `weights` [2 * STAGES, BLOCK, BLOCK] and
+`held` [WIDE * STAGES, 1, BLOCK_M], the rows' scales, in shared memory, and `bars`: those that are
+loaded, which await weights and rows apart, then those that are used up. WIDE is 2 or 1. `lists` are
+`experts`, `counters` and `count` of `triton_gathering.Gathered`.
 """
 
 from __future__ import annotations
@@ -19,26 +21,28 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from milepost.kernels.gluon import load_box
 
-CONSUMERS = gl.constexpr(2)
-"""Groups of warps that multiply, each with half of the tokens."""
 _LINE = gl.constexpr(32)
 """Numbers of 32 bits that TMA can write at a time begin at multiples of so many."""
 
 
 @gluon.jit
 def open_stages(
-    weight, row_scales, BLOCK_M: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr
+    weight,
+    row_scales,
+    BLOCK_M: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """Shared memory for the stages, and their barriers."""
     dtype: gl.constexpr = weight.dtype
-    WIDTH: gl.constexpr = max(BLOCK_M, _LINE)
-    inputs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK], weight.layout)
+    inputs = gl.allocate_shared_memory(dtype, [WIDE * STAGES, BLOCK_M, BLOCK], weight.layout)
     weights = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK, BLOCK], weight.layout)
-    held = gl.allocate_shared_memory(gl.float32, [STAGES, 1, WIDTH], row_scales.layout)
+    held = gl.allocate_shared_memory(gl.float32, [WIDE * STAGES, 1, _LINE], row_scales.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(stage), count=2)
-        mbarrier.init(bars.index(STAGES + stage), count=CONSUMERS)
+        mbarrier.init(bars.index(STAGES + stage), count=1)
     return inputs, weights, held, bars
 
 
@@ -68,15 +72,15 @@ def _read(pointer):
 
 
 @gluon.jit
-def share_down(num_chosen, INPUTS: gl.constexpr, SIZE: gl.constexpr, BLOCK: gl.constexpr):
+def share_down(num_blocks, INPUTS: gl.constexpr, SIZE: gl.constexpr, BLOCK: gl.constexpr):
     """A program's units of the down projection, for `find_down`, and how many.
 
     Units of the up projection go round, and some programs have one less than others: first these
     get as much of the down projection instead. The rest goes round again."""
     RATIO: gl.constexpr = INPUTS // SIZE
     program, stride = gl.program_id(0), gl.num_programs(0)
-    num_units = num_chosen * (INPUTS // (2 * BLOCK))
-    num_long = num_chosen * (SIZE // BLOCK) % stride
+    num_units = num_blocks * (INPUTS // (2 * BLOCK))
+    num_long = num_blocks * (SIZE // BLOCK) % stride
     is_short = (num_long > 0) & (program >= num_long)
     num_short = stride - num_long
     num_owed = gl.where(num_long > 0, gl.minimum(num_short * RATIO, num_units), 0)
@@ -94,9 +98,9 @@ def find_down(index, share):
 
 
 @gluon.jit
-def find_place(index, share, num_chosen, COLUMNS: gl.constexpr):
-    """Where the expert of such a unit stands in the list; the last one's beyond the last unit."""
-    return gl.minimum(find_down(index, share) // COLUMNS, num_chosen - 1)
+def find_place(index, share, num_blocks, COLUMNS: gl.constexpr):
+    """The block of rows of such a unit; the last one beyond the last unit."""
+    return gl.minimum(find_down(index, share) // COLUMNS, num_blocks - 1)
 
 
 @gluon.jit
@@ -110,15 +114,40 @@ def _open_step(number, bars, STAGES: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(rows, scales, first, step, stages, stage):
+def _load_weights(
+    matrix,
+    row,
+    step,
+    part,
+    APART: gl.constexpr,
+    stages,
+    number,
+    STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """Have a step's weights loaded: of the rows from `row` on, or of those that stand APART."""
+    _, weights, _, bars = stages
+    BLOCK: gl.constexpr = weights.type.shape[2]
+    stage = _open_step(number, bars, STAGES, BLOCK)
+    for i in gl.static_range(2):
+        at = [row + i * APART, step * BLOCK]
+        if WIDE == 2:
+            at = [row + part * APART, (step + i) * BLOCK]
+        load_box(matrix, at, bars.index(stage), weights.index(2 * stage + i))
+    return stage
+
+
+@gluon.jit
+def _load_rows(rows, scales, first, step, stages, stage, WIDE: gl.constexpr):
     """Have a step's rows from `first` on loaded, and their scales."""
     inputs, _, held, bars = stages
     BLOCK_M: gl.constexpr = inputs.type.shape[1]
     BLOCK: gl.constexpr = inputs.type.shape[2]
     bar = bars.index(stage)
-    mbarrier.expect(bar, BLOCK_M * (BLOCK + 4))
-    load_box(rows, [first, step * BLOCK], bar, inputs.index(stage))
-    load_box(scales, [step, first], bar, held.index(stage))
+    mbarrier.expect(bar, WIDE * BLOCK_M * (BLOCK + 4))
+    for i in gl.static_range(WIDE):
+        load_box(rows, [first, (step + i) * BLOCK], bar, inputs.index(WIDE * stage + i))
+        load_box(scales, [step + i, first], bar, held.index(WIDE * stage + i))
 
 
 @gluon.jit
@@ -129,44 +158,42 @@ def produce(
     INPUTS: gl.constexpr,
     SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """Load every step as soon as there is room, the down projection's weights behind the up
     projection's; rows that other programs make are waited for."""
-    inputs, weights, _, bars = stages
-    chosen, done, count = lists
+    owners, done, count = lists
     rows, row_scales, up, active, active_scales, down = produced
-    BLOCK_M: gl.constexpr = inputs.type.shape[1]
-    BLOCK: gl.constexpr = inputs.type.shape[2]
+    BLOCK_M: gl.constexpr = stages[0].type.shape[1]
+    BLOCK: gl.constexpr = stages[0].type.shape[2]
     TILES: gl.constexpr = SIZE // BLOCK
     COLUMNS: gl.constexpr = INPUTS // (2 * BLOCK)
-    num_chosen = gl.load(count)
+    num_blocks = gl.load(count)
     # Who comes next is looked up a unit ahead: one is few steps, and would begin with waiting.
-    expert = gl.load(chosen + gl.minimum(gl.program_id(0) // TILES, num_chosen - 1))
+    expert = gl.load(owners + gl.minimum(gl.program_id(0) // TILES, num_blocks - 1))
     number = 0
-    for unit in range(gl.program_id(0), num_chosen * TILES, gl.num_programs(0)):
+    for unit in range(gl.program_id(0), num_blocks * TILES, gl.num_programs(0)):
         row = expert * (2 * SIZE) + unit % TILES * BLOCK
-        next_unit = gl.minimum(unit + gl.num_programs(0), num_chosen * TILES - 1)
-        expert = gl.load(chosen + next_unit // TILES)
-        for step in range(INPUTS // BLOCK):
-            stage = _open_step(number, bars, STAGES, BLOCK)
-            for part in gl.static_range(2):
-                at = [row + part * SIZE, step * BLOCK]
-                load_box(up, at, bars.index(stage), weights.index(2 * stage + part))
-            _load_rows(rows, row_scales, 0, step, stages, stage)
-            number += 1
-    share, num_units = share_down(num_chosen, INPUTS, SIZE, BLOCK)
-    expert = gl.load(chosen + find_place(0, share, num_chosen, COLUMNS))
+        next_unit = gl.minimum(unit + gl.num_programs(0), num_blocks * TILES - 1)
+        expert = gl.load(owners + next_unit // TILES)
+        first = unit // TILES * BLOCK_M
+        for step in range(0, INPUTS // BLOCK, WIDE):
+            for part in gl.static_range(WIDE):
+                stage = _load_weights(up, row, step, part, SIZE, stages, number, STAGES, WIDE)
+                _load_rows(rows, row_scales, first, step, stages, stage, WIDE)
+                number += 1
+    share, num_units = share_down(num_blocks, INPUTS, SIZE, BLOCK)
+    expert = gl.load(owners + find_place(0, share, num_blocks, COLUMNS))
     for index in range(num_units):
-        next_expert = gl.load(chosen + find_place(index + 1, share, num_chosen, COLUMNS))
+        next_expert = gl.load(owners + find_place(index + 1, share, num_blocks, COLUMNS))
         unit = find_down(index, share)
         row = expert * INPUTS + unit % COLUMNS * (2 * BLOCK)
-        for step in range(TILES):
-            stage = _open_step(number, bars, STAGES, BLOCK)
-            for part in gl.static_range(2):
-                at = [row + part * BLOCK, step * BLOCK]
-                load_box(down, at, bars.index(stage), weights.index(2 * stage + part))
-            if step == 0:
-                _wait_for(done + unit // COLUMNS, CONSUMERS * TILES)
-            _load_rows(active, active_scales, unit // COLUMNS * BLOCK_M, step, stages, stage)
-            number += 1
+        first = unit // COLUMNS * BLOCK_M
+        for part in gl.static_range(WIDE):
+            for step in range(0, TILES, WIDE):
+                stage = _load_weights(down, row, step, part, BLOCK, stages, number, STAGES, WIDE)
+                if step + part == 0:
+                    _wait_for(done + unit // COLUMNS, TILES)
+                _load_rows(active, active_scales, first, step, stages, stage, WIDE)
+                number += 1
         expert = next_expert

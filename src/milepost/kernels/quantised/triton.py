@@ -49,9 +49,8 @@ _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
 """From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
-_TOKENS_AT_ONCE = 32
-"""Up to this many tokens Hopper multiplies an expert with all of them; with 64 that takes longer
-than reading its weights."""
+_TOKENS_AT_ONCE = 64
+"""Up to this many tokens Hopper multiplies experts in one launch."""
 _FEW_NIBBLES = 12
 """Beyond so many routed tokens an expert Hopper multiplies four-bit weights in tall blocks (9 take
 249 us, 229 otherwise; 18 take 255 and 346)."""
@@ -363,7 +362,7 @@ def mix(
     if runs_gluon(hidden) and num_tokens <= _TOKENS_AT_ONCE:
         from milepost.kernels.quantised import triton_hopper_experts
 
-        if triton_hopper_experts.suits(experts, up, down):
+        if triton_hopper_experts.suits(up, down):
             assert isinstance(up, Fp8), "what the kernel suits"
             assert isinstance(down, Fp8), "what the kernel suits"
             rows, scales = _round_lines(hidden, up, chip, is_gated=False)

@@ -1,14 +1,14 @@
 """Experts of FP8 weights and few tokens on Hopper, both projections in one launch, in Gluon.
 
-An expert that was chosen is multiplied with all tokens, and what was not asked for is dropped. A
-program on each SM takes its share of all experts' up projections, then of their down projections,
-whose weights are on their way meanwhile: loading does not stop in between. What one program rounds
-another multiplies, once a counter says that it is there. All programs are resident and have their
-up projections behind them by then, so none waits for ever; two such launches at once on one GPU
-could.
+An expert that was chosen is multiplied with blocks of its own rows (`triton_gathering`), and what
+no row fills is dropped. A program on each SM takes its share of all experts' up projections, then
+of their down projections, whose weights are on their way meanwhile: loading does not stop in
+between. What one program rounds another multiplies, once a counter says that it is there. All
+programs are resident and have their up projections behind them by then, so none waits for ever; two
+such launches at once on one GPU could.
 
-Legend: T tokens, M tokens that are multiplied at a time, N experts of a token, P = T * N routed
-tokens, X experts, H hidden size, I an expert's size, D scales of a row.
+Legend: T tokens, N experts of a token, P = T * N routed tokens, X experts, M rows of a block, H
+hidden size, I an expert's size, D scales of a row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from milepost.kernels.device import Chip
 from milepost.kernels.float8 import FP8, FP8_MAX
 from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.launches import quick
-from milepost.kernels.moe.listing import list_chosen
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.experts_gluon import (
@@ -39,18 +38,18 @@ from milepost.kernels.quantised.experts_gluon import (
     share_down,
 )
 from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE, Fp8, Quantised
-from milepost.kernels.tiles import next_power_of_2
+from milepost.kernels.quantised.triton_gathering import gather
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _LARGEST, _LEAST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_SCALE)
-_MOST_CHOSEN = gl.constexpr(16)
-_LEAST_M = 16
-_STAGE_BYTES = 224 << 10
-_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 168, 224, 56
+_BLOCK_M = 8
+_STAGES = 4
+"""What is on its way at a time, 32 KiB a stage: with six, memory is 1 % slower."""
+_REGISTERS, _PRODUCER_REGISTERS = 128, 56
 
 
-def suits(experts: Tensor, up: Quantised, down: Quantised) -> bool:
+def suits(up: Quantised, down: Quantised) -> bool:
     """Whether the kernel multiplies these: FP8 in blocks, with gates, and whole steps."""
     for each in (up, down):
         if not isinstance(each, Fp8) or each.input_scale is not None:
@@ -59,7 +58,7 @@ def suits(experts: Tensor, up: Quantised, down: Quantised) -> bool:
             return False
     is_gated = up.num_outputs == 2 * down.num_inputs
     is_whole = down.num_outputs % (2 * BLOCK) == 0 and up.num_inputs == down.num_outputs
-    return is_gated and is_whole and experts.shape[1] <= _MOST_CHOSEN.value
+    return is_gated and is_whole
 
 
 def mix(
@@ -72,42 +71,37 @@ def mix(
     output: Tensor,
     chip: Chip,
 ) -> None:
-    """`output` [T, N, H]: see `reference.mix`. `rows` [T, H] are rounded with `row_scales` [D, T],
-    both in whole lines (`rounded.LINE`); `experts` [T, N] has no token's expert twice."""
-    num_tokens, num_chosen = experts.shape
-    num_experts, size, num_inputs = len(up.scales), down.num_inputs, up.num_inputs
-    block_m = max(_LEAST_M, next_power_of_2(num_tokens))
-    chosen = list_chosen(experts, num_experts)
-    capacity = min(num_experts, experts.numel()) * block_m
+    """`output` [T, N, H]: see `reference.mix`. `rows` [T or more, H] are rounded with `row_scales`
+    [D, T or more]; `experts` [T, N] has no token's expert twice."""
+    size, num_inputs = down.num_inputs, up.num_inputs
+    given = gather(rows, row_scales, experts, len(up.scales), _BLOCK_M)
+    capacity = len(given.rows)
     active = rows.new_empty(capacity, size, dtype=FP8)
     active_scales = row_scales.new_empty(size // BLOCK, capacity)
-    stage_bytes = (2 * BLOCK + block_m) * BLOCK + 4 * max(block_m, 32)
     _mix_kernel[(chip.num_sms,)](
-        TensorDescriptor.from_tensor(rows, [block_m, BLOCK], _LAYOUT),
-        TensorDescriptor.from_tensor(row_scales, [1, block_m], _SCALES),
+        TensorDescriptor.from_tensor(given.rows, [_BLOCK_M, BLOCK], _LAYOUT),
+        TensorDescriptor.from_tensor(given.scales, [1, _BLOCK_M], _SCALES),
         TensorDescriptor.from_tensor(up.values.view(-1, num_inputs), [BLOCK, BLOCK], _LAYOUT),
         up.scales,
-        TensorDescriptor.from_tensor(active, [block_m, BLOCK], _LAYOUT),
-        TensorDescriptor.from_tensor(active_scales, [1, block_m], _SCALES),
+        TensorDescriptor.from_tensor(active, [_BLOCK_M, BLOCK], _LAYOUT),
+        TensorDescriptor.from_tensor(active_scales, [1, _BLOCK_M], _SCALES),
         TensorDescriptor.from_tensor(down.values.view(-1, size), [BLOCK, BLOCK], _LAYOUT),
         down.scales,
         active,
         active_scales,
         shares,
         output,
-        experts,
-        chosen.experts,
-        chosen.counters,
-        chosen.count,
-        num_tokens,
+        given.routed,
+        given.experts,
+        given.counters,
+        given.count,
         capacity,
-        TOP_K=num_chosen,
         INPUTS=num_inputs,
         SIZE=size,
-        BLOCK_M=block_m,
+        BLOCK_M=_BLOCK_M,
         BLOCK=BLOCK,
-        STAGES=min(8, _STAGE_BYTES // stage_bytes),
-        CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
+        STAGES=_STAGES,
+        WIDE=2 if size % (2 * BLOCK) == 0 else 1,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
         maxnreg=_REGISTERS,
@@ -116,7 +110,7 @@ def mix(
 
 
 @quick
-@gluon.jit(do_not_specialize=["num_tokens", "capacity"])
+@gluon.jit(do_not_specialize=["capacity"])
 def _mix_kernel(
     rows,
     row_scales,
@@ -130,36 +124,33 @@ def _mix_kernel(
     active_scales,
     shares,
     output,
-    experts,
-    chosen,
+    routed,
+    owners,
     counters,
     count,
-    num_tokens,
     capacity,
-    TOP_K: gl.constexpr,
     INPUTS: gl.constexpr,
     SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    WIDE: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    stages = open_stages(up, row_scales, BLOCK_M, BLOCK, STAGES)
+    stages = open_stages(up, row_scales, BLOCK_M, BLOCK, STAGES, WIDE)
     wait_for_inputs()
     let_next_start()
-    lists = (chosen, counters, count)
+    lists = (owners, counters, count)
     made = (active, active_scales, capacity)
-    consumed = (up_scales, down_scales, made, shares, output, experts, num_tokens)
+    consumed = (up_scales, down_scales, made, shares, output, routed)
     produced = (rows, row_scales, up, active_rows, active_row_scales, down)
     gl.warp_specialize(
         [
-            (_consume, (stages, lists, consumed, 0, TOP_K, INPUTS, SIZE, STAGES)),
-            (_consume, (stages, lists, consumed, 1, TOP_K, INPUTS, SIZE, STAGES)),
-            (produce, (stages, lists, produced, INPUTS, SIZE, STAGES)),
+            (_consume, (stages, lists, consumed, INPUTS, SIZE, STAGES, WIDE)),
+            (produce, (stages, lists, produced, INPUTS, SIZE, STAGES, WIDE)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [1],
+        [PRODUCER_REGISTERS],
     )
 
 
@@ -168,20 +159,17 @@ def _consume(
     stages,
     lists,
     consumed,
-    PART: gl.constexpr,
-    TOP_K: gl.constexpr,
     INPUTS: gl.constexpr,
     SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
-    """Multiply half of the tokens with what is loaded."""
-    up_scales, down_scales, made, shares, output, experts, num_tokens = consumed
-    WIDTH: gl.constexpr = stages[0].type.shape[1] // 2
-    asked = _ask(experts, num_tokens, PART, WIDTH, TOP_K)
+    """Multiply what is loaded."""
+    up_scales, down_scales, made, shares, output, routed = consumed
     dtype: gl.constexpr = output.dtype.element_ty
-    number = _consume_up(stages, lists, asked, up_scales, made, dtype, PART, INPUTS, SIZE, STAGES)
+    number = _consume_up(stages, lists, routed, up_scales, made, dtype, INPUTS, SIZE, STAGES, WIDE)
     _consume_down(
-        stages, lists, asked, down_scales, shares, output, number, PART, INPUTS, SIZE, STAGES
+        stages, lists, routed, down_scales, shares, output, number, INPUTS, SIZE, STAGES, WIDE
     )
 
 
@@ -189,48 +177,42 @@ def _consume(
 def _consume_up(
     stages,
     lists,
-    asked,
+    routed,
     scales,
     made,
     DTYPE: gl.constexpr,
-    PART: gl.constexpr,
     INPUTS: gl.constexpr,
     SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """What gates and up projection come to, rounded. Returns the number of the next step."""
-    chosen, done, num_chosen = lists[0], lists[1], gl.load(lists[2])
+    owners, done, num_blocks = lists[0], lists[1], gl.load(lists[2])
     active, active_scales, capacity = made
     BLOCK_M: gl.constexpr = stages[0].type.shape[1]
     BLOCK: gl.constexpr = stages[0].type.shape[2]
     TILES: gl.constexpr = SIZE // BLOCK
     STEPS: gl.constexpr = INPUTS // BLOCK
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M // 2, 32])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     o_n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, RESULT))
-    o_m = PART * (BLOCK_M // 2) + gl.arange(0, BLOCK_M // 2, layout=gl.SliceLayout(0, RESULT))
+    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, RESULT))
     number = 0
-    for unit in range(gl.program_id(0), num_chosen * TILES, gl.num_programs(0)):
+    for unit in range(gl.program_id(0), num_blocks * TILES, gl.num_programs(0)):
         place, tile = unit // TILES, unit % TILES
-        expert = gl.load(chosen + place)
-        routed = _find(asked, expert, RESULT)
+        expert = gl.load(owners + place)
+        row = place * BLOCK_M + o_m
+        is_row = gl.load(routed + row) >= 0
         p_gate = scales + (expert * (2 * TILES) + tile) * STEPS
         p_up = p_gate + TILES * STEPS
-        gate_scale, up_scale = gl.load(p_gate), gl.load(p_up)
-        b_gate = gl.zeros([BLOCK, BLOCK_M // 2], gl.float32, layout=RESULT)
-        b_up = b_gate
-        for step in range(STEPS):
-            ahead = gl.minimum(step + 1, STEPS - 1)
-            next_gate, next_up = gl.load(p_gate + ahead), gl.load(p_up + ahead)
-            gates, ups, row_scale = _multiply(stages, number, PART, STAGES, RESULT)
-            b_gate += gates * (row_scale * gate_scale)
-            b_up += ups * (row_scale * up_scale)
-            gate_scale, up_scale = next_gate, next_up
-            number += 1
-        values, scale = _round(b_gate, b_up, DTYPE)
-        row = place * BLOCK_M + o_m
+        if WIDE == 2:
+            gate, up = _add_up_in_turn(stages, number, p_gate, p_up, STEPS, STAGES, RESULT)
+        else:
+            gate, up = _add_up_at_once(stages, number, p_gate, p_up, STEPS, STAGES, RESULT)
+        number += STEPS
+        values, scale = _round(gate, up, DTYPE)
         gl.store(active_scales + tile * capacity + row, scale)
         target = active + row.to(gl.int64)[None, :] * SIZE + (tile * BLOCK + o_n)[:, None]
-        gl.store(target, values, mask=(routed >= 0)[None, :])
+        gl.store(target, values, mask=is_row[None, :])
         fence_async()
         thread_barrier()
         gl.atomic_add(done + place, 1, sem="release")
@@ -241,95 +223,149 @@ def _consume_up(
 def _consume_down(
     stages,
     lists,
-    asked,
+    routed,
     scales,
     shares,
     output,
     number,
-    PART: gl.constexpr,
     INPUTS: gl.constexpr,
     SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     """The experts' outputs, times the tokens' shares of them, to `output` [P, INPUTS]."""
-    chosen, num_chosen = lists[0], gl.load(lists[2])
+    owners, num_blocks = lists[0], gl.load(lists[2])
     BLOCK_M: gl.constexpr = stages[0].type.shape[1]
     BLOCK: gl.constexpr = stages[0].type.shape[2]
     COLUMNS: gl.constexpr = INPUTS // (2 * BLOCK)
     STEPS: gl.constexpr = SIZE // BLOCK
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M // 2, 32])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     o_n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, RESULT))
-    turns, num_units = share_down(num_chosen, INPUTS, SIZE, BLOCK)
-    expert = gl.load(chosen + find_place(0, turns, num_chosen, COLUMNS))
+    o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, RESULT))
+    turns, num_units = share_down(num_blocks, INPUTS, SIZE, BLOCK)
+    expert = gl.load(owners + find_place(0, turns, num_blocks, COLUMNS))
     for index in range(num_units):
-        next_expert = gl.load(chosen + find_place(index + 1, turns, num_chosen, COLUMNS))
-        tile = find_down(index, turns) % COLUMNS
+        next_expert = gl.load(owners + find_place(index + 1, turns, num_blocks, COLUMNS))
+        unit = find_down(index, turns)
+        place, tile = unit // COLUMNS, unit % COLUMNS
+        own = gl.load(routed + place * BLOCK_M + o_m)
+        share = gl.load(shares + own, mask=own >= 0, other=0.0).to(gl.float32)
         p_first = scales + (expert * COLUMNS + tile) * (2 * STEPS)
         p_second = p_first + STEPS
-        first_scale, second_scale = gl.load(p_first), gl.load(p_second)
-        routed = _find(asked, expert, RESULT)
-        share = gl.load(shares + routed, mask=routed >= 0, other=0.0).to(gl.float32)
-        b_first = gl.zeros([BLOCK, BLOCK_M // 2], gl.float32, layout=RESULT)
-        b_second = b_first
-        for step in range(STEPS):
-            ahead = gl.minimum(step + 1, STEPS - 1)
-            next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
-            first, second, row_scale = _multiply(stages, number, PART, STAGES, RESULT)
-            b_first += first * (row_scale * first_scale)
-            b_second += second * (row_scale * second_scale)
-            first_scale, second_scale = next_first, next_second
-            number += 1
-        target = output + routed.to(gl.int64)[None, :] * INPUTS
+        if WIDE == 2:
+            first = _add_up(stages, number, p_first, STEPS, STAGES, RESULT)
+            second = _add_up(stages, number + STEPS // 2, p_second, STEPS, STAGES, RESULT)
+        else:
+            first, second = _add_up_at_once(
+                stages, number, p_first, p_second, STEPS, STAGES, RESULT
+            )
+        number += STEPS
+        target = output + own.to(gl.int64)[None, :] * INPUTS
         target += (tile * (2 * BLOCK) + o_n)[:, None]
-        is_row = (routed >= 0)[None, :]
-        gl.store(target, (b_first * share[None, :]).to(output.dtype.element_ty), mask=is_row)
+        is_row = (own >= 0)[None, :]
+        gl.store(target, (first * share[None, :]).to(output.dtype.element_ty), mask=is_row)
         target += BLOCK
-        gl.store(target, (b_second * share[None, :]).to(output.dtype.element_ty), mask=is_row)
+        gl.store(target, (second * share[None, :]).to(output.dtype.element_ty), mask=is_row)
         expert = next_expert
 
 
 @gluon.jit
-def _ask(experts, num_tokens, PART: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr):
-    """The experts [WIDTH, choices] that a half of the tokens chose, -1 where there is none, and
-    their numbers as routed tokens."""
-    BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    o_t = PART * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, BY_TOKEN))[:, None]
-    n = gl.arange(0, _MOST_CHOSEN, layout=gl.SliceLayout(0, BY_TOKEN))[None, :]
-    routed = o_t * TOP_K + n
-    mask = (o_t < num_tokens) & (n < TOP_K)
-    return gl.load(experts + routed, mask=mask, other=-1), routed
+def _add_up_at_once(
+    stages,
+    number,
+    p_first,
+    p_second,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    RESULT: gl.constexpr,
+):
+    """Two sums [BLOCK, M] of products, each with its scales: a step has one block of either."""
+    first, second = _nothing(stages, RESULT), _nothing(stages, RESULT)
+    first_scale, second_scale = gl.load(p_first), gl.load(p_second)
+    for step in range(STEPS):
+        ahead = gl.minimum(step + 1, STEPS - 1)
+        next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
+        product, other, scale, _ = _multiply(stages, number + step, STAGES, RESULT)
+        first += product * (scale * first_scale)
+        second += other * (scale * second_scale)
+        first_scale, second_scale = next_first, next_second
+    return first, second
 
 
 @gluon.jit
-def _find(asked, expert, RESULT: gl.constexpr):
-    """Each token of a half as routed to this expert, -1 if it is not."""
-    experts, routed = asked
-    found = gl.max(gl.where(experts == expert, routed, -1), 1)
-    return gl.convert_layout(found, gl.SliceLayout(0, RESULT))
+def _add_up_in_turn(
+    stages,
+    number,
+    p_first,
+    p_second,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    RESULT: gl.constexpr,
+):
+    """The same where a step has two blocks of one of them, and the next of the other."""
+    first, second = _nothing(stages, RESULT), _nothing(stages, RESULT)
+    a, b = gl.load(p_first), gl.load(p_first + 1)
+    c, d = gl.load(p_second), gl.load(p_second + 1)
+    for step in range(0, STEPS, 2):
+        ahead = gl.minimum(step + 2, STEPS - 2)
+        next_a, next_b = gl.load(p_first + ahead), gl.load(p_first + ahead + 1)
+        next_c, next_d = gl.load(p_second + ahead), gl.load(p_second + ahead + 1)
+        product, other, scale, other_scale = _multiply(stages, number + step, STAGES, RESULT)
+        first += product * (scale * a)
+        first += other * (other_scale * b)
+        product, other, scale, other_scale = _multiply(stages, number + step + 1, STAGES, RESULT)
+        second += product * (scale * c)
+        second += other * (other_scale * d)
+        a, b, c, d = next_a, next_b, next_c, next_d
+    return first, second
 
 
 @gluon.jit
-def _multiply(stages, number, PART: gl.constexpr, STAGES: gl.constexpr, RESULT: gl.constexpr):
-    """A step's two products [BLOCK, tokens of a half], and the scales of its rows."""
+def _add_up(
+    stages, number, p_scale, STEPS: gl.constexpr, STAGES: gl.constexpr, RESULT: gl.constexpr
+):
+    """One such sum, of which a step has two blocks."""
+    total = _nothing(stages, RESULT)
+    for step in gl.static_range(0, STEPS, 2):
+        a, b = gl.load(p_scale + step), gl.load(p_scale + step + 1)
+        product, other, scale, other_scale = _multiply(stages, number + step // 2, STAGES, RESULT)
+        total += product * (scale * a)
+        total += other * (other_scale * b)
+    return total
+
+
+@gluon.jit
+def _nothing(stages, RESULT: gl.constexpr):
+    BLOCK_M: gl.constexpr = stages[0].type.shape[1]
+    BLOCK: gl.constexpr = stages[0].type.shape[2]
+    return gl.zeros([BLOCK, BLOCK_M], gl.float32, layout=RESULT)
+
+
+@gluon.jit
+def _multiply(stages, number, STAGES: gl.constexpr, RESULT: gl.constexpr):
+    """A step's two products [BLOCK, M], and the scales of the rows of each."""
     inputs, weights, held, bars = stages
-    BLOCK: gl.constexpr = weights.type.shape[1]
-    WIDTH: gl.constexpr = inputs.type.shape[1] // 2
+    WIDE: gl.constexpr = inputs.type.shape[0] // STAGES
+    BLOCK_M: gl.constexpr = inputs.type.shape[1]
     stage = number % STAGES
+    own, others = WIDE * stage, WIDE * stage + WIDE - 1
     mbarrier.wait(bars.index(stage), number // STAGES & 1)
-    nothing = gl.zeros([BLOCK, WIDTH], gl.float32, layout=RESULT)
-    right = inputs.index(stage).slice(PART * WIDTH, WIDTH).permute((1, 0))
-    left, other = weights.index(2 * stage), weights.index(2 * stage + 1)
-    first = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
-    second = warpgroup_mma(other, right, nothing, use_acc=False, is_async=True)
-    row_scale = held.index(stage).slice(PART * WIDTH, WIDTH, dim=1).load(RESULT)
+    nothing = _nothing(stages, RESULT)
+    right, other = inputs.index(own).permute((1, 0)), inputs.index(others).permute((1, 0))
+    first = warpgroup_mma(weights.index(2 * stage), right, nothing, use_acc=False, is_async=True)
+    second = warpgroup_mma(
+        weights.index(2 * stage + 1), other, nothing, use_acc=False, is_async=True
+    )
+    scale = held.index(own).slice(0, BLOCK_M, dim=1).load(RESULT)
+    other_scale = held.index(others).slice(0, BLOCK_M, dim=1).load(RESULT)
     first, second = warpgroup_mma_wait(0, [first, second])
     mbarrier.arrive(bars.index(STAGES + stage), count=1)
-    return first, second, row_scale
+    return first, second, scale, other_scale
 
 
 @gluon.jit
 def _round(gate, up, DTYPE: gl.constexpr):
-    """SiLU(gate) * up [BLOCK, tokens], rounded, and the tokens' scales."""
+    """SiLU(gate) * up [BLOCK, M], rounded, and the rows' scales."""
     values = gate * (1 / (1 + gl.exp(-gate))) * up
     # Between the projections activations have 16 bits, whatever computes them.
     values = values.to(DTYPE).to(gl.float32)
