@@ -17,7 +17,6 @@ from milepost.kernels import conv, gated_delta
 from milepost.kernels.batch import Operation
 from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 from milepost.kernels.chunks import ChunkLayout, lay_out
-from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.gated_delta import (
     CHUNK,
     GatedDeltaOperation,
@@ -82,9 +81,7 @@ class Shapes:
 
     @property
     def operation(self) -> GatedDeltaOperation:
-        return GatedDeltaOperation(
-            conv_width=self.taps, num_key_heads=self.key_heads, num_value_heads=self.value_heads
-        )
+        return GatedDeltaOperation(conv_width=self.taps)
 
 
 ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5, max_beta=2.0)
@@ -351,10 +348,9 @@ def fused_decode(
     weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
-    layout: DecodeLayout | None = None,
     *,
     rounds: bool = False,
 ) -> Tensor:
     slots = batch.slots(projected.device)
     both = pools.conv, pools.recurrent
-    return gated_delta.mix(projected, weights, *both, *slots, layout, rounds=rounds)
+    return gated_delta.mix(projected, weights, *both, *slots, rounds=rounds)
