@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import MAX_LOGPROBS, SamplingParams
+from milepost.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams, StructuredOutputs
 
 REFUSED = [
     ({"temperature": -0.1}, "temperature=-0.1"),
@@ -43,6 +43,21 @@ REFUSED = [
     ({"repetition_penalty": math.inf}, "repetition_penalty=inf"),
     ({"logit_bias": {3: 101.0}}, "logit_bias[3]=101.0"),
     ({"logit_bias": {-3: 1.0}}, "logit_bias=-3"),
+    ({"logit_bias": [3]}, "logit_bias=[3]"),
+    ({"temperature": 10**400}, "temperature=1000"),
+    ({"repetition_penalty": 10**400}, "repetition_penalty=1000"),
+    ({"n": MAX_N + 1}, f"n={MAX_N + 1}"),
+    ({"stop": 5}, "stop=5"),
+    ({"stop": b"end"}, "stop=b'end'"),
+    ({"stop_token_ids": 5}, "stop_token_ids=5"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids=5"),
+    ({"bad_words": "never"}, "bad_words='never'"),
+    ({"bad_words": ["\ud800"]}, "bad_words='\\ud800'"),
+    ({"ignore_eos": "no"}, "ignore_eos='no'"),
+    ({"detokenize": None}, "detokenize=None"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output=1"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens='no'"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs={'regex': 'a'}"),
 ]
 
 
@@ -52,6 +67,26 @@ def test_bad_values_are_refused_by_name_and_value(values, said):
         SamplingParams(**values)
     assert said in str(caught.value)
     assert "use " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({}, "exactly one of"),
+        ({"regex": "a", "choice": ["a"]}, "exactly one of"),
+        ({"choice": []}, "exactly one of"),
+        ({"choice": ()}, "exactly one of"),
+        ({"choice": "yes"}, "choice='yes': use a list"),
+        ({"choice": ["yes", 5]}, "choice=5: use strings"),
+        ({"json": [1]}, "json=[1]: use a JSON schema"),
+        ({"regex": 5}, "regex=5: use a string"),
+        ({"grammar": b"start"}, "grammar=b'start': use a string"),
+    ],
+)
+def test_a_form_that_cannot_be_meant_is_refused(form, said):
+    with pytest.raises(InvalidRequestError) as caught:
+        StructuredOutputs(**form)
+    assert said in str(caught.value)
 
 
 def test_edges_are_accepted():

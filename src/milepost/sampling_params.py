@@ -7,18 +7,22 @@ with InvalidRequestError; what depends on the model (token ids against its vocab
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from milepost.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that `logprobs` may ask for."""
 
+MAX_N = 16384
+"""Most answers that one prompt may have: all of them are made before the first begins."""
+
 _MAX_SEED = 2**63 - 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,25 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         given = [self.json, self.regex, self.choice, self.grammar]
-        if sum(form is not None for form in given) != 1 or self.choice == []:
+        if sum(form is not None for form in given) != 1 or self.choice in ([], ()):
             raise InvalidRequestError(
-                "structured_outputs: give exactly one of json, regex, choice and grammar"
+                f"{self.field}: give exactly one of json, regex, choice and grammar"
             )
+        if not isinstance(self.json, str | Mapping | None):
+            self._refuse("json", self.json, "a JSON schema, as a mapping or as text")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                self._refuse(name, value, "a string")
+        choice = self.choice
+        if isinstance(choice, str | bytes) or not isinstance(choice, Iterable | None):
+            self._refuse("choice", choice, "a list of strings")
+        for text in choice or ():
+            if not isinstance(text, str):
+                self._refuse("choice", text, "strings")
+
+    def _refuse(self, name: str, value: object, instead: str) -> NoReturn:
+        raise InvalidRequestError(f"{self.field}: {name}={value!r}: use {instead}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +94,7 @@ class SamplingParams:
     """Makes this request's samples repeatable; otherwise, and for -1, they follow from the engine's
     seed."""
     n: int = 1
-    """Answers per prompt."""
+    """Answers per prompt, up to 16384."""
     logprobs: int | None = None
     """Report the log-probability of each token and of this many alternatives, up to 20."""
     prompt_logprobs: int | None = None
@@ -106,6 +125,7 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_shape_of_distribution()
         self._check_penalties()
         self._check_counts()
@@ -150,10 +170,19 @@ class SamplingParams:
         _check_ids("logit_bias", self.logit_bias or (), vocab_size)
         _check_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
 
+    def _check_types(self) -> None:
+        """Of what nothing below looks into: what is no flag would end an engine's step."""
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                _refuse(name, value, "True or False")
+        if not isinstance(self.logit_bias, Mapping | None):
+            _refuse("logit_bias", self.logit_bias, "a mapping of token ids to numbers, or None")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            _refuse("structured_outputs", self.structured_outputs, "StructuredOutputs(...) or None")
+
     def _check_shape_of_distribution(self) -> None:
-        _check_number("temperature", self.temperature, 0, math.inf, "0 for greedy, or more")
-        if math.isinf(self.temperature):
-            _refuse("temperature", self.temperature, "a finite number")
+        _check_number("temperature", self.temperature, 0, _LARGEST, "0 for greedy, or more")
         _check_number("top_p", self.top_p, 0, 1, "a share above 0 and up to 1; 1 is off")
         if self.top_p == 0:
             _refuse("top_p", self.top_p, "a share above 0 and up to 1; temperature=0 is greedy")
@@ -163,8 +192,8 @@ class SamplingParams:
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), -2, 2, "a number from -2 to 2; 0 is off")
-        _check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, _ABOVE_ZERO)
-        if self.repetition_penalty == 0 or math.isinf(self.repetition_penalty):
+        _check_number("repetition_penalty", self.repetition_penalty, 0, _LARGEST, _ABOVE_ZERO)
+        if self.repetition_penalty == 0:
             _refuse("repetition_penalty", self.repetition_penalty, _ABOVE_ZERO)
         for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias", token_id, 0, "token ids as keys")
@@ -176,7 +205,9 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, "0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
-        _check_int("n", self.n, 1, "1 or more")
+        _check_int("n", self.n, 1, f"1 to {MAX_N}")
+        if self.n > MAX_N:
+            _refuse("n", self.n, f"1 to {MAX_N}")
         if self.n > 1 and self.is_greedy:
             _refuse("n", self.n, "n=1 with temperature=0: greedy answers are all the same")
         if self.thinking_token_budget is not None:
@@ -199,7 +230,7 @@ class SamplingParams:
             _refuse("seed", self.seed, f"at most {_MAX_SEED}")
 
     def _checked_stop(self) -> tuple[str, ...]:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:
                 _refuse("stop", text, "strings that are not empty")
@@ -208,7 +239,7 @@ class SamplingParams:
         return stop
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
-        token_ids = tuple(self.stop_token_ids or ())
+        token_ids = _listed("stop_token_ids", self.stop_token_ids)
         for token_id in token_ids:
             _check_int("stop_token_ids", token_id, 0, "token ids")
         return token_ids
@@ -216,7 +247,7 @@ class SamplingParams:
     def _checked_allowed_token_ids(self) -> tuple[int, ...] | None:
         if self.allowed_token_ids is None:
             return None
-        token_ids = tuple(self.allowed_token_ids)
+        token_ids = _listed("allowed_token_ids", self.allowed_token_ids)
         for token_id in token_ids:
             _check_int("allowed_token_ids", token_id, 0, "token ids")
         if not token_ids:
@@ -224,18 +255,34 @@ class SamplingParams:
         return token_ids
 
     def _checked_bad_words(self) -> tuple[str, ...] | None:
-        words = tuple(self.bad_words or ())
+        words = _listed("bad_words", self.bad_words)
         for word in words:
             if not isinstance(word, str) or not word:
                 _refuse("bad_words", word, "strings that are not empty")
+            if not _is_unicode(word):
+                _refuse("bad_words", word, "valid Unicode")
         return words or None
 
 
 _ABOVE_ZERO = "a finite number above 0; 1 is off"
+_LARGEST = sys.float_info.max
+_FLAGS = ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens")
 
 
-def _refuse(name: str, value: object, instead: str) -> None:
+def _refuse(name: str, value: object, instead: str) -> NoReturn:
     raise InvalidRequestError(f"{name}={value!r}: use {instead}")
+
+
+def _listed(name: str, values: Iterable[T] | None) -> tuple[T, ...]:
+    """As a tuple. A text is no list of its characters."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable | None):
+        _refuse(name, values, "a list")
+    return tuple(values or ())
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be encoded: JSON and Python know halves of characters, tokenizers do not."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check_number(name: str, value: object, low: float, high: float, instead: str) -> None:
