@@ -55,6 +55,9 @@ def test_names_and_values_of_vllms_are_ours():
     assert (engine.dtype, engine.page_size, engine.cache_host_gib) == ("float16", 32, 2)
     assert (list(server.served_model_name), server.access_log) == (["a", "b"], False)
     assert server.shutdown_timeout_s == 7
+    for line in ("--model ./m --served-model-name a b", "--served-model-name a b --model=./m"):
+        server, engine = asked(*line.split())
+        assert (engine.model, list(server.served_model_name)) == ("./m", ["a", "b"])
     assert engine.speculative_config.num_speculative_tokens == 2
     assert asked("./m", "--max-model-len", "-1")[1].max_model_len is None
     line = (

@@ -231,6 +231,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
     found: list[str] = []
     objects: dict[str, dict[str, str]] = {}
     todo = list(reversed(arguments))
+    names_model = any(token.partition("=")[0] == "--model" for token in arguments)
     while todo:
         token = todo.pop()
         name, sign, value = _split(token)
@@ -246,7 +247,8 @@ def translated(arguments: Sequence[str]) -> list[str]:
         elif key:  # --speculative-config.method mtp
             objects.setdefault(whole, {})[key] = _value(todo, name)
         else:
-            found += _one(name, todo, has_model=bool(found) and not found[0].startswith("-"))
+            has_model = names_model or (bool(found) and not found[0].startswith("-"))
+            found += _one(name, todo, has_model=has_model)
     found = _last_of_each(found)
     for name, parts in objects.items():
         found += [f"--{name}", json.dumps(_nested(name, parts))]
