@@ -43,6 +43,12 @@ def test_lines_are_taken_as_they_are(line):
     assert engine.model == "./m"
 
 
+@pytest.mark.parametrize("line", ["--model ./m {}", "{} --model=./m", "./m {}"])
+def test_several_names_are_one_list(line):
+    server, engine = asked(*line.format("--served-model-name a b").split())
+    assert (engine.model, list(server.served_model_name)) == ("./m", ["a", "b"])
+
+
 def test_names_and_values_of_vllms_are_ours():
     line = "./m --max-model-len 32K --max-num-batched-tokens 8k --dtype half --block-size 32"
     line += " --served-model-name a b --kv-offloading-size 2 --disable-uvicorn-access-log"
@@ -55,9 +61,6 @@ def test_names_and_values_of_vllms_are_ours():
     assert (engine.dtype, engine.page_size, engine.cache_host_gib) == ("float16", 32, 2)
     assert (list(server.served_model_name), server.access_log) == (["a", "b"], False)
     assert server.shutdown_timeout_s == 7
-    for line in ("--model ./m --served-model-name a b", "--served-model-name a b --model=./m"):
-        server, engine = asked(*line.split())
-        assert (engine.model, list(server.served_model_name)) == ("./m", ["a", "b"])
     assert engine.speculative_config.num_speculative_tokens == 2
     assert asked("./m", "--max-model-len", "-1")[1].max_model_len is None
     line = (

@@ -111,7 +111,8 @@ BAD_PROMPTS = {
     "neither": ({}, "either 'prompt' or 'prompt_token_ids'"),
     "text without tokenizer": ("text", "a text prompt needs a tokenizer, .*: pass"),
     "number": (5, "prompt of type int: use a string or a dict"),
-    "list of ids": ([1, 2, 3], "prompt of type list: use a string or a dict"),
+    "list of texts": (["a"], r"prompt_token_ids\[0\]='a': use integers"),
+    "half a character for salt": (prompt(tokens(9), cache_salt="\ud800"), "cache_salt is not v"),
 }
 
 
@@ -215,7 +216,7 @@ def test_bad_prompt_leaves_requests_in_flight_alone(llm, tiny):
         list(islice(stream, 3))
     for bad, _ in BAD_PROMPTS.values():
         with pytest.raises(InvalidRequestError):
-            llm.generate([bad], greedy(), use_tqdm=False)
+            llm.generate([prompt([1]), bad], greedy(), use_tqdm=False)
     tiny.check([list(stream)[-1] for stream in streams])
 
 
@@ -271,7 +272,7 @@ def test_smallest_pools_that_run(tiny):
         ({"mamba_cache_mode": "most"}, "mamba_cache_mode='most': use one of auto, none, align"),
         ({"mamba_ssm_cache_dtype": "int8"}, "mamba_ssm_cache_dtype='int8': use one of auto"),
         ({"dtype": "int8"}, "dtype='int8': use one of auto, float32"),
-        ({"dtype": "half"}, "dtype='half': use one of auto, float32"),
+        ({"dtype": "int8"}, "dtype='int8': use one of auto, float32"),
         ({"load_format": "gguf"}, "load_format='gguf': use one of auto, safetensors, dummy"),
         ({"enable_prefix_caching": "0"}, "enable_prefix_caching='0': use bool"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching=1: use bool"),

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from milepost import LLM, SamplingParams
-from milepost.errors import EngineDeadError
+from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.scheduler.plans import StepPlan
 from tests.engines import (
     VOCAB_SIZE,
@@ -81,8 +81,9 @@ def test_outputs_stand_in_the_order_of_the_prompts(tiny, llm):
     assert all(output.finished for output in outputs)
 
 
-def test_one_prompt_need_not_stand_in_a_list(llm):
-    (output,) = llm.generate(prompt([1, 2, 3]), greedy(), use_tqdm=False)
+@pytest.mark.parametrize("prompts", [prompt([1, 2, 3]), [1, 2, 3], [[1, 2, 3]]])
+def test_one_prompt_need_not_stand_in_a_list(llm, prompts):
+    (output,) = llm.generate(prompts, greedy(), use_tqdm=False)
     assert output.prompt_token_ids == [1, 2, 3]
     assert output.prompt is None
     assert output.outputs[0].text == ""
@@ -111,6 +112,36 @@ def test_text(talker, tokenizer):
     assert output.prompt_token_ids == tokenizer.encode("the quick brown fox")
     expected = tokenizer.decode(answer(output), skip_special_tokens=True)
     assert output.outputs[0].text == expected != ""
+
+
+@pytest.mark.parametrize("text", ["\ud800", "fox \udfff"])
+def test_halves_of_characters_are_refused(talker, text):
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        talker.generate(text, greedy())
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        talker.chat([{"role": "user", "content": text}], greedy())
+
+
+@pytest.mark.parametrize("nothing", [None, 5])
+def test_what_is_no_prompt_is_refused(talker, nothing):
+    with pytest.raises(InvalidRequestError, match="prompt of type"):
+        talker.generate(nothing, greedy())
+    with pytest.raises(InvalidRequestError, match=f"messages={nothing}: use a list"):
+        talker.chat(nothing, greedy())
+
+
+def test_chat_goes_on_with_the_last_message(talker, tokenizer):
+    messages = [{"role": "user", "content": "again"}, {"role": "assistant", "content": "the fox"}]
+    (output,) = talker.chat(messages, greedy(), use_tqdm=False, continue_final_message=True)
+    assert tokenizer.decode(output.prompt_token_ids).endswith("assistant\nthe fox")
+
+
+def test_chat_template_of_a_call(talker, tokenizer):
+    messages = [{"role": "user", "content": "again"}]
+    template = "{{ messages[0].content }} and again"
+    (output,) = talker.chat(messages, greedy(), use_tqdm=False, chat_template=template)
+    assert tokenizer.decode(output.prompt_token_ids) == "again and again"
+    assert next(talker.stream_chat(messages, greedy(), chat_template=template))
 
 
 def test_without_detokenize_there_is_no_text(talker):

@@ -1,7 +1,7 @@
 """Turns requests into steps and steps into answers, in the caller's process or in one of its own.
 Its modules:
 
-    Python API                  llm, prompts, outputs
+    Python API                  llm, prompts, outputs, vllm_names
     a step                      core, intake, requests, flights, pace, fate
     answers and their text      answers, detokenizer, token_texts
     conversations and tokens    chat, special, tokenizer, lengths, generation_config

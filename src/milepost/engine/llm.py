@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike
-from typing import Any
+from typing import Any, TypeGuard
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +17,9 @@ from milepost.engine import chat
 from milepost.engine.core import Engine
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import RequestOutput
-from milepost.engine.prompts import Prompt, PromptLike, read_prompt
+from milepost.engine.prompts import Prompt, PromptLike, check_unicode, read_prompt
 from milepost.engine.requests import Job
+from milepost.engine.vllm_names import own_options
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.sampling_params import SamplingParams
 
@@ -28,13 +29,15 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """Loads a model and generates. Options are the fields of `EngineConfig`.
+    """Loads a model and generates. Options are the fields of `EngineConfig`; the arguments of
+    vLLM's `LLM` are taken as they are (`engine.vllm_names`), or refused with what to do instead.
 
     Without a model the embedded one is used. Raises ConfigError, UnsupportedModelError,
     WeightsError.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
+        options = own_options(options)
         _refuse_unknown(options)
         model = str(model) if isinstance(model, PathLike) else model
         options.setdefault("disable_log_stats", True)
@@ -51,8 +54,7 @@ class LLM:
 
         Raises InvalidRequestError, naming the prompt, before anything is computed.
         """
-        one = isinstance(prompts, str | Mapping)
-        listed = [prompts] if one else list(prompts)
+        listed = [prompts] if _is_prompt(prompts) else list(prompts)
         read = [self._read(index, prompt) for index, prompt in enumerate(listed)]
         return self._run(read, sampling_params, use_tqdm)
 
@@ -63,11 +65,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. Message boundaries become marks.
+
+        `chat_template` stands in place of the tokenizer's; with `continue_final_message` the answer
+        goes on with the last message.
 
         Raises InvalidRequestError before anything is computed.
         """
@@ -76,8 +83,10 @@ class LLM:
             self._render(
                 conversation,
                 tools=tools,
+                chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 cache_salt=cache_salt,
             )
             for conversation in conversations
@@ -123,14 +132,29 @@ class LLM:
             raise InvalidRequestError(f"prompt {index}: {error}") from error
 
     def _render(
-        self, messages: Messages, *, cache_salt: str | None = None, **options: Any
+        self,
+        messages: Messages,
+        *,
+        cache_salt: str | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Prompt:
         tokenizer = self.get_tokenizer()
         if tokenizer is None:
             raise InvalidRequestError(
                 "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
             )
-        rendered = chat.render(tokenizer, messages, **options)
+        template_kwargs = dict(chat_template_kwargs or {})
+        if chat_template is not None:
+            template_kwargs["chat_template"] = chat_template
+        rendered = chat.render(
+            tokenizer,
+            messages,
+            chat_template_kwargs=template_kwargs,
+            check=check_unicode,
+            **options,
+        )
         marks = rendered.marks[: self.llm_engine.config.max_cache_marks]
         salt = {"cache_salt": cache_salt} if cache_salt is not None else {}
         return read_prompt(
@@ -222,8 +246,18 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"option {name!r} is unknown: {hint}")
 
 
-def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
+def _is_prompt(prompts: object) -> TypeGuard[PromptLike]:
+    """Whether it is no sequence of prompts: a text, a mapping, token ids, or nothing that can be
+    asked."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        return True
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+
+
+def _is_conversation(messages: Messages | Sequence[Messages]) -> TypeGuard[Messages]:
     """One conversation is a list of messages, several are a list of such lists."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(f"messages={messages!r}: use a list of messages")
     return not messages or isinstance(messages[0], Mapping)
 
 

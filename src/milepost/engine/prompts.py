@@ -19,9 +19,9 @@ from milepost.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PromptLike = str | Mapping[str, Any]
-"""Text, or {"prompt": text} or {"prompt_token_ids": [...]}, with "cache_salt" and "cache_marks" if
-wanted.
+PromptLike = str | list[int] | Mapping[str, Any]
+"""Text, or a list of token ids, or {"prompt": text} or {"prompt_token_ids": [...]}, with
+"cache_salt" and "cache_marks" if wanted.
 """
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt", "cache_marks")
@@ -50,6 +50,8 @@ def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -
     """Token ids, salt and marks of a prompt. Raises InvalidRequestError naming what is wrong."""
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
+    elif isinstance(prompt, list):
+        prompt = {"prompt_token_ids": prompt}
     if not isinstance(prompt, Mapping):
         raise InvalidRequestError(
             f"prompt of type {type(prompt).__name__}: use a string or a dict with prompt_token_ids"
@@ -149,7 +151,17 @@ def _tokenize(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[i
             "a text prompt needs a tokenizer, and skip_tokenizer_init=True loaded none: pass "
             "{'prompt_token_ids': [...]}"
         )
+    check_unicode(text)
     return list(tokenizer.encode(text))
+
+
+def check_unicode(text: str, name: str = "the text") -> None:
+    """Raise InvalidRequestError for a text with halves of characters: Python's may have some, which
+    neither tokenizers nor digests take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{name} is not valid Unicode: {error}") from error
 
 
 def _read_list(name: str, value: Any) -> list[Any]:
@@ -169,4 +181,5 @@ def _read_salt(salt: object) -> str:
         return ""
     if not isinstance(salt, str) or not salt:
         raise InvalidRequestError(f"cache_salt={salt!r}: use a string that is not empty")
+    check_unicode(salt, "cache_salt")
     return salt
