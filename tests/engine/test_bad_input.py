@@ -272,7 +272,6 @@ def test_smallest_pools_that_run(tiny):
         ({"mamba_cache_mode": "most"}, "mamba_cache_mode='most': use one of auto, none, align"),
         ({"mamba_ssm_cache_dtype": "int8"}, "mamba_ssm_cache_dtype='int8': use one of auto"),
         ({"dtype": "int8"}, "dtype='int8': use one of auto, float32"),
-        ({"dtype": "int8"}, "dtype='int8': use one of auto, float32"),
         ({"load_format": "gguf"}, "load_format='gguf': use one of auto, safetensors, dummy"),
         ({"enable_prefix_caching": "0"}, "enable_prefix_caching='0': use bool"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching=1: use bool"),
