@@ -1,5 +1,6 @@
 import gzip
 import json
+from math import nan
 
 import pytest
 
@@ -53,3 +54,35 @@ def test_refusals(tmp_path):
         WorkloadConfig(num_turns=0)
     with pytest.raises(ConfigError, match="missing"):
         sessions(WorkloadConfig(workload="trace", trace=str(tmp_path / "missing")))
+    with pytest.raises(ConfigError, match="trace_speed=0: use more than 0"):
+        WorkloadConfig(trace_speed=0)
+    with pytest.raises(ConfigError, match="trace_scale=nan: use more than 0"):
+        WorkloadConfig(trace_scale=nan)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 2: Expecting"),
+        (b"[]", "line 2: list"),
+        (b'{"input_length": 5, "output_length": 1}', "line 2: no 'hash_ids'"),
+        (b'{"input_length": "5", "output_length": 1, "hash_ids": [1]}', "line 2: "),
+        (b'{"input_length": 5, "output_length": 1, "hash_ids": 1}', "line 2: "),
+        (b'{"input_length": 5, "output_length": 1, "hash_ids": [1], "timestamp": 1e400}', "inf"),
+        (b"\xff", "not UTF-8"),
+    ],
+)
+def test_a_bad_line_of_a_trace_is_named(tmp_path, line, message):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b'{"input_length": 5, "output_length": 1, "hash_ids": [1]}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=f"trace.jsonl.*{message}"):
+        sessions(WorkloadConfig(workload="trace", trace=str(path)))
+
+
+def test_times_of_a_trace_have_either_name(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    row = {"input_length": 5, "output_length": 1, "hash_ids": [1]}
+    rows = [row | {"timestamp": 500}, row | {"timestamp_ms": 750}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    found = sessions(WorkloadConfig(workload="trace", trace=str(path)))
+    assert [session.arrival_s for session in found] == [0.5, 0.75]

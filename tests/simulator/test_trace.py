@@ -1,5 +1,6 @@
 import gzip
 import json
+import math
 
 import pytest
 
@@ -50,6 +51,9 @@ def test_plain_and_gzip_read_alike(tmp_path):
         (line(hash_ids=[7, [8]]), "not an id"),
         (line(think_time="long"), "think_time='long'"),
         (line(timestamp=-1), "back in time"),
+        (line(timestamp=math.inf), "timestamp=inf is not a number"),
+        (line(timestamp=math.nan), "timestamp=nan is not a number"),
+        (line(timestamp=10**400), "timestamp=1000"),
         (line(hash_ids=[1] * 99), "99 hash_ids do not fit 130 tokens"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,7 +92,7 @@ class Settings:
                 raise InvalidRequestError(f"--{name} {values}: use 1 or more")
 
     def _check_sizes(self) -> None:
-        if any(gib <= 0 for gib in self.gib or []):
+        if not all(0 < gib * GIB < inf for gib in self.gib or []):
             raise InvalidRequestError(f"--gib {self.gib}: use more than 0")
         sizes = [self.gib, self.num_slots or self.kv_tokens, self.target_hit_rate]
         if sum(size is not None for size in sizes) > 1:
@@ -108,9 +109,9 @@ class Settings:
             raise InvalidRequestError("--disk-gib: give --host-gib, which copies go through")
         if self.host_gib and not self.has_time:
             raise InvalidRequestError("--host-gib: give --gib, the memory of the device")
-        for name in ("host_gib", "disk_gib", "host_gb_s", "disk_gb_s"):
+        for name in ("host_gib", "disk_gib", "host_gb_s", "disk_gb_s", "transfer_gb_s"):
             value, flag = getattr(self, name), name.replace("_", "-")
-            if value < 0 or (name.endswith("_s") and value == 0):
+            if not 0 <= value < inf or (name.endswith("_s") and value == 0):
                 least = "more than 0" if name.endswith("_s") else "0 or more"
                 raise InvalidRequestError(f"--{flag} {value:g}: use {least}")
 

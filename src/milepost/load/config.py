@@ -35,5 +35,5 @@ class DriveConfig:
             raise ConfigError(f"base_url={self.base_url!r}: begin it with http:// or https://")
         if self.concurrency < 1:
             raise ConfigError(f"concurrency={self.concurrency}: use 1 or more")
-        if self.request_rate is not None and self.request_rate <= 0:
+        if self.request_rate is not None and not self.request_rate > 0:
             raise ConfigError(f"request_rate={self.request_rate}: use more than 0")

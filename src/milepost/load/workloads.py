@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +57,8 @@ class WorkloadConfig:
     output_tokens: int = 64
     """Most tokens of an answer."""
     trace: str | None = None
-    """JSON lines (.gz too) with input_length, output_length, hash_ids and timestamp_ms."""
+    """JSON lines (.gz too) with input_length, output_length, hash_ids and timestamp_ms (or
+    timestamp)."""
     trace_scale: float = 1.0
     """Multiplies the trace's lengths."""
     trace_speed: float = 1.0
@@ -68,6 +70,9 @@ class WorkloadConfig:
         for name in ("num_sessions", "num_groups", "num_turns", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: use 1 or more")
+        for name in ("trace_scale", "trace_speed"):
+            if not 0 < getattr(self, name) < inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: use more than 0")
         if (self.workload == "trace") != (self.trace is not None):
             raise ConfigError("workload='trace' and trace=FILE go together")
 
@@ -136,7 +141,12 @@ def _trace(config: WorkloadConfig) -> Iterator[Session]:
     for number, line in enumerate(_lines(path)):
         if number >= config.num_sessions:
             return
-        yield _traced(config, json.loads(line))
+        try:
+            session = _traced(config, json.loads(line))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"trace={str(path)!r}: line {number + 1}: {why}") from error
+        yield session
 
 
 def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> Session:
@@ -149,14 +159,19 @@ def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> Session:
         messages=(_message("user", text),),
         max_tokens=max(1, round(row["output_length"] * config.trace_scale)),
     )
-    arrival_s = row.get("timestamp_ms", 0) / 1000 / config.trace_speed
+    arrival_s = row.get("timestamp_ms", row.get("timestamp", 0)) / 1000 / config.trace_speed
+    if not 0 <= arrival_s < inf:
+        raise ValueError(f"it arrives after {arrival_s:g} seconds")
     return Session(turns=(turn,), arrival_s=arrival_s)
 
 
 def _lines(path: Path) -> Iterator[str]:
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt") as lines:
+        with opened(path, "rt", encoding="utf-8") as lines:
             yield from lines
-    except OSError as error:
-        raise ConfigError(f"trace={str(path)!r}: {error.strerror or error}") from error
+    except (OSError, EOFError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"trace={str(path)!r}: {why}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"trace={str(path)!r}: not UTF-8 text") from error

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from milepost.errors import TraceError
+
+_LARGEST = sys.float_info.max
+"""JSON's numbers may be larger, and then infinite."""
 
 BLOCK_SIZES = tuple(1 << k for k in range(4, 12))
 """Block sizes that a file may have without naming it: 16 to 2048."""
@@ -220,7 +224,8 @@ def _renumber(ids: Iterable[int], numbers: dict[int, int]) -> Iterator[int]:
 
 def _number(row: dict[str, Any], key: str, where: str) -> float:
     value = row.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= _LARGEST:
         raise TraceError(f"{where}: {key}={value!r} is not a number")
     return float(value)
 
