@@ -288,7 +288,7 @@ def _options(arguments: argparse.Namespace, share: float) -> dict[str, Any]:
         "max_num_seqs": 64,
         "max_model_len": 40960 if arguments.length > 4096 else 4096,
         "kv_transfer_config": {"kv_port": 0, "kv_connector_extra_config": extra},
-        **{name: json.loads(value) for name, _, value in arguments.option},
+        **dict(arguments.option),
     }
 
 
@@ -302,7 +302,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--option", action="append", default=[], type=lambda o: o.partition("="))
+    rows.add_option(parser)
     parser.add_argument("--out", default="out/bench-disaggregation.jsonl")
     arguments = parser.parse_args()
     bench, found = Bench(arguments), []

@@ -56,11 +56,11 @@ def main() -> int:
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
     parser.add_argument("--cache", choices=("on", "off"), default="on")
     parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    rows.add_option(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-engine.jsonl")
     arguments = parser.parse_args()
-    options = {name: json.loads(value) for name, _, value in map(_pair, arguments.option)}
+    options = dict(arguments.option)
     bench, startup_s = _open(arguments, options)
     common = {
         **rows.provenance(),
@@ -76,10 +76,6 @@ def main() -> int:
         found.append(common | row)
     rows.write(arguments.out, found)
     return 0
-
-
-def _pair(option: str) -> tuple[str, str, str]:
-    return option.partition("=")
 
 
 def _open(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[Bench, float]:

@@ -48,12 +48,10 @@ def main() -> int:
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--hits", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    rows.add_option(parser)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "launches.jsonl")
     arguments = parser.parse_args()
-    options = {
-        name: json.loads(value) for name, _, value in (o.partition("=") for o in arguments.option)
-    }
+    options = dict(arguments.option)
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             str(shortened(Path(arguments.model), arguments.layers, Path(folder))),

@@ -29,13 +29,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=rows.ROOT / "bench/models/hybrid-9b")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    rows.add_option(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "long-context.jsonl")
     arguments = parser.parse_args()
-    options = {
-        name: json.loads(value) for name, _, value in (o.partition("=") for o in arguments.option)
-    }
+    options = dict(arguments.option)
     bench = _open(arguments.model, max(arguments.lengths), arguments.seed, options)
     common = {**rows.provenance(), "model": arguments.model.name, "options": options}
     found = []

@@ -37,13 +37,11 @@ def main() -> int:
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
     parser.add_argument("--sequences", type=int, nargs="+", default=[1])
     parser.add_argument("--cold", type=int, default=0, help="tokens of a chunk of its own")
-    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    rows.add_option(parser)
     parser.add_argument("--top", type=int, default=16)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "profile-step.jsonl")
     arguments = parser.parse_args()
-    options = {
-        name: json.loads(value) for name, _, value in (o.partition("=") for o in arguments.option)
-    }
+    options = dict(arguments.option)
     llm = LLM(
         arguments.model,
         load_format="dummy",

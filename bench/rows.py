@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -25,6 +26,18 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """`--option NAME=JSON` of the engine's configuration, any number of times: a list of pairs."""
+    parser.add_argument(
+        "--option", action="append", default=[], type=_option, help="NAME=JSON, given to LLM"
+    )
+
+
+def _option(option: str) -> tuple[str, Any]:
+    name, _, value = option.partition("=")
+    return name, json.loads(value)
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:

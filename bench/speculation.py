@@ -87,15 +87,13 @@ def main() -> int:
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
     parser.add_argument("--turns", type=int, default=3, help="runs of either side, in turn")
-    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    rows.add_option(parser)
     parser.add_argument("--dtypes", nargs="*", default=["float64", "float32"], help="of `long`")
     parser.add_argument("--methods", nargs="*", choices=LONG, default=list(LONG), help="of `long`")
     parser.add_argument("--sequences", nargs="*", type=int, default=[1, 3, 17], help="of `long`")
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-speculation.jsonl")
     arguments = parser.parse_args()
-    arguments.options = {
-        name: json.loads(value) for name, _, value in (o.partition("=") for o in arguments.option)
-    }
+    arguments.options = dict(arguments.option)
     common = rows.provenance()
     found = []
     for name in arguments.only:

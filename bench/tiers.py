@@ -201,10 +201,10 @@ def main() -> int:
     parser.add_argument("--host-gib", type=float, default=24.0)
     parser.add_argument("--only", nargs="*", choices=WORKLOADS)
     parser.add_argument("--disk-dir")
-    parser.add_argument("--option", action="append", default=[], help="NAME=JSON, given to LLM")
+    rows.add_option(parser)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    options = {name: json.loads(value) for name, _, value in map(_pair, arguments.option)}
+    options = dict(arguments.option)
     folder = None
     if arguments.disk_dir is not None:
         folder = options["cache_dir"] = tempfile.mkdtemp(dir=arguments.disk_dir)
@@ -238,10 +238,6 @@ def _run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         for row in WORKLOADS[name](bench):
             print(json.dumps({"workload": name, **row}), flush=True)
     return 0
-
-
-def _pair(option: str) -> tuple[str, str, str]:
-    return option.partition("=")
 
 
 if __name__ == "__main__":
