@@ -7,11 +7,10 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from tests.server.bombs import BODIES, MIB, RAW
-from tests.server.conftest import serving
+from tests.server.conftest import post, serving
 from tests.waiting import until
 
 TIMEOUTS = ("--head-timeout-s", "1", "--body-timeout-s", "1", "--keep-alive-timeout-s", "1")
@@ -40,7 +39,7 @@ class Stream:
 
     def ask(self):
         body = {**OTHER, "stream": True}
-        response = httpx.post(f"{self._url}/v1/completions", json=body, timeout=90)
+        response = post(f"{self._url}/v1/completions", json=body, timeout=90)
         *chunks, end = [line for line in response.text.splitlines() if line]
         assert end == "data: [DONE]"
         texts = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
@@ -66,7 +65,7 @@ def attacked():
         alone = Stream(server.url).ask()
         for body in ({"prompt": "a", "max_tokens": 1}, {"prompt": "a", "max_tokens": 1, "seed": 1}):
             form = {"structured_outputs": {"regex": "a"}}
-            assert httpx.post(f"{server.url}/v1/completions", json={**body, **form}).is_success
+            assert post(f"{server.url}/v1/completions", json={**body, **form}).is_success
         before, pids = held(server), (server.process.pid, server.engine_pid)
         sizes = [memory(pid) for pid in pids]
         with Stream(server.url) as stream:
@@ -91,7 +90,7 @@ def test_there_are_enough():
 def test_bodies(attacked, name):
     path, body = BODIES[name]
     headers = {"content-type": "application/json"}
-    response = httpx.post(attacked.url + path, content=body, headers=headers, timeout=90)
+    response = post(attacked.url + path, content=body, headers=headers, timeout=90)
     assert response.status_code == 200 or 400 <= response.status_code < 500, response.text
     if response.status_code != 200:
         error = response.json()["error"]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from milepost.server.config import ServerConfig
-from tests.server.conftest import serving
+from tests.server.conftest import post, serving
 from tests.server.inprocess import answered
 
 ASKED = {
@@ -46,11 +46,11 @@ def passed_by_sidecar(first: str, second: str, path: str, body: dict) -> httpx.R
     if "chat" in path:
         short["max_completion_tokens"] = 1
     short.pop("stream_options", None)
-    prefilled = httpx.post(first + path, json=short, headers=headers, timeout=60)
+    prefilled = post(first + path, json=short, headers=headers, timeout=60)
     assert prefilled.status_code == 200, prefilled.text
     params = prefilled.json().get("kv_transfer_params")
     passed = {**body, "kv_transfer_params": params}
-    return httpx.post(second + path, json=passed, headers=headers, timeout=60)
+    return post(second + path, json=passed, headers=headers, timeout=60)
 
 
 def routed(first: str, second: str, path: str, body: dict) -> httpx.Response:
@@ -61,12 +61,12 @@ def routed(first: str, second: str, path: str, body: dict) -> httpx.Response:
     if path.endswith("responses"):
         del short["max_tokens"], short["min_tokens"]
         short["max_output_tokens"] = 1
-    prefilled = httpx.post(first + path, json=short, headers=headers, timeout=60)
+    prefilled = post(first + path, json=short, headers=headers, timeout=60)
     assert prefilled.status_code == 200, prefilled.text
     params = prefilled.json()["kv_transfer_params"]
     assert params["do_remote_prefill"]
     passed = {**body, "kv_transfer_params": params}
-    return httpx.post(second + path, json=passed, headers=headers, timeout=60)
+    return post(second + path, json=passed, headers=headers, timeout=60)
 
 
 def reused(response: httpx.Response) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def test_a_completion_is_prefilled_there_and_decoded_here(pair, server, passing)
     prompt = f"{passing.__name__} {TEXT}"
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2}
     got = passing(first.url, second.url, "/v1/completions", body)
-    alone = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    alone = post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert got.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
     length, cached = reused(got)
     assert cached == length - 1
@@ -95,19 +95,19 @@ def test_each_of_several_prompts_is_prefilled_there(pair, server):
     body = {"model": "tiny", "prompt": prompts, "max_tokens": 6, "seed": 3, "n": 2}
     fetched = second.metric("kv_transfers_total")
     got = routed(first.url, second.url, "/v1/completions", body)
-    alone = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    alone = post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert got.status_code == 200, got.text
     texts = [[choice["text"] for choice in each.json()["choices"]] for each in (got, alone)]
     assert texts[0] == texts[1]
     assert len(texts[0]) == 8
     assert second.metric("kv_transfers_total") - fetched >= 2
     refused = {**body, "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h"}}
-    got = httpx.post(f"{second.url}/v1/completions", json=refused, timeout=60)
+    got = post(f"{second.url}/v1/completions", json=refused, timeout=60)
     assert got.status_code == 200, "they are computed"
 
 
 def tokenized(server, text):
-    return httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
+    return post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
 
 
 def test_chat_with_all_that_an_answer_can_have(pair, server):
@@ -125,7 +125,7 @@ def test_chat_with_all_that_an_answer_can_have(pair, server):
         "tool_choice": "required",
     }
     got = routed(first.url, second.url, "/v1/chat/completions", body)
-    alone = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    alone = post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert len(got.json()["choices"]) == 2
     for ours, theirs in zip(got.json()["choices"], alone.json()["choices"], strict=True):
         calls = [
@@ -143,7 +143,7 @@ def test_chat_behind_llm_ds_sidecar(pair, server):
     messages = [{"role": "user", "content": "sidecar " + TEXT}]
     body = {"model": "tiny", "messages": messages, "max_completion_tokens": 9, "temperature": 0}
     got = passed_by_sidecar(first.url, second.url, "/v1/chat/completions", body)
-    alone = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    alone = post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert got.json()["choices"][0]["message"] == alone.json()["choices"][0]["message"]
     length, cached = reused(got)
     assert cached == length - 1
@@ -152,7 +152,7 @@ def test_chat_behind_llm_ds_sidecar(pair, server):
 def test_what_was_prefilled_by_an_engine_that_lends_nothing_is_computed(server, pair):
     """llm-d's sidecar passes a missing answer on as null."""
     body = {"model": "tiny", "prompt": "null " + TEXT, "max_tokens": 4, "kv_transfer_params": None}
-    got = httpx.post(f"{pair[1].url}/v1/completions", json=body, timeout=60)
+    got = post(f"{pair[1].url}/v1/completions", json=body, timeout=60)
     assert got.status_code == 200, got.text
     assert got.json()["usage"]["completion_tokens"] == 4
 
@@ -184,7 +184,7 @@ def test_what_is_asked_wrongly_is_refused(pair):
         ({"kv_transfer_params": {**said, "of_each_prompt": [1, 2]}}, "as many prompts"),
         ({"prompt": TEXT, "kv_transfer_params": said}, "remote_engine_id"),
     ):
-        refused = httpx.post(f"{first.url}/v1/completions", json=body | changes)
+        refused = post(f"{first.url}/v1/completions", json=body | changes)
         assert (refused.status_code, named in refused.text) == (400, True)
     body = {"prompt": TEXT, "kv_transfer_params": ASKED}
     refused = answered(ServerConfig(), "/v1/completions", body)
@@ -197,10 +197,10 @@ def test_a_server_that_dies_before_it_is_read(pair, folder):
     path, body = "/v1/completions", {"model": "tiny", "prompt": "dies " + TEXT, "max_tokens": 4}
     with serving(folder, "--kv-transfer-config", json.dumps(CONFIG)) as dying:
         short = {**body, "max_tokens": 1, "kv_transfer_params": ASKED}
-        params = httpx.post(dying.url + path, json=short, timeout=60).json()["kv_transfer_params"]
+        params = post(dying.url + path, json=short, timeout=60).json()["kv_transfer_params"]
         dying.process.kill()
         dying.process.wait()
-    got = httpx.post(second.url + path, json={**body, "kv_transfer_params": params}, timeout=60)
+    got = post(second.url + path, json={**body, "kv_transfer_params": params}, timeout=60)
     assert got.status_code == 200
     assert got.json()["usage"]["completion_tokens"] == 4
     assert reused(got)[1] == 0

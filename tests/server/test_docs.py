@@ -5,10 +5,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.server.conftest import serving
+from tests.server.conftest import get, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -52,7 +51,7 @@ def test_the_curl_examples_work_as_printed(embedded):
             assert choice["finish_reason"] == "tool_calls"
             assert {its["name"] for its in functions} == {"get_help"}
             assert set(json.loads(functions[0]["arguments"])) == {"name", "section"}
-    assert httpx.get(f"{embedded.url}/health").status_code == 200
+    assert get(f"{embedded.url}/health").status_code == 200
 
 
 def test_the_client_example_works_as_printed(embedded, capsys):

@@ -16,7 +16,7 @@ import pytest
 
 from milepost.server import run
 from milepost.server.config import ServerConfig
-from tests.server.conftest import serving
+from tests.server.conftest import NO_TLS, post, serving
 from tests.waiting import until
 
 LONG = {"prompt": "the quick brown fox", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
@@ -62,7 +62,7 @@ def test_an_engine_that_hangs_is_given_up(folder):
 
 
 def _expect_unavailable(server):
-    response = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S)
+    response = post(f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S)
     assert response.status_code == 503
     assert "killed by signal 9" in response.json()["error"]["message"]
 
@@ -121,7 +121,12 @@ def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):
     async def all_of_them(server):
         begun = []
         limits = httpx.Limits(max_connections=None)
-        options = {"base_url": server.url, "timeout": DEADLINE_S, "limits": limits}
+        options = {
+            "base_url": server.url,
+            "timeout": DEADLINE_S,
+            "limits": limits,
+            "verify": NO_TLS,
+        }
         async with httpx.AsyncClient(**options) as http:
             short = {**LONG, "max_tokens": 8}
             first = asyncio.gather(*(streamed(http, short, begun) for _ in range(12)))
@@ -202,7 +207,7 @@ def test_a_full_queue_says_when_to_come_back(folder):
 
 
 def _swallow(server):
-    httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=DEADLINE_S)
+    post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 2}, timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +245,7 @@ def locked(folder, tmp_path_factory):
 
 
 def test_without_a_key_nothing_is_served(locked):
-    with httpx.Client(base_url=locked.url, timeout=DEADLINE_S) as http:
+    with httpx.Client(base_url=locked.url, verify=NO_TLS, timeout=DEADLINE_S) as http:
         paths = http.get("/openapi.json", headers={"authorization": "Bearer one"}).json()["paths"]
         assert http.get("/health").status_code == 200
         for path in [*paths, "/docs", "/openapi.json", "/nothing"]:
@@ -258,7 +263,7 @@ def test_without_a_key_nothing_is_served(locked):
 
 
 def test_operators_have_keys_of_their_own(locked):
-    with httpx.Client(base_url=locked.url, timeout=DEADLINE_S) as http:
+    with httpx.Client(base_url=locked.url, verify=NO_TLS, timeout=DEADLINE_S) as http:
         for path, method in (("/metrics", "GET"), ("/reset_prefix_cache", "POST")):
             for key, status in (("one", 401), ("tenant", 401), ("root", 200)):
                 headers = {"authorization": f"Bearer {key}"}

@@ -23,7 +23,7 @@ from milepost.errors import ConfigError
 from milepost.server import connections, run, stats
 from milepost.server.config import ServerConfig
 from milepost.server.run import HttpServer
-from tests.server.conftest import ENVIRONMENT, Server, serving
+from tests.server.conftest import ENVIRONMENT, Server, get, post, serving
 from tests.server.inprocess import service
 from tests.server.test_faults import LONG
 from tests.waiting import until
@@ -148,20 +148,20 @@ def test_connections_are_counted(limited, connect):
     opened = [connect() for _ in range(MAX_CONNECTIONS + 8)]
     answers = [received(sock) for sock in opened]
     assert [status(data) for data in answers].count(503) >= 8
-    assert httpx.get(f"{limited.url}/health").is_success
+    assert get(f"{limited.url}/health").is_success
 
 
 def test_a_client_that_leaves_is_no_failure_of_the_server(limited):
     headers = {"authorization": "Bearer one"}
 
     def refused(code):
-        text = httpx.get(f"{limited.url}/metrics", headers=headers).text
+        text = get(f"{limited.url}/metrics", headers=headers).text
         lines = [line for line in text.splitlines() if line.startswith("milepost:request_refused")]
         return sum(float(line.split()[-1]) for line in lines if f'"{code}"' in line)
 
     before = refused(499)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{limited.url}/v1/completions", json=LONG, headers=headers, timeout=0.5)
+        post(f"{limited.url}/v1/completions", json=LONG, headers=headers, timeout=0.5)
     until(lambda: refused(499) == before + 1)
     assert refused(500) == 0
     (line,) = [line for line in limited.log if '"client_gone": true' in line and "finish" in line]
@@ -175,7 +175,7 @@ def test_a_huge_body_is_refused_early_and_late(limited, connect):
 
     headers = {"authorization": "Bearer one", "content-type": "application/json"}
     for body in (b'{"prompt": "' + b"a" * 20_000 + b'"}', chunks()):
-        response = httpx.post(f"{limited.url}/v1/completions", content=body, headers=headers)
+        response = post(f"{limited.url}/v1/completions", content=body, headers=headers)
         assert response.status_code == 413
         assert response.json()["error"]["type"] == "request_too_large"
     sock = connect()
@@ -187,7 +187,7 @@ def test_a_huge_body_is_refused_early_and_late(limited, connect):
 def test_a_priority_is_for_the_operator_to_allow(limited):
     body = {"prompt": "a", "max_tokens": 1, "priority": -5}
     headers = {"authorization": "Bearer one"}
-    response = httpx.post(f"{limited.url}/v1/completions", json=body, headers=headers)
+    response = post(f"{limited.url}/v1/completions", json=body, headers=headers)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "priority"
     assert "--scheduling-policy" in response.json()["error"]["message"]
