@@ -156,26 +156,33 @@ def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):
     assert len([line for line in lines if line["path"] == "/v1/completions"]) == 48
 
 
-def test_a_client_that_never_reads_is_dropped(folder):
-    with serving(folder, "--write-timeout-s", "1") as server:
-        start = os.listdir(f"/proc/{server.process.pid}/fd")
-        address = urlsplit(server.url)
-        sockets = []
-        for _ in range(4):
-            sock = socket.socket()
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            sock.connect((address.hostname, address.port))
-            body = json.dumps({**LONG, "stream": True, "logprobs": 20, "return_token_ids": True})
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-            sock.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
-            sockets.append(sock)
-        until(lambda: server.metric("num_requests_running") == 4)
-        until(lambda: server.metric("num_requests_running") == 0)
-        until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) <= len(start) + 1)
-        gone = [line for line in server.log if '"client_gone": true' in line]
-        assert len(gone) == 4
-        for sock in sockets:
-            sock.close()
+@pytest.fixture(scope="module")
+def narrow(folder):
+    """A server of few requests that drops whoever does not read for a second."""
+    flags = ("--max-num-seqs", "4", "--max-waiting", "1", "--write-timeout-s", "1")
+    with serving(folder, *flags) as server:
+        yield server
+
+
+def test_a_client_that_never_reads_is_dropped(narrow):
+    start = os.listdir(f"/proc/{narrow.process.pid}/fd")
+    address = urlsplit(narrow.url)
+    sockets = []
+    for _ in range(4):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        sock.connect((address.hostname, address.port))
+        body = json.dumps({**LONG, "stream": True, "logprobs": 20, "return_token_ids": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        sock.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
+        sockets.append(sock)
+    until(lambda: narrow.metric("num_requests_running") == 4)
+    until(lambda: narrow.metric("num_requests_running") == 0)
+    until(lambda: len(os.listdir(f"/proc/{narrow.process.pid}/fd")) <= len(start) + 1)
+    gone = [line for line in narrow.log if '"client_gone": true' in line]
+    assert len(gone) == 4
+    for sock in sockets:
+        sock.close()
 
 
 def test_disconnects_free_everything(server):
@@ -189,13 +196,12 @@ def test_disconnects_free_everything(server):
     assert server.metric("state_cache_usage_perc") == 0
 
 
-def test_a_full_queue_says_when_to_come_back(folder):
-    flags = ("--max-num-seqs", "1", "--max-waiting", "1")
-    with serving(folder, *flags) as server, server.client() as client:
-        streams = [streaming(client)]
-        done = threading.Thread(target=lambda: _swallow(server))
+def test_a_full_queue_says_when_to_come_back(narrow):
+    with narrow.client() as client:
+        streams = [streaming(client) for _ in range(4)]
+        done = threading.Thread(target=lambda: _swallow(narrow))
         done.start()
-        until(lambda: server.metric("num_requests_waiting") == 1)
+        until(lambda: narrow.metric("num_requests_waiting") == 1)
         with pytest.raises(openai.RateLimitError) as raised:
             client.completions.create(model="tiny", prompt="more", max_tokens=1)
         assert int(raised.value.response.headers["retry-after"]) >= 1
