@@ -18,6 +18,7 @@ from milepost.kernels.quantised import (
     partials_of_gated,
     rounded,
     triton,
+    triton_mix,
 )
 from tests.kernels.quantised_cases import (
     check,
@@ -361,14 +362,14 @@ def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chose
 
     given = *choose(num_tokens, num_chosen), *wide_experts
     assert triton_hopper_experts.suits(*wide_experts)
-    assert num_tokens <= triton._TOKENS_AT_ONCE
+    assert num_tokens <= triton_mix._TOKENS_AT_ONCE
     mixed = mix(*given)
     check_experts(mixed, *given)
     with monkeypatch.context() as only:
         only.setattr(triton_hopper_experts, "suits", lambda *_: False)
         assert torch.equal(mixed, mix(*given))
     alone = mix(*(each[-5:].contiguous() for each in given[:3]), *wide_experts)
-    if 5 * num_chosen > triton._FEWEST_ROUTED:
+    if 5 * num_chosen > triton_mix._FEWEST_ROUTED:
         assert torch.equal(alone, mixed[-5:])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.device import probe
-from milepost.kernels.quantised import Int4, mix, triton
+from milepost.kernels.quantised import Int4, mix, triton_mix
 from tests.kernels.quantised_cases import make_int4, to
 
 pytestmark = [
@@ -98,9 +98,9 @@ def test_mix_takes_them() -> None:
     from milepost.kernels.quantised import triton_hopper_nibbles_tall as tall
 
     up, down = make("gates", torch.bfloat16)
-    given = draw(EXPERTS * (triton._FEW_NIBBLES + 1) // CHOSEN + 1, torch.bfloat16)
+    given = draw(EXPERTS * (triton_mix._FEW_NIBBLES + 1) // CHOSEN + 1, torch.bfloat16)
     output = given[0].new_empty(len(given[0]), CHOSEN, HIDDEN)
     tall.mix(*given, up, down, output, probe(output.device), 64)
     assert torch.equal(mix(*given, up, down), output)
-    few = tuple(each[: EXPERTS * triton._FEW_NIBBLES // CHOSEN] for each in given)
+    few = tuple(each[: EXPERTS * triton_mix._FEW_NIBBLES // CHOSEN] for each in given)
     assert not torch.equal(mix(*few, up, down), output[: len(few[0])])

@@ -23,6 +23,7 @@ from milepost.kernels.quantised import (
     triton,
     triton_gathering,
     triton_gemm,
+    triton_mix,
     triton_rounding,
     triton_tall,
     triton_unpack,
@@ -183,7 +184,7 @@ def test_fp8_experts(
     up = make_fp8(3, up_rows, 256, rows=rows, depth=depth, input_scale=input_scale)
     down = make_fp8(3, 256, 128, rows=rows, input_scale=input_scale, seed=2)
     given = (*route(num_tokens, 3, 0.1), up, down)
-    check_experts(triton.mix(*given), *given)
+    check_experts(triton_mix.mix(*given), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24])
@@ -192,7 +193,7 @@ def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_int4(3, up_rows, 256, group=group)
     down = make_int4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3, 0.01), up, down)
-    check_experts(triton.mix(*given), *given)
+    check_experts(triton_mix.mix(*given), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24, 180])
@@ -201,7 +202,7 @@ def test_fp4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_fp4(3, up_rows, 256, group=group)
     down = make_fp4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3), up, down)
-    check_experts(triton.mix(*given), *given)
+    check_experts(triton_mix.mix(*given), *given)
 
 
 @pytest.mark.parametrize("up_rows", [512, 256])
@@ -250,17 +251,17 @@ def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None
     normed = norm_triton.add_norm(hidden, None, scale, 1e-6, rounds=True)[1]
     plain = normed.clone()
     chip = probe(hidden.device)
-    lines = triton._round_lines(plain, weight, chip, is_gated=False)
+    lines = triton_rounding.round_lines(plain, weight, chip, is_gated=False)
     product = triton.multiply(plain, weight, None, lets_next_start=True)
-    mixed = triton.mix(plain, shares, experts, up, down)
+    mixed = triton_mix.mix(plain, shares, experts, up, down)
     with monkeypatch.context() as only:
         only.setattr(triton_rounding, "quantise", None)
-        found = triton._round_lines(normed, weight, chip, is_gated=False)
+        found = triton_rounding.round_lines(normed, weight, chip, is_gated=False)
         assert torch.equal(triton.multiply(normed, weight, None, lets_next_start=True), product)
     assert [each.shape for each in found] == [each.shape for each in lines]
     assert torch.equal(found[0][:num_tokens].float(), lines[0][:num_tokens].float())
     assert torch.equal(found[1][:, :num_tokens], lines[1][:, :num_tokens])
-    assert torch.equal(triton.mix(normed, shares, experts, up, down), mixed)
+    assert torch.equal(triton_mix.mix(normed, shares, experts, up, down), mixed)
 
 
 @pytest.mark.parametrize("block_rows", [8, 16])

@@ -129,9 +129,9 @@ def partials_of_gated(gate_up: Tensor, weight: Quantised) -> Tensor:
 def mix(hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised) -> Tensor:
     """The outputs of each token's experts in partials [T, P, H]: see `reference.mix`."""
     if runs_triton(hidden):
-        from milepost.kernels.quantised import triton
+        from milepost.kernels.quantised import triton_mix
 
-        mixed = triton.mix(hidden, shares, experts, up, down)
+        mixed = triton_mix.mix(hidden, shares, experts, up, down)
         if mixed is not None:
             return mixed
     return reference.mix(hidden, shares, experts, up, down)

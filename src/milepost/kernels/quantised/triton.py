@@ -1,7 +1,7 @@
-"""Which kernel multiplies quantised weights on a GPU, and how it is cut up.
+"""Which kernel multiplies rows by a quantised weight on a GPU, and how it is cut up. Experts:
+`triton_mix`.
 
-Legend: T tokens, I inputs, O outputs, S splits along I, X experts, N experts of a token, P = T * N
-routed tokens.
+Legend: T tokens, I inputs, O outputs, S splits along I.
 """
 
 from __future__ import annotations
@@ -13,50 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import moe
-from milepost.kernels.device import Chip, probe, runs_gluon
-from milepost.kernels.moe.grouping import MANY_ROUTED, Groups, group_few, group_many
+from milepost.kernels.device import Chip, probe
 from milepost.kernels.quantised import (
-    triton_experts,
     triton_gemm,
     triton_gemv,
-    triton_gemv_experts,
     triton_rounding,
-    triton_tall,
     triton_unpack,
 )
-from milepost.kernels.quantised.forms import BLOCK, FP8, FourBits, Fp4, Fp8, Int4, Quantised
-from milepost.kernels.quantised.rounded import LINE, find
-from milepost.kernels.tiles import Tiles, cdiv, choose_split_k
+from milepost.kernels.quantised.forms import BLOCK, FourBits, Fp8, Int4, Quantised
+from milepost.kernels.quantised.rounded import LINE
+from milepost.kernels.quantised.triton_tiles import FEW, MORE, choose_dense, runs_hopper, suits
+from milepost.kernels.tiles import choose_split_k
 
 if TYPE_CHECKING:
     from milepost.kernels.quantised.triton_hopper_nibble_rows import NibbleTiles
     from milepost.kernels.quantised.triton_hopper_rows import RowTiles
 
-_FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
-_SOME = Tiles(block_m=32, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
-_MORE = Tiles(block_m=64, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
-_MANY = Tiles(block_m=128, block_n=128, block_k=BLOCK, num_warps=8, num_stages=4)
-_REGIMES = (_FEW, _SOME, _MORE)
-_OF_TENSOR_MEMORY = {_MORE: replace(_MORE, num_warps=8), _MANY: replace(_MANY, block_n=64)}
-"""On sm_100 a step's products come from tensor memory to be scaled: with the other tiles a thread
-of a GEMM spills 650 to 1,200 bytes there, with these none."""
-_FOUR_BIT_WARPS = 8
-"""Numbers of four bits take work in registers, which is spread over more threads."""
 _HOPPER_WEIGHTS = 1 << 22
 """Weights at least of products of some rows that Hopper's own kernel is fastest for."""
-_FEWEST_ROUTED = 40
-"""Up to this many routed tokens nothing is grouped."""
 _LIBRARY_ROWS = 64
 """From so many rows on torch's GEMM is as fast as ours, or it is faster to dequantise a matrix."""
-_TOKENS_AT_ONCE = 64
-"""Up to this many tokens Hopper multiplies experts in one launch."""
-_FEW_NIBBLES = 12
-"""Beyond so many routed tokens an expert Hopper multiplies four-bit weights in tall blocks (9 take
-249 us, 229 otherwise; 18 take 255 and 346)."""
-_TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
-"""Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
-16-bit weights of four bits first."""
 
 
 def multiply(
@@ -64,7 +40,7 @@ def multiply(
 ) -> Tensor | None:
     """`hidden` [T, I] times `weight` [O, I], plus `bias` [O]: [T, O], or float32 partials
     [T, S, O]; None where there is no kernel for it."""
-    if not _suits(hidden, weight):
+    if not suits(hidden, weight):
         return None
     num_tokens, num_outputs = len(hidden), weight.num_outputs
     if num_tokens == 0:
@@ -79,8 +55,8 @@ def multiply(
     split_k = 1
     if cut := _cut_for_hopper(hidden, weight, bias, chip):
         split_k = cut.split_k
-    elif num_tokens <= _MORE.block_m and not _is_row(hidden, weight):
-        tiles = _choose_dense(num_tokens, weight, chip)
+    elif num_tokens <= MORE.block_m and not _is_row(hidden, weight):
+        tiles = choose_dense(num_tokens, weight, chip)
         split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
     output = _new_output(hidden, num_outputs, split_k)
     _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
@@ -97,7 +73,7 @@ def _new_output(hidden: Tensor, num_outputs: int, split_k: int) -> Tensor:
 def multiply_of_gated(gate_up: Tensor, weight: Quantised) -> Tensor | None:
     """`multiply` of SiLU(first half) * second half of `gate_up` [T, 2 * I], rounded as it is made;
     None where no kernel does it."""
-    if not isinstance(weight, Fp8) or not _suits(gate_up, weight) or len(gate_up) < 2:
+    if not isinstance(weight, Fp8) or not suits(gate_up, weight) or len(gate_up) < 2:
         return None
     chip = probe(gate_up.device)
     if len(gate_up) > _LIBRARY_ROWS:
@@ -116,7 +92,7 @@ def multiply_into(
     output: Tensor, hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
 ) -> bool:
     """Whether a kernel made `output` [T, O], whose rows may lie apart, the product."""
-    if not _suits(hidden, weight) or len(hidden) == 0:
+    if not suits(hidden, weight) or len(hidden) == 0:
         return False
     chip = probe(hidden.device)
     if len(hidden) <= _LIBRARY_ROWS:
@@ -131,7 +107,7 @@ def multiply_into(
 def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tensor) -> bool:
     """Whether one launch made `output` [T, O + R] what `weight` [O, I] and `raw` [R, I] make of
     `hidden`."""
-    if not _suits(hidden, weight) or not isinstance(weight, Fp8):
+    if not suits(hidden, weight) or not isinstance(weight, Fp8):
         return False
     chip = probe(hidden.device)
     cut = _cut_for_hopper(hidden, weight, None, chip)
@@ -143,7 +119,7 @@ def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tens
     beside = Beside(rows=hidden, weight=raw)
     if not beside.is_small:
         return False
-    rows, scales = _round_lines(hidden, weight, chip, is_gated=False)
+    rows, scales = triton_rounding.round_lines(hidden, weight, chip, is_gated=False)
     cut = replace(cut, split_k=1)
     triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip, beside)
     return True
@@ -152,7 +128,7 @@ def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tens
 def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor | None:
     """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
     gates, if one launch does it, else None."""
-    if not (_suits(hidden, weight) and _is_row(hidden, weight) and _runs_gluon(hidden, weight)):
+    if not (suits(hidden, weight) and _is_row(hidden, weight) and runs_hopper(hidden, weight)):
         return None
     if weight.num_outputs % 2:
         return None
@@ -198,14 +174,14 @@ def _multiply(
         return
     assert not is_gated, "of rows that Hopper's kernel takes"
     if _is_row(hidden, weight):
-        if _runs_gluon(hidden, weight):
+        if runs_hopper(hidden, weight):
             _multiply_row(output, hidden, weight, bias, chip, is_gated=False)
         else:
             triton_gemv.multiply(hidden, weight, bias, output, chip)
         return
-    tiles = _choose_dense(len(hidden), weight, chip)
-    are_few = tiles.block_m <= _FEW.block_m
-    rows, scales = _round(hidden, weight, chip, are_few=are_few)
+    tiles = choose_dense(len(hidden), weight, chip)
+    are_few = tiles.block_m <= FEW.block_m
+    rows, scales = triton_rounding.round_rows(hidden, weight, chip, are_few=are_few)
     triton_gemm.gemm(
         rows, scales, weight, bias, output, tiles, chip, split_k=split_k, overlaps=overlaps
     )
@@ -215,7 +191,7 @@ def _cut_for_hopper(
     hidden: Tensor, weight: Quantised, bias: Tensor | None, chip: Chip
 ) -> RowTiles | NibbleTiles | None:
     """How Hopper's own kernel cuts the product up; None where it does not do it."""
-    if _is_row(hidden, weight) or bias is not None or not _runs_gluon(hidden, weight):
+    if _is_row(hidden, weight) or bias is not None or not runs_hopper(hidden, weight):
         return None
     if isinstance(weight, Int4):
         from milepost.kernels.quantised import triton_hopper_nibble_rows
@@ -245,24 +221,13 @@ def _multiply_rows(
         triton_hopper_nibble_rows.multiply(hidden, weight, output, cut)
         return
     assert isinstance(weight, Fp8), "the form that is cut so"
-    rows, scales = _round_lines(hidden, weight, chip, is_gated=is_gated)
+    rows, scales = triton_rounding.round_lines(hidden, weight, chip, is_gated=is_gated)
     triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip)
 
 
 def _is_row(hidden: Tensor, weight: Quantised) -> bool:
     """Whether it is one row, and matrix-vector products are made of the weight."""
     return len(hidden) == 1 and triton_gemv.suits(weight)
-
-
-def _runs_gluon(hidden: Tensor, *weights: Quantised) -> bool:
-    """Whether Hopper's own kernels run, which know no e2m1."""
-    return runs_gluon(hidden) and not any(isinstance(weight, Fp4) for weight in weights)
-
-
-def _suits(hidden: Tensor, *weights: Quantised) -> bool:
-    """16-bit activations with contiguous rows, and whole blocks of inputs."""
-    is_whole = all(weight.num_inputs % BLOCK == 0 for weight in weights)
-    return hidden.element_size() == 2 and hidden.stride(-1) == 1 and is_whole
 
 
 def _library_multiplies(weight: Fp8, chip: Chip) -> bool:
@@ -283,7 +248,7 @@ def _multiply_by_library(
 ) -> Tensor:
     """The product, in `output` if it is given and rows are whole lines of four."""
     num_tokens = len(hidden)
-    values, scales = _round_lines(hidden, weight, chip, is_gated=is_gated)
+    values, scales = triton_rounding.round_lines(hidden, weight, chip, is_gated=is_gated)
     if output is None or num_tokens != len(values):
         output = hidden.new_empty(len(values), weight.num_outputs)
     torch._scaled_mm(
@@ -296,153 +261,3 @@ def _multiply_by_library(
     )
     product = output[:num_tokens]
     return product if bias is None else product.add_(bias)
-
-
-def _round_lines(
-    hidden: Tensor, weight: Fp8, chip: Chip, *, is_gated: bool
-) -> tuple[Tensor, Tensor]:
-    """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
-    if not is_gated and weight.depth == BLOCK and (rounded := find(hidden)):
-        return rounded.values, rounded.scales
-    num_padded = cdiv(len(hidden), LINE) * LINE if len(hidden) > 1 else 1
-    return triton_rounding.quantise(
-        hidden, weight.depth, chip, num_padded=num_padded, is_gated=is_gated
-    )
-
-
-def _choose(num_rows: float, weight: Quantised) -> Tiles:
-    tiles = next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), _MANY)
-    if isinstance(weight, Fp8) or tiles == _MANY:
-        return tiles
-    return replace(tiles, num_warps=_FOUR_BIT_WARPS)
-
-
-def _choose_dense(num_rows: int, weight: Quantised, chip: Chip) -> Tiles:
-    tiles = _choose(num_rows, weight)
-    if chip.capability[0] == 10:
-        tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
-    return tiles.fitted(chip)
-
-
-def _round(
-    hidden: Tensor, weight: Quantised, chip: Chip, *, are_few: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Rows as a GEMM takes them: few are rounded on the way, of more each program would round the
-    same ones again."""
-    if not isinstance(weight, Fp8):
-        return hidden, None
-    if weight.input_scale is not None or (are_few and weight.depth == BLOCK):
-        return hidden, None
-    if weight.depth == BLOCK and (rounded := find(hidden)):
-        return rounded.of(len(hidden))
-    return triton_rounding.quantise(hidden, weight.depth, chip)
-
-
-def mix(
-    hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised
-) -> Tensor | None:
-    """A partial for each routed token: [T, N, H], in `hidden`'s type; None where there is no kernel
-    for it."""
-    if not _suits(hidden, up, down):
-        return None
-    num_tokens, num_chosen = experts.shape
-    num_experts, size = len(up.scales), down.num_inputs
-    num_routed, chip = experts.numel(), probe(hidden.device)
-    is_gated = up.num_outputs == 2 * size
-    output = hidden.new_empty(num_tokens, num_chosen, down.num_outputs)
-    if num_routed <= _FEWEST_ROUTED and triton_gemv.suits(up, down):
-        if _runs_gluon(hidden, up, down):
-            from milepost.kernels.quantised import triton_hopper_row_experts
-
-            return triton_hopper_row_experts.mix(hidden, shares, experts, up, down, chip)
-        active = hidden.new_empty(num_routed, size)
-        triton_gemv_experts.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
-        triton_gemv_experts.project_down(active, shares, experts, down, output, chip)
-        return output
-    if runs_gluon(hidden) and num_tokens <= _TOKENS_AT_ONCE:
-        from milepost.kernels.quantised import triton_hopper_experts
-
-        if triton_hopper_experts.suits(up, down):
-            assert isinstance(up, Fp8), "what the kernel suits"
-            assert isinstance(down, Fp8), "what the kernel suits"
-            rows, scales = _round_lines(hidden, up, chip, is_gated=False)
-            triton_hopper_experts.mix(rows, scales, shares, experts, up, down, output, chip)
-            return output
-    if runs_gluon(hidden) and _mix_nibbles(hidden, shares, experts, up, down, output, chip):
-        return output
-    if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
-        _mix_tall(hidden, shares, experts, up, down, output, chip)
-        return output
-    if num_routed > _UNPACKED_ROUTED * num_experts and isinstance(up, FourBits):
-        assert isinstance(down, FourBits), "experts have one form"
-        wide = [triton_unpack.unpack(each, hidden.dtype) for each in (up, down)]
-        return moe.partials(hidden, shares, experts, *wide)
-    tiles = _choose(num_routed / num_experts, up).fitted(chip)
-    groups: Groups | Tensor = experts
-    are_few = num_routed <= _FEWEST_ROUTED
-    if not are_few:
-        group = group_many if num_routed > MANY_ROUTED else group_few
-        groups = group(experts, num_experts, tiles.block_m)
-    active = hidden.new_empty(num_routed, size)
-    # Gate and up projection have a sum each: with wide tiles more than there are registers.
-    narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == _MANY.block_m else 4)
-    rows, scales = _round(hidden, up, chip, are_few=are_few)
-    triton_experts.project_up(rows, scales, up, active, groups, narrow, chip, is_gated=is_gated)
-    rows, scales = _round(active, down, chip, are_few=are_few)
-    last = narrow if isinstance(down, FourBits) and tiles.block_m < _MANY.block_m else tiles
-    triton_experts.project_down(rows, scales, shares, down, output, groups, last, chip)
-    return output
-
-
-def _mix_nibbles(
-    hidden: Tensor,
-    shares: Tensor,
-    experts: Tensor,
-    up: Quantised,
-    down: Quantised,
-    output: Tensor,
-    chip: Chip,
-) -> bool:
-    """Whether Hopper's own kernels of four-bit weights made `output` [T, N, H] what `mix` is."""
-    if not isinstance(up, Int4) or experts.numel() <= _FEWEST_ROUTED:
-        return False
-    from milepost.kernels.quantised import triton_hopper_nibbles as few
-    from milepost.kernels.quantised import triton_hopper_nibbles_tall as many
-
-    assert isinstance(down, Int4), "experts have one form"
-    num_rows = experts.numel() / len(up.scales)
-    if num_rows > _FEW_NIBBLES and many.suits(hidden, up, down):
-        many.mix(hidden, shares, experts, up, down, output, chip, many.choose_rows(num_rows))
-    elif num_rows <= few.BLOCK_M and few.suits(hidden, up, down):
-        few.mix(hidden, shares, experts, up, down, output)
-    else:
-        return False
-    return True
-
-
-def _mix_tall(
-    hidden: Tensor,
-    shares: Tensor,
-    experts: Tensor,
-    up: Quantised,
-    down: Quantised,
-    output: Tensor,
-    chip: Chip,
-) -> None:
-    """`mix` into `output` [P, H] of so many rows an expert that they are multiplied in tall blocks:
-    on Hopper by a kernel that lays its own output out by blocks."""
-    assert isinstance(up, Fp8), "what the kernels suit"
-    assert isinstance(down, Fp8), "what the kernels suit"
-    num_rows, size = experts.numel(), down.num_inputs
-    groups, tall = group_many(experts, len(up.scales), triton_tall.BLOCK_M), triton_tall
-    if runs_gluon(hidden):
-        from milepost.kernels.quantised import triton_tall_hopper as tall
-
-        num_rows = groups.blocks.shape[1] * triton_tall.BLOCK_M
-    active = hidden.new_empty(num_rows, size, dtype=FP8)
-    active_scales = hidden.new_empty(size // BLOCK, num_rows, dtype=torch.float32)
-    how = {"is_gated": up.num_outputs == 2 * size, "is_bfloat": hidden.dtype == torch.bfloat16}
-    rows, scales = _round(hidden, up, chip, are_few=False)
-    assert scales is not None, "FP8 rounds its rows"
-    tall.project_up(rows, scales, up, active, active_scales, groups, chip, **how)
-    tall.project_down(active, active_scales, shares, down, output, groups, chip)

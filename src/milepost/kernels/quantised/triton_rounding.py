@@ -17,8 +17,8 @@ from milepost.kernels.float8 import FP8
 from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.quantised.forms import LEAST_SCALE
-from milepost.kernels.quantised.rounded import is_filled
+from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE, Fp8, Quantised
+from milepost.kernels.quantised.rounded import LINE, find, is_filled
 from milepost.kernels.tiles import cdiv, next_power_of_2
 from milepost.kernels.triton_float8 import LARGEST, decode, encode
 
@@ -69,6 +69,30 @@ def quantise(
         **OVERLAPPED,
     )
     return values, scales
+
+
+def round_rows(
+    hidden: Tensor, weight: Quantised, chip: Chip, *, are_few: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Rows as a GEMM takes them: few are rounded on the way, of more each program would round the
+    same ones again."""
+    if not isinstance(weight, Fp8):
+        return hidden, None
+    if weight.input_scale is not None or (are_few and weight.depth == BLOCK):
+        return hidden, None
+    if weight.depth == BLOCK and (rounded := find(hidden)):
+        return rounded.of(len(hidden))
+    return quantise(hidden, weight.depth, chip)
+
+
+def round_lines(
+    hidden: Tensor, weight: Fp8, chip: Chip, *, is_gated: bool
+) -> tuple[Tensor, Tensor]:
+    """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
+    if not is_gated and weight.depth == BLOCK and (rounded := find(hidden)):
+        return rounded.values, rounded.scales
+    num_padded = cdiv(len(hidden), LINE) * LINE if len(hidden) > 1 else 1
+    return quantise(hidden, weight.depth, chip, num_padded=num_padded, is_gated=is_gated)
 
 
 @quick

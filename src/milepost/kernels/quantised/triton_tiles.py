@@ -1,0 +1,50 @@
+"""Which quantised weights our kernels take, and with which tiles.
+
+Legend: T tokens, I inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from milepost.kernels.device import Chip, runs_gluon
+from milepost.kernels.quantised.forms import BLOCK, Fp4, Fp8, Quantised
+from milepost.kernels.tiles import Tiles
+
+FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
+SOME = Tiles(block_m=32, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
+MORE = Tiles(block_m=64, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
+MANY = Tiles(block_m=128, block_n=128, block_k=BLOCK, num_warps=8, num_stages=4)
+_REGIMES = (FEW, SOME, MORE)
+_OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
+"""On sm_100 a step's products come from tensor memory to be scaled: with the other tiles a thread
+of a GEMM spills 650 to 1,200 bytes there, with these none."""
+_FOUR_BIT_WARPS = 8
+"""Numbers of four bits take work in registers, which is spread over more threads."""
+
+
+def suits(hidden: Tensor, *weights: Quantised) -> bool:
+    """16-bit activations with contiguous rows, and whole blocks of inputs."""
+    is_whole = all(weight.num_inputs % BLOCK == 0 for weight in weights)
+    return hidden.element_size() == 2 and hidden.stride(-1) == 1 and is_whole
+
+
+def runs_hopper(hidden: Tensor, *weights: Quantised) -> bool:
+    """Whether Hopper's own kernels run, which know no e2m1."""
+    return runs_gluon(hidden) and not any(isinstance(weight, Fp4) for weight in weights)
+
+
+def choose(num_rows: float, weight: Quantised) -> Tiles:
+    tiles = next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), MANY)
+    if isinstance(weight, Fp8) or tiles == MANY:
+        return tiles
+    return replace(tiles, num_warps=_FOUR_BIT_WARPS)
+
+
+def choose_dense(num_rows: int, weight: Quantised, chip: Chip) -> Tiles:
+    tiles = choose(num_rows, weight)
+    if chip.capability[0] == 10:
+        tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
+    return tiles.fitted(chip)
