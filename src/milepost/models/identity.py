@@ -2,13 +2,16 @@
 
 Keys of pages and checkpoints are chained from it, so that a key from outside this process stands
 for the same bytes. It does not read gigabytes of weights: of each file it takes the header (names,
-shapes, types and offsets of tensors), the size, and some pieces of the data.
+shapes, types and offsets of tensors), the size, some pieces of the data, and a piece of each
+tensor; of experts that lie one by one, that of the first. So weights of which only some were
+trained further, as when an adapter was merged into the attention layers alone, are another model's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,6 +19,7 @@ LAYOUT_VERSION = 1
 """Of pages and states in memory. Another layout has another number."""
 IDENTITY_BYTES = 16
 NUM_PIECES, PIECE_BYTES = 16, 4096
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 
 
 def identify(folder: Path, *, has_weights: bool, facts: Mapping[str, str | int]) -> bytes:
@@ -34,10 +38,29 @@ def _fingerprint(file: Path) -> bytes:
     digest = blake2b(file.name.encode() + size.to_bytes(8, "little"))
     with file.open("rb") as data:
         header_bytes = int.from_bytes(data.read(8), "little")
-        digest.update(data.read(min(header_bytes, size)))
+        header = data.read(min(header_bytes, size))
+        digest.update(header)
+        for start, end in _tensors(header):
+            data.seek(8 + header_bytes + max((start + end - PIECE_BYTES) // 2, start))
+            digest.update(data.read(min(PIECE_BYTES, end - start)))
         for piece in range(NUM_PIECES):
             data.seek((size - 1) * piece // NUM_PIECES)
             digest.update(data.read(PIECE_BYTES))
         data.seek(max(size - PIECE_BYTES, 0))
         digest.update(data.read())
     return digest.digest()
+
+
+def _tensors(header: bytes) -> Iterator[tuple[int, int]]:
+    """Where tensors begin and end in a file's data, by this order of their names."""
+    try:
+        tensors = json.loads(header)
+    except ValueError:
+        return  # what lies there beside the weights is not loaded
+    seen = set()
+    for name, told in sorted(tensors.items()):
+        kind = _EXPERT.sub("", name)
+        if name != "__metadata__" and kind not in seen:
+            seen.add(kind)
+            start, end = told["data_offsets"]
+            yield start, end
