@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from math import inf
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -24,6 +23,8 @@ from milepost.speculative_config import SpeculativeConfig, read_speculative_conf
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 _DISK_GIB = 64.0
+_MOST_GIB = 2.0**40
+"""So that bytes can be counted with floats, too."""
 GenerationConfig = Literal["auto", "none", "vllm"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 CacheMemory = Literal["auto", "shared", "split"]
@@ -174,15 +175,18 @@ class EngineConfig:
             f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
         _require(
-            self.cache_host_gib is None or 0 < self.cache_host_gib < inf,
+            self.cache_host_gib is None or 0 < self.cache_host_gib < _MOST_GIB,
             f"cache_host_gib={self.cache_host_gib}: use more than 0, or leave it out",
         )
         _require(
-            0 < self.cache_disk_gib < inf,
+            0 < self.cache_disk_gib < _MOST_GIB,
             f"cache_disk_gib={self.cache_disk_gib}: use more than 0",
         )
         _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
-        _require(self.cpu_cache_gib > 0, f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0")
+        _require(
+            0 < self.cpu_cache_gib < _MOST_GIB,
+            f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0",
+        )
         given = self.kv_cache_memory_bytes
         _require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
