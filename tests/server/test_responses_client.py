@@ -113,6 +113,19 @@ def test_a_conversation_goes_on_where_it_was_stored(client):
         client.responses.retrieve(alone.id)
 
 
+def test_tokens_are_counted_before_they_are_sent(client):
+    asked = {"input": "the quick brown", "instructions": "be brief", "tools": [TOOL]}
+    said = client.responses.create(**asked, **GREEDY)
+    counted = client.responses.input_tokens.count(model="tiny", **asked)
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens",
+        said.usage.input_tokens,
+    )
+    more = {"input": "and then", "previous_response_id": said.id}
+    counted = client.responses.input_tokens.count(model="tiny", **more)
+    assert counted.input_tokens == client.responses.create(**more, **GREEDY).usage.input_tokens
+
+
 def test_deleted_is_gone(client):
     made = client.responses.create(input="the quick", **GREEDY)
     client.responses.delete(made.id)

@@ -144,6 +144,11 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         service.unknown.settle(body, request.scope)
         return await responses.respond(service, store, body, request)
 
+    @app.post("/v1/responses/input_tokens", responses=ERRORS)
+    async def count_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
+        service.unknown.settle(body, request.scope)
+        return await responses.count_tokens(service, store, body, request)
+
     @app.get("/v1/responses/{id_}", responses={404: ERRORS[404]})
     async def stored(id_: str, request: Request) -> dict[str, Any]:
         return responses.find(store, request, id_).body

@@ -225,7 +225,7 @@ def _renumber(ids: Iterable[int], numbers: dict[int, int]) -> Iterator[int]:
 def _number(row: dict[str, Any], key: str, where: str) -> float:
     value: Any = row.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= _LARGEST:
+    if value is None or not is_number or not abs(value) <= _LARGEST:
         raise TraceError(f"{where}: {key}={value!r} is not a number")
     return float(value)
 

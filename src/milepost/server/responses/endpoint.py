@@ -48,6 +48,17 @@ async def respond(
     return json_response(await unless_disconnected(http, writer.whole(), close))
 
 
+async def count_tokens(
+    service: Service, store: ResponseStore, request: ResponsesRequest, http: Request
+) -> dict[str, Any]:
+    """How long the prompt is."""
+    service.check_model(request.model)
+    _, _, chat = chat_of(store, request, http)
+    work = conversation.render(service, chat, http, is_counted=True)
+    rendered = await unless_disconnected(http, work, lambda: None)
+    return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
+
+
 def chat_of(
     store: ResponseStore, request: ResponsesRequest, http: Request
 ) -> tuple[Sequence[InputItem], Sequence[InputItem], ChatRequest]:
