@@ -23,7 +23,7 @@ from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.fleet.results import FleetRow, fleet_means
 from milepost.simulator.loop import Replay
 from milepost.simulator.policies import POLICIES, CachePolicy, Pooled
-from milepost.simulator.results import ResultRow, means, run_row, slots_row
+from milepost.simulator.results import MemoryGib, ResultRow, means, run_row, slots_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.slots import replay
@@ -180,6 +180,11 @@ def _row(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         tiers=settings.tiers if isinstance(policy, CachePolicy) else None,
     ).run(advance)
+    memory = MemoryGib(
+        device=cell.gib or cost.bytes_of(num_pages, num_slots, page_size) / GIB,
+        host=settings.host_gib,
+        disk=settings.disk_gib,
+    )
     return run_row(
         trace,
         policy.name,
@@ -187,9 +192,7 @@ def _row(
         bound,
         num_pages=num_pages,
         num_slots=num_slots,
-        host_gib=settings.host_gib,
-        disk_gib=settings.disk_gib,
-        gib=cell.gib or cost.bytes_of(num_pages, num_slots, page_size) / GIB,
+        memory=memory,
         seed=cell.seed,
     )
 

@@ -14,6 +14,7 @@ from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.fleet.results import FleetRow, fleet_row
 from milepost.simulator.policies import POLICIES
+from milepost.simulator.results import MemoryGib
 from milepost.simulator.seeds import reseeded
 from milepost.simulator.trace import Trace
 
@@ -39,6 +40,7 @@ def run_fleet(
             bytes_per_s=settings.transfer_gb_s * 1e9,
         )
         for gib in settings.gib or ():
+            memory = MemoryGib(device=gib, host=settings.host_gib, disk=settings.disk_gib)
             for name in settings.policy or ["auto"]:
                 for routing in settings.routing or DEFAULT_ROUTINGS:
                     for seed in range(settings.seeds):
@@ -61,9 +63,7 @@ def run_fleet(
                             shape,
                             policy=name,
                             routing=routing,
-                            gib=gib,
-                            host_gib=settings.host_gib,
-                            disk_gib=settings.disk_gib,
+                            memory=memory,
                             seed=seed,
                         )
 

@@ -77,16 +77,7 @@ def build(service: Service) -> Any:
         page.add(app, service.client)
     _add_errors(app, service)
     config = service.config
-    gate = Gate(
-        app,
-        api_keys=[*(config.api_key or ()), *read_keys(config.key_file)],
-        admin_keys=config.admin_key or (),
-        max_request_bytes=config.max_request_bytes,
-        body_timeout_s=config.body_timeout_s,
-        log=config.access_log,
-        root_path=config.root_path,
-        sends_request_id=config.enable_request_id_headers,
-    )
+    gate = Gate(app, config, [*(config.api_key or ()), *read_keys(config.key_file)])
     return cors.wrap(gate, config)
 
 

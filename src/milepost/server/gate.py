@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from milepost.server.anthropic.errors import body_for
+from milepost.server.config import ServerConfig
 from milepost.server.errors import ClientGoneError, HttpError, message_of, response_of
 from milepost.server.ui import page
 
@@ -35,26 +36,11 @@ QUIET_PATHS = frozenset((*page.FILES, page.STATE_PATH))
 class Gate:
     """Wraps the application."""
 
-    def __init__(
-        self,
-        app: Any,
-        *,
-        api_keys: Sequence[str],
-        admin_keys: Sequence[str],
-        max_request_bytes: int,
-        body_timeout_s: float,
-        log: bool,
-        root_path: str = "",
-        sends_request_id: bool = False,
-    ) -> None:
+    def __init__(self, app: Any, config: ServerConfig, api_keys: Sequence[str]) -> None:
         self._app = app
+        self._config = config
         self._keys = [key.encode() for key in api_keys]
-        self._admin_keys = [key.encode() for key in admin_keys]
-        self._max_bytes = max_request_bytes
-        self._body_timeout_s = body_timeout_s
-        self._log = log
-        self._root_path = root_path
-        self._sends_request_id = sends_request_id
+        self._admin_keys = [key.encode() for key in config.admin_key or ()]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -67,9 +53,9 @@ class Gate:
         scope["milepost.headers"] = exchange.headers
         scope.setdefault("milepost.abort", aborter(send))
         scope["milepost.path"] = scope["path"]
-        if self._root_path:
-            scope = {**scope, **_rooted(scope["path"], self._root_path)}
-        if self._sends_request_id:
+        if self._config.root_path:
+            scope = {**scope, **_rooted(scope["path"], self._config.root_path)}
+        if self._config.enable_request_id_headers:
             own = _header(scope, b"x-request-id") or uuid.uuid4().hex.encode()
             exchange.headers.append((b"x-request-id", own))
         try:
@@ -81,7 +67,8 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - the last place where one can be answered
             await self._fail(error, scope, receive, exchange)
         finally:
-            if self._log and not (exchange.status == 200 and scope["milepost.path"] in QUIET_PATHS):
+            is_quiet = exchange.status == 200 and scope["milepost.path"] in QUIET_PATHS
+            if self._config.access_log and not is_quiet:
                 access.info("%s", json.dumps(exchange.line(scope), ensure_ascii=True))
 
     def _check_key(self, scope: Any) -> None:
@@ -100,7 +87,7 @@ class Gate:
 
     def _check_length(self, scope: Any) -> None:
         length = _header(scope, b"content-length")
-        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+        if length.isdigit() and (len(length) > 18 or int(length) > self._config.max_request_bytes):
             raise self._too_large()
 
     def _limited(self, receive: Any) -> Any:
@@ -110,22 +97,23 @@ class Gate:
         async def limited() -> Any:
             nonlocal num_bytes, is_whole
             try:
-                async with asyncio.timeout(None if is_whole else self._body_timeout_s):
+                async with asyncio.timeout(None if is_whole else self._config.body_timeout_s):
                     message = await receive()
             except TimeoutError:
                 raise HttpError(
-                    408, f"no more of the body came for {self._body_timeout_s:g} seconds"
+                    408, f"no more of the body came for {self._config.body_timeout_s:g} seconds"
                 ) from None
             is_whole = is_whole or not message.get("more_body")
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
+            if num_bytes > self._config.max_request_bytes:
                 raise self._too_large()
             return message
 
         return limited
 
     def _too_large(self) -> HttpError:
-        return HttpError(413, f"the body is larger than the {self._max_bytes} bytes allowed here")
+        most = self._config.max_request_bytes
+        return HttpError(413, f"the body is larger than the {most} bytes allowed here")
 
     async def _fail(self, error: Exception, scope: Any, receive: Any, exchange: _Exchange) -> None:
         response = response_of(error, body_for(scope["milepost.path"], error))

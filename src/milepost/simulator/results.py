@@ -20,6 +20,16 @@ is. They are among the queries, or less memory would seem to hit more.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryGib:
+    """How much memory a replay had, by place."""
+
+    device: float | None = None
+    """None: not known in GiB."""
+    host: float = 0.0
+    disk: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
     """Lost tokens and hits add up to the queries. What a slots-only replay has not is None."""
 
@@ -74,9 +84,7 @@ def run_row(
     *,
     num_pages: int,
     num_slots: int,
-    gib: float | None = None,
-    host_gib: float = 0.0,
-    disk_gib: float = 0.0,
+    memory: MemoryGib = MemoryGib(),
     seed: int = 0,
 ) -> ResultRow:
     """Of a replay in virtual time with the memory of so many pages and slots."""
@@ -86,9 +94,9 @@ def run_row(
         seed=seed,
         num_slots=num_slots,
         num_pages=num_pages,
-        gib=gib,
-        host_gib=host_gib,
-        disk_gib=disk_gib,
+        gib=memory.device,
+        host_gib=memory.host,
+        disk_gib=memory.disk,
         ttft_p50_s=p50,
         ttft_p90_s=p90,
         ttft_p99_s=p99,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from milepost.simulator.fleet.fleet import FleetRun, Shape
-from milepost.simulator.results import mean_of, percentile
+from milepost.simulator.results import MemoryGib, mean_of, percentile
 from milepost.simulator.trace import Trace
 
 
@@ -46,13 +46,12 @@ def fleet_row(
     *,
     policy: str,
     routing: str,
-    gib: float,
-    host_gib: float,
-    disk_gib: float,
+    memory: MemoryGib,
     seed: int,
 ) -> FleetRow:
     """Of a run of engines with so much memory each; `bound` is the share that a state at every page
     and unlimited KV would reuse."""
+    assert memory.device is not None, "a fleet's memory is given in GiB"
     p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
     rate = run.hits / run.queries if run.queries else 0.0
     return FleetRow(
@@ -61,9 +60,9 @@ def fleet_row(
         routing=routing,
         engines=shape.num_engines,
         prefill_engines=shape.num_prefill,
-        gib=gib,
-        host_gib=host_gib,
-        disk_gib=disk_gib,
+        gib=memory.device,
+        host_gib=memory.host,
+        disk_gib=memory.disk,
         seed=seed,
         requests=len(trace.requests),
         queries=run.queries,
