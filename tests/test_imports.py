@@ -44,7 +44,7 @@ FLOORS = {
     "eviction": {"memory", "tree"},
     "allocation": {"memory", "tree", "eviction"},
 }
-"""Folders of the cache, each with one door, its `__init__`, and what it may use."""
+"""Folders of the cache, each used through its `__init__`, and what it may use."""
 
 BESIDE_FLOORS = {"events", "order", "placement", "plans", "report"}
 """Modules beside the folders that all of them may use."""
@@ -109,7 +109,7 @@ def test_imports_go_one_way():
 
 
 def reaches_past(path):
-    """Imports of a module behind a door of the cache, or of a floor above one's own."""
+    """Imports of an inner module of a folder of the cache, or of a folder above one's own."""
     inside = path.relative_to(ROOT).parts[:-1]
     own = inside[1] if inside[:1] == ("cache",) and len(inside) > 1 else None
     found = []

@@ -140,7 +140,7 @@ def test_a_slow_link_blocks_nobody_and_ends(tiny, fleet):
     params = fleet.prefill(first, prompt)
     moving, given_up = second.connector._transport, []
     moving.is_done = lambda _: False
-    moving.give_up = lambda transfer: bool(given_up.append(transfer)) or len(given_up) > 1
+    moving.cancel = lambda transfer: bool(given_up.append(transfer)) or len(given_up) > 1
     slow = fleet.add(second, prompt, params)
     other = fleet.decode(second, tokens(90, 4), None)
     assert other.is_finished
@@ -169,8 +169,8 @@ def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypa
     moving, given_up = second.connector._transport, []
     with monkeypatch.context() as patch:
         patch.setattr(moving, "is_done", lambda _: False)
-        give_up = moving.give_up
-        patch.setattr(moving, "give_up", lambda t: given_up.append(t) or give_up(t))
+        cancel = moving.cancel
+        patch.setattr(moving, "cancel", lambda t: given_up.append(t) or cancel(t))
         job = fleet.add(second, prompt, params)
         if place == "before it is fetched":
             patch.setattr(second.connector, "fetch", _interrupt)
@@ -215,8 +215,9 @@ def test_nobody_looks_while_nothing_is_read(fleet, monkeypatch):
     """An idle engine takes no processor time; it looks at what others read only while they do."""
     first, second = fleet.engines
     links, looks = [engine.connector._links for engine in fleet.engines], []
-    monkeypatch.setattr(first.connector._transport, "go_on", lambda: looks.append(1) or go_on())
-    go_on = type(first.connector._transport).go_on.__get__(first.connector._transport)
+    transport = first.connector._transport
+    make_progress = transport.make_progress
+    monkeypatch.setattr(transport, "make_progress", lambda: looks.append(1) or make_progress())
     params = fleet.prefill(first, tokens(200))
     assert not looks
     assert [link._look_s() for link in links] == [None, None]

@@ -16,7 +16,7 @@ import pytest
 
 from milepost.disaggregation.all_ranks import AllRanks, marking
 from milepost.disaggregation.messages import Layout, MemoryRows
-from milepost.disaggregation.orders import CatchUp, Door, Meet, ReadPart
+from milepost.disaggregation.orders import AddPeer, RankEndpoint, ReadPart, Synchronize
 from milepost.disaggregation.part_reader import PartReader
 from milepost.disaggregation.transport import TransferError
 from milepost.engine import rank_process, setup
@@ -139,9 +139,9 @@ def test_nothing_is_used_or_freed_while_a_rank_still_writes(tiny, fleet, readers
     is_open, held, given_up = threading.Event(), [], []
     for reader in readers:
         transport = reader._transport
-        transport.is_done, end = (lambda _: False), transport.give_up
+        transport.is_done, end = (lambda _: False), transport.cancel
         may_end = lambda t, end=end: is_open.is_set() and end(t)  # noqa: E731
-        transport.give_up = lambda t, end=may_end: given_up.append(t) or end(t)
+        transport.cancel = lambda t, end=may_end: given_up.append(t) or end(t)
     job = fleet.add(second, prompt, params)
     fleet.until(lambda: given_up)
     for number in range(NUM_LOOKS):
@@ -161,7 +161,7 @@ def held(monkeypatch):
     held, do = [], PartReader.do
 
     def hold(reader, ticket, order):
-        if isinstance(order, CatchUp):
+        if isinstance(order, Synchronize):
             held.append(lambda: do(reader, ticket, order))
         else:
             do(reader, ticket, order)
@@ -271,11 +271,11 @@ class Orders:
 def test_a_rank_reads_once_its_own_device_has_come_so_far():
     transport = Mock(is_done=Mock(return_value=True))
     orders = Orders(transport)
-    door = Door(b"there", Layout([], []))
+    endpoint = RankEndpoint(b"there", Layout([], []))
     orders.reader.load(None)
-    orders.reader.do(1, Meet(7, [Door(b"", Layout([], [])), door]))
+    orders.reader.do(1, AddPeer(7, [RankEndpoint(b"", Layout([], [])), endpoint]))
     orders.reader.do(2, ReadPart(transfer=1, peer=7, local=[3], remote=[4]))
-    orders.reader.do(3, CatchUp())
+    orders.reader.do(3, Synchronize())
     orders.reader.do(4, ReadPart(transfer=2, peer=8, local=[3], remote=[4]))
     until(lambda: orders.answers)
     time.sleep(0.01)
@@ -284,7 +284,7 @@ def test_a_rank_reads_once_its_own_device_has_come_so_far():
     orders.is_ready.set()
     until(lambda: len(orders.answers) == 4)
     assert sorted(orders.answers) == [(1, True), (2, True), (3, True), (4, False)]
-    transport.add_peer.assert_called_once_with(b"there", door.layout)
+    transport.add_peer.assert_called_once_with(b"there", endpoint.layout)
     transport.begin.assert_called_once_with(transport.add_peer.return_value, [3], [4])
     orders.reader.close()
 
@@ -292,39 +292,39 @@ def test_a_rank_reads_once_its_own_device_has_come_so_far():
 def test_what_a_reader_did_not_expect_ends_the_rank():
     """Else nobody would answer, and the first one wait for ever."""
     orders = Orders(Mock(add_peer=Mock(side_effect=ZeroDivisionError("on purpose"))))
-    orders.reader.do(1, Meet(7, [Door(b"", Layout([], []))] * 2))
+    orders.reader.do(1, AddPeer(7, [RankEndpoint(b"", Layout([], []))] * 2))
     until(lambda: orders.failures)
     assert not orders.answers
     orders.reader.close()
 
 
-def doors(*counts, length=8):
-    return [Door(b"", Layout([MemoryRows(0, 8, length, count)], [])) for count in counts]
+def endpoints(*counts, length=8):
+    return [RankEndpoint(b"", Layout([MemoryRows(0, 8, length, count)], [])) for count in counts]
 
 
 @pytest.mark.parametrize(
     ("there", "why"),
     [
-        (doors(5, 5, 5), "3 ranks, and here there are 2"),
-        ([*doors(5), *doors(5, length=4)], "rank 1 has parts of another size"),
-        (doors(5, 6), "rank 1 has not the pages and slots of the first"),
+        (endpoints(5, 5, 5), "3 ranks, and here there are 2"),
+        ([*endpoints(5), *endpoints(5, length=4)], "rank 1 has parts of another size"),
+        (endpoints(5, 6), "rank 1 has not the pages and slots of the first"),
         (None, "no addresses of ranks"),
     ],
 )
 def test_ranks_that_do_not_fit_are_not_read_from(there, why):
     asked = []
-    transport = AllRanks(Mock(), doors(9, 9), asked.append)
+    transport = AllRanks(Mock(), endpoints(9, 9), asked.append)
     with pytest.raises(TransferError, match=why):
-        transport.add_peer(msgspec.msgpack.encode(there), doors(5)[0].layout)
-    transport.add_peer(msgspec.msgpack.encode(doors(5, 5)), doors(5)[0].layout)
-    assert asked == [Meet(0, doors(5, 5))]
+        transport.add_peer(msgspec.msgpack.encode(there), endpoints(5)[0].layout)
+    transport.add_peer(msgspec.msgpack.encode(endpoints(5, 5)), endpoints(5)[0].layout)
+    assert asked == [AddPeer(0, endpoints(5, 5))]
 
 
 def test_a_rank_that_is_lost_is_no_transfer_that_fails():
     """Who knows whether it still writes? The engine ends."""
     asked = []
-    transport = AllRanks(Mock(), doors(9, 9), lambda _: asked.append(Future()) or asked[-1])
-    peer = transport.add_peer(msgspec.msgpack.encode(doors(5, 5)), doors(5)[0].layout)
+    transport = AllRanks(Mock(), endpoints(9, 9), lambda _: asked.append(Future()) or asked[-1])
+    peer = transport.add_peer(msgspec.msgpack.encode(endpoints(5, 5)), endpoints(5)[0].layout)
     reading = transport.begin(peer, [1], [1])
     assert not transport.is_done(reading)
     mark = marking(lambda: lambda: True, lambda _: asked.append(Future()) or asked[-1])()

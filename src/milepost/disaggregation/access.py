@@ -11,7 +11,7 @@ import msgspec
 
 from milepost.disaggregation.all_ranks import AllRanks
 from milepost.disaggregation.memory import memory_of
-from milepost.disaggregation.orders import Ask, Door
+from milepost.disaggregation.orders import Ask, RankEndpoint
 from milepost.disaggregation.transport import Transport, make
 from milepost.kv_transfer_config import KVTransferConfig
 
@@ -29,12 +29,12 @@ class Access:
     engine_id: str
     rank: int
     transport: Transport
-    doors: list[Door]
+    endpoints: list[RankEndpoint]
     """Of all ranks, in their order."""
 
     def of_all_ranks(self, ask: Ask) -> Access:
         """To the pools of all ranks: `ask` has the others do as this one does."""
-        return replace(self, transport=AllRanks(self.transport, self.doors, ask))
+        return replace(self, transport=AllRanks(self.transport, self.endpoints, ask))
 
 
 def open_access(
@@ -43,8 +43,9 @@ def open_access(
     """Of one rank; `gather` returns what all ranks hand in. Raises ConfigError."""
     memory, engine_id = memory_of(pools), config.engine_id or uuid.uuid4().hex
     transport = make(config, memory, f"{engine_id}/{rank}")
-    own = Door(transport.metadata(), memory.layout)
-    doors = [
-        msgspec.msgpack.decode(each, type=Door) for each in gather(msgspec.msgpack.encode(own))
+    own = RankEndpoint(transport.metadata(), memory.layout)
+    endpoints = [
+        msgspec.msgpack.decode(each, type=RankEndpoint)
+        for each in gather(msgspec.msgpack.encode(own))
     ]
-    return Access(engine_id=engine_id, rank=rank, transport=transport, doors=doors)
+    return Access(engine_id=engine_id, rank=rank, transport=transport, endpoints=endpoints)

@@ -17,21 +17,21 @@ import msgspec
 
 from milepost.disaggregation.messages import Layout
 from milepost.disaggregation.orders import (
+    AddPeer,
     Ask,
-    CatchUp,
-    Door,
+    CancelRead,
     Filled,
-    GiveUp,
-    GoOn,
-    Leave,
-    Meet,
+    MakeProgress,
+    RankEndpoint,
     ReadPart,
-    Rest,
+    RemovePeer,
+    StopProgress,
+    Synchronize,
 )
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.errors import EngineDeadError, MilepostError
 
-_DOORS = msgspec.msgpack.Decoder(list[Door])
+_ENDPOINTS = msgspec.msgpack.Decoder(list[RankEndpoint])
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +52,12 @@ class _Parts:
 
 
 class AllRanks:
-    """A `Transport`: `own` for this rank's part; `ask` has the others do theirs. `doors` are all
-    ranks', in their order."""
+    """A `Transport`: `own` for this rank's part; `ask` has the others do theirs. `endpoints` are
+    all ranks', in their order."""
 
-    def __init__(self, own: Transport, doors: list[Door], ask: Ask) -> None:
-        self._own, self._doors, self._ask = own, doors, ask
-        assert all(_counts(door) == _counts(doors[0]) for door in doors), (
+    def __init__(self, own: Transport, endpoints: list[RankEndpoint], ask: Ask) -> None:
+        self._own, self._endpoints, self._ask = own, endpoints, ask
+        assert all(_counts(endpoint) == _counts(endpoints[0]) for endpoint in endpoints), (
             "all ranks have the same pages and slots"
         )
         self.name = own.name
@@ -68,32 +68,34 @@ class AllRanks:
         self._own.enter()
 
     def metadata(self) -> bytes:
-        return msgspec.msgpack.encode(self._doors)
+        return msgspec.msgpack.encode(self._endpoints)
 
     def add_peer(self, metadata: bytes, layout: Layout) -> _PeerRanks:
         try:
-            doors = _DOORS.decode(metadata)
+            endpoints = _ENDPOINTS.decode(metadata)
         except msgspec.DecodeError as error:
             raise TransferError(f"no addresses of ranks: {error}") from error
-        self._check(doors)
-        own = self._own.add_peer(doors[0].metadata, layout)
+        self._check(endpoints)
+        own = self._own.add_peer(endpoints[0].metadata, layout)
         peer = _PeerRanks(next(self._numbers), own)
-        self._ask(Meet(peer.number, doors))
+        self._ask(AddPeer(peer.number, endpoints))
         return peer
 
-    def _check(self, doors: list[Door]) -> None:
+    def _check(self, endpoints: list[RankEndpoint]) -> None:
         """Raise TransferError unless each rank's parts are what they are here."""
-        if len(doors) != len(self._doors):
-            raise TransferError(f"{len(doors)} ranks, and here there are {len(self._doors)}")
-        for rank, (there, here) in enumerate(zip(doors, self._doors, strict=True)):
+        if len(endpoints) != len(self._endpoints):
+            raise TransferError(
+                f"{len(endpoints)} ranks, and here there are {len(self._endpoints)}"
+            )
+        for rank, (there, here) in enumerate(zip(endpoints, self._endpoints, strict=True)):
             if there.layout.piece_bytes != here.layout.piece_bytes:
                 raise TransferError(f"rank {rank} has parts of another size")
-            if _counts(there) != _counts(doors[0]):
+            if _counts(there) != _counts(endpoints[0]):
                 raise TransferError(f"rank {rank} has not the pages and slots of the first")
 
     def remove_peer(self, peer: _PeerRanks) -> None:
         with suppress(MilepostError):  # a rank is lost, and nobody reads any more
-            self._ask(Leave(peer.number))
+            self._ask(RemovePeer(peer.number))
         self._own.remove_peer(peer.own)
 
     def begin(self, peer: _PeerRanks, local: list[int], remote: list[int]) -> _Parts:
@@ -121,25 +123,25 @@ class AllRanks:
             transfer.is_own_over = self._own.is_done(transfer.own)
         except TransferError as error:
             transfer.is_own_over, transfer.problem = True, str(error)
-            self._ask(GiveUp(transfer.number))
+            self._ask(CancelRead(transfer.number))
 
-    def go_on(self) -> None:
+    def make_progress(self) -> None:
         if not self._is_read:
             self._is_read = True
-            self._ask(GoOn())
-        self._own.go_on()
+            self._ask(MakeProgress())
+        self._own.make_progress()
 
-    def rest(self) -> None:
+    def stop_progress(self) -> None:
         self._is_read = False
-        self._ask(Rest())
-        self._own.rest()
+        self._ask(StopProgress())
+        self._own.stop_progress()
 
-    def give_up(self, transfer: _Parts) -> bool:
+    def cancel(self, transfer: _Parts) -> bool:
         transfer.is_given_up = True
         if not transfer.others.done():
-            self._ask(GiveUp(transfer.number))
+            self._ask(CancelRead(transfer.number))
         if not transfer.is_own_over:
-            transfer.is_own_over = self._own.give_up(transfer.own)
+            transfer.is_own_over = self._own.cancel(transfer.own)
         return transfer.is_own_over and transfer.others.done()
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ def marking(mark: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Ca
     """Whether all that is queued by now is done on all ranks."""
 
     def mark_all() -> Callable[[], bool]:
-        own, others = mark(), ask(CatchUp())
+        own, others = mark(), ask(Synchronize())
 
         def is_done() -> bool:
             if not others.done() or not own():
@@ -174,6 +176,6 @@ def marking(mark: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Ca
     return mark_all
 
 
-def _counts(door: Door) -> list[list[int]]:
+def _counts(endpoint: RankEndpoint) -> list[list[int]]:
     """Pages and slots of each row: they number the pieces."""
-    return [[row.count for row in rows] for rows in (door.layout.pages, door.layout.slots)]
+    return [[row.count for row in rows] for rows in (endpoint.layout.pages, endpoint.layout.slots)]

@@ -64,7 +64,7 @@ class Connector:
         assert isinstance(cache, Cache), "comparisons lend nothing"
         self._cache = cache
         self.engine_id, self._transport = access.engine_id, access.transport
-        self._num_ranks = len(access.doors)
+        self._num_ranks = len(access.endpoints)
         self.leases = Leases(config.lease_s, clock)
         hello = Hello(
             version=VERSION,
@@ -73,7 +73,7 @@ class Connector:
             transport=self._transport.name,
             host=config.kv_ip,
             port=config.kv_port,
-            layout=access.doors[0].layout,
+            layout=access.endpoints[0].layout,
             num_ranks=self._num_ranks,
         )
         self._links = Links(

@@ -170,9 +170,9 @@ class Links:
         was_read, self._is_read = self._is_read, bool(self._lender.begun_at())
         self._lender.grant_ready()
         if self._is_read:
-            self._transport.go_on()
+            self._transport.make_progress()
         elif was_read:
-            self._transport.rest()
+            self._transport.stop_progress()
 
     def _note_ends(self) -> None:
         """Wake the engine for a lease that is over, once."""

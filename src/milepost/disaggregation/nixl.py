@@ -99,15 +99,15 @@ class Nixl:
             raise TransferError("NIXL: the transfer failed")
         return True
 
-    def go_on(self) -> None:
+    def make_progress(self) -> None:
         """A read is over for who reads once both have made progress."""
         with contextlib.suppress(*self._errors):  # who reads sees what came of it
             self._agent.get_new_notifs()
 
-    def rest(self) -> None:
+    def stop_progress(self) -> None:
         pass
 
-    def give_up(self, transfer: Any) -> bool:
+    def cancel(self, transfer: Any) -> bool:
         try:
             self._agent.release_xfer_handle(transfer)
         except self._errors:

@@ -1,7 +1,7 @@
 """What the first rank tells the others to do for exchanges between engines. Can be sent as bytes.
 
-Each is answered with whether it succeeded: `ReadPart` once nobody writes any more, `CatchUp` once
-the rank has caught up, all others at once.
+Each is answered with whether it succeeded: `ReadPart` once nobody writes any more, `Synchronize`
+once the rank has caught up, all others at once.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import msgspec
 from milepost.disaggregation.messages import Layout
 
 
-class Door(msgspec.Struct, frozen=True, array_like=True):
-    """Where one rank's memory is read, and how it lies there."""
+class RankEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """How one rank's memory is read, and its layout."""
 
     metadata: bytes
-    """Of the transport."""
+    """The transport's."""
     layout: Layout
 
 
-class Meet(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Another engine is to be known by this number."""
+class AddPeer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Know another engine by this number."""
 
     peer: int
-    doors: list[Door]
+    endpoints: list[RankEndpoint]
     """Of all its ranks; each rank reads from that of its own number."""
 
 
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """It is not, any more."""
+class RemovePeer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget it."""
 
     peer: int
 
@@ -45,8 +45,8 @@ class ReadPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
     remote: list[int]
 
 
-class GiveUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read no more of this."""
+class CancelRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop this read."""
 
     transfer: int
 
@@ -58,19 +58,28 @@ class Filled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     position: int
 
 
-class CatchUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer once all is done that was launched before."""
+class Synchronize(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer once everything launched before is done."""
 
 
-class GoOn(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Others read here from now on."""
+class MakeProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Others read here from now on: make progress for them."""
 
 
-class Rest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class StopProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nobody reads here any more."""
 
 
-Order = Meet | Leave | ReadPart | GiveUp | Filled | CatchUp | GoOn | Rest
+Order = (
+    AddPeer
+    | RemovePeer
+    | ReadPart
+    | CancelRead
+    | Filled
+    | Synchronize
+    | MakeProgress
+    | StopProgress
+)
 
 Ask = Callable[[Order], Future[bool]]
 """As `tiers.orders.Ask`; may be called from any thread."""

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.disaggregation.orders import (
-    CatchUp,
-    Door,
+    AddPeer,
+    CancelRead,
     Filled,
-    GiveUp,
-    GoOn,
-    Leave,
-    Meet,
+    MakeProgress,
     Order,
+    RankEndpoint,
     ReadPart,
-    Rest,
+    RemovePeer,
+    StopProgress,
+    Synchronize,
 )
 from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.runner.runner import Runner
@@ -88,7 +88,7 @@ class PartReader:
             case Filled(slot=slot, position=position):
                 self._runner.filled(slot, position)
                 self._answer(ticket, True)
-            case CatchUp():
+            case Synchronize():
                 mark = (ticket, self._runner.mark(), time.monotonic())
                 self._commands.put(lambda: self._marks.append(mark))
             case ReadPart():
@@ -113,7 +113,7 @@ class PartReader:
             while self._is_open:
                 self._hear()
                 if self._read_since is not None:
-                    self._transport.go_on()
+                    self._transport.make_progress()
                 self._look()
         except Exception as error:  # noqa: BLE001 - ends the rank
             self._fail(error)
@@ -135,25 +135,25 @@ class PartReader:
 
     def _obey(self, ticket: int, order: Order) -> None:
         match order:
-            case Meet():
-                self._meet(order.peer, order.doors[self._rank])
-            case Leave():
+            case AddPeer():
+                self._meet(order.peer, order.endpoints[self._rank])
+            case RemovePeer():
                 peer = self._peers.pop(order.peer, None)
                 if peer is not None:
                     self._transport.remove_peer(peer)
-            case GiveUp():
+            case CancelRead():
                 self._give_up(order.transfer)
-            case GoOn():
+            case MakeProgress():
                 self._read_since = time.monotonic()
-            case Rest():
+            case StopProgress():
                 self._read_since = None
-                self._transport.rest()
+                self._transport.stop_progress()
         self._answer(ticket, True)
 
-    def _meet(self, number: int, door: Door) -> None:
+    def _meet(self, number: int, endpoint: RankEndpoint) -> None:
         """Where that fails, so does what is to be read there."""
         try:
-            self._peers[number] = self._transport.add_peer(door.metadata, door.layout)
+            self._peers[number] = self._transport.add_peer(endpoint.metadata, endpoint.layout)
         except TransferError as error:
             logger.warning("rank %d cannot read from another engine: %s", self._rank, error)
 
@@ -193,7 +193,7 @@ class PartReader:
         if reading is None:
             return
         reading.is_given_up = True
-        if reading.transfer is not None and self._transport.give_up(reading.transfer):
+        if reading.transfer is not None and self._transport.cancel(reading.transfer):
             self._end(reading, False)
 
     def _end(self, reading: _PartReading, is_well: bool) -> None:
@@ -204,4 +204,4 @@ class PartReader:
         self._is_open = False
         for reading in self._readings.values():
             if reading.transfer is not None:
-                self._transport.give_up(reading.transfer)
+                self._transport.cancel(reading.transfer)

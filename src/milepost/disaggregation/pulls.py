@@ -165,7 +165,7 @@ class Pulls:
         """Give up what is being read; nobody wants to hear of it."""
         for pull in self._under_way:
             if pull.transfer is not None:
-                self._transport.give_up(pull.transfer)
+                self._transport.cancel(pull.transfer)
 
     def _claim(self, remote: Remote) -> _Claimed:
         claim = self._claims[remote.lease] = _Claimed()
@@ -243,7 +243,7 @@ class Pulls:
     def _give_up(self, pull: Pull, problem: str) -> None:
         """It ends now, or as soon as nobody writes any more."""
         pull.problem = problem
-        if pull.transfer is None or self._transport.give_up(pull.transfer):
+        if pull.transfer is None or self._transport.cancel(pull.transfer):
             pull.transfer = pull.granted = None
             self._end(pull, problem)
         else:

@@ -89,13 +89,13 @@ class Sockets:
             raise TransferError(transfer.error)
         return True
 
-    def go_on(self) -> None:
+    def make_progress(self) -> None:
         pass  # threads do
 
-    def rest(self) -> None:
+    def stop_progress(self) -> None:
         pass
 
-    def give_up(self, transfer: _Reading) -> bool:
+    def cancel(self, transfer: _Reading) -> bool:
         with contextlib.suppress(OSError):
             transfer.sock.shutdown(socket.SHUT_RDWR)
         return transfer.over.wait(CONNECT_S)

@@ -10,10 +10,10 @@ from milepost.disaggregation.messages import Layout
 from milepost.kv_transfer_config import KVTransferConfig
 
 LOOK_S = (50e-6, 1e-3)
-"""Between two looks at what is being read, least and most: what has taken long is looked at less
+"""Between two polls of transfers, least and most: those that have taken long are polled less
 often."""
 LOOKS = 16
-"""The time between two looks is so small a part of what a transfer has taken so far."""
+"""The time between two polls is this part of what a transfer has taken so far."""
 
 
 class Transport(Protocol):
@@ -22,7 +22,7 @@ class Transport(Protocol):
     name: str
 
     def enter(self) -> None:
-        """That thread begins."""
+        """Called first, by that thread."""
         ...
 
     def metadata(self) -> bytes:
@@ -41,33 +41,33 @@ class Transport(Protocol):
         ...
 
     def is_done(self, transfer: Any) -> bool:
-        """Whether it has come, or was given up and nobody writes any more. Raises TransferError
-        when it does not come; then nobody does either.
+        """Whether it is complete, or was cancelled and nobody writes any more. Raises TransferError
+        if it failed; then nobody writes either.
         """
         ...
 
-    def go_on(self) -> None:
-        """What this engine has to do for others to read from it; called while they do."""
+    def make_progress(self) -> None:
+        """Do what this engine must for others to read from it; called while they do."""
         ...
 
-    def rest(self) -> None:
-        """Nobody reads from it any more."""
+    def stop_progress(self) -> None:
+        """Nobody reads from this engine any more."""
         ...
 
-    def give_up(self, transfer: Any) -> bool:
-        """End one that takes too long; False while somebody may still write: then it is looked at
-        again, and given up again."""
+    def cancel(self, transfer: Any) -> bool:
+        """End a transfer that takes too long; False while somebody may still write: then it is
+        polled, and cancelled again."""
         ...
 
     def close(self) -> None: ...
 
 
 class TransferError(Exception):
-    """What was to be read does not come; nobody writes any more."""
+    """A read failed; nobody writes any more."""
 
 
 def make(config: KVTransferConfig, memory: RegisteredMemory, name: str) -> Transport:
-    """The transport that is asked for, of whom nobody else has that name. Raises ConfigError."""
+    """The configured transport; `name` is unique among engines. Raises ConfigError."""
     if config.transport == "nixl":
         from milepost.disaggregation.nixl import Nixl
 
