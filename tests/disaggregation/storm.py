@@ -155,11 +155,12 @@ class Held:
 def held_by_nixl(engine: Engine, others: list[Engine]) -> Held:
     agent = engine.connector._transport._agent
     names = [other.connector._transport._agent.name for other in others]
-    transfers = [each for each in gc.get_objects() if type(each).__name__ == "nixl_xfer_handle"]
+    handles = [each for each in gc.get_objects() if type(each).__name__ == "nixl_xfer_handle"]
+    own = [each for each in handles if each._agent is agent.agent]
     return Held(
         registered=len(agent.get_agent_metadata()),
         peers=sum(map(agent.check_remote_metadata, names)),
-        transfers=sum(not transfer._released for transfer in transfers),
+        transfers=sum(not each._released for each in own),
     )
 
 
