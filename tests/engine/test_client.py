@@ -133,7 +133,7 @@ def test_a_slow_reader_gets_the_same_joined(config):
 
 def test_a_slow_reader_that_keeps_steps_gets_them_one_by_one(config):
     async def scenario(client):
-        quick = await take(client.add(PROMPT, SHORT))
+        quick = await take(client.add(PROMPT, SHORT, keeps_steps=True))
         stream = client.add(PROMPT, SHORT, keeps_steps=True)
         while not stream._is_over:
             await client.metrics()
