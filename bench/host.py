@@ -37,7 +37,7 @@ VOCAB_SIZE = 151_936
 GEOMETRY = arrays.Geometry(
     operations=(
         AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256),
-        GatedDeltaOperation(conv_width=4),
+        GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32),
     ),
     page_size=64,
     page_rows=64 * 2 * 10,

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.quantised import rounded, triton_rounding
 from tests.kernels.mixers import (
@@ -108,6 +109,24 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: i
     assert (output[32] == 0).all()
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
     assert_pools_match(ours, pools, 1e-5)
+
+
+@pytest.mark.parametrize("num_real", [1, 3])
+def test_value_heads_in_programs_of_their_own_leave_the_same_bits(num_real: int) -> None:
+    """Of few sequences, in place, token after token; the last one is padding."""
+    slots = list(range(1, num_real + 1))
+    batch = Batch(starts=[], lengths=[], slot_in=[*slots, 0], slot_out=[*slots, -1])
+    weights = make_weights(REAL, torch.bfloat16, "cuda")
+    pools = make_pools(REAL, 4, torch.bfloat16, "cuda")
+    pools.conv[3], pools.recurrent[3] = pools.conv[1], pools.recurrent[1]
+    others = pools.clone()
+    arrivals = torch.zeros(num_real + 1, REAL.key_heads, dtype=torch.int32, device="cuda")
+    for seed in range(30):
+        projected = make_projected(REAL, num_real + 1, torch.bfloat16, "cuda", seed=seed)
+        output = fused_decode(projected, weights, others, batch, DecodeLayout(arrivals=arrivals))
+        assert torch.equal(output, fused_decode(projected, weights, pools, batch))
+        assert_pools_equal(others, pools)
+        assert not arrivals.any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

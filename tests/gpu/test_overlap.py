@@ -14,6 +14,8 @@ from milepost.kernels import attention, gated_delta, linear, moe, norm
 from milepost.kernels.attention import items as work
 from milepost.kernels.batch import Capacity
 from milepost.kernels.chunks import lay_out
+from milepost.kernels.decode_layout import DecodeLayout
+from milepost.kernels.float8 import FP8
 from tests.kernels.mixers import REAL, Batch, make_pools, make_weights, send_layout
 
 pytestmark = [
@@ -97,9 +99,13 @@ def compare(
 HEADS, KV_HEADS, HEAD_DIM, KV_LENGTH = 16, 2, 256, 200
 
 
-@pytest.mark.parametrize("length", [1, 40], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("length", "kv_dtype"),
+    [(1, torch.bfloat16), (1, FP8), (40, torch.bfloat16)],
+    ids=["decode", "decode-float8", "prefill"],
+)
 @pytest.mark.parametrize("num_sequences", [1, 8, 64])
-def test_a_chain_of_mixers(num_sequences: int, length: int) -> None:
+def test_a_chain_of_mixers(num_sequences: int, length: int, kv_dtype: torch.dtype) -> None:
     """The same for Gated DeltaNet and attention, whose states and KV are changed in place."""
     num_tokens = num_sequences * length
     columns = sum(REAL.sizes), 2 * (HEADS + KV_HEADS) * HEAD_DIM
@@ -110,7 +116,7 @@ def test_a_chain_of_mixers(num_sequences: int, length: int) -> None:
     ]  # fmt: skip
     scale, first = torch.ones(HIDDEN, device="cuda"), fill(num_tokens, HIDDEN)
     mix, reset, changed = _recurrent(num_sequences, length)
-    attend, pool = _attention(num_sequences, length)
+    attend, pool = _attention(num_sequences, length, kv_dtype)
 
     def run(pause: Callable[[], object]) -> list[Tensor]:
         reset()
@@ -145,14 +151,16 @@ def _recurrent(num_sequences: int, length: int):
     slots = range(1, num_sequences + 1)
     batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=slots)
     common = mixer, pools.conv, pools.recurrent, *batch.slots(torch.device("cuda"))
-    laid_out = lay_out([0] * num_sequences, [length] * num_sequences, chunk=gated_delta.CHUNK)
-    layout = send_layout(laid_out, "cuda")
+    layout = None
+    if length > 1:
+        laid_out = lay_out([0] * num_sequences, [length] * num_sequences, chunk=gated_delta.CHUNK)
+        layout = send_layout(laid_out, "cuda")
+    elif num_sequences == 1:
+        arrivals = torch.zeros(1, REAL.key_heads, dtype=torch.int32, device="cuda")
+        layout = DecodeLayout(arrivals=arrivals)
 
     def mix(projected: Tensor, pause: Callable[[], object]) -> Tensor:
-        if length == 1:
-            output = gated_delta.mix(projected, *common)
-        else:
-            output = gated_delta.mix(projected, *common, layout)
+        output = gated_delta.mix(projected, *common, layout)
         pause()
         return output
 
@@ -163,8 +171,8 @@ def _recurrent(num_sequences: int, length: int):
     return mix, reset, (pools.conv, pools.recurrent)
 
 
-def _attention(num_sequences: int, length: int):
-    """Attention of all sequences behind KV of their own, and its pool."""
+def _attention(num_sequences: int, length: int, kv_dtype: torch.dtype):
+    """Attention of all sequences behind KV of their own, and its pool's bytes."""
     pages = -(-(KV_LENGTH + length) // 64)
     tables = np.arange(num_sequences * pages, dtype=np.int32).reshape(num_sequences, pages)
     room = Capacity(num_tokens=num_sequences * length, num_sequences=num_sequences)
@@ -174,13 +182,15 @@ def _attention(num_sequences: int, length: int):
         page_size=64,
         num_programs=132,
         capacity=room,
+        **({"narrow_rows": 8, "num_beside": 2, "narrow_waves": 4} if kv_dtype == FP8 else {}),
     )
     starts, lengths = [KV_LENGTH] * num_sequences, [length] * num_sequences
     items = work.lay_out(starts, lengths, range(num_sequences), tiling)
     names = ("narrow", "wide", "bases")
     arrays = {name: torch.from_numpy(getattr(items, name)).cuda() for name in names}
     items, on_device = replace(items, **arrays), torch.from_numpy(tables).cuda()
-    pool = fill(tables.size, 2, 64, KV_HEADS, HEAD_DIM)
+    pool = fill(tables.size, 2, 64, KV_HEADS, HEAD_DIM).to(kv_dtype)
+    kv_scales = torch.ones(2, KV_HEADS, device="cuda")
     new = torch.arange(length) + KV_LENGTH
     page_ids = torch.arange(num_sequences)[:, None] * pages + new // 64
     kv_rows = (page_ids * (2 * 64) + new % 64).flatten().cuda()
@@ -192,12 +202,12 @@ def _attention(num_sequences: int, length: int):
 
     def attend(projected: Tensor, pause: Callable[[], object]) -> Tensor:
         query = attention.prepare(
-            operation, projected, norms, 1e-6, (angles, angles), pool, kv_rows, items
+            operation, projected, norms, 1e-6, (angles, angles), pool, kv_rows, items, kv_scales
         )
         pause()
         gate = projected[:, -HEADS * HEAD_DIM :]
-        output = attention.attend(query, gate, pool, on_device, items, HEAD_DIM**-0.5)
+        output = attention.attend(query, gate, pool, on_device, items, HEAD_DIM**-0.5, kv_scales)
         pause()
         return output
 
-    return attend, pool
+    return attend, pool.view(torch.int8)

@@ -17,6 +17,7 @@ from milepost.kernels import conv, gated_delta
 from milepost.kernels.batch import Operation
 from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 from milepost.kernels.chunks import ChunkLayout, lay_out
+from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.gated_delta import (
     CHUNK,
     GatedDeltaOperation,
@@ -81,7 +82,9 @@ class Shapes:
 
     @property
     def operation(self) -> GatedDeltaOperation:
-        return GatedDeltaOperation(conv_width=self.taps)
+        return GatedDeltaOperation(
+            conv_width=self.taps, num_key_heads=self.key_heads, num_value_heads=self.value_heads
+        )
 
 
 ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5, max_beta=2.0)
@@ -348,9 +351,10 @@ def fused_decode(
     weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
+    layout: DecodeLayout | None = None,
     *,
     rounds: bool = False,
 ) -> Tensor:
     slots = batch.slots(projected.device)
     both = pools.conv, pools.recurrent
-    return gated_delta.mix(projected, weights, *both, *slots, rounds=rounds)
+    return gated_delta.mix(projected, weights, *both, *slots, layout, rounds=rounds)

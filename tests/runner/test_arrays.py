@@ -27,7 +27,7 @@ from milepost.scheduler.plans import SequencePlan, StepPlan
 
 ATTENTION = AttentionOperation(num_heads=8, num_kv_heads=2, head_dim=128)
 ENDING = replace(ATTENTION, only_ends=True)
-GATED_DELTA = GatedDeltaOperation(conv_width=4)
+GATED_DELTA = GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32)
 GEOMETRY = Geometry(
     operations=(ATTENTION, ENDING, GATED_DELTA),
     page_size=64,
@@ -178,9 +178,17 @@ def test_padding_names_nothing(tables):
     assert step.kv_rows.tolist() == [10 * 1000 + 10, -1, -1, -1]
     assert step.slot_out.tolist() == [1, -1, -1]
     assert step.sources.tolist() == [2, 0, 0]
-    assert step.layouts[GATED_DELTA] is None
+    assert not step.layouts[GATED_DELTA].arrivals.any()
     empty = build(steps(), tables, GEOMETRY, capacity)
     assert [array.shape for array in _arrays(empty)] == [array.shape for array in _arrays(step)]
+
+
+def test_programs_of_value_heads_arrive_where_each_has_an_sm(tables):
+    """Of 132, and 32 heads."""
+    for num, shape in ((1, (1, 16)), (4, (4, 16)), (5, None)):
+        capacity = Capacity(num_tokens=num, num_sequences=num, decodes=True)
+        layout = build(steps(), tables, GEOMETRY, capacity).layouts[GATED_DELTA]
+        assert (None if layout is None else layout.arrivals.shape) == shape
 
 
 def test_shapes_follow_from_the_capacity_alone(tables):

@@ -112,7 +112,9 @@ class GatedDelta(nn.Module):
             kind,
             inputs=self._segments(self.full.values_size),
         )
-        self.operation = GatedDeltaOperation(conv_width=shapes.conv_width)
+        self.operation = GatedDeltaOperation(
+            conv_width=shapes.conv_width, num_key_heads=shapes.num_key_heads, num_value_heads=heads
+        )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:
         """This rank's key heads, and the value heads that go with them."""

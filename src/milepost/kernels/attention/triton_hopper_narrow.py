@@ -158,15 +158,18 @@ def _attend_kernel(
     begin = gl.load(item + 4)
     end = gl.load(item + 5)
     ordinal = gl.load(item + 6)
+    pages = keys, values, ring, word_ring, bars, table, page_rows, i_h, begin, end
+    # KV before the item's first token was written in an earlier step, or pass of a head.
+    earlier = gl.minimum(position, end)
+    for i_b in gl.static_range(STAGES):
+        if begin + (i_b + 1) * BLOCK <= earlier:
+            _fetch_both(pages, i_b, BLOCK, PAGE_SIZE, STAGES)
     wait_for_inputs()
     if num_tokens == 0:
         return
-    pages = keys, values, ring, word_ring, bars, table, page_rows, i_h, begin, end
     for i_b in gl.static_range(STAGES):
-        if begin + i_b * BLOCK < end:
-            page = _find(pages, i_b, BLOCK, PAGE_SIZE)
-            _fetch(pages, page, i_b, 0, BLOCK, PAGE_SIZE, STAGES)
-            _fetch(pages, page, i_b, 1, BLOCK, PAGE_SIZE, STAGES)
+        if (begin + i_b * BLOCK < end) & (begin + (i_b + 1) * BLOCK > earlier):
+            _fetch_both(pages, i_b, BLOCK, PAGE_SIZE, STAGES)
 
     strides = query_stride, head_stride
     b_q = _load_queries(query, strides, first, num_tokens, i_h, TILES, GROUP, ROWS, HEAD_DIM)
@@ -276,6 +279,14 @@ def _find(pages, i_b, BLOCK: gl.constexpr, PAGE_SIZE: gl.constexpr):
         page = gl.load(table + i_kv // PAGE_SIZE, mask=i_kv < end, other=0)
         rows += (page * page_rows + i_kv % PAGE_SIZE,)
     return rows
+
+
+@gluon.jit
+def _fetch_both(pages, i_b, BLOCK: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr):
+    """Have a block's keys and values loaded."""
+    rows = _find(pages, i_b, BLOCK, PAGE_SIZE)
+    _fetch(pages, rows, i_b, 0, BLOCK, PAGE_SIZE, STAGES)
+    _fetch(pages, rows, i_b, 1, BLOCK, PAGE_SIZE, STAGES)
 
 
 @gluon.jit

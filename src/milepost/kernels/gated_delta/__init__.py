@@ -20,6 +20,7 @@ from torch import Tensor
 from milepost.kernels import chunks
 from milepost.kernels.batch import Batch
 from milepost.kernels.chunks import ChunkLayout
+from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import mixer
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-MixerLayout = ChunkLayout | VerifyLayout | MixerRows | None
+MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows | None
 
 CHUNK = 64
 """Tokens in a full chunk."""
@@ -55,16 +56,21 @@ class GatedDeltaOperation:
     """The token mixer behind convolutions of so many taps."""
 
     conv_width: int
+    num_key_heads: int
+    num_value_heads: int
 
     def lay_out(self, batch: Batch) -> MixerLayout:
-        """Chunks for the fused kernels, which need none where every sequence decodes; or rows for
-        the reference."""
+        """Chunks for the fused kernels, which need none where every sequence decodes, but of few a
+        place where programs arrive; or rows for the reference."""
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
         if batch.capacity.num_drafts:
             return lay_out_verifies(batch, CHUNK)
         if batch.capacity.decodes:
-            return None
+            num_sequences = batch.capacity.num_sequences
+            if num_sequences * self.num_value_heads > batch.chip.num_sms:
+                return None
+            return lay_out_decodes(num_sequences, self.num_key_heads)
         return chunks.lay_out_step(batch, CHUNK)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
@@ -85,7 +91,8 @@ def mix(
     rounds: bool = False,
 ) -> Tensor:
     """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
-    it is None; returns [T, V * W] and writes both pools, the states of exports among them.
+    it is a `DecodeLayout` or None; returns [T, V * W] and writes both pools, the states of exports
+    among them.
 
     `projected` [T, C + V * W + 2 * V]: queries, keys, values (the C channels), output gates, betas
     [V] before their sigmoid, decay inputs [V], heads side by side. `conv_pool` [slots, C, J - 1],
@@ -107,11 +114,11 @@ def mix(
         return mixer.mix(projected, weights, *pools, layout, records)
     check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
     check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
-    if layout is None:
+    if layout is None or isinstance(layout, DecodeLayout):
         from milepost.kernels.gated_delta import triton_decode
 
         slots = slot_in, slot_out
-        return triton_decode.decode(projected, weights, *pools, *slots, rounds=rounds)
+        return triton_decode.decode(projected, weights, *pools, *slots, layout, rounds=rounds)
     from milepost.kernels.gated_delta import triton_prefill
 
     if isinstance(layout, VerifyLayout):

@@ -17,6 +17,7 @@ from torch import Tensor
 from milepost.kernels.activations import sigmoid
 from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
+from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import runs_gluon
 from milepost.kernels.gated_delta.triton_parts import (
     advance,
@@ -40,6 +41,7 @@ def decode(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
+    layout: DecodeLayout | None = None,
     *,
     rounds: bool = False,
 ) -> Tensor:
@@ -47,8 +49,9 @@ def decode(
     if suits_hopper(recurrent_pool):
         from milepost.kernels.gated_delta import triton_hopper
 
-        pools = conv_pool, recurrent_pool
-        return triton_hopper.decode(projected, weights, *pools, slot_in, slot_out, rounds=rounds)
+        inputs = projected, weights, conv_pool, recurrent_pool, slot_in, slot_out
+        arrivals = None if layout is None else layout.arrivals
+        return triton_hopper.decode(*inputs, arrivals, rounds=rounds)
     num_sequences = len(slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape

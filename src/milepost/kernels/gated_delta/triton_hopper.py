@@ -8,6 +8,9 @@ its value heads, and by one program, which alone reads and writes their convolut
 
 Where there is work for many, two programs share an SM, with one place for a state each:
 one waits while the other works. Else a program has two places, and fetches both states at once.
+Of so few sequences that each value head can have an SM, each has a program. Those of a key head
+then work its query and key out by themselves, and the last of them to arrive, when all have read
+their convolution states, moves these on.
 
 Legend: D sequences, C channels, J taps, G key heads, V value heads, K key_dim, W value_dim.
 """
@@ -63,10 +66,12 @@ def decode(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
+    arrivals: Tensor | None = None,
     *,
     rounds: bool = False,
 ) -> Tensor:
-    """See `gated_delta.mix`."""
+    """See `gated_delta.mix`. With `arrivals` [D, G], which are zeros and stay so, each value head
+    has a program."""
     num_sequences = len(slot_out)
     value_heads = recurrent_pool.shape[1]
     channels, conv_width = weights.conv.shape
@@ -75,9 +80,11 @@ def decode(
     rounded = rounded_rows.room_for(*output.shape, output) if rounds else None
     values, scales = (None, None) if rounded is None else (rounded.values, rounded.scales)
     states = describe_states(recurrent_pool)
-    num_units = num_sequences * key_heads
+    group = value_heads // key_heads
+    each = group if arrivals is None else 1
+    num_units = num_sequences * value_heads // each
     units_at_once = num_sms(projected.device)
-    stages = 2 if num_units <= units_at_once else 1
+    stages = 2 if each > 1 and num_units <= units_at_once else 1
     _decode_kernel[(min(num_units, 2 * units_at_once),)](
         projected,
         projected.stride(0),
@@ -93,13 +100,15 @@ def decode(
         recurrent_pool.stride(0),
         slot_in,
         slot_out,
+        arrivals if each < group else None,
         output,
         values,
         scales,
         0 if scales is None else scales.stride(0),
         num_units,
         KEY_HEADS=key_heads,
-        GROUP=value_heads // key_heads,
+        GROUP=group,
+        EACH=each,
         SIZE=STATE_SIZE,
         TAPS=conv_width,
         MAX_BETA=weights.max_beta,
@@ -129,6 +138,7 @@ def _decode_kernel(
     slot_stride,
     slot_in,
     slot_out,
+    arrivals,
     output,
     values,
     scales,
@@ -136,37 +146,40 @@ def _decode_kernel(
     num_units,
     KEY_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
+    EACH: gl.constexpr,
     SIZE: gl.constexpr,
     TAPS: gl.constexpr,
     MAX_BETA: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Every so many units, each the value heads of a key head of a sequence."""
+    """Every so many units, each EACH value heads of a key head of a sequence: all or one."""
     VALUE_HEADS: gl.constexpr = KEY_HEADS * GROUP
+    UNITS: gl.constexpr = VALUE_HEADS // EACH
     CHANNELS: gl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     work = begin_work(
-        states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], KEY_HEADS, GROUP, STAGES
+        states, slot_stride, slot_in, slot_out, num_units, [SIZE, SIZE], UNITS, EACH, STAGES
     )
     first, stride = work[4], work[5]
 
     o_k = gl.arange(0, SIZE, layout=gl.SliceLayout(1, STATE))
     o_v = gl.arange(0, SIZE, layout=gl.SliceLayout(0, STATE))
     b_norm = gl.load(norm_weight + o_v)
-    following = first // KEY_HEADS
+    following = first // UNITS
     source, target = gl.load(slot_in + following), gl.load(slot_out + following)
     wait_for_inputs()
     let_next_start()  # the output projection, which begins with its weights
     number = 0
     for unit in range(first, num_units, stride):
-        i_n, i_h = (unit // KEY_HEADS).to(gl.int64), unit % KEY_HEADS
+        i_n, i_first = (unit // UNITS).to(gl.int64), unit % UNITS * EACH
+        i_h = i_first // GROUP
         p_token = projected + i_n * projected_stride
         # Everything is asked for before anything is used.
         inputs = p_token, conv_weight, conv_pool + source.to(gl.int64) * conv_stride
         window_q = load_window(inputs, i_h, SIZE, TAPS)
         window_k = load_window(inputs, KEY_HEADS + i_h, SIZE, TAPS)
         members = ()
-        for i_m in gl.static_range(GROUP):
-            i_hv = i_h * GROUP + i_m
+        for i_m in gl.static_range(EACH):
+            i_hv = i_first + i_m
             window_v = load_window(inputs, 2 * KEY_HEADS + i_hv, SIZE, TAPS)
             b_gate = gl.load(p_token + CHANNELS + i_hv * SIZE + o_v)
             p_gates = p_token + CHANNELS + VALUE_HEADS * SIZE + i_hv
@@ -176,22 +189,27 @@ def _decode_kernel(
         is_real = target >= 0
         p_conv = conv_pool + target.to(gl.int64) * conv_stride
         p_state = pool + target.to(gl.int64) * slot_stride
-        following = gl.minimum(unit + stride, num_units - 1) // KEY_HEADS
+        following = gl.minimum(unit + stride, num_units - 1) // UNITS
         source, target = gl.load(slot_in + following), gl.load(slot_out + following)
 
         b_q, b_k = convolve(*window_q, TAPS), convolve(*window_k, TAPS)
         b_q, b_k = unit_vectors(b_q, b_k, SIZE)
         b_q, b_k = by_row(b_q), by_row(b_k)
-        keep_window(window_q[0], p_conv, i_h, is_real, SIZE, TAPS)
-        keep_window(window_k[0], p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS)
-        for i_m in gl.static_range(GROUP):
+        if EACH == GROUP:
+            keep_window(window_q[0], p_conv, i_h, is_real, SIZE, TAPS)
+            keep_window(window_k[0], p_conv, KEY_HEADS + i_h, is_real, SIZE, TAPS)
+        else:
+            # All threads have both windows: unit vectors are made of them.
+            p_arrivals = arrivals + i_n * KEY_HEADS + i_h
+            arrived = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
+        for i_m in gl.static_range(EACH):
             window_v, b_gate, b_in, a_in, rate, bias = members[i_m]
-            i_hv = i_h * GROUP + i_m
+            i_hv = i_first + i_m
             b_v = gl.convert_layout(convolve(*window_v, TAPS), gl.SliceLayout(0, STATE))
             keep_window(window_v[0], p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS)
             own = b_k, b_v, sigmoid(b_in) * MAX_BETA, decay_of(a_in, rate, bias)
             own_target = p_state, i_hv, o_k, o_v, is_real
-            b_state = pass_token(work, number, own, own_target, KEY_HEADS, GROUP)
+            b_state = pass_token(work, number, own, own_target, UNITS, EACH)
             b_o = read_rows(b_state, b_q)
             number += 1
             b_o *= rms_scale(b_o, norm_eps, SIZE) * b_norm
@@ -203,3 +221,8 @@ def _decode_kernel(
                 b_rounded, scale = round_block(b_o.to(gl.float32), 0)
                 gl.store(values + at, b_rounded)
                 gl.store(scales + i_hv * scales_stride + i_n, scale)
+        if EACH < GROUP:
+            is_last = arrived == GROUP // EACH - 1
+            gl.store(p_arrivals, 0, mask=is_last)
+            keep_window(window_q[0], p_conv, i_h, is_real & is_last, SIZE, TAPS)
+            keep_window(window_k[0], p_conv, KEY_HEADS + i_h, is_real & is_last, SIZE, TAPS)
