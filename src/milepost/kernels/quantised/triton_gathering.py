@@ -1,5 +1,9 @@
 """Triton: rounded rows of few tokens in blocks of those that an expert is chosen by, in one launch.
 
+A program has one routed token and counts by itself who is before it: with a program for all of a
+token's, whose numbers pass between warps again and again, a launch for 16 tokens takes 5.4 us in
+place of 1.8.
+
 Legend: T tokens, X experts, N experts of a token, P = T * N routed tokens, M rows of a block, B
 blocks, D scales of a row.
 """
@@ -42,16 +46,15 @@ def gather(
 ) -> Gathered:
     """Of `rows` [T or more, I] float8 with `scales` [D, T or more], by `experts` [T, N] int32, in
     which no token has an expert twice. M is `block_rows`."""
-    num_tokens, num_chosen = experts.shape
-    num_routed, num_inputs = experts.numel(), rows.shape[1]
+    num_routed, num_chosen = experts.numel(), experts.shape[1]
+    num_inputs = rows.shape[1]
     num_blocks = min(num_routed, num_experts + num_routed // block_rows)
     num_rows = num_blocks * block_rows
     gathered = rows.new_empty(num_rows, num_inputs)
     gathered_scales = scales.new_empty(len(scales), num_rows)
     lists = torch.empty(num_rows + 2 * num_blocks + 1, dtype=torch.int32, device=rows.device)
     routed, owners, counters, count = lists.split([num_rows, num_blocks, num_blocks, 1])
-    chunk = max(32, next_power_of_2(num_routed))
-    _gather_kernel[(num_tokens,)](
+    _gather_kernel[(num_routed,)](
         rows.view(torch.uint8),
         scales,
         experts,
@@ -69,9 +72,9 @@ def gather(
         SCALES=len(scales),
         EXPERTS=num_experts,
         BINS=max(32, next_power_of_2(num_experts - 1)),
-        CHUNK=chunk,
+        CHUNK=max(32, next_power_of_2(num_routed)),
         ROWS=block_rows,
-        num_warps=8 if chunk <= 256 else 16,
+        num_warps=4,
         **OVERLAPPED,
     )
     return Gathered(
@@ -107,43 +110,36 @@ def _gather_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One token. No atomics: always the same."""
-    let_next_start()
+    """One routed token. No atomics: always the same.
+
+    What this reads is complete once the next launch starts, which may read it at once."""
     wait_for_inputs()
-    i_t, o_p = tl.program_id(0), tl.arange(0, CHUNK)
-    o_n = tl.arange(0, triton.next_power_of_2(TOP_K))
-    is_n, i_p = o_n < TOP_K, i_t * TOP_K + o_n
-    o_k = tl.arange(0, triton.next_power_of_2(INPUTS))[None, :]
-    o_d = tl.arange(0, triton.next_power_of_2(SCALES))[None, :]
+    let_next_start()
+    i_p = tl.program_id(0)
+    i_t, o_p = i_p // TOP_K, tl.arange(0, CHUNK)
+    o_k = tl.arange(0, triton.next_power_of_2(INPUTS))
+    o_d = tl.arange(0, triton.next_power_of_2(SCALES))
+    expert = tl.load(experts + i_p)
     b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=EXPERTS)
-    b_own = tl.load(experts + i_p, mask=is_n, other=0)
     b_row = tl.load(rows + i_t * INPUTS + o_k, mask=o_k < INPUTS)
     b_scale = tl.load(scales + o_d * stride + i_t, mask=o_d < SCALES)
-    # Before the last expert's blocks are all others', so it needs no bin: half as many may do. It
-    # and what is no routed token are counted with the first one's, and taken off.
-    o_x, is_other = tl.arange(0, BINS), b_x < EXPERTS - 1
-    num_others = tl.sum(is_other.to(tl.int32))
-    b_counts = tl.histogram(tl.where(is_other, b_x, 0), BINS)
-    b_counts -= tl.where(o_x == 0, CHUNK - num_others, 0)
-    b_taken = (b_counts + ROWS - 1) // ROWS
-    # An expert's tokens, and times 2^16 those before this one.
+    # The expert's tokens, and times 2^16 those before this one.
     b_weight = tl.where(o_p < i_t * TOP_K, 65537, 1)
-    both = tl.sum(tl.where(b_x[None, :] == b_own[:, None], b_weight[None, :], 0), 1)
+    both = tl.sum(tl.where(b_x == expert, b_weight, 0))
     rank, size = both >> 16, both & 65535
-    is_before = o_x[None, :] < b_own[:, None]
-    first = tl.sum(tl.where(is_before, b_taken[None, :], 0), 1)
-    place = first * ROWS + rank
-    mask = is_n[:, None]
-    tl.store(gathered + place[:, None] * INPUTS + o_k, b_row, mask=mask & (o_k < INPUTS))
-    p_scale = gathered_scales + o_d * num_rows + place[:, None]
-    tl.store(p_scale, b_scale, mask=mask & (o_d < SCALES))
-    tl.store(routed + place, i_p, mask=is_n)
-    block, o_m = place // ROWS, 1 + tl.arange(0, ROWS)[None, :]
-    tl.store(owners + block, b_own, mask=is_n & (rank % ROWS == 0))
-    tl.store(counters + block, 0, mask=is_n & (rank % ROWS == 0))
-    is_end = (is_n & (rank == size - 1))[:, None]
-    is_free = place[:, None] % ROWS + o_m < ROWS
-    tl.store(routed + place[:, None] + o_m, -1, mask=is_end & is_free)
-    if i_t == 0:
-        num_last = (num_routed - num_others + ROWS - 1) // ROWS
-        tl.store(count, tl.sum(b_taken) + num_last)
+    # Before the last expert's blocks are all others', so it needs no bin: half as many may do.
+    is_other = b_x < EXPERTS - 1
+    b_taken = (tl.histogram(b_x, BINS, mask=is_other) + ROWS - 1) // ROWS
+    place = tl.sum(tl.where(tl.arange(0, BINS) < expert, b_taken, 0)) * ROWS + rank
+    tl.store(gathered + place * INPUTS + o_k, b_row, mask=o_k < INPUTS)
+    tl.store(gathered_scales + o_d * num_rows + place, b_scale, mask=o_d < SCALES)
+    tl.store(routed + place, i_p)
+    if rank % ROWS == 0:
+        tl.store(owners + place // ROWS, expert)
+        tl.store(counters + place // ROWS, 0)
+    if rank == size - 1:
+        o_m = 1 + tl.arange(0, ROWS)
+        tl.store(routed + place + o_m, -1, mask=place % ROWS + o_m < ROWS)
+    if i_p == 0:
+        num_last = num_routed - tl.sum(is_other.to(tl.int32))
+        tl.store(count, tl.sum(b_taken) + (num_last + ROWS - 1) // ROWS)
