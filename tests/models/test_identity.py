@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from milepost.errors import WeightsError
 from milepost.models.identity import identify
 
 FACTS = {"dtype": "float32", "page_size": 64}
@@ -65,10 +66,60 @@ def test_run_in_another_way_it_is_another(folder, change):
     )
 
 
-def test_what_is_no_file_of_weights_may_lie_there(folder):
+def put(file, header, data=b"x" * 64):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(*offsets):
+    return {"a": {"dtype": "U8", "shape": [64], "data_offsets": list(offsets)}}
+
+
+BROKEN = {
+    "a list": [],
+    "no offsets": {"a": {"dtype": "U8", "shape": [64]}},
+    "no entry": {"a": 3},
+    "negative": entry(-900, 64),
+    "text": entry("0", "64"),
+    "reversed": entry(60, 2),
+    "huge": entry(2**70, 2**71),
+    "beyond the end": entry(0, 65),
+    "no number": entry(float("nan"), 64),
+    "deep": b"[" * 200_000,
+    "deep beside": json.dumps(entry(0, 64)).encode()[:-2] + b',"b":' + b"[" * 200_000,
+    "no text": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("header", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_that_is_not_loaded_changes_nothing(folder, header):
     one = identify(folder, has_weights=True, facts=FACTS)
-    (folder / "z.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    assert identify(folder, has_weights=True, facts=FACTS) != one
+    put(folder / "stray.safetensors", header)
+    (folder / "empty.safetensors").touch()
+    (folder / "folder.safetensors").mkdir()
+    assert identify(folder, has_weights=True, facts=FACTS) == one
+
+
+@pytest.mark.parametrize("header", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_that_is_loaded_is_named_with_the_reason(folder, header):
+    index = {"weight_map": {"a": "part.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    put(folder / "part.safetensors", header)
+    with pytest.raises(WeightsError, match=r"part\.safetensors: cannot be read, .*header"):
+        identify(folder, has_weights=True, facts=FACTS)
+
+
+def test_tensors_of_types_that_no_model_loads_may_be_in_a_file(folder):
+    put(folder / "model.safetensors", {"a": entry(0, 64)["a"] | {"dtype": "F8_E8M0"}})
+    assert identify(folder, has_weights=True, facts=FACTS)
+
+
+def test_identities_stay_what_they_were(tmp_path):
+    """What lies in a directory of a cache is found by them."""
+    (tmp_path / "config.json").write_text("{}")
+    put(tmp_path / "model.safetensors", {"__metadata__": {"format": "pt"}, **entry(0, 64)})
+    found = identify(tmp_path, has_weights=True, facts=FACTS)
+    assert found.hex() == "5f8c21c8c044f4580e60a44e7b0ee500"
 
 
 def test_dummy_weights_need_no_files(folder):

@@ -1,10 +1,11 @@
 """What makes a model's KV and states its own: a digest that is the same in every process.
 
 Keys of pages and checkpoints are chained from it, so that a key from outside this process stands
-for the same bytes. It does not read gigabytes of weights: of each file it takes the header (names,
-shapes, types and offsets of tensors), the size, some pieces of the data, and a piece of each
-tensor; of experts that lie one by one, that of the first. So weights of which only some were
-trained further, as when an adapter was merged into the attention layers alone, are another model's.
+for the same bytes. It does not read gigabytes of weights: of each file that is loaded it takes the
+header (names, shapes, types and offsets of tensors), the size, some pieces of the data, and a piece
+of each tensor; of experts that lie one by one, that of the first. So weights of which only some
+were trained further, as when an adapter was merged into the attention layers alone, are another
+model's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
+from milepost.models.reading import Header
+from milepost.models.weights import WeightFiles
+
 LAYOUT_VERSION = 1
 """Of pages and states in memory. Another layout has another number."""
 IDENTITY_BYTES = 16
@@ -23,26 +27,27 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 
 
 def identify(folder: Path, *, has_weights: bool, facts: Mapping[str, str | int]) -> bytes:
-    """The identity of a checkpoint that is run as `facts` say: types, page size and such."""
+    """The identity of a checkpoint that is run as `facts` say: types, page size and such.
+
+    Of files those that are loaded; raises WeightsError for a broken one.
+    """
     told = {"layout": LAYOUT_VERSION, **facts}
     digest = blake2b(digest_size=IDENTITY_BYTES, person=b"milepost model")
     digest.update(json.dumps(told, sort_keys=True).encode())
     digest.update(blake2b((folder / "config.json").read_bytes()).digest())
-    for file in sorted(folder.glob("*.safetensors")) if has_weights else ():
-        digest.update(_fingerprint(file))
+    for file, header in WeightFiles(folder).headers() if has_weights else ():
+        digest.update(_fingerprint(file, header))
     return digest.digest()
 
 
-def _fingerprint(file: Path) -> bytes:
+def _fingerprint(file: Path, header: Header) -> bytes:
     size = file.stat().st_size
     digest = blake2b(file.name.encode() + size.to_bytes(8, "little"))
+    digest.update(header.text)
     with file.open("rb") as data:
-        header_bytes = int.from_bytes(data.read(8), "little")
-        header = data.read(min(header_bytes, size))
-        digest.update(header)
-        for start, end in _tensors(header):
-            data.seek(8 + header_bytes + max((start + end - PIECE_BYTES) // 2, start))
-            digest.update(data.read(min(PIECE_BYTES, end - start)))
+        for begin, end in _tensors(header):
+            data.seek(max((begin + end - PIECE_BYTES) // 2, begin))
+            digest.update(data.read(min(PIECE_BYTES, end - begin)))
         for piece in range(NUM_PIECES):
             data.seek((size - 1) * piece // NUM_PIECES)
             digest.update(data.read(PIECE_BYTES))
@@ -51,16 +56,11 @@ def _fingerprint(file: Path) -> bytes:
     return digest.digest()
 
 
-def _tensors(header: bytes) -> Iterator[tuple[int, int]]:
-    """Where tensors begin and end in a file's data, by this order of their names."""
-    try:
-        tensors = json.loads(header)
-    except ValueError:
-        return  # what lies there beside the weights is not loaded
+def _tensors(header: Header) -> Iterator[tuple[int, int]]:
+    """Where tensors begin and end, by the order of their names."""
     seen = set()
-    for name, told in sorted(tensors.items()):
+    for name in sorted(header.entries):
         kind = _EXPERT.sub("", name)
-        if name != "__metadata__" and kind not in seen:
+        if kind not in seen:
             seen.add(kind)
-            start, end = told["data_offsets"]
-            yield start, end
+            yield header.bounds(name)

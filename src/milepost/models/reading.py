@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,15 +68,34 @@ class _Piece:
         return self.begin > first.begin or self.end < first.end
 
 
-def read_extents(file: Path, names: Sequence[str]) -> list[Extent]:
-    """Of a file's tensors those of these names, in the file's order. The file is a whole one."""
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of its tensors."""
+
+    text: bytes
+    entries: Mapping[str, Mapping[str, Any]]
+
+    def bounds(self, name: str) -> tuple[int, int]:
+        """Where a tensor begins and ends in the file."""
+        begin, end = self.entries[name]["data_offsets"]
+        return 8 + len(self.text) + begin, 8 + len(self.text) + end
+
+
+def read_header(file: Path) -> Header:
+    """Of a whole file: one that safetensors has opened, and so checked."""
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    found = []
+        text = opened.read(int.from_bytes(opened.read(8), "little"))
+    entries = json.loads(text)
+    entries.pop("__metadata__", None)
+    return Header(text, entries)
+
+
+def read_extents(file: Path, names: Sequence[str]) -> list[Extent]:
+    """Of a whole file's tensors those of these names, in the file's order."""
+    header, found = read_header(file), []
     for name in names:
-        entry = header[name]
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        entry = header.entries[name]
+        begin, end = header.bounds(name)
         found.append(Extent(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end))
     return sorted(found, key=lambda extent: extent.begin)
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from milepost.errors import WeightsError
 from milepost.layers.placements import Placement, Placements
 from milepost.models.decoder import Decoder
-from milepost.models.reading import Reader, read_extents
+from milepost.models.reading import Header, Reader, read_extents, read_header
 
 _INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -39,6 +39,12 @@ class WeightFiles:
         self.folder = folder
         self.by_name = _read_names(folder)
         """Tensor's name -> the file that must hold it."""
+
+    def headers(self) -> Iterator[tuple[Path, Header]]:
+        """Each file that is loaded, by their names; raises WeightsError for a broken one."""
+        for file in sorted(set(self.by_name.values())):
+            with _open(file):
+                yield file, read_header(file)
 
     def read_into(
         self,
@@ -194,7 +200,7 @@ def _read_names(folder: Path) -> dict[str, Path]:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {file: folder / file for file in set(named.values())}
             return {name: files[file] for name, file in named.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(f"{index}: not an index of safetensors files ({error!r})") from error
     if single.is_file():
         with _open(single) as tensors:
