@@ -174,19 +174,13 @@ class EngineConfig:
             0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
-        _require(
-            self.cache_host_gib is None or 0 < self.cache_host_gib < _MOST_GIB,
-            f"cache_host_gib={self.cache_host_gib}: use more than 0, or leave it out",
-        )
-        _require(
-            0 < self.cache_disk_gib < _MOST_GIB,
-            f"cache_disk_gib={self.cache_disk_gib}: use more than 0",
-        )
+        for name in ("cache_host_gib", "cache_disk_gib", "cpu_cache_gib"):
+            gib = getattr(self, name)
+            _require(
+                gib is None or 0 < gib < _MOST_GIB,
+                f"{name}={gib}: use more than 0 and less than 2**40, or leave it out",
+            )
         _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
-        _require(
-            0 < self.cpu_cache_gib < _MOST_GIB,
-            f"cpu_cache_gib={self.cpu_cache_gib}: use more than 0",
-        )
         given = self.kv_cache_memory_bytes
         _require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
         for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
