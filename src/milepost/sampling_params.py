@@ -259,9 +259,19 @@ class SamplingParams:
         for word in words:
             if not isinstance(word, str) or not word:
                 _refuse("bad_words", word, "strings that are not empty")
-            if not _is_unicode(word):
-                _refuse("bad_words", word, "valid Unicode")
+            check_unicode(word, f"bad_words={word!r}")
         return words or None
+
+
+def check_unicode(text: str, name: str = "the text") -> None:
+    """Raise InvalidRequestError for a text with halves of characters: JSON's and Python's may have
+    some, which neither tokenizers nor digests take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} is not valid Unicode: use whole characters ({error})"
+        ) from error
 
 
 _ABOVE_ZERO = "a finite number above 0; 1 is off"
@@ -278,11 +288,6 @@ def _listed(name: str, values: Iterable[T] | None) -> tuple[T, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable | None):
         _refuse(name, values, "a list")
     return tuple(values or ())
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be encoded: JSON and Python know halves of characters, tokenizers do not."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check_number(name: str, value: object, low: float, high: float, instead: str) -> None:

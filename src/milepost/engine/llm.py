@@ -17,11 +17,11 @@ from milepost.engine import chat
 from milepost.engine.core import Engine
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import RequestOutput
-from milepost.engine.prompts import Prompt, PromptLike, check_unicode, read_prompt
+from milepost.engine.prompts import Prompt, PromptLike, read_prompt
 from milepost.engine.requests import Job
 from milepost.engine.vllm_names import own_options
 from milepost.errors import ConfigError, InvalidRequestError
-from milepost.sampling_params import SamplingParams
+from milepost.sampling_params import SamplingParams, check_unicode
 
 logger = logging.getLogger(__name__)
 

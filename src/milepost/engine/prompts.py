@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import SamplingParams
+from milepost.sampling_params import SamplingParams, check_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,15 +153,6 @@ def _tokenize(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[i
         )
     check_unicode(text)
     return list(tokenizer.encode(text))
-
-
-def check_unicode(text: str, name: str = "the text") -> None:
-    """Raise InvalidRequestError for a text with halves of characters: Python's may have some, which
-    neither tokenizers nor digests take."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{name} is not valid Unicode: {error}") from error
 
 
 def _read_list(name: str, value: Any) -> list[Any]:
