@@ -108,8 +108,14 @@ def test_the_cache_takes_the_bytes_that_it_is_given(tiny, memory):
     ("options", "message"),
     [
         ({"cache_memory": "shared", "num_slots": 8}, r"'shared' with num_pages=None, num_slots=8"),
-        ({"cache_memory": "shared", "page_size": 1024}, r"a state no smaller than a page of 1024"),
-        ({"cache_memory": "shared", "cpu_cache_gib": 1e-4}, r"room for 16 of the larger"),
+        (
+            {"cache_memory": "shared", "page_size": 1024},
+            r"a state of \d+ bytes is smaller than a page of 1024 tokens, \d+ bytes; use 'auto'",
+        ),
+        (
+            {"cache_memory": "shared", "cpu_cache_gib": 1e-4},
+            r": 107374 bytes are left .*, \d+ are the least .* 16 units of \d+ .* raise gpu_memory",
+        ),
         ({"cache_memory": "unified pool"}, r"cache_memory='unified pool'"),
     ],
 )

@@ -116,7 +116,7 @@ def test_logits(tiny, dtype, seen, length):
 
 @pytest.mark.parametrize("length", [40, 200, 400])
 def test_logits_of_trained_weights(dtype, seen, length):
-    llm = LLM(device="cuda", dtype=dtype, max_num_seqs=8, gpu_memory_utilization=0.5)
+    llm = LLM(device="cuda", dtype=dtype, max_num_seqs=8, kv_cache_memory_bytes=1 << 28)
     prompt = llm.get_tokenizer().encode(SOURCE)[:length]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)

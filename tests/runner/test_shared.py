@@ -12,10 +12,11 @@ from tests.shared import memory_of, serve, share_memory
 from milepost.cache.plans import PageMove
 from milepost.layers.context import AttentionSpec, RecurrentSpec, ShortConvSpec
 from milepost.runner import plain
+from milepost.runner.memory import share
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import allocate
-from milepost.runner.shared import allocate_shared, best_unit, unit_of
+from milepost.runner.shared import allocate_shared, best_unit, unit_of, why_apart
 
 ATTENTION = AttentionSpec(num_kv_heads=2, head_dim=256)
 WIDE_ATTENTION = AttentionSpec(num_kv_heads=4, head_dim=256)
@@ -57,7 +58,7 @@ ODD = shape(
 )
 def test_the_best_unit_leaves_little_unused(given: PoolShape, pages_each: int) -> None:
     unit = best_unit(given)
-    assert unit is not None
+    assert not why_apart(given)
     assert unit.pages_each == pages_each
     assert unit.page_stride >= given.page_bytes
     assert unit.num_bytes >= given.slot_bytes
@@ -66,9 +67,19 @@ def test_the_best_unit_leaves_little_unused(given: PoolShape, pages_each: int) -
     assert max(given.slot_bytes, pages_each * given.page_bytes) > 0.98 * unit.num_bytes
 
 
-@pytest.mark.parametrize("given", [shape(3, 0), shape(0, 3), shape(50, 1)])
-def test_pages_and_slots_stay_apart_where_a_unit_has_no_sense(given: PoolShape) -> None:
-    assert best_unit(given) is None
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (shape(3, 0), "no recurrent layers"),
+        (shape(0, 3), "no attention layers"),
+        (shape(50, 1), "is smaller than a page of 64 tokens"),
+    ],
+)
+def test_pages_and_slots_stay_apart_where_a_unit_has_no_sense(
+    given: PoolShape, reason: str
+) -> None:
+    assert reason in why_apart(given)
+    assert share(1 << 40, given) is None
 
 
 @pytest.mark.parametrize("pages_each", [1, 2, 7])
@@ -161,7 +172,7 @@ def test_logits_are_those_of_two_pools(tiny, page_size, pages_each, monkeypatch)
 def test_pages_move_with_the_states_beside_them() -> None:
     beside = ShortConvSpec(conv_shape=(5, 2))
     given = shape(0, 0, specs=(beside, ATTENTION, beside), page_size=16)
-    assert best_unit(given) is None
+    assert "beside pages" in why_apart(given)
     assert given.page_bytes == given.kv_bytes + 2 * 5 * 2 * 2
     pools = allocate(given, num_pages=4, num_slots=0, device=CPU)
     for layer in (0, 2):

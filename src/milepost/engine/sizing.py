@@ -14,7 +14,7 @@ from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.room import available_bytes
 from milepost.parallel import Ranks
-from milepost.runner.memory import GIB, MIN_UNITS, Sizes, TwoPools, free_bytes, share, split
+from milepost.runner.memory import GIB, Sizes, TwoPools, free_bytes, share, split, why_not_shared
 from milepost.runner.pool_shape import PoolShape
 
 
@@ -62,11 +62,7 @@ def _sizes_of(
         if one is not None:
             return one
     if config.cache_memory == "shared":
-        raise ConfigError(
-            "cache_memory='shared': the model needs both kinds of layers, a state no smaller than "
-            f"a page of {shape.page_size} tokens ({shape.slot_bytes} and {shape.page_bytes} bytes) "
-            f"and room for {MIN_UNITS} of the larger; use 'auto' or 'split'"
-        )
+        raise ConfigError(f"cache_memory='shared': {why_not_shared(budget, shape)}")
     sizes = split(budget, shape, max_num_seqs=config.max_num_seqs)
     num_slots = sizes.num_slots if num_slots is None else num_slots
     return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots)

@@ -15,7 +15,7 @@ from milepost.cache.memory import Split, UnifiedPool
 from milepost.errors import ConfigError
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import Pools, allocate
-from milepost.runner.shared import allocate_shared, best_unit
+from milepost.runner.shared import allocate_shared, best_unit, why_apart
 
 CHECKPOINT_SHARE = 1 / 6
 """Of recorded traffic, agents do best with a tenth and questions about documents with a fifth."""
@@ -24,6 +24,8 @@ MIN_UNITS = 16
 GIB, MIB = 2**30, 2**20
 _LAUNCHES_BYTES = GIB // 4
 """What graphs take to be launched, and whatever else nobody counts."""
+
+_RAISED = "gpu_memory_utilization (cpu_cache_gib on a CPU) or, if it was set, kv_cache_memory_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +94,30 @@ Sizes = TwoPools | OneMemory
 
 def share(budget: int, shape: PoolShape) -> OneMemory | None:
     """Units that fit `budget` bytes; None where two pools serve better."""
-    unit = best_unit(shape)
-    num_units = budget // unit.num_bytes - 1 if unit is not None else 0
-    if unit is None or num_units < MIN_UNITS:
+    if why_not_shared(budget, shape):
         return None
-    return OneMemory(num_units=num_units, pages_each=unit.pages_each, unit_bytes=unit.num_bytes)
+    unit = best_unit(shape)
+    return OneMemory(
+        num_units=budget // unit.num_bytes - 1,
+        pages_each=unit.pages_each,
+        unit_bytes=unit.num_bytes,
+    )
+
+
+def why_not_shared(budget: int, shape: PoolShape) -> str:
+    """Why two pools serve better, and what to do if it is for the `budget`; empty if they don't."""
+    reason = why_apart(shape)
+    if reason:
+        return f"{reason}; use 'auto' or 'split'"
+    unit = best_unit(shape).num_bytes
+    least = (MIN_UNITS + 1) * unit
+    if budget >= least:
+        return ""
+    return (
+        f"{max(budget, 0)} bytes are left for the cache, {least} are the least that is shared, "
+        f"{MIN_UNITS} units of {unit} besides the zero slot; use 'auto' or 'split', or raise "
+        f"{_RAISED}"
+    )
 
 
 def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
@@ -109,8 +130,7 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
         raise ConfigError(
             f"{max(budget, 0) / GIB:.3f} GiB are left for the cache, {least / GIB:.3f} GiB are the "
             f"least that runs: {(least - budget) / GIB:.3f} GiB are missing; raise "
-            "gpu_memory_utilization (cpu_cache_gib on a CPU) or, if it was set, "
-            "kv_cache_memory_bytes, lower max_num_batched_tokens, end what else uses the device, "
+            f"{_RAISED}, lower max_num_batched_tokens, end what else uses the device, "
             "or use quantised weights or more GPUs"
         )
     if not shape.uses_slots:

@@ -42,13 +42,24 @@ class Unit:
         return self.pages_each * self.page_stride
 
 
-def best_unit(shape: PoolShape) -> Unit | None:
-    """The unit that leaves the least unused; None where pages and slots had better be apart: one
-    kind of layer is missing, states lie beside pages, or a slot is smaller than a page."""
-    if not shape.attention or not shape.recurrent or shape.convolutions:
-        return None
+def why_apart(shape: PoolShape) -> str:
+    """Why pages and slots had better lie apart; empty where they may share a memory."""
+    if not shape.attention:
+        return "the model has no attention layers, so nothing lies in pages"
+    if shape.convolutions:
+        return "the model's short convolutions keep their states beside pages"
+    if not shape.recurrent:
+        return "the model has no recurrent layers, so nothing lies in state slots"
     if shape.slot_bytes < shape.page_bytes:
-        return None
+        return (
+            f"a state of {shape.slot_bytes} bytes is smaller than a page of {shape.page_size} "
+            f"tokens, {shape.page_bytes} bytes"
+        )
+    return ""
+
+
+def best_unit(shape: PoolShape) -> Unit:
+    """The unit that leaves the least unused; `shape` may share a memory (`why_apart`)."""
     return unit_of(shape, pages_in_place(shape.page_bytes, shape.slot_bytes))
 
 
