@@ -158,11 +158,12 @@ LIMITED = StructuredOutputs(regex=r"[\s\S]*[a-z][\s\S]{200}[0-9]", field="respon
 
 def test_a_form_that_becomes_too_complex_is_an_error(llm, monkeypatch):
     """And no answer that looks like one: it ended as what there was of it, with `stop`."""
-    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 200)
     grammars._limits.cache_clear()
     try:
-        params = SamplingParams(structured_outputs=LIMITED, seed=1, max_tokens=400)
-        output = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+        with monkeypatch.context() as patch:
+            patch.setitem(grammars.LIMITS, "max_lexer_states", 200)
+            params = SamplingParams(structured_outputs=LIMITED, seed=1, max_tokens=400)
+            output = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
     finally:
         grammars._limits.cache_clear()
     assert output.finish_reason == "error"
