@@ -171,8 +171,8 @@ def path_of(finding: Mapping[str, Any], fields: Collection[str]) -> str:
 def _message(finding: Mapping[str, Any], where: str) -> str:
     if finding["type"] == "extra_forbidden":
         return f"{where}: no such field here"
-    if finding["type"] == "missing":
-        return f"{where or 'the body'}: this field is required"
+    if finding["type"] == "missing" and where:
+        return f"{where}: this field is required"
     text = finding["msg"].removeprefix("Value error, ")
     if not where and finding["type"] == "value_error":
         return text
