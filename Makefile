@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A process for each core; a file's tests share what they have prepared, so they stay together.
 PROCESSES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-gpu test-nightly test-clients fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
+.PHONY: demo test test-gpu test-nightly test-clients test-lowest fuzz compile-matrix compile-matrix-all compile-matrix-tritons lint format bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m milepost.demo
@@ -54,6 +54,18 @@ test-clients: $(STAMP)
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/clients/requirements.txt
 	CLIENTS_PYTHON=$(abspath $(CLIENTS_VENV))/bin/python $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
+# Nightly: what users meet, with the lowest versions that pyproject.toml allows. Old libraries warn of
+# what new ones have changed, so warnings are no errors here.
+LOWEST_VENV ?= .venv-lowest
+test-lowest:
+	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python \
+		--resolution lowest-direct --editable '.[dev]'
+	$(LOWEST_VENV)/bin/python -m pytest -W default -m "not slow and not clients and not nightly" \
+		$(PROCESSES) tests/server tests/cli tests/engine tests/models tests/disaggregation \
+		tests/kv_events tests/load tests/tiers tests/test_sampling_params.py $(PYTEST_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,4 +84,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
