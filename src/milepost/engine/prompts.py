@@ -114,7 +114,7 @@ def _are_ids(prompt: Prompt, vocab_size: int) -> bool:
     except (OverflowError, TypeError):
         return False
     low = np.flatnonzero(ids <= 1).tolist()
-    has_truths = any(isinstance(prompt.token_ids[index], bool) for index in low)
+    has_truths = any(isinstance(prompt.token_ids[index], bool | np.bool) for index in low)
     return not has_truths and int(ids.max()) < vocab_size
 
 
