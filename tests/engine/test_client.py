@@ -226,6 +226,17 @@ def test_the_queue_is_bounded(config):
     assert run(config, scenario, max_waiting=1)[-1].finished
 
 
+def test_what_cannot_be_sent_takes_no_place_in_the_queue(config):
+    async def scenario(client):
+        prompt = Prompt(token_ids=[10], kv_transfer_params={"tp_size": 2**64})
+        with pytest.raises(InvalidRequestError, match="kv_transfer_params"):
+            client.add(prompt, SHORT)
+        assert client.num_in_flight == 0
+        return await take(client.add(PROMPT, SHORT))
+
+    assert run(config, scenario)[-1].finished
+
+
 def test_a_refusal_concerns_one_request(config):
     async def scenario(client):
         bad = client.add(Prompt(token_ids=[10**6]), SHORT)

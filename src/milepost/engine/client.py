@@ -148,16 +148,21 @@ class EngineClient:
         """Queue a prompt; `bell` rings when its stream has something, which comes step by step if
         it `keeps_steps`.
 
-        Raises EngineDeadError and QueueFullError.
+        Raises EngineDeadError and QueueFullError, and InvalidRequestError for numbers that no frame
+        can carry; then nothing has changed.
         """
         self._check_alive()
         self.check_room(params.n)
         stream = Stream(
             self._next_id(), params.n, self, bell or StreamBell(), keeps_steps=keeps_steps
         )
+        message = Add(id=stream.id, prompt=prompt, params=params, priority=priority)
+        try:
+            self._send(message)
+        except OverflowError as error:  # all other fields are bounded
+            raise InvalidRequestError(f"kv_transfer_params: {error}") from error
         self._streams[stream.id] = stream
         self.num_in_flight += params.n
-        self._send(Add(id=stream.id, prompt=prompt, params=params, priority=priority))
         return stream
 
     def forget(self, stream: Stream, *, is_over: bool) -> None:
