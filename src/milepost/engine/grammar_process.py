@@ -61,8 +61,13 @@ class FormChecks:
         if self._vocabulary is None:
             self.problem = self.problem or "this server has no tokenizer (--skip-tokenizer-init)"
             return
-        await self._child.start()
-        first = await self._ask({**asdict(self._vocabulary), "timeout_s": self._timeout_s}, None)
+        try:
+            await self._child.start()
+            about = {**asdict(self._vocabulary), "timeout_s": self._timeout_s}
+            first = await self._ask(about, None)
+        except asyncio.CancelledError:
+            self._child.kill()  # else its answer would be taken for the next form's
+            raise
         self.problem = "its process did not start" if first is None else first
         if self.problem:
             logger.warning("no structured outputs: %s", self.problem)
