@@ -66,3 +66,18 @@ def test_a_client_that_leaves_while_the_process_starts_leaves_no_answer_behind()
         await checks.check(GOOD)
 
     run(scenario)
+
+
+def test_a_form_is_tried_again_for_who_comes_as_the_last_one_leaves():
+    async def scenario(checks, child):
+        await child.start()
+        leaving = asyncio.create_task(checks.check(GOOD))
+        await until_asked(child, 1)
+        leaving.cancel()
+        coming = asyncio.create_task(checks.check(GOOD))
+        child.is_prompt.set()
+        await coming
+        assert leaving.cancelled()
+        assert not checks._trials
+
+    run(scenario)

@@ -85,7 +85,11 @@ class FormChecks:
             trial = self._trials.get(text)
             if trial is None:
                 trial = self._trials[text] = _Trial(asyncio.ensure_future(self._judge(text)))
-            verdict = await trial.outcome()
+            try:
+                verdict = await trial.outcome()
+            finally:
+                if not trial.num_waiting and self._trials.get(text) is trial:
+                    del self._trials[text]  # who comes now is not to share what was given up
         else:
             self._verdicts.move_to_end(text)
         if verdict:
@@ -93,11 +97,8 @@ class FormChecks:
 
     async def _judge(self, text: str) -> str:
         """What is wrong with a form; nothing, if nothing is."""
-        try:
-            async with self._turn:
-                verdict, is_sure = await self._tried(text)
-        finally:
-            del self._trials[text]
+        async with self._turn:
+            verdict, is_sure = await self._tried(text)
         if is_sure:
             self._verdicts[text] = verdict
             while len(self._verdicts) > MAX_VERDICTS:
@@ -142,15 +143,15 @@ class _Trial:
 
     def __init__(self, task: asyncio.Future[str]) -> None:
         self._task = task
-        self._num_waiting = 0
+        self.num_waiting = 0
 
     async def outcome(self) -> str:
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             return await asyncio.shield(self._task)
         finally:
-            self._num_waiting -= 1
-            if not self._num_waiting:
+            self.num_waiting -= 1
+            if not self.num_waiting:
                 self._task.cancel()
 
 
