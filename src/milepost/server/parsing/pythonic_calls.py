@@ -19,7 +19,7 @@ from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.json_text import Give, loaded
-from milepost.server.parsing.schemas import carried, resolved
+from milepost.server.parsing.schemas import carried, required_of, resolved
 from milepost.server.parsing.tape import Reading, Tape, one, run, spaces, tags, take, until
 
 MAX_NAME_LEN = 1024
@@ -76,7 +76,7 @@ def _function(rule: str, tool: Mapping[str, Any]) -> list[str]:
             f'{rule}_p: {key} "=" {value}',
         ]
     rules = [f'{rule}: {head} {rule}_f0 ")"']
-    required = whole.get("required") or ()
+    required = required_of(whole)
     for i, (name, its) in enumerate(named.items()):
         own, first, more = f"{rule}_p{i}", f"{rule}_f{i + 1}", f"{rule}_m{i + 1}"
         sub = carried(its if isinstance(its, Mapping) else {}, schema)

@@ -6,12 +6,15 @@ Where a parameter's own schema is used alone, what it refers to is carried along
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
 Schema = Mapping[str, Any]
+
+_INDEX = re.compile("[0-9]{1,9}")
 
 MAX_ALTERNATIVES = 512
 """Most leaves of one schema that are looked at; a schema with more counts as anything."""
@@ -54,6 +57,14 @@ def resolved(schema: Any, root: Schema) -> Schema:
     return {**schema, **own} if isinstance(schema, Mapping) else own
 
 
+def required_of(schema: Schema) -> frozenset[str]:
+    """The names that an object must have; what is no list of names asks for none."""
+    names = schema.get("required")
+    return frozenset(
+        name for name in (names if isinstance(names, list) else ()) if isinstance(name, str)
+    )
+
+
 def pointed(reference: str, root: Schema) -> Any:
     """What a reference into `root` points to; None if nothing."""
     if not reference.startswith("#"):
@@ -63,7 +74,7 @@ def pointed(reference: str, root: Schema) -> Any:
         step = step.replace("~1", "/").replace("~0", "~")
         if isinstance(here, Mapping):
             here = here.get(step)
-        elif isinstance(here, list) and step.isdecimal() and int(step) < len(here):
+        elif isinstance(here, list) and _INDEX.fullmatch(step) and int(step) < len(here):
             here = here[int(step)]
         else:
             return None
@@ -101,7 +112,8 @@ def _without_reference(schema: Schema, root: Schema) -> Schema:
 def _merged(schema: Schema, root: Schema) -> dict[str, Any]:
     """With what stands in `allOf`: all of it holds."""
     merged = dict(schema)
-    for part in merged.pop("allOf", None) or ():
+    parts = merged.pop("allOf", None)
+    for part in parts if isinstance(parts, list) else ():
         for key, value in resolved(part, root).items():
             both = merged.get(key)
             if isinstance(both, dict) and isinstance(value, dict):

@@ -25,7 +25,7 @@ from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import FoundEvents
 from milepost.server.parsing.json_text import value
-from milepost.server.parsing.schemas import Schema, resolved
+from milepost.server.parsing.schemas import Schema, required_of, resolved
 from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take, until
 from milepost.server.parsing.values import Value
 
@@ -104,8 +104,7 @@ class Parameters:
         whole = resolved(schema, schema)
         given = whole.get("properties")
         given = given if isinstance(given, Mapping) else {}
-        required = whole.get("required")
-        self.required = frozenset(required if isinstance(required, list) else ())
+        self.required = required_of(whole)
         self.named = {name: Value(its, schema) for name, its in given.items()}
         more = whole.get("additionalProperties", not given)
         self.others = None if more is False else Value(more, schema)

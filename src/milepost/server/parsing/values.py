@@ -167,8 +167,15 @@ _BOUNDS = {
     "maximum": operator.le,
     "exclusiveMinimum": operator.gt,
     "exclusiveMaximum": operator.lt,
-    "multipleOf": lambda value, step: step != 0 and value % step == 0,
+    "multipleOf": lambda value, step: _is_multiple(value, step),
 }
+
+
+def _is_multiple(value: float, step: float) -> bool:
+    try:
+        return step != 0 and value % step == 0
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _is_within(value: float, schema: Schema) -> bool:
