@@ -12,6 +12,7 @@ from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.links import Links
 from milepost.disaggregation.messages import (
     VERSION,
+    Find,
     Hello,
     Layout,
     MemoryRows,
@@ -343,6 +344,17 @@ def test_of_an_engine_whose_pieces_are_not_registered_nothing_is_kept(fleet):
         with pytest.raises(TransferError):
             moving.add_peer(first.connector._transport.metadata(), elsewhere)
         assert held_by_nixl(second, [first]) == start
+
+
+def test_a_question_of_what_are_no_tokens_ends_no_engine(tiny, fleet):
+    first, second = fleet.engines
+    asking = second.connector
+    asking._finds[7] = b"page"
+    asking._links.find(7, first.connector.place, Find(tokens=bytes(5), salt="", least=0))
+    fleet.until(lambda: not asking._finds)
+    params = fleet.prefill(first, tokens(200))
+    assert not is_computed(tiny, fleet, tokens(200), params), "it is said hello to again"
+    fleet.check()
 
 
 def hello(**own):

@@ -110,6 +110,8 @@ class Lender:
                 self._readers[id_] = self._clock()
             case Release(lease=id_):
                 self._release(who, number, id_)
+            case Find(tokens=packed) if len(packed) % 4:
+                self.reply(who, number, Declined(f"{len(packed)} bytes are no token ids"))
             case Find():
                 self._tell(Asked(who, number, question))
 
