@@ -76,25 +76,24 @@ async def _begin(
     if request.user is not None:
         http.scope["milepost.record"]["user"] = request.user
 
-    generation = Generation(
+    has_one_call = request.parallel_tool_calls is False
+    answers = [
+        AnswerEvents(
+            service.format.parser(tools=tools, is_open=is_open),
+            has_reasoning=request.include_reasoning is not False,
+            has_one_call=has_one_call,
+        )
+        for _ in range(params.n)
+    ]
+    generation = Generation(  # last: whoever gets it closes it
         service,
         [prompt],
         params,
         scope=http.scope,
         priority=request.priority or 0,
         field=field,
-        is_enough=(lambda index: answers[index].is_enough)
-        if request.parallel_tool_calls is False
-        else None,
+        is_enough=(lambda index: answers[index].is_enough) if has_one_call else None,
     )
-    answers = [
-        AnswerEvents(
-            service.format.parser(tools=tools, is_open=is_open),
-            has_reasoning=request.include_reasoning is not False,
-            has_one_call=request.parallel_tool_calls is False,
-        )
-        for _ in range(params.n)
-    ]
     return ChatTurn(
         prompt=prompt, breakpoints=rendered.breakpoints, generation=generation, answers=answers
     )
