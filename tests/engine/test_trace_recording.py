@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -72,3 +74,30 @@ def test_what_an_engine_served_can_be_replayed(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="record_trace="):
         TraceRecorder(str(tmp_path / "none" / "trace"))
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_no_answer(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "trace"
+    llm = LLM(device="cpu", record_trace=str(path), page_size=16, num_pages=64, num_slots=8)
+    wishes = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+    def answered(number):
+        prompt = {"prompt_token_ids": [number] * 20}
+        (output,) = llm.generate([prompt], wishes, use_tqdm=False)
+        return len(output.outputs[0].token_ids)
+
+    assert answered(5) == 4
+    whole, write = path.read_bytes(), os.write
+
+    def torn(file, data):
+        """Takes a part of a line, and then nothing."""
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[: len(data) - 5])
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "write", torn)
+        assert answered(6) == 4
+    assert answered(7) == 4
+    assert path.read_bytes() == whole
+    assert caplog.text.count("No space left") == 1

@@ -9,17 +9,21 @@ written once its request and all before it are over.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from milepost.engine.requests import Job
 from milepost.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 ID_BYTES = 6
 """Numbers of so many bytes are exact in every reader of JSON."""
@@ -33,7 +37,8 @@ class _Entry:
 
 
 class TraceRecorder:
-    """A file that grows by whole lines. Raises ConfigError if it cannot be written.
+    """A file that grows by whole lines. Raises ConfigError if it cannot be opened; one that takes no
+    more later, on a full disk, ends the recording and nothing else.
 
     `now` tells the time in seconds from any start.
     """
@@ -51,9 +56,14 @@ class TraceRecorder:
         self._entries: dict[int, _Entry] = {}
         """By number of the job, in order of arrival."""
         self._order: deque[int] = deque()
+        self._num_bytes = 0
+        """Written so far."""
+        self._has_failed = False
 
     def begin(self, job: Job) -> None:
         """A request has come."""
+        if self._has_failed:
+            return
         arrived_ms = int(1000 * (self._now() - self._start_s))
         self._entries[job.number] = _Entry(arrived_ms)
         self._order.append(job.number)
@@ -93,7 +103,17 @@ class TraceRecorder:
     def _id(self, digest: bytes) -> int:
         return int.from_bytes(blake2b(digest, digest_size=ID_BYTES, key=self._key).digest())
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._file, view) :]
+    def _write(self, lines: bytes) -> None:
+        if self._has_failed:
+            return
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            self._has_failed = True
+            logger.error("record_trace: %s: nothing more is recorded", error.strerror)
+            with suppress(OSError):
+                os.ftruncate(self._file, self._num_bytes)  # no line in part
+        else:
+            self._num_bytes += len(lines)
