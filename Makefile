@@ -55,7 +55,8 @@ test-clients: $(STAMP)
 	CLIENTS_PYTHON=$(abspath $(CLIENTS_VENV))/bin/python $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 # Nightly: what users meet, with the lowest versions that pyproject.toml allows. Old libraries warn of
-# what new ones have changed, so warnings are no errors here.
+# what new ones have changed, so warnings are no errors here; and some of transformers' own models
+# that ours are compared with were mended only later.
 LOWEST_VENV ?= .venv-lowest
 test-lowest:
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
@@ -63,6 +64,7 @@ test-lowest:
 	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python \
 		--resolution lowest-direct --editable '.[dev]'
 	$(LOWEST_VENV)/bin/python -m pytest -W default -m "not slow and not clients and not nightly" \
+		-k "not match_transformers" \
 		$(PROCESSES) tests/server tests/cli tests/engine tests/models tests/disaggregation \
 		tests/kv_events tests/load tests/tiers tests/test_sampling_params.py $(PYTEST_ARGS)
 
