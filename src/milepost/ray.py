@@ -37,8 +37,7 @@ from milepost.scheduler.routing import cost
 from milepost.server import app as http
 from milepost.server.config import ServerConfig
 from milepost.server.errors import HttpError
-from milepost.server.messages import for_template, tools_for_template
-from milepost.server.protocol import ChatRequest, CompletionRequest
+from milepost.server.rendering import prompt_of
 from milepost.server.run import load
 from milepost.server.service import Service
 
@@ -183,13 +182,15 @@ class Replica:
     async def look(self, path: str, body: bytes) -> Wanted:
         """What the router is to know of a request, as far as it can be told."""
         try:
-            tokens, salt = await self._prompt(path, body)
+            prompt = await prompt_of(self._service, path, body)
         except (ValueError, MilepostError, HttpError):
             return Wanted()  # whoever serves it says what is wrong
+        if prompt is None:
+            return Wanted(uuid.uuid4().hex)
         info = self._client.info
-        chain = Chain(tokens, info.page_size, salt, info.identity)
+        chain = Chain(prompt.token_ids, info.page_size, prompt.cache_salt, info.identity)
         keys = tuple(digest[:KEY_BYTES] for digest in chain.full_digests())
-        return Wanted(uuid.uuid4().hex, keys, len(tokens), info.page_size)
+        return Wanted(uuid.uuid4().hex, keys, len(prompt.token_ids), info.page_size)
 
     async def ask(
         self, scope: dict[str, Any], body: bytes, asked: Wanted | None = None
@@ -235,27 +236,6 @@ class Replica:
 
     async def __del__(self) -> None:
         await self._open.aclose()
-
-    async def _prompt(self, path: str, body: bytes) -> tuple[list[int], str]:
-        service = self._service
-        if path.endswith("/chat/completions"):
-            chat = ChatRequest.model_validate_json(body)
-            tools = None if chat.tool_choice == "none" else tools_for_template(chat.tools)
-            rendered = await service.render(
-                for_template(chat.messages),
-                tools=tools,
-                template_kwargs=chat.chat_template_kwargs,
-                add_generation_prompt=chat.add_generation_prompt is not False,
-            )
-            return rendered.token_ids, chat.cache_salt or ""
-        if not path.endswith("/completions"):
-            return [], ""
-        request = CompletionRequest.model_validate_json(body)
-        prompt: Any = request.prompt
-        if isinstance(prompt, str):
-            (prompt,) = await service.encoder.encode([prompt], is_cut=False)
-        is_one = prompt and isinstance(prompt[0], int)
-        return prompt if is_one else [], request.cache_salt or ""
 
     async def _follow(self) -> None:
         """Keep up with what a checkpoint makes usable."""

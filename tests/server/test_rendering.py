@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
 from milepost.server.config import ServerConfig
-from tests.server.inprocess import answered
+from milepost.server.rendering import prompt_of
+from tests.server.inprocess import answered, service
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SAID = [{"role": "user", "content": "the quick brown fox"}]
+BEGUN = {"role": "assistant", "content": "A"}
 
 
 def served(http, path, body):
@@ -99,3 +104,36 @@ def test_prompts_that_cannot_be_served(http, path, own, words):
 def test_a_response_whose_limit_is_lowered_is_rendered(http):
     body = {"model": "tiny", "input": "the quick", "max_output_tokens": 10**6}
     assert http.post("/v1/responses/render", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"truncate_prompt_tokens": 7},
+        {"messages": [*SAID, BEGUN], "continue_final_message": True},
+        {"messages": [{**SAID[0], "mood": "good"}]},
+    ],
+)
+def test_a_router_inside_the_process_is_told_the_same(own):
+    body = {"messages": SAID, **own}
+    prompt = asyncio.run(told("/v1/chat/completions", body))
+    rendered = answered(ServerConfig(), "/v1/chat/completions/render", body).json()
+    assert prompt.token_ids == rendered["token_ids"]
+
+
+def test_a_router_inside_the_process_is_told_of_one_prompt():
+    body = {"prompt": ["the quick"], "cache_salt": "a"}
+    prompt = asyncio.run(told("/v1/completions", body))
+    (rendered,) = answered(ServerConfig(), "/v1/completions/render", body).json()
+    assert (prompt.token_ids, prompt.cache_salt) == (rendered["token_ids"], "a")
+    assert asyncio.run(told("/v1/completions", {"prompt": ["a", "b"]})) is None
+    assert asyncio.run(told("/v1/models", {})) is None
+
+
+async def told(path, body):
+    own = service(ServerConfig())
+    try:
+        return await prompt_of(own, path, json.dumps(body).encode())
+    finally:
+        await own.close()

@@ -65,6 +65,28 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
         return await rendered(chat, model, request, field="input", fits_max_tokens=True)
 
 
+async def prompt_of(service: Service, path: str, body: bytes) -> Prompt | None:
+    """What a POST of this body to `path` would be served with, for a router in front of `service`;
+    None for several prompts and for paths that take none. Raises ValueError, MilepostError and
+    HttpError for a request that would be refused.
+    """
+    scope: dict[str, Any] = {"type": "http", "milepost.record": {}, "milepost.headers": []}
+    if path.endswith("/chat/completions"):
+        chat = ChatRequest.model_validate_json(body)
+        service.unknown.settle(chat, scope)
+        params = parameters.of_chat(chat, service.sampling_defaults)
+        prompt, _ = await conversation.prompt_of(service, chat, params, Request(scope))
+        return prompt
+    if not path.endswith("/completions"):
+        return None
+    request = CompletionRequest.model_validate_json(body)
+    if completions.num_prompts(request) > 1:
+        return None
+    params = parameters.of_completion(request, service.sampling_defaults)
+    (prompt,) = await completions.prompts_of(service, request, params)
+    return prompt
+
+
 def _rendered(prompt: Prompt, request: Sampling, model: str, id_: str) -> dict[str, Any]:
     marks: Sequence[int] = prompt.cache_marks
     return {
