@@ -8,9 +8,7 @@ result of the first.
 
 from __future__ import annotations
 
-import os
 import struct
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from milepost.config import EngineConfig
-from milepost.errors import ConfigError
+from milepost.runner.growing import GrowingFile
 from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
 _LENGTH = struct.Struct(">I")
@@ -49,26 +47,17 @@ class Log(Protocol):
 
 
 class PlanLog:
-    """A file that grows by whole records, so that it can be read whatever ends the process.
-
-    Raises ConfigError if it cannot be written.
-    """
+    """Writes whole records to a `GrowingFile`. Raises ConfigError if it cannot be opened."""
 
     def __init__(self, path: str, config: EngineConfig) -> None:
-        try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        except OSError as error:
-            raise ConfigError(f"record_plans={path!r}: {error.strerror}") from error
-        self._file = file
-        self.close = weakref.finalize(self, os.close, file)
+        self._file = GrowingFile("record_plans", path, mode=0o644)
+        self.close = self._file.close
         self._encoder = msgspec.msgpack.Encoder()
         self.write(Heading(config=replace(config, hf_token=None)))
 
     def write(self, record: Record) -> None:
         body = self._encoder.encode(record)
-        data = memoryview(_LENGTH.pack(len(body)) + body)
-        while data:
-            data = data[os.write(self._file, data) :]
+        self._file.write(_LENGTH.pack(len(body)) + body)
 
 
 def read_records(path: str | Path) -> Iterator[Record]:
