@@ -23,6 +23,8 @@ class FakeChild:
         self.pid = None
         self.asked = []
         self.is_prompt = asyncio.Event()
+        self.num_deaths = 0
+        """So many times it ends over what it is asked first."""
         self._pipe = deque()
 
     async def start(self):
@@ -31,9 +33,16 @@ class FakeChild:
     async def ask(self, message, _timeout_s=None):
         asked = json.loads(message)
         self.asked.append(asked)
+        if self.num_deaths:
+            self.num_deaths -= 1
+            return None
         self._pipe.append("it is no expression" if asked.get("regex") == "(" else "")
         await self.is_prompt.wait()
         return json.dumps(self._pipe.popleft()).encode()
+
+    async def ended(self):
+        self.kill()
+        return -9
 
     def kill(self):
         self.pid = None
@@ -79,5 +88,17 @@ def test_a_form_is_tried_again_for_who_comes_as_the_last_one_leaves():
         await coming
         assert leaving.cancelled()
         assert not checks._trials
+
+    run(scenario)
+
+
+def test_a_process_that_could_not_start_once_is_started_again():
+    async def scenario(checks, child):
+        child.num_deaths = 2
+        child.is_prompt.set()
+        await checks.start()
+        with pytest.raises(InvalidRequestError, match="did not start"):
+            await checks.check(GOOD)
+        await checks.check(GOOD)
 
     run(scenario)

@@ -57,7 +57,8 @@ class FormChecks:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the process; what is wrong with the tokenizer is known then (`problem`)."""
+        """Start the process; what is wrong with the tokenizer is known then (`problem`). One that
+        ends at once is started again for the next form."""
         if self._vocabulary is None:
             self.problem = self.problem or "this server has no tokenizer (--skip-tokenizer-init)"
             return
@@ -68,7 +69,11 @@ class FormChecks:
         except asyncio.CancelledError:
             self._child.kill()  # else its answer would be taken for the next form's
             raise
-        self.problem = "its process did not start" if first is None else first
+        if first is None:  # for want of memory, say: the next form tries again
+            status = await self._child.ended()
+            logger.error("no structured outputs so far: their process ended, status %s", status)
+            return
+        self.problem = first
         if self.problem:
             logger.warning("no structured outputs: %s", self.problem)
 
@@ -111,6 +116,8 @@ class FormChecks:
             await self.start()
         if self.problem:
             return self.problem, False
+        if self._child.pid is None:
+            return "the process that compiles it did not start", False
         try:
             verdict = await self._ask(json.loads(text), self._timeout_s * _PATIENCE)
         except TimeoutError:
