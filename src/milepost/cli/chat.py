@@ -121,8 +121,9 @@ class Conversation:
             self.turns.pop()
 
     def _noting(self, updates: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
-        for self._newest in updates:
-            yield self._newest
+        for update in updates:
+            self._newest = update
+            yield update
 
 
 def lines(stdin: TextIO) -> Iterator[str]:
