@@ -4,6 +4,7 @@ told and no process is left."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -146,6 +147,18 @@ def test_a_rank_that_ends_while_it_starts_ends_the_start(monkeypatch, takes_orde
         monkeypatch.setattr(team, "send", refuse)
     with pytest.raises(EngineDeadError, match="rank 1 has ended: exit code 1"):
         LLM(tensor_parallel_size=2, **SMALL)
+
+
+def test_a_rank_whose_process_cannot_be_started_ends_the_start(monkeypatch):
+    """Nobody else would say that it is over: the engine waited for ever."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(team.subprocess, "Popen", refuse)
+    config = EngineConfig(device="cpu", tensor_parallel_size=3)
+    with pytest.raises(EngineDeadError, match="rank 1: its process cannot be started: Resource"):
+        Team(config)
 
 
 def test_a_rank_that_is_lost_while_nothing_runs_ends_the_engine(monkeypatch):

@@ -142,7 +142,7 @@ class Team:
     @property
     def pids(self) -> list[int]:
         """Process ids of the other ranks."""
-        return [member.process.pid for member in self._members]
+        return [member.process.pid for member in self._members if member.process is not None]
 
     def ask(self, order: Order) -> Future[bool]:
         """See `tiers.orders.Ask`; from any thread."""
@@ -197,9 +197,11 @@ class _Member:
     def __init__(self, rank: int, orders: Orders) -> None:
         self.rank, self._orders = rank, orders
         self.socket, self._theirs = socket.socketpair()
+        self.process: subprocess.Popen[bytes] | None = None
         self.last_words: RankFailure | None = None
 
     def start(self) -> None:
+        """Raises OSError if the system has no room for another process."""
         descriptor = self._theirs.fileno()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "milepost.engine.rank_process", str(descriptor)],
@@ -216,7 +218,7 @@ class _Member:
         """What it says next: False if that is the last."""
         body = receive(self.socket)
         if body is None:
-            self.process.wait()
+            self.wait()
             return False
         said = msgspec.msgpack.decode(body, type=RankFailure | Answered)
         if isinstance(said, RankFailure):
@@ -227,14 +229,26 @@ class _Member:
 
     def error(self) -> MilepostError | None:
         """What it died of; None while it lives."""
-        code = self.process.poll()
-        if code is None and self.last_words is None:
-            return None
         if self.last_words is not None:
             kind = getattr(errors, self.last_words.kind, EngineDeadError)
             return kind(f"rank {self.rank}: {self.last_words.message}")
+        code = None if self.process is None else self.process.poll()
+        if code is None:
+            return None
         ending = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
         return EngineDeadError(f"rank {self.rank} has ended: {ending}")
+
+    def wait(self) -> None:
+        """Until its process is over, if it has one."""
+        if self.process is not None:
+            self.process.wait()
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+        self.wait()
+        for end in (self.socket, self._theirs):
+            end.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +272,17 @@ class _News:
 
 def _watch(members: Sequence[_Member], started: threading.Event, news: _News) -> None:
     """Start them all, take their answers, and tell when the first of them ends."""
-    with without_interrupts():
-        for member in members:
-            member.start()
-    started.set()
+    try:
+        with without_interrupts():
+            for member in members:
+                member.start()
+    except OSError as error:
+        words = f"its process cannot be started: {error.strerror or error}"
+        member.last_words = RankFailure(kind=EngineDeadError.__name__, message=words)
+        news.tell(members)
+        return
+    finally:
+        started.set()
     poll = select.poll()
     by_descriptor = {member.socket.fileno(): member for member in members}
     for descriptor in by_descriptor:
@@ -270,7 +291,7 @@ def _watch(members: Sequence[_Member], started: threading.Event, news: _News) ->
         pass
     news.tell(members)
     for member in members:
-        member.process.wait()
+        member.wait()
 
 
 def _failure(members: Sequence[_Member], lost: threading.Event) -> MilepostError:
@@ -292,8 +313,6 @@ def _why_lost(members: Sequence[_Member], lost: threading.Event) -> str:
 
 def _end(members: Sequence[_Member], closing: Sequence[Callable[[], object]]) -> None:
     for member in members:
-        member.process.kill()
-        member.process.wait()
-        member.socket.close()
+        member.end()
     for close in closing:
         close()
