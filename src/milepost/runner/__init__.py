@@ -8,5 +8,5 @@ Its modules:
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, memory, zeroed
     before the first step   compiling, launching
-    the same steps again    recording, replay
+    the same steps again    growing, recording, replay
 """
