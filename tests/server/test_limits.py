@@ -19,7 +19,7 @@ from milepost.cli import serve
 from milepost.config import EngineConfig
 from milepost.engine.client import EngineClient
 from milepost.engine.metrics import Metric
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, EngineDeadError
 from milepost.server import connections, run, stats
 from milepost.server.config import ServerConfig
 from milepost.server.run import HttpServer
@@ -287,3 +287,11 @@ def test_figures_are_logged_while_there_are_some(caplog):
     after = {**before, "prefix_cache_queries": 200, "prefix_cache_hits": 50, "decode_tokens": 30}
     assert "Avg generation throughput: 15.0 tokens/s" in stats.line(before, after, 2.0)
     assert "Prefix cache hit rate: 25.0%" in stats.line(before, after, 2.0)
+
+
+def test_an_engine_that_dies_before_the_first_line_ends_the_statistics_alone():
+    class Client:
+        async def metrics(self):
+            raise EngineDeadError("exit code 1")
+
+    asyncio.run(stats.log_stats(Client(), interval_s=0))

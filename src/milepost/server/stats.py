@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from milepost.engine.client import EngineClient
 from milepost.engine.metrics import Metric
@@ -18,14 +19,16 @@ INTERVAL_S = 10.0
 
 async def log_stats(client: EngineClient, interval_s: float = INTERVAL_S) -> None:
     """Log until it is cancelled, or the engine has died."""
+    with suppress(MilepostError):
+        await _log(client, interval_s)
+
+
+async def _log(client: EngineClient, interval_s: float) -> None:
     before, since = _values(await client.metrics()), time.monotonic()
     was_idle = True
     while True:
         await asyncio.sleep(interval_s)
-        try:
-            values, now = _values(await client.metrics()), time.monotonic()
-        except MilepostError:
-            return
+        values, now = _values(await client.metrics()), time.monotonic()
         is_idle = values["num_steps"] == before["num_steps"] and not values["num_requests_running"]
         if not (is_idle and was_idle):
             logger.info("%s", line(before, values, now - since))
