@@ -73,6 +73,7 @@ def test_json_to_standard_output_is_nothing_else():
         ((TRACE, "--fleet", "4", "--gib", "4", "--prefill-engines", "4"), "leave some to decode"),
         ((TRACE, "--fleet", "4", "--gib", "4", "--routing", "luck"), "--routing luck: use round"),
         ((TRACE, "--fleet", "4", "--gib", "4", "--policy", "vllm"), "--policy vllm: a fleet"),
+        ((TRACE, "--fleet", "4", "--gib", "4", "--plot", "a.png"), "--plot: a fleet has none"),
         ((TRACE, "--policy", "magic"), "--policy magic: use auto"),
         ((TRACE, "--policy", "align-1088"), "--policy align-1088: states and KV share its memory"),
         ((TRACE, "--num-slots", "0"), "--num-slots"),
@@ -101,6 +102,21 @@ def test_plot_writes_a_picture(tmp_path):
     path = tmp_path / "rates.png"
     assert simulate(TRACE, "--num-slots", "8", "16", "--limit", "50", "--plot", str(path))[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("has_matplotlib", "message"),
+    [(False, "--plot needs matplotlib: pip install"), (True, "there is no folder")],
+)
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_replay(
+    monkeypatch, tmp_path, has_matplotlib, message
+):
+    found = object() if has_matplotlib else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: found)
+    path = tmp_path / "nowhere" / "rates.png"
+    status, table, reports = simulate(TRACE, "--limit", "9", "--plot", str(path))
+    assert (status, table) == (2, "")
+    assert message in reports
 
 
 def test_seeds_are_rows_of_their_own_and_one_line_of_the_table(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,20 @@ from milepost.errors import ConfigError
 from milepost.simulator.results import ResultRow
 
 
+def require(path: Path) -> None:
+    """Raises if nothing can be drawn there: asked before replays that may take hours."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'milepost[plot]'")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+
+
 def draw(rows: Sequence[ResultRow], path: Path, bound: float) -> None:
     """Hit rate with its bound, and p90 time to first token where there is time, over memory: a line
     a policy.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'milepost[plot]'") from error
+    from matplotlib.figure import Figure
+
     has_time = rows[0].ttft_p90_s is not None
     figure = Figure(figsize=(12 if has_time else 6.5, 4.5), layout="constrained")
     axes = figure.subplots(1, 2 if has_time else 1, squeeze=False)[0]

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from milepost.cli import plot
 from milepost.cli.display import Screen
 from milepost.cli.simulate_fleet import fleet_table, run_fleet
 from milepost.cli.simulate_settings import GIB, Settings
@@ -68,6 +69,8 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
         """
         settings = settings or Settings()
         policies = _policies(settings)
+        if settings.plot is not None:
+            plot.require(settings.plot)
         cost = read_cost(settings.cost)
         with screen.waiting(f"reading {trace}"):
             read = read_trace(trace, block_size=settings.block_size, limit=settings.limit)
@@ -91,9 +94,7 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
             rows = _rows_of_search(settings, policies, run)
         _write(rows, screen, settings.json, bound)
         if settings.plot is not None:
-            from milepost.cli.plot import draw
-
-            draw(means(rows), settings.plot, bound)
+            plot.draw(means(rows), settings.plot, bound)
 
     return simulate
 

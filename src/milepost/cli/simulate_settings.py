@@ -118,6 +118,8 @@ class Settings:
     def _check_fleet(self, fleet: list[int]) -> None:
         if not self.gib or self.target_hit_rate is not None:
             raise InvalidRequestError("--fleet: give --gib, the memory of each engine")
+        if self.plot is not None:
+            raise InvalidRequestError("--plot: a fleet has none; --json writes its rows")
         if any(num < 1 for num in fleet):
             raise InvalidRequestError(f"--fleet {fleet}: use 1 or more")
         if self.prefill_engines < 0:
