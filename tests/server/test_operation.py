@@ -26,7 +26,9 @@ def test_what_routers_ask(http):
     assert info["vllm_config"]["cache_config"]["block_size"] == info["block_size"] == 64
     assert info["vllm_config"]["model_config"]["served_model_name"] == ["tiny"]
     assert info["model_id"] == "tiny"
-    assert http.post("/sleep").status_code == 404, "only with --enable-sleep-mode"
+    for asleep in (http.post("/sleep"), http.post("/wake_up"), http.get("/is_sleeping")):
+        assert asleep.status_code == 404
+        assert "--enable-sleep-mode" in asleep.json()["error"]["message"]
 
 
 def test_sagemaker_sends_chats_and_completions_to_one_path(http):

@@ -49,6 +49,7 @@ _TYPES = {
 }
 _OTHER_TASKS = ("/embed", "/score", "/rerank", "/pooling", "/classify", "/audio", "/images")
 """How paths begin that other servers have for other kinds of models."""
+_SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 _FIELD = re.compile(r"^([a-z_]+)(?:\[[^]]*\])?(?:=|: )")
 """How messages about one field begin."""
 
@@ -188,6 +189,8 @@ def of_http(error: HTTPException, method: str, path: str) -> HttpError:
     message = str(error.detail)
     if error.status_code == 404 and path.removeprefix("/v1").startswith(_OTHER_TASKS):
         message = f"{path} is not served: this server's models generate text"
+    elif error.status_code == 404 and path in _SLEEP:
+        message = f"{path} is not served: start the server with --enable-sleep-mode"
     elif error.status_code == 404:
         message = f"there is no {path} here: /docs has what there is"
     elif error.status_code == 405:
