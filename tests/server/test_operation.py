@@ -116,6 +116,18 @@ def test_a_root_path_opens_nothing():
     assert answered(config, "/api/v1/models").status_code == 401
 
 
+def test_behind_a_root_path_errors_hint_as_without_one():
+    for root, cut in (("", ""), ("/api", ""), ("/api", "/api")):  # a proxy may cut it off, or not
+        for path, words in (
+            ("/sleep", f"{root}/sleep is not served: start the server with --enable-sleep-mode"),
+            ("/v1/rerank", f"{root}/v1/rerank is not served: this server's models generate text"),
+            ("/v1/moderations", f"there is no {root}/v1/moderations here: {root}/docs has"),
+            ("/v1/completions", f"{root}/v1/completions does not take GET: use POST"),
+        ):
+            error = answered(ServerConfig(root_path=root or None), cut + path).json()["error"]
+            assert error["message"].startswith(words), (root, cut)
+
+
 def test_other_origins_get_nothing_unless_they_may():
     origin = {"origin": "https://b.example"}
     response = answered(ServerConfig(), "/v1/models", headers=origin)

@@ -270,7 +270,8 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return await of_ours(request, errors.of_http(error, request.method, request.url.path))
+        path, root = request.scope["milepost.path"], request.scope["root_path"]
+        return await of_ours(request, errors.of_http(error, request.method, path, root))
 
     app.add_exception_handler(Exception, of_ours)
     app.add_exception_handler(MilepostError, of_ours)

@@ -184,16 +184,19 @@ def _message(finding: Mapping[str, Any], where: str) -> str:
     return f"{where}: {text[0].lower()}{text[1:]}"
 
 
-def of_http(error: HTTPException, method: str, path: str) -> HttpError:
-    """Starlette's own, which say no more than the status: no such path, no such method."""
-    message = str(error.detail)
+def of_http(error: HTTPException, method: str, path: str, root: str) -> HttpError:
+    """Starlette's own, which say no more than the status: no such path, no such method.
+
+    `path` is without the root; messages name what the client asked for, which is behind it.
+    """
+    message, asked = str(error.detail), root + path
     if error.status_code == 404 and path.removeprefix("/v1").startswith(_OTHER_TASKS):
-        message = f"{path} is not served: this server's models generate text"
+        message = f"{asked} is not served: this server's models generate text"
     elif error.status_code == 404 and path in _SLEEP:
-        message = f"{path} is not served: start the server with --enable-sleep-mode"
+        message = f"{asked} is not served: start the server with --enable-sleep-mode"
     elif error.status_code == 404:
-        message = f"there is no {path} here: /docs has what there is"
+        message = f"there is no {asked} here: {root}/docs has what there is"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{path} does not take {method}: use {allowed}"
+        message = f"{asked} does not take {method}: use {allowed}"
     return HttpError(error.status_code, message, headers=error.headers)
