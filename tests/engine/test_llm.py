@@ -6,6 +6,7 @@ import json
 import math
 from array import array
 from itertools import islice, pairwise
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -506,6 +507,33 @@ def test_interrupt_frees_the_requests(tiny, llm, monkeypatch, num_steps):
         ask(llm, *(tokens(100 + i, i) for i in range(4)))
     monkeypatch.undo()
     assert not llm.llm_engine.has_work
+    assert num_held(llm) == (0, 0)
+    check(llm.llm_engine.scheduler.cache)
+    tiny.check(ask(llm, *(tokens(100 + i, i) for i in range(4))))
+
+
+@pytest.mark.parametrize("where", ["_intake.job", "scheduler.cache.match", "_answers.add"])
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_interrupt_while_prompts_are_queued(tiny, llm, monkeypatch, where, num_before):
+    """Those that are queued already are given up, wherever the next one is."""
+    folder, _, name = where.rpartition(".")
+    owner, calls = attrgetter(folder)(llm.llm_engine), []
+    call = getattr(owner, name)
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) > num_before:
+            raise KeyboardInterrupt
+        return call(*args)
+
+    monkeypatch.setattr(type(owner), name, lambda _, *args: interrupted(*args))
+    params = sampled(3, n=2)
+    with pytest.raises(KeyboardInterrupt):
+        ask(llm, *(tokens(100 + i, i) for i in range(4)), params=params)
+    monkeypatch.undo()
+    assert len(calls) == num_before + 1
+    assert not llm.llm_engine.has_work
+    assert not list(llm.llm_engine.scheduler.waiting)
     assert num_held(llm) == (0, 0)
     check(llm.llm_engine.scheduler.cache)
     tiny.check(ask(llm, *(tokens(100 + i, i) for i in range(4))))

@@ -117,16 +117,20 @@ class Engine:
         priority: int = 0,
         form: Form | None = None,
     ) -> Job:
-        """Queue a prompt that has passed `check`."""
+        """Queue a prompt that has passed `check`; if it is interrupted, nothing stays queued."""
         form = form or self._intake.form_of(params)
         job = self._intake.job(prompt, params, priority, form)
         remote = self._intake.remote(prompt)
         self._is_stuck = False
-        for answer in job.answers:
-            if not self._exchange.look(job, answer):
-                self._enter(job, answer, None if answer.index else remote)
-        if self._trace is not None:
-            self._trace.begin(job)
+        try:
+            for answer in job.answers:
+                if not self._exchange.look(job, answer):
+                    self._enter(job, answer, None if answer.index else remote)
+            if self._trace is not None:
+                self._trace.begin(job)
+        except BaseException:
+            self.abort(job)  # nobody else knows of it yet
+            raise
         return job
 
     def _enter(self, job: Job, answer: Answer, remote: Remote | None) -> None:

@@ -179,25 +179,26 @@ class LLM:
                 self.llm_engine.check(prompt, own)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
-        jobs = [self.llm_engine.queue(*pair) for pair in zip(prompts, params, strict=True)]
-        self._finish(jobs, use_tqdm)
+        jobs: list[Job] = []
+        try:
+            for prompt, own in zip(prompts, params, strict=True):
+                jobs.append(self.llm_engine.queue(prompt, own))
+            self._finish(jobs, use_tqdm)
+        finally:  # an interruption leaves nothing queued
+            for job in jobs:
+                if not job.is_finished:
+                    self.llm_engine.abort(job)
+            self.llm_engine.flush()
         if not self.llm_engine.config.disable_log_stats:
             self._log_stats()
         return [job.output() for job in jobs]
 
     def _finish(self, jobs: list[Job], use_tqdm: bool) -> None:
-        """Step until all jobs are over; whatever ends the loop early aborts the rest."""
-        bar = tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
-        try:
+        """Step until all jobs are over."""
+        with tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
             while not all(job.is_finished for job in jobs):
                 done = [job for job in self.llm_engine.step() if job.is_finished]
                 bar.update(len(done))
-        finally:
-            bar.close()
-            for job in jobs:
-                if not job.is_finished:
-                    self.llm_engine.abort(job)
-            self.llm_engine.flush()
 
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None

@@ -33,9 +33,10 @@ class Queue:
         return self._requests[:num]
 
     def add(self, request: Request) -> None:
+        """Its prompt is hashed first, which takes longest and may be interrupted."""
         index = self._index(request)
-        self._requests.insert(index, request)
         request.reservation = self._memory.expect(request.chain, index)
+        self._requests.insert(index, request)
 
     def remove(self, request: Request) -> None:
         assert request.reservation is not None

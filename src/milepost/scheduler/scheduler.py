@@ -138,10 +138,10 @@ class Scheduler:
                 "max_tokens or raise num_pages"
             )
         request.number = self._num_added
+        self.waiting.add(request)
         self._num_added += 1
         self._num_live += 1
         self._requests[request.number] = request
-        self.waiting.add(request)
 
     def request(self, number: int) -> Request:
         """The request that a plan names, until the plan's outcome is taken."""
@@ -149,9 +149,9 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End a request from outside (stop string, abort) between steps; False if it is over
-        already.
+        already, or was never added.
         """
-        if request.finish_reason is not None:
+        if self._requests.get(request.number) is not request or request.finish_reason is not None:
             return False
         self._end(request, reason)
         return True
