@@ -1,13 +1,15 @@
 """Reads other engines' memory through TCP: for main memory, on machines that lack NIXL.
 
 A thread of the sender serves the requested pieces; a thread of the reader writes them where they
-belong. A request is the number of pieces and their numbers, as uint32.
+belong. A request is the number of pieces and their numbers, as uint32. Who asks for more pieces
+than there are, or for one that is not there, gets nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import socket
 import struct
 import threading
@@ -19,6 +21,8 @@ from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import Layout, MemoryRows
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _COUNT = struct.Struct("<I")
 CONNECT_S = 5.0
@@ -50,6 +54,7 @@ class Sockets:
         if memory.device is not None:
             raise ConfigError("transport='socket' reads main memory only: use nixl")
         self._views = _views(memory.layout)
+        self._num_pieces = sum(row.count for row in (*memory.layout.pages, *memory.layout.slots))
         self._listening = socket.create_server((host, 0))
         self._serving: set[socket.socket] = set()
         threading.Thread(target=self._serve, name="kv pages", daemon=True).start()
@@ -118,14 +123,25 @@ class Sockets:
 
     def _send(self, sock: socket.socket) -> None:
         self._serving.add(sock)
-        with sock, contextlib.suppress(OSError, IndexError):
-            head = bytearray(_COUNT.size)
-            _fill(sock, memoryview(head))
-            asked = bytearray(4 * _COUNT.unpack(head)[0])
-            _fill(sock, memoryview(asked))
-            for number in memoryview(asked).cast("I"):
-                sock.sendall(self._views(number))
+        with sock, contextlib.suppress(OSError):
+            try:
+                for view in [self._views(number) for number in self._asked(sock)]:
+                    sock.sendall(view)
+            except (ValueError, IndexError) as error:
+                logger.warning("a reader of KV pages is refused: %s", error)
         self._serving.discard(sock)
+
+    def _asked(self, sock: socket.socket) -> memoryview:
+        """The pieces that a reader wants. Raises ValueError before memory is allocated for more
+        than there are."""
+        head = bytearray(_COUNT.size)
+        _fill(sock, memoryview(head))
+        (num,) = _COUNT.unpack(head)
+        if num > self._num_pieces:
+            raise ValueError(f"it asks for {num} pieces of memory, of {self._num_pieces}")
+        asked = bytearray(_COUNT.size * num)
+        _fill(sock, memoryview(asked))
+        return memoryview(asked).cast("I")
 
 
 def _views(layout: Layout):
@@ -141,7 +157,7 @@ def _views(layout: Layout):
             if start <= number < start + row.count:
                 address = row.address + (number - start) * row.stride
                 return memoryview((ctypes.c_char * row.length).from_address(address)).cast("B")
-        raise IndexError(number)
+        raise IndexError(f"it asks for piece {number} of memory, of {first}")
 
     return view
 
