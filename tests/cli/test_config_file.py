@@ -57,31 +57,72 @@ def test_short_names_are_known(tmp_path):
     assert (engine.tensor_parallel_size, engine.speculative_config.method) == (2, "suffix")
 
 
+def test_numbers_are_names_as_they_are_written(tmp_path):
+    (tmp_path / "f.yaml").write_text("served-model-name: [1.10, 007]\nrevision: 2026-01-02\n")
+    server, engine = asked("--config", str(tmp_path / "f.yaml"))
+    assert (list(server.served_model_name), engine.revision) == (["1.10", "007"], "2026-01-02")
+
+
+def test_anchors_and_merged_objects_are_known(tmp_path):
+    (tmp_path / "f.yaml").write_text("<<: {seed: 1, port: 7}\nseed: &n 2\npage_size: *n\n")
+    assert with_file(["--config", str(tmp_path / "f.yaml")]).words == [
+        "--seed=2",
+        "--port=7",
+        "--page_size=2",
+    ]
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "line", "words"),
     [
-        ("a: [", "expected the node content"),
-        ("[1, 2]", "use names of flags"),
-        ("1: 2", "use names of flags"),
-        ("config: x.yaml", "a file cannot name another one"),
-        ("lora-modules: [a=b]", "--lora-modules a=b is not supported"),
-        ("no-such-flag: 1", "no-such-flag"),
-        (None, "No such file"),
+        ("seed: 1\na: [", 2, "expected the node content"),
+        ("[1, 2]", 1, "use names of flags"),
+        ("seed: 1\n1: 2", 2, "use names of flags"),
+        ("'': 2", 1, "use names of flags"),
+        ("config: x.yaml", 1, "a file cannot name another one"),
+        ("max-model-len: 5\nmax_model_len: 5", 2, "max_model_len is there twice"),
+        ("seed: 1\n---\nseed: 2", 2, "expected a single document"),
+        ("hf-overrides: {a: 2026-01-02}", 1, "hf-overrides: use a text"),
+        ("hf-overrides: &a {b: *a}", 1, "hf-overrides: use a text"),
+        ("seed: &a [*a]", 1, "seed: use a text"),
+        ("seed: !!python/object:a.b {}", 1, "seed: use a text"),
+        ("lora-modules: [a=b]", 1, "--lora-modules a=b is not supported"),
+        ("seed: 1\nno-such-flag: 1", 2, "Unknown option: --no-such-flag"),
+        ("# ours\n\nport: abc", 3, 'Invalid value for --port: unable to convert "abc"'),
+        ("model: m\nmax_num_seqs: 0", 2, "max_num_seqs=0: use 1"),
+        ("kv-transfer-config: {kv_connector: b}", 1, "kv_transfer_config: kv_connector='b'"),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path, capsys, text, words):
-    if text is not None:
-        (tmp_path / "f.yaml").write_text(text)
+def test_what_is_wrong_is_one_line_that_says_where(tmp_path, capsys, text, line, words):
+    (tmp_path / "f.yaml").write_text(text)
     assert main(["serve", "--config", str(tmp_path / "f.yaml")], serve=lambda *_: 0) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"milepost: error: --config {tmp_path}/f.yaml, line {line}: "), said
+    assert words in said
+
+
+def test_a_file_that_cannot_be_read(tmp_path, capsys):
+    assert main(["serve", "--config", str(tmp_path / "f.yaml")], serve=lambda *_: 0) == 2
+    assert f"--config {tmp_path}/f.yaml: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--port", "abc"], ["--max-num-seqs", "0"]])
+def test_what_is_wrong_on_the_command_line_is_not_the_files_fault(file, capsys, flags):
+    assert main(["serve", "--config", file, *flags], serve=lambda *_: 0) == 2
+    said = capsys.readouterr().err
+    assert file not in said
+    assert flags[0][2:].replace("-", "_") in said.replace("-", "_")
+
+
+@pytest.mark.parametrize("command", ["serve", "run-batch"])
+def test_help_lists_it(capsys, command):
+    assert main([command, "--help"]) == 0
+    assert "--config PATH" in capsys.readouterr().out
 
 
 def test_a_missing_value_and_an_empty_file(tmp_path, capsys):
     assert main(["serve", "--config"], serve=lambda *_: 0) == 2
     assert "a value is missing" in capsys.readouterr().err
     (tmp_path / "f.yaml").write_text("")
-    assert with_file(["./m", "--config", str(tmp_path / "f.yaml"), "--seed", "1"]) == [
-        "./m",
-        "--seed",
-        "1",
-    ]
+    path = str(tmp_path / "f.yaml")
+    assert with_file(["./m", "--config", path, "--seed", "1"]).words == ["./m", "--seed", "1"]

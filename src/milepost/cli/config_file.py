@@ -5,26 +5,59 @@
     served-model-name: [a, b]
     speculative-config: {method: mtp, num_speculative_tokens: 2}
 
-The command line overrides the file.
+The command line overrides the file. Values are taken as they are written: 1.10 stays 1.10.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import yaml
+from cyclopts import Parameter
 
 from milepost.cli.vllm_flags import full_name
 from milepost.errors import ConfigError
 
 _FLAG = "--config"
+_NAMED = re.compile(r"--([\w-]+)|^(\w+): |\b(\w+)=")
+"""How messages name a flag, or the field of a configuration that is one."""
+
+ConfigFile = Annotated[
+    Path | None,
+    Parameter(help="YAML file with more of these flags; those given here come first."),
+]
+"""The flag, for commands to list: its file is read before they are called."""
 
 
-def with_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the flags of the file that they name behind them. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A command line, with the flags of the file that it names behind its own."""
+
+    words: list[str]
+    path: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Of the flags that come from the file, by their names."""
+
+    def placed(self, message: str) -> str:
+        """A message about the command line; where it is about a flag of the file, with the line."""
+        found = _NAMED.search(message)
+        line = self.lines.get(_plain(found[found.lastindex or 0])) if found else None
+        return message if line is None else f"{_FLAG} {self.path}, line {line}: {message}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    line: int
+    words: list[str]
+
+
+def with_file(arguments: Sequence[str]) -> Arguments:
+    """The arguments, and what is in the file that they name. Raises ConfigError."""
     own, path, todo = list[str](), None, list(reversed(arguments))
     while todo:
         token = todo.pop()
@@ -38,14 +71,13 @@ def with_file(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"{_FLAG}: a value is missing behind it")
         path = value if sign else todo.pop()
     if path is None:
-        return own
+        return Arguments(own)
     said = {_plain(token) for token in own if token.startswith("-")}
     if own and not own[0].startswith("-"):
         said.add("model")
-    flags = _read(path)
-    return own + [
-        token for name in flags if _plain(name) not in said for token in _tokens(name, flags[name])
-    ]
+    more = {name: entry for name, entry in _read(path).items() if name not in said}
+    words = [word for entry in more.values() for word in entry.words]
+    return Arguments(own + words, path, {name: entry.line for name, entry in more.items()})
 
 
 def _plain(token: str) -> str:
@@ -53,31 +85,64 @@ def _plain(token: str) -> str:
     return full_name(token.partition("=")[0].partition(".")[0]).removeprefix("no-")
 
 
-def _read(path: str) -> Mapping[str, Any]:
+def _read(path: str) -> Mapping[str, _Entry]:
+    """The flags of a file by their names."""
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if isinstance(root, yaml.MappingNode):
+            _check_names(path, root)
+            loader.flatten_mapping(root)
+    except yaml.MarkedYAMLError as error:
+        what = ", ".join(filter(None, (error.context, error.problem)))
+        raise _problem(path, error.problem_mark, what) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{_FLAG} {path}: {why}") from error
-    if found is None:
+    if root is None:
         return {}
-    if not (isinstance(found, dict) and all(isinstance(name, str) for name in found)):
-        raise ConfigError(f"{_FLAG} {path}: use names of flags and their values")
-    found = {f"--{name.removeprefix('--')}": value for name, value in found.items()}
-    if _FLAG in found:
-        raise ConfigError(f"{_FLAG} {path}: a file cannot name another one")
+    if not isinstance(root, yaml.MappingNode):
+        raise _problem(path, root.start_mark, "use names of flags and their values")
+    found = {}
+    for key, value in root.value:
+        try:
+            words = list(_words(loader, f"--{key.value.removeprefix('--')}", value))
+        except (TypeError, ValueError, yaml.YAMLError) as error:
+            what = "use a text, a number, a list of them or an object as JSON has them"
+            raise _problem(path, value.start_mark, f"{key.value}: {what}") from error
+        found[_plain(key.value)] = _Entry(key.start_mark.line + 1, words)
     return found
 
 
-def _tokens(name: str, value: Any) -> Iterable[str]:
-    """A flag as it stands on a command line; a list is the flag several times."""
-    if value is None:
-        return []
-    if value is True:
-        return [name]
-    if value is False:
-        return [f"--no-{name[2:]}"]
-    if isinstance(value, list):
-        return [token for each in value for token in _tokens(name, each)]
-    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
-    return [f"{name}={text}"]
+def _check_names(path: str, root: yaml.MappingNode) -> None:
+    names = set()
+    for key, _ in root.value:
+        if not key.tag.endswith((":str", ":merge")) or not key.value:
+            raise _problem(path, key.start_mark, "use names of flags and their values")
+        name = _plain(key.value)
+        if name == _FLAG[2:]:
+            raise _problem(path, key.start_mark, "a file cannot name another one")
+        if name in names:
+            raise _problem(path, key.start_mark, f"{key.value} is there twice")
+        names.add(name)
+
+
+def _problem(path: str, mark: yaml.Mark | None, what: str) -> ConfigError:
+    where = "" if mark is None else f", line {mark.line + 1}"
+    return ConfigError(f"{_FLAG} {path}{where}: {what}")
+
+
+def _words(loader: yaml.SafeLoader, name: str, value: yaml.Node) -> Iterator[str]:
+    """A flag as it stands on a command line; a list is the flag several times. Raises TypeError,
+    ValueError and YAMLError for what cannot be one."""
+    for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+        kind = node.tag.rpartition(":")[2]
+        if kind == "bool":
+            is_on = loader.construct_yaml_bool(node)
+            yield name if is_on else f"--no-{name[2:]}"
+        elif isinstance(node, yaml.MappingNode):
+            yield f"{name}={json.dumps(loader.construct_object(node, deep=True))}"
+        elif not isinstance(node, yaml.ScalarNode):
+            raise TypeError("a list in a list")
+        elif kind != "null":
+            yield f"{name}={node.value}"

@@ -19,7 +19,7 @@ from rich.console import Console
 import milepost
 from milepost.cli.bench import bench_command
 from milepost.cli.chat import chat_command
-from milepost.cli.config_file import with_file
+from milepost.cli.config_file import Arguments, with_file
 from milepost.cli.display import Screen
 from milepost.cli.generate import StreamingEngine, generate_command
 from milepost.cli.run_batch import run_batch_command
@@ -40,19 +40,21 @@ def main(
 ) -> int:
     """Run one command line (by default the process's own) and return its exit status."""
     screen = screen or _process_screen()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    given = Arguments(list(sys.argv[1:] if arguments is None else arguments))
     app = build_app(open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server)
     try:
-        if arguments[:1] in (["serve"], ["run-batch"]):
-            arguments = [arguments[0], *translated(with_file(arguments[1:]))]
+        words = given.words
+        if words[:1] in (["serve"], ["run-batch"]):
+            given = with_file(words[1:])
+            words = [words[0], *translated(given.words)]
         status = app(
-            arguments,
+            words,
             exit_on_error=False,
             print_error=False,
             result_action="return_value",
         )
     except (MilepostError, CycloptsError) as error:
-        screen.error(str(error))
+        screen.error(given.placed(str(error)))
         return 2
     except KeyboardInterrupt:
         screen.reports.print()

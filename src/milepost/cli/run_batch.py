@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags
 from milepost.cli.serve import ENGINE, log_to_stderr
 from milepost.engine.tokenizer import without_torch
@@ -60,6 +61,7 @@ def run_batch_command(reports: Console, run: Run | None = None) -> Callable[...,
             Path, Parameter(alias="-o", help="Takes a line for each, in the order they end.")
         ],
         verbose: Annotated[bool, Parameter(negative=(), help="Log what the engine does.")] = False,
+        config: ConfigFile = None,  # noqa: ARG001
         **settings: Any,
     ) -> int:
         """Answer the requests of a file.

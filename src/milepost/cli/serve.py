@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags, one_model
 from milepost.config import EngineConfig
 from milepost.engine.tokenizer import without_torch
@@ -41,6 +42,7 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         verbose: Annotated[
             bool, Parameter(negative=(), help="Log what the engine does.", group=SERVER.group)
         ] = False,
+        config: Annotated[ConfigFile, Parameter(group=SERVER.group)] = None,  # noqa: ARG001
         **settings: Any,
     ) -> int:
         """Serve a model over HTTP, in the shape of OpenAI's API.
