@@ -49,7 +49,15 @@ def test_failures_are_counted_and_shown(server, capsys):
     assert "max_model_len" in table
 
 
-def test_no_server(capsys):
-    status, _, table = bench(capsys, "--base-url", "http://127.0.0.1:1", *SMALL)
+@pytest.mark.parametrize("flags", [(), ("--served-model", "m")])
+def test_no_server(capsys, flags):
+    status, _, table = bench(capsys, "--base-url", "http://127.0.0.1:1", *SMALL, *flags)
     assert status == 2
-    assert "does not answer" in table
+    assert "nobody listens on 127.0.0.1:1: start a server, as with `milepost serve`" in table
+
+
+@pytest.mark.parametrize("address", ["http://", "http://127.0.0.1:99999", "http://[::1"])
+def test_no_address(capsys, address):
+    status, _, table = bench(capsys, "--base-url", address, *SMALL)
+    assert status == 2
+    assert f"base_url='{address}': this is no server's address" in table

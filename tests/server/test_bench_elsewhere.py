@@ -31,7 +31,7 @@ class Elsewhere(http.server.BaseHTTPRequestHandler):
     """Answers every request with the same status and bytes; `server.asked` keeps the bodies."""
 
     def do_GET(self):
-        self._answer(self.server.listing, b'{"data": [{"id": "their-model"}]}')
+        self._answer(*self.server.listing)
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -54,7 +54,7 @@ class Elsewhere(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def elsewhere():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
-    server.listing, server.asked = 200, []
+    server.listing, server.asked = (200, b'{"data": [{"id": "their-model"}]}'), []
     server.answer = (200, events([*ANSWER, {"choices": [], "usage": CACHED}]))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -134,11 +134,19 @@ def test_errors_are_failures(elsewhere, capsys, answer, words):
     assert "refuses a request" in table
 
 
-def test_a_server_that_lists_no_models(elsewhere, capsys):
-    elsewhere.listing = 401
+@pytest.mark.parametrize(
+    ("listing", "words"),
+    [
+        ((401, b""), "(401 Unauthorized): check the address and --api-key"),
+        ((200, b"<html>"), "lists no models: name yours with --served-model"),
+        ((200, b'{"data": []}'), "lists no models: name yours with --served-model"),
+        ((200, b"[1]"), "lists no models: name yours with --served-model"),
+    ],
+)
+def test_a_server_that_lists_no_models(elsewhere, capsys, listing, words):
+    elsewhere.listing = listing
     status, _, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
     assert status == 2
-    assert "401" in table
-    assert "--api-key" in table
+    assert words in table
     status, row, table = bench(capsys, "--base-url", url(elsewhere), "--served-model", "x", *SMALL)
     assert (status, row["failed"]) == (0, 0), table

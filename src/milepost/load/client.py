@@ -66,7 +66,7 @@ class Endpoint:
                 else:
                     await self._read(response, result)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            result.error = f"{type(error).__name__}: {error}"
+            result.error = reason_of(error)
         result.end = self._clock()
         if result.error is None and result.finish_reason is None:
             result.error = "the stream ended without a finish reason"
@@ -104,6 +104,19 @@ class Endpoint:
                 result.arrivals.append(now)
                 result.text += text
             result.finish_reason = choice.get("finish_reason") or result.finish_reason
+
+
+def reason_of(error: Exception) -> str:
+    """What became of a request, and what to do about it where that is known."""
+    match error:
+        case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
+            return (
+                f"nobody listens on {error.host}:{error.port}: start a server, as with `milepost "
+                "serve`, or name another with --base-url"
+            )
+        case TimeoutError():
+            return "it took longer than --timeout-s"
+    return f"{type(error).__name__}: {error}"
 
 
 def root_of(base_url: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from milepost.errors import ConfigError
-from milepost.load.client import Endpoint, Result, find_model
+from milepost.load.client import Endpoint, Result, find_model, reason_of
 from milepost.load.config import DriveConfig
 from milepost.load.workloads import Session
 
@@ -50,8 +50,16 @@ async def _endpoint(config: DriveConfig, http: aiohttp.ClientSession) -> Endpoin
             f"base_url={config.base_url!r} lists no models ({error.status} {error.message}): check "
             "the address and --api-key, or name the model with --served-model"
         ) from error
-    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"base_url={config.base_url!r} does not answer: {error}") from error
+    except aiohttp.InvalidURL as error:
+        raise ConfigError(f"base_url={config.base_url!r}: this is no server's address") from error
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ConfigError(
+            f"base_url={config.base_url!r} does not answer: {reason_of(error)}"
+        ) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"base_url={config.base_url!r} lists no models: name yours with --served-model"
+        ) from error
     options: dict[str, Any] = {"temperature": config.temperature}
     if config.ignore_eos:
         options["ignore_eos"] = True
