@@ -11,7 +11,8 @@ from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen
 from milepost.cli.flags import add_flags, one_model
-from milepost.cli.generate import ENGINE, SAMPLING, StreamingEngine, log_to_stderr
+from milepost.cli.generate import ENGINE, SAMPLING, StreamingEngine
+from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
 from milepost.errors import InvalidRequestError

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen, ids_of, text_of
 from milepost.cli.flags import Flags, add_flags
+from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
 from milepost.errors import InvalidRequestError
@@ -146,14 +145,6 @@ def _read_file(path: Path, stdin: TextIO) -> str:
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"--prompt-file {path}: use UTF-8 text ({error})") from error
     return text.removesuffix("\n")
-
-
-def log_to_stderr(is_detailed: bool) -> None:
-    logging.basicConfig(
-        level=logging.INFO if is_detailed else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
 
 
 def _asking(

@@ -15,7 +15,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags
-from milepost.cli.serve import ENGINE, log_to_stderr
+from milepost.cli.logs import log_to_stderr
+from milepost.cli.serve import ENGINE
 from milepost.engine.tokenizer import without_torch
 from milepost.errors import ConfigError
 from milepost.server.config import ServerConfig

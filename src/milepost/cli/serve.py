@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from milepost.cli.config_file import ConfigFile
 from milepost.cli.flags import Flags, add_flags, one_model
+from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.tokenizer import without_torch
 from milepost.errors import ConfigError
@@ -97,23 +98,3 @@ def _announce(address: str, subjects: Sequence[tuple[str, str]]) -> None:
 def forget_stdout() -> None:
     """Keep the interpreter from flushing into a closed pipe or a full disk when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def log_to_stderr(is_detailed: bool) -> None:
-    logging.basicConfig(
-        level=logging.INFO if is_detailed else logging.WARNING,
-        format=_FORM,
-        stream=sys.stderr,
-    )
-    for name, form in _ALWAYS_LOGGED.items():
-        own = logging.getLogger(name)
-        own.setLevel(logging.INFO)
-        own.propagate = False
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(form))
-        own.handlers = [handler]
-
-
-_FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_ALWAYS_LOGGED = {"milepost.access": "%(message)s", "milepost.stats": _FORM}
-"""Logs that have switches of their own, and their form."""

@@ -1,0 +1,26 @@
+"""Where the logs of a command go: to standard error, as plain lines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_ALWAYS_LOGGED = {"milepost.access": "%(message)s", "milepost.stats": _FORM}
+"""Logs that have switches of their own, and their form. Only servers write to them."""
+
+
+def log_to_stderr(is_detailed: bool) -> None:
+    """Warnings and errors, and with `is_detailed` what the engine does."""
+    logging.basicConfig(
+        level=logging.INFO if is_detailed else logging.WARNING,
+        format=_FORM,
+        stream=sys.stderr,
+    )
+    for name, form in _ALWAYS_LOGGED.items():
+        own = logging.getLogger(name)
+        own.setLevel(logging.INFO)
+        own.propagate = False
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(form))
+        own.handlers = [handler]
