@@ -6,6 +6,7 @@ from cyclopts import Group
 
 from milepost.cli.flags import Flags, field_docs
 from milepost.cli.generate import ENGINE, SAMPLING
+from milepost.cli.main import main
 from milepost.config import EngineConfig
 from milepost.sampling_params import SamplingParams
 
@@ -42,3 +43,44 @@ def test_renamed_and_left_out_fields():
     assert [parameter.name for parameter in flags.parameters()] == ["first", "b"]
     assert flags.parameters()[0].kind is inspect.Parameter.KEYWORD_ONLY
     assert flags.build({"first": 7, "a": 8, "other": 9}) == Config(a=7)
+
+
+@pytest.mark.parametrize("value", ["80.7", "1.5", "nan", "inf", "1e2", "x"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--port"),
+        ("serve", "--num-pages"),
+        ("generate", "a", "--max-tokens"),
+        ("generate", "a", "--stop-token-ids"),
+        ("generate", "a", "--repeat"),
+        ("bench", "--concurrency"),
+        ("simulate", "a", "--limit"),
+        ("simulate", "a", "--num-slots"),
+        ("simulate", "a", "--num-slots", "8"),
+        ("simulate", "a", "--seeds"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_is_not_whole_is_refused_and_not_rounded(capsys, words, value):
+    assert main([*words, value], serve=lambda *_: 0, open_engine=_no_engine) == 2
+    flag = next(word for word in words if word.startswith("--"))
+    assert f'value for {flag}: unable to convert "{value}" into int' in capsys.readouterr().err
+
+
+def _no_engine(_config):
+    raise AssertionError("it is refused before")
+
+
+@pytest.mark.parametrize("value", ["80", "80.0", "0x50", "+80"])
+def test_whole_numbers_may_be_written_in_any_way(value):
+    found = []
+    main(["serve", "--port", value], serve=lambda server, _: found.append(server.port) or 0)
+    assert found == [80]
+
+
+def test_none_is_still_said_by_its_name():
+    found = []
+    main(["serve", "--num-pages", "none"], serve=lambda _, engine: found.append(engine) or 0)
+    assert found[0].num_pages is None
+    assert main(["serve", "--port", "none"], serve=lambda *_: 0) == 2

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
-from cyclopts import Group, Parameter
+from cyclopts import CoercionError, Group, Parameter, Token, convert
 
 from milepost.errors import ConfigError
 
@@ -74,6 +74,7 @@ class Flags(Generic[C]):
             help=doc,
             negative=() if field.default is False and not says_no else None,
             negative_iterable=(),
+            converter=whole(_flag_type(hint)) if _is_whole(hint) else None,
         )
         return inspect.Parameter(
             self._name(field.name),
@@ -81,6 +82,35 @@ class Flags(Generic[C]):
             default=self.defaults.get(field.name, field.default),
             annotation=Annotated[_flag_type(hint), flag],
         )
+
+
+def whole(hint: Any) -> Callable[[Any, Sequence[Token]], Any]:
+    """Converts to this type of whole numbers. Raises CoercionError for a fraction, which cyclopts
+    would round."""
+
+    def converted(_kind: Any, tokens: Sequence[Token]) -> Any:
+        for token in tokens:
+            if _has_fraction(token.value):
+                raise CoercionError(token=token, target_type=int)
+        return convert(hint, tokens)
+
+    return converted
+
+
+Whole = Annotated[int, Parameter(converter=whole(int))]
+WholeOrNone = Annotated[int | None, Parameter(converter=whole(int | None))]
+"""For flags that are not made from a field."""
+
+
+def _has_fraction(text: str) -> bool:
+    try:
+        return not float(text).is_integer()
+    except ValueError:
+        return False  # what it is instead is told by who converts it
+
+
+def _is_whole(hint: Any) -> bool:
+    return any(int in (each, *get_args(each)) for each in (hint, *get_args(hint)))
 
 
 def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callable[..., C]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, TextIO
 from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen, ids_of, text_of
-from milepost.cli.flags import Flags, add_flags
+from milepost.cli.flags import Flags, Whole, add_flags
 from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
@@ -76,7 +76,8 @@ def generate_command(
             ),
         ] = None,
         repeat: Annotated[
-            int, Parameter(group=PROMPTS, help="Ask everything this many times, to see the cache.")
+            Whole,
+            Parameter(group=PROMPTS, help="Ask everything this many times, to see the cache."),
         ] = 1,
         verbose: Annotated[
             bool, Parameter(group=PROMPTS, negative=(), help="Log what the engine does.")

@@ -9,13 +9,17 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from milepost.cli.flags import Whole, WholeOrNone, whole
 from milepost.errors import InvalidRequestError
 from milepost.simulator.fleet import ROUTINGS
 from milepost.simulator.policies import POLICIES, CachePolicy
 from milepost.simulator.tiers import TierSizes
 
 GIB = 2**30
-_List = Parameter(negative_iterable=(), consume_multiple=True)
+_List = Parameter(negative_iterable=(), consume_multiple=(1, None))
+_Wholes = Parameter(
+    negative_iterable=(), consume_multiple=(1, None), converter=whole(list[int] | None)
+)
 
 
 @Parameter(name="*")
@@ -36,14 +40,14 @@ class Settings:
     """GB that cross the link to host memory in a second, each way."""
     disk_gb_s: float = 2.0
     """GB that are read from the disk in a second, or written to it."""
-    num_slots: Annotated[list[int] | None, _List] = None
+    num_slots: Annotated[list[int] | None, _Wholes] = None
     """Sizes of the slot pool (default 64 128 256 512), where no GiB are given."""
-    kv_tokens: Annotated[list[int] | None, _List] = None
+    kv_tokens: Annotated[list[int] | None, _Wholes] = None
     """Sizes of the page pool in tokens. Without these and GiB, KV is unlimited, time stands still,
     a running request's slot isn't counted, and answers leave no states."""
     policy: Annotated[list[str] | None, _List] = None
     """Policies to compare; `all` is every one of them."""
-    seeds: int = 1
+    seeds: Whole = 1
     """Replays of each size: the first as recorded, in the others sessions exchange their starts, or
     the gaps between arrivals are shuffled. The table shows means."""
     cost: str = "hybrid-35b-a3b-h200"
@@ -53,17 +57,17 @@ class Settings:
     closed where the trace has sessions."""
     predict_answers: bool = True
     """Take an answer to be what the next prompt of its conversation holds in that place."""
-    limit: int | None = None
+    limit: WholeOrNone = None
     """Read this many requests."""
-    block_size: int | None = None
+    block_size: WholeOrNone = None
     """Tokens in a block of the trace, where the lengths leave it open."""
-    max_num_seqs: int = 64
+    max_num_seqs: Whole = 64
     """Most requests that run at once."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Whole = 8192
     """Token budget of one step."""
-    fleet: Annotated[list[int] | None, _List] = None
+    fleet: Annotated[list[int] | None, _Wholes] = None
     """Numbers of engines that the trace is routed to, each with the memory that is given."""
-    prefill_engines: int = 0
+    prefill_engines: Whole = 0
     """Of them, those that only prefill; the others go on with what those lend them."""
     routing: Annotated[list[str] | None, _List] = None
     """Ways to route that are compared: round-robin, session (a conversation stays), events (as
