@@ -69,6 +69,11 @@ def test_refusals(tmp_path):
         (b'{"input_length": "5", "output_length": 1, "hash_ids": [1]}', "line 2: "),
         (b'{"input_length": 5, "output_length": 1, "hash_ids": 1}', "line 2: "),
         (b'{"input_length": 5, "output_length": 1, "hash_ids": [1], "timestamp": 1e400}', "inf"),
+        (b'{"input_length": 1e30, "output_length": 1, "hash_ids": [1]}', "length=1e.30: use 0"),
+        (b'{"input_length": -5, "output_length": 1, "hash_ids": [1]}', "input_length=-5: use 0 to"),
+        (b'{"input_length": 5, "output_length": 1e9, "hash_ids": [1]}', "output_length=1000000000"),
+        (b'{"input_length": 5, "output_length": 1, "hash_ids": [1], "timestamp": -1}', "back in"),
+        (b"[" * 100_000, "recursion"),
         (b"\xff", "not UTF-8"),
     ],
 )
@@ -85,4 +90,21 @@ def test_times_of_a_trace_have_either_name(tmp_path):
     rows = [row | {"timestamp": 500}, row | {"timestamp_ms": 750}]
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     found = sessions(WorkloadConfig(workload="trace", trace=str(path)))
-    assert [session.arrival_s for session in found] == [0.5, 0.75]
+    assert [session.arrival_s for session in found] == [0, 0.25]
+
+
+def test_times_of_a_trace_count_from_its_first(tmp_path):
+    """Some files have the time of the day; lines that are blank say nothing."""
+    path = tmp_path / "trace.jsonl"
+    row = {"input_length": 5, "output_length": 1, "hash_ids": [1]}
+    rows = [row | {"timestamp_ms": 1.7e12 + ms} for ms in (0, 500)]
+    path.write_text("\n".join(["", *map(json.dumps, rows), "", ""]))
+    found = sessions(WorkloadConfig(workload="trace", trace=str(path), trace_speed=2))
+    assert [session.arrival_s for session in found] == [0, 0.25]
+
+
+def test_a_trace_without_requests_is_refused(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(ConfigError, match=r"trace.jsonl.: no requests are in it"):
+        sessions(WorkloadConfig(workload="trace", trace=str(path)))

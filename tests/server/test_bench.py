@@ -61,3 +61,30 @@ def test_no_address(capsys, address):
     status, _, table = bench(capsys, "--base-url", address, *SMALL)
     assert status == 2
     assert f"base_url='{address}': this is no server's address" in table
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--request-rate", "0"), "request_rate=0.0: use more than 0"),
+        (("--request-rate", "-1"), "request_rate=-1.0: use more than 0"),
+        (("--request-rate", "nan"), "request_rate=nan: use more than 0"),
+        (("--concurrency", "0"), "concurrency=0: use 1 or more"),
+        (("--num-sessions", "0"), "num_sessions=0: use 1 or more"),
+        (("--num-warmups", "-1"), "num_warmups=-1: use 0 or more"),
+        (("--temperature", "nan"), "temperature=nan: use 0 for greedy, or more"),
+        (("--temperature", "-1"), "temperature=-1.0: use 0 for greedy, or more"),
+        (("--timeout-s", "0"), "timeout_s=0.0: use more than 0"),
+        (("--timeout-s", "nan"), "timeout_s=nan: use more than 0"),
+        (("--own-words", "0"), "own_words=0: use 1 or more"),
+        (("--shared-words", "-1"), "shared_words=-1: use 0 or more"),
+        (("--api-key", "a\nb"), "api_key: use one line of text"),
+        (("--out", "/nowhere/rows"), "--out /nowhere/rows: No such file or directory"),
+        (("--out", "/"), "--out /: Is a directory"),
+        (("--workload", "trace", "--trace", "/nowhere/t"), "trace='/nowhere/t': No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_server_is_asked(capsys, flags, words):
+    status, _, table = bench(capsys, "--base-url", "http://127.0.0.1:1", *flags)
+    assert (status, table.count("\n")) == (2, 1)
+    assert words in table

@@ -103,6 +103,15 @@ def test_forms_of_usage_and_streams(elsewhere, capsys, chunks, options):
     assert row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
 
 
+@pytest.mark.parametrize("number", ["5", [], {}, 1.5])
+def test_counts_that_are_none_are_unknown(elsewhere, capsys, number):
+    usage = {"prompt_tokens": number, "completion_tokens": number, "prompt_tokens_details": number}
+    elsewhere.answer = (200, events([*ANSWER, {"choices": [], "usage": usage}]))
+    status, row, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
+    assert (status, row["failed"]) == (0, 0), table
+    assert row["prompt_tokens"] is row["completion_tokens"] is row["hit_rate"] is None
+
+
 def test_no_usage_at_all(elsewhere, capsys):
     elsewhere.answer = (200, events(ANSWER))
     status, row, table = bench(capsys, "--base-url", url(elsewhere), *SMALL)
@@ -119,7 +128,11 @@ def test_no_usage_at_all(elsewhere, capsys):
         ((200, events([ROLE, chunk("a"), {"error": {"message": "out of memory"}}])), "memory"),
         ((200, events([ROLE, chunk("a")])), "without a finish reason"),
         ((200, b"data: {broken\n\n"), "JSONDecodeError"),
+        ((500, b"\xff\xfe no text"), "500: "),
         ((200, b'data: "text"\n\n'), "no chunk"),
+        ((200, b'data: {"choices": ["text"]}\n\n'), "no chunk"),
+        ((200, b'data: {"choices": [{"delta": {"content": 5}}]}\n\n'), "no chunk"),
+        ((200, b"data: " + b"[" * 100_000 + b"\n\n"), "RecursionError"),
     ],
 )
 def test_errors_are_failures(elsewhere, capsys, answer, words):
@@ -150,3 +163,8 @@ def test_a_server_that_lists_no_models(elsewhere, capsys, listing, words):
     assert words in table
     status, row, table = bench(capsys, "--base-url", url(elsewhere), "--served-model", "x", *SMALL)
     assert (status, row["failed"]) == (0, 0), table
+
+
+def test_all_at_once(elsewhere, capsys):
+    status, row, _ = bench(capsys, "--base-url", url(elsewhere), *SMALL, "--request-rate", "inf")
+    assert (status, row["request_rate"], row["loop"], row["requests"]) == (0, "inf", "open", 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,8 @@ def bench_command(reports: Console) -> Callable[..., int]:
         """
         config, workload = DRIVE.build(settings), LOAD.build(settings)
         drive, summarize = _driver()
+        if out is not None:
+            _check_out(out)
         load = sessions(workload)
         total = sum(len(session.turns) for session in load)
         with _bar(reports) as bar:
@@ -76,6 +79,14 @@ def _driver() -> tuple[Callable[..., Any], Callable[..., dict[str, Any]]]:
     return drive, summarize
 
 
+def _check_out(out: Path) -> None:
+    """Raises ConfigError for what cannot be appended to: asked before the load, not behind it."""
+    try:
+        out.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
+
+
 def _bar(reports: Console) -> Progress:
     return Progress(
         SpinnerColumn(),
@@ -94,7 +105,7 @@ def _row_head(config: Any, workload: WorkloadConfig) -> dict[str, Any]:
         "workload": workload.workload,
         "seed": workload.workload_seed,
         "loop": "open" if config.request_rate or workload.workload == "trace" else "closed",
-        "request_rate": config.request_rate,
+        "request_rate": "inf" if config.request_rate == inf else config.request_rate,
         "concurrency": None if config.request_rate else config.concurrency,
     }
 

@@ -62,10 +62,11 @@ class Endpoint:
         try:
             async with self._http.post(self._url, json=body, headers=self._headers) as response:
                 if response.status != 200:
-                    result.error = f"{response.status}: {(await response.text())[:200]}"
+                    text = (await response.read()).decode(errors="replace")
+                    result.error = f"{response.status}: {text[:200]}"
                 else:
                     await self._read(response, result)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             result.error = reason_of(error)
         result.end = self._clock()
         if result.error is None and result.finish_reason is None:
@@ -86,15 +87,18 @@ class Endpoint:
     def _take_line(self, line: bytes, result: Result) -> None:
         name, _, data = line.partition(b":")
         if name == b"data" and data.strip() not in (b"", b"[DONE]"):
-            self._take(json.loads(data), result)
+            chunk = json.loads(data)
+            try:
+                self._take(chunk, result)
+            except (AttributeError, TypeError) as error:
+                what = f"the server sent what is no chunk: {str(chunk)[:40]!r}"
+                raise ValueError(what) from error
 
     def _take(self, chunk: Any, result: Result) -> None:
-        if not isinstance(chunk, dict):
-            raise ValueError(f"the server sent what is no chunk: {str(chunk)[:40]!r}")
         if chunk.get("error"):
             result.error = str(chunk["error"])[:200]
             return
-        result.usage = chunk.get("usage") or result.usage
+        result.usage = dict(chunk.get("usage") or result.usage)
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")

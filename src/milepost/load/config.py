@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from milepost.errors import ConfigError
 
@@ -20,7 +21,7 @@ class DriveConfig:
     concurrency: int = 16
     """Sessions at once (closed loop), if there is no request rate."""
     request_rate: float | None = None
-    """Sessions a second, with exponential gaps (open loop)."""
+    """Sessions a second, with exponential gaps (open loop); inf sends all at once."""
     num_warmups: int = 4
     """Requests before the measurement, of text of their own."""
     temperature: float = 0.0
@@ -37,3 +38,11 @@ class DriveConfig:
             raise ConfigError(f"concurrency={self.concurrency}: use 1 or more")
         if self.request_rate is not None and not self.request_rate > 0:
             raise ConfigError(f"request_rate={self.request_rate}: use more than 0")
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups={self.num_warmups}: use 0 or more")
+        if not 0 <= self.temperature < inf:
+            raise ConfigError(f"temperature={self.temperature}: use 0 for greedy, or more")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s}: use more than 0")
+        if not (self.api_key or "").isprintable():
+            raise ConfigError("api_key: use one line of text")

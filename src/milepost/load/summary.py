@@ -48,18 +48,19 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {**found, "mean": round(1000 * sum(ordered) / len(ordered), 3)}
 
 
-def _total(counts: Iterable[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
+def _total(counts: Iterable[Any]) -> int | None:
+    known = [count for count in counts if isinstance(count, int)]
     return sum(known) if known else None
 
 
 def _cached(result: Result) -> int | None:
-    return (result.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    details = result.usage.get("prompt_tokens_details")
+    return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
 def _per_token(result: Result) -> float | None:
     """Mean time of an answer's tokens but the first."""
-    num_tokens = result.usage.get("completion_tokens") or 0
-    if num_tokens < 2 or result.first is None:
+    num_tokens = result.usage.get("completion_tokens")
+    if not isinstance(num_tokens, int) or num_tokens < 2 or result.first is None:
         return None
     return (result.arrivals[-1] - result.first) / (num_tokens - 1)

@@ -10,7 +10,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,9 @@ from typing import Any, Literal
 from milepost.errors import ConfigError
 
 Kind = Literal["shared-prefix", "multi-turn", "agent", "trace"]
+
+MAX_LENGTH = 10_000_000
+"""Of what a trace says: words beyond that take long to make up, and no model takes them."""
 
 _SYLLABLES = tuple(a + b for a in "bdfglmnprs" for b in "aeiou")
 
@@ -67,9 +70,11 @@ class WorkloadConfig:
     """Seeds words and arrivals."""
 
     def __post_init__(self) -> None:
-        for name in ("num_sessions", "num_groups", "num_turns", "output_tokens"):
+        for name in ("num_sessions", "num_groups", "num_turns", "own_words", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: use 1 or more")
+        if self.shared_words < 0:
+            raise ConfigError(f"shared_words={self.shared_words}: use 0 or more")
         for name in ("trace_scale", "trace_speed"):
             if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"{name}={getattr(self, name)}: use more than 0")
@@ -136,33 +141,48 @@ _SHAPES: Mapping[str, Callable[..., Session]] = {
 
 
 def _trace(config: WorkloadConfig) -> Iterator[Session]:
-    """Each line is a session of its own: equal hash ids become equal words."""
-    path = Path(config.trace or "")
-    for number, line in enumerate(_lines(path)):
-        if number >= config.num_sessions:
-            return
+    """Each line is a session of its own: equal hash ids become equal words. Times count from the
+    first."""
+    path, num, start_s, last_s = Path(config.trace or ""), 0, 0.0, -inf
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
         try:
-            session = _traced(config, json.loads(line))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            session, arrival_s = _traced(config, json.loads(line))
+            if arrival_s < last_s:
+                raise ValueError("its timestamp goes back in time")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             why = f"no {error}" if isinstance(error, KeyError) else error
-            raise ConfigError(f"trace={str(path)!r}: line {number + 1}: {why}") from error
-        yield session
+            raise ConfigError(f"trace={str(path)!r}: line {number}: {why}") from error
+        start_s, last_s = start_s if num else arrival_s, arrival_s
+        yield replace(session, arrival_s=(arrival_s - start_s) / config.trace_speed)
+        num += 1
+        if num == config.num_sessions:
+            return
+    if not num:
+        raise ConfigError(f"trace={str(path)!r}: no requests are in it")
 
 
-def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> Session:
-    num_words = max(1, round(row["input_length"] * config.trace_scale))
+def _traced(config: WorkloadConfig, row: Mapping[str, Any]) -> tuple[Session, float]:
+    """The session, and when it comes: seconds from any start."""
+    num_words = _length(row, "input_length", config.trace_scale)
     ids: Sequence[int] = row["hash_ids"] or [0]
     share = -(-num_words // len(ids))
     texts = [words(random.Random(f"{config.workload_seed}:{id_}"), share) for id_ in ids]
     text = " ".join(" ".join(texts).split(" ")[:num_words])
-    turn = Turn(
-        messages=(_message("user", text),),
-        max_tokens=max(1, round(row["output_length"] * config.trace_scale)),
-    )
-    arrival_s = row.get("timestamp_ms", row.get("timestamp", 0)) / 1000 / config.trace_speed
-    if not 0 <= arrival_s < inf:
+    max_tokens = _length(row, "output_length", config.trace_scale)
+    turn = Turn(messages=(_message("user", text),), max_tokens=max_tokens)
+    arrival_s = row.get("timestamp_ms", row.get("timestamp", 0)) / 1000
+    if not -inf < arrival_s < inf:
         raise ValueError(f"it arrives after {arrival_s:g} seconds")
-    return Session(turns=(turn,), arrival_s=arrival_s)
+    return Session(turns=(turn,)), arrival_s
+
+
+def _length(row: Mapping[str, Any], name: str, scale: float) -> int:
+    """A length of a trace's line; 0 is read as 1."""
+    if not 0 <= row[name] * scale <= MAX_LENGTH:
+        raise ValueError(f"{name}={row[name]}: use 0 to {MAX_LENGTH / scale:g}")
+    return max(1, round(row[name] * scale))
 
 
 def _lines(path: Path) -> Iterator[str]:
