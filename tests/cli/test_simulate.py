@@ -76,11 +76,18 @@ def test_json_to_standard_output_is_nothing_else():
         ((TRACE, "--fleet", "4", "--gib", "4", "--plot", "a.png"), "--plot: a fleet has none"),
         ((TRACE, "--policy", "magic"), "--policy magic: use auto"),
         ((TRACE, "--policy", "align-1088"), "--policy align-1088: states and KV share its memory"),
+        ((TRACE, "--limit", "0"), "--limit 0: use 1 or more"),
+        ((TRACE, "--block-size", "0"), "--block-size 0: use 1 or more"),
+        ((TRACE, "--max-num-batched-tokens", "0"), "--max-num-batched-tokens 0: use 1 or more"),
+        ((TRACE, "--seeds", "0"), "--seeds 0: use 1 or more"),
+        ((TRACE, "--gib"), "--gib requires at least 1 element"),
+        ((TRACE, "--gib", "1e12"), "--gib [1000000000000.0]: use more than 0, up to 131072"),
+        ((TRACE, "--gib", "4", "--host-gib", "1e30"), "--host-gib 1e+30: use 0 to 131072"),
         ((TRACE, "--num-slots", "0"), "--num-slots"),
         ((TRACE, "--gib", "0"), "--gib"),
         ((TRACE, "--gib", "nan"), "--gib [nan]: use more than 0"),
         ((TRACE, "--gib", "4", "inf"), "--gib [4.0, inf]: use more than 0"),
-        ((TRACE, "--gib", "4", "--host-gib", "nan"), "--host-gib nan: use 0 or more"),
+        ((TRACE, "--gib", "4", "--host-gib", "nan"), "--host-gib nan: use 0 to"),
         ((TRACE, "--gib", "4", "--fleet", "2", "--transfer-gb-s", "0"), "--transfer-gb-s 0: use"),
         ((TRACE, "--gib", "4", "--disk-gib", "8"), "--disk-gib: give --host-gib"),
         ((TRACE, "--gib", "4", "--host-gb-s", "0"), "--host-gb-s 0: use more than 0"),
@@ -95,6 +102,22 @@ def test_mistakes_are_one_line(arguments, message):
     status, _, reports = simulate(*arguments)
     assert (status, reports.count("\n")) == (2, 1)
     assert message in reports
+
+
+@pytest.mark.parametrize("path", ["nowhere/rows.json", "."])
+def test_rows_that_cannot_be_written_are_refused_before_the_replay(monkeypatch, tmp_path, path):
+    monkeypatch.setattr("milepost.cli.simulate.read_trace", None)
+    status, table, reports = simulate(TRACE, "--json", str(tmp_path / path))
+    assert (status, table, reports.count("\n")) == (2, "", 1)
+    assert "name a file in a folder that is there" in reports
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"input_length": ' + "9" * 5000 + "}"])
+def test_a_line_that_no_reader_takes_is_named(tmp_path, line):
+    (tmp_path / "t.jsonl").write_text(line + "\n")
+    status, _, reports = simulate(str(tmp_path / "t.jsonl"))
+    assert status == 2
+    assert "t.jsonl:1: not JSON" in reports.replace("\n", "")
 
 
 def test_plot_writes_a_picture(tmp_path):

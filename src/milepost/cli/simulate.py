@@ -71,6 +71,8 @@ def simulate_command(screen: Screen) -> Callable[..., None]:
         policies = _policies(settings)
         if settings.plot is not None:
             plot.require(settings.plot)
+        if settings.json is not None:
+            _require(settings.json)
         cost = read_cost(settings.cost)
         with screen.waiting(f"reading {trace}"):
             read = read_trace(trace, block_size=settings.block_size, limit=settings.limit)
@@ -216,6 +218,13 @@ def _progress(screen: Screen, label: str, total: int) -> Iterator[Callable[[int]
     ) as progress:
         task = progress.add_task(label, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+def _require(path: Path) -> None:
+    """Raises InvalidRequestError for what `_write` cannot: asked before replays that may take
+    hours."""
+    if str(path) != "-" and (path.is_dir() or not path.parent.is_dir()):
+        raise InvalidRequestError(f"--json {path}: name a file in a folder that is there")
 
 
 def _write(rows: list[Any], screen: Screen, path: Path | None, bound: float) -> None:

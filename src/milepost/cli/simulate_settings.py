@@ -16,6 +16,8 @@ from milepost.simulator.policies import POLICIES, CachePolicy
 from milepost.simulator.tiers import TierSizes
 
 GIB = 2**30
+MAX_GIB = 2**17
+"""Of a memory whose pages are counted one by one."""
 _List = Parameter(negative_iterable=(), consume_multiple=(1, None))
 _Wholes = Parameter(
     negative_iterable=(), consume_multiple=(1, None), converter=whole(list[int] | None)
@@ -90,14 +92,18 @@ class Settings:
 
     def _check_counts(self) -> None:
         counts = {"num-slots": self.num_slots or [], "kv-tokens": self.kv_tokens or []}
-        counts |= {"seeds": [self.seeds], "max-num-seqs": [self.max_num_seqs]}
+        counts |= {"fleet": self.fleet or []}
         for name, values in counts.items():
             if any(value < 1 for value in values):
                 raise InvalidRequestError(f"--{name} {values}: use 1 or more")
+        for name in ("seeds", "limit", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequestError(f"--{name.replace('_', '-')} {value}: use 1 or more")
 
     def _check_sizes(self) -> None:
-        if not all(0 < gib * GIB < inf for gib in self.gib or []):
-            raise InvalidRequestError(f"--gib {self.gib}: use more than 0")
+        if not all(0 < gib <= MAX_GIB for gib in self.gib or []):
+            raise InvalidRequestError(f"--gib {self.gib}: use more than 0, up to {MAX_GIB}")
         sizes = [self.gib, self.num_slots or self.kv_tokens, self.target_hit_rate]
         if sum(size is not None for size in sizes) > 1:
             raise InvalidRequestError(
@@ -113,19 +119,20 @@ class Settings:
             raise InvalidRequestError("--disk-gib: give --host-gib, which copies go through")
         if self.host_gib and not self.has_time:
             raise InvalidRequestError("--host-gib: give --gib, the memory of the device")
-        for name in ("host_gib", "disk_gib", "host_gb_s", "disk_gb_s", "transfer_gb_s"):
+        for name in ("host_gib", "disk_gib"):
             value, flag = getattr(self, name), name.replace("_", "-")
-            if not 0 <= value < inf or (name.endswith("_s") and value == 0):
-                least = "more than 0" if name.endswith("_s") else "0 or more"
-                raise InvalidRequestError(f"--{flag} {value:g}: use {least}")
+            if not 0 <= value <= MAX_GIB:
+                raise InvalidRequestError(f"--{flag} {value:g}: use 0 to {MAX_GIB}")
+        for name in ("host_gb_s", "disk_gb_s", "transfer_gb_s"):
+            value, flag = getattr(self, name), name.replace("_", "-")
+            if not 0 < value < inf:
+                raise InvalidRequestError(f"--{flag} {value:g}: use more than 0")
 
     def _check_fleet(self, fleet: list[int]) -> None:
         if not self.gib or self.target_hit_rate is not None:
             raise InvalidRequestError("--fleet: give --gib, the memory of each engine")
         if self.plot is not None:
             raise InvalidRequestError("--plot: a fleet has none; --json writes its rows")
-        if any(num < 1 for num in fleet):
-            raise InvalidRequestError(f"--fleet {fleet}: use 1 or more")
         if self.prefill_engines < 0:
             raise InvalidRequestError(f"--prefill-engines {self.prefill_engines}: use 0 or more")
         if not all(self.prefill_engines < num for num in fleet):

@@ -188,7 +188,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _parse(line: str, where: str, numbers: dict[int, int]) -> TraceRequest:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
         raise TraceError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise TraceError(f"{where}: not a JSON object")
