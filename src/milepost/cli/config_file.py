@@ -51,7 +51,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _FileFlag:
     line: int
     words: list[str]
 
@@ -85,7 +85,7 @@ def _plain(token: str) -> str:
     return full_name(token.partition("=")[0].partition(".")[0]).removeprefix("no-")
 
 
-def _read(path: str) -> Mapping[str, _Entry]:
+def _read(path: str) -> Mapping[str, _FileFlag]:
     """The flags of a file by their names."""
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def _read(path: str) -> Mapping[str, _Entry]:
         except (TypeError, ValueError, yaml.YAMLError) as error:
             what = "use a text, a number, a list of them or an object as JSON has them"
             raise _problem(path, value.start_mark, f"{key.value}: {what}") from error
-        found[_plain(key.value)] = _Entry(key.start_mark.line + 1, words)
+        found[_plain(key.value)] = _FileFlag(key.start_mark.line + 1, words)
     return found
 
 
