@@ -1,13 +1,19 @@
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tests.simulator.traces import DATA
 
+from milepost.cli import simulate as simulate_command
 from milepost.cli.display import Screen
 from milepost.cli.main import main
+from milepost.simulator import policies
 
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "simulator.md"
 TRACE = str(DATA / "conversation-excerpt.jsonl.gz")
 
 
@@ -175,3 +181,18 @@ def test_the_least_memory_for_a_hit_rate_is_found(tmp_path):
     (row,) = json.loads(path.read_text())
     assert row["hit_rate"] >= 0.035
     assert row["gib"] > 1
+
+
+def test_the_documented_policy_of_ones_own_runs_as_printed(monkeypatch, capsys):
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    (line,) = re.findall(r"^    python shallow_first.py (.*)", PAGE.read_text(), re.M)
+    monkeypatch.setattr(policies, "POLICIES", dict(policies.POLICIES))
+    monkeypatch.setattr(simulate_command, "POLICIES", policies.POLICIES)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["shallow_first.py", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        exec(example, {})
+    assert ended.value.code == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:7]]
+    assert [row[:2] for row in rows[2::3]] == [["shallow-first", "2.0"], ["shallow-first", "4.0"]]
+    assert float(rows[2][2]) not in (0.0, float(rows[1][2]))

@@ -48,7 +48,8 @@ class Settings:
     """Sizes of the page pool in tokens. Without these and GiB, KV is unlimited, time stands still,
     a running request's slot isn't counted, and answers leave no states."""
     policy: Annotated[list[str] | None, _List] = None
-    """Policies to compare; `all` is every one of them."""
+    """Policies to compare, `all` for every one; by default auto, forks-cap2, ends, interval-cap3,
+    interval."""
     seeds: Whole = 1
     """Replays of each size: the first as recorded, in the others sessions exchange their starts, or
     the gaps between arrivals are shuffled. The table shows means."""
