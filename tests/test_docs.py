@@ -10,7 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT)
-    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("src/**/README.md"))
+    for path in (
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("src/**/README.md"),
+        *ROOT.glob("tools/**/README.md"),
+    )
 )
 ANCHOR = re.compile(r"\]\(((?![a-z]+:)[^)#]*)#([^)]+)\)")
 NAMED = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|mjs|toml|yaml))`|\]\(((?![a-z]+:)[^)#]+)[^)]*\)")
@@ -64,14 +69,26 @@ def test_a_package_says_what_each_of_its_modules_is_for(package):
     assert sorted(named) == sorted(modules)
 
 
-INSTALLS = re.compile(r"pip install '([^'\[]+)\[([^\]]+)\]'")
+INSTALLS = re.compile(r"pip install '?([\w.]+)\[([^\]]+)\]")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def refuse_index(sources):
+    """Until a package index has it, it is installed from a checkout."""
+    if "Nothing is released yet" in (ROOT / "CHANGELOG.md").read_text():
+        assert set(sources) <= {"."}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_what_a_page_installs_can_be_had(page):
-    """From a checkout, until a package index has it; with extras that there are."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    is_released = "Nothing is released yet" not in (ROOT / "CHANGELOG.md").read_text()
-    for source, names in INSTALLS.findall((ROOT / page).read_text(encoding="utf-8")):
-        assert source == "." or is_released, source
-        assert extras["optional-dependencies"].keys() >= set(names.split(","))
+    found = INSTALLS.findall((ROOT / page).read_text(encoding="utf-8"))
+    refuse_index(source for source, _ in found)
+    assert EXTRAS.keys() >= {name for _, names in found for name in names.split(",")}
+
+
+def test_what_errors_say_to_install_can_be_had():
+    text = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("src/**/*.py"))
+    refuse_index(source for source, _ in INSTALLS.findall(text))
+    extras = re.findall(r"""\b(?:missing|how_to_install)\([^)]*?['"](\w+)['"]\s*\)""", text)
+    assert len(extras) > 5
+    assert EXTRAS.keys() >= set(extras)

@@ -66,3 +66,13 @@ class EngineAsleepError(MilepostError, RuntimeError):
 
 class ServerClosingError(MilepostError, RuntimeError):
     """The server is about to end."""
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for an extra of ours: no package index has Milepost."""
+    return f"install it with `pip install '.[{extra}]'` in a checkout"
+
+
+def missing(what: str, library: str | None, extra: str) -> ConfigError:
+    """For what needs a library that is not installed, and that an extra brings."""
+    return ConfigError(f"{what} needs {library}: {how_to_install(extra)}")

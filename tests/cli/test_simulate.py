@@ -135,7 +135,10 @@ def test_plot_writes_a_picture(tmp_path):
 
 @pytest.mark.parametrize(
     ("has_matplotlib", "message"),
-    [(False, "--plot needs matplotlib: pip install"), (True, "there is no folder")],
+    [
+        (False, "--plot needs matplotlib: install it with `pip install '.[plot]'`"),
+        (True, "there is no folder"),
+    ],
 )
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_replay(
     monkeypatch, tmp_path, has_matplotlib, message

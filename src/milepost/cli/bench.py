@@ -15,7 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from milepost.cli.flags import Flags, add_flags
-from milepost.errors import ConfigError
+from milepost.errors import missing
 from milepost.load.config import DriveConfig
 from milepost.load.workloads import WorkloadConfig, sessions
 
@@ -73,9 +73,7 @@ def _driver() -> tuple[Callable[..., Any], Callable[..., dict[str, Any]]]:
         from milepost.load.drive import drive
         from milepost.load.summary import summarize
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"bench needs {error.name}: install it with `pip install 'milepost[server]'`"
-        ) from error
+        raise missing("bench", error.name, "server") from error
     return drive, summarize
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, missing
 from milepost.simulator.results import ResultRow
 
 
 def require(path: Path) -> None:
     """Raises if nothing can be drawn there: asked before replays that may take hours."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'milepost[plot]'")
+        raise missing("--plot", "matplotlib", "plot")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
 

@@ -18,7 +18,7 @@ from milepost.cli.flags import Flags, add_flags
 from milepost.cli.logs import log_to_stderr
 from milepost.cli.serve import ENGINE
 from milepost.engine.tokenizer import without_torch
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, missing
 from milepost.server.config import ServerConfig
 
 _DAY_S = 86400.0
@@ -117,9 +117,7 @@ def _runner() -> Run:
     try:
         from milepost.server.batch import run_batch
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"run-batch needs {error.name}: install it with `pip install 'milepost[server]'`"
-        ) from error
+        raise missing("run-batch", error.name, "server") from error
     return run_batch
 
 

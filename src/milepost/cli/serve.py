@@ -15,7 +15,7 @@ from milepost.cli.flags import Flags, add_flags, one_model
 from milepost.cli.logs import log_to_stderr
 from milepost.config import EngineConfig
 from milepost.engine.tokenizer import without_torch
-from milepost.errors import ConfigError
+from milepost.errors import missing
 from milepost.server.config import ServerConfig
 
 SERVER = Flags(
@@ -77,9 +77,7 @@ def run_server(server: ServerConfig, engine: EngineConfig) -> int:
     try:
         from milepost.server.run import run
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the server needs {error.name}: install it with `pip install 'milepost[server]'`"
-        ) from error
+        raise missing("the server", error.name, "server") from error
     return run(server, engine, announce=_announce)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from milepost.disaggregation.memory import RegisteredMemory
 from milepost.disaggregation.messages import Layout
 from milepost.disaggregation.transport import TransferError
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, missing
 
 CHECKS = 64
 """A check takes in the ends of some 16 pieces, and a prompt of 32,000 tokens has 550."""
@@ -27,10 +27,7 @@ class Nixl:
         try:
             api: Any = importlib.import_module("nixl._api")
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"kv_transfer_config needs {error.name}: install it with "
-                "`pip install 'milepost[disaggregation]'`"
-            ) from error
+            raise missing("kv_transfer_config", error.name, "disaggregation") from error
         _log_as_others_do()
         self._errors = _errors_of(api)
         self._kind = "DRAM" if memory.device is None else "VRAM"

@@ -13,7 +13,7 @@ from milepost.engine.bell import Bell
 from milepost.engine.metrics import Metric
 from milepost.engine.prompts import Prompt
 from milepost.engine.requests import Answer, Job
-from milepost.errors import ConfigError, InvalidRequestError
+from milepost.errors import InvalidRequestError, missing
 from milepost.runner.runner import Runner
 from milepost.scheduler.outside import Outside
 from milepost.scheduler.plans import Load
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from milepost.disaggregation.orders import Ask
     from milepost.disaggregation.part_reader import PartReader
     from milepost.kv_events import EventPublisher
-
-INSTALL = "install it with `pip install 'milepost[{}]'`"
 
 
 class Exchange:
@@ -120,8 +118,7 @@ def publishing(config: EngineConfig, outside: Outside) -> EventPublisher | None:
     try:
         from milepost.kv_events import EventPublisher
     except ModuleNotFoundError as error:
-        how = INSTALL.format("server")
-        raise ConfigError(f"kv_events_config needs {error.name}: {how}") from error
+        raise missing("kv_events_config", error.name, "server") from error
     publisher = EventPublisher(wanted, config.page_size)
     outside.add_listener(publisher.publish)
     return publisher
@@ -143,8 +140,7 @@ def connecting(
     try:
         from milepost.disaggregation.connector import Connector
     except ModuleNotFoundError as error:
-        how = INSTALL.format("disaggregation")
-        raise ConfigError(f"kv_transfer_config needs {error.name}: {how}") from error
+        raise missing("kv_transfer_config", error.name, "disaggregation") from error
     return Connector(
         wanted,
         scheduler,

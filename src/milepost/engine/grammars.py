@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from milepost.errors import ConfigError, InvalidRequestError
+from milepost.errors import ConfigError, InvalidRequestError, missing
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 
 MAX_GRAMMAR_LEN = 2**18
@@ -84,9 +84,7 @@ def llguidance() -> Any:
     try:
         import llguidance as library
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "structured outputs need llguidance: install it with `pip install 'milepost[server]'`"
-        ) from error
+        raise missing("a structured output", error.name, "server") from error
     return library
 
 

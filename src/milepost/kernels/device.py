@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from milepost.errors import how_to_install
+
 _GLUON_TRITONS = ((3, 6), (3, 9))
 """First and last version whose Gluon our kernels are compiled with in tests; it may change with
 every Triton."""
@@ -149,7 +151,7 @@ def why_plain(device: torch.device, dtype: torch.dtype, operations: Iterable[Cap
     if device.type != "cuda":
         return f"the fused ones need a GPU, this is {device.type}"
     if triton_version() == (0, 0):
-        return "the fused ones need triton: pip install 'milepost[gpu]'"
+        return f"the fused ones need triton: {how_to_install('gpu')}"
     if dtype == torch.float64:
         return "the fused ones do not add up in float64"
     chip = probe(device)
