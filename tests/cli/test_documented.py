@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from rich.console import Console
 
 from milepost.cli.display import Screen
 from milepost.cli.main import build_app, main
-from milepost.cli.vllm_flags import translated
+from milepost.cli.simulate_settings import Settings
+from milepost.cli.vllm_flags import known, translated
+from milepost.config import EngineConfig
+from milepost.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -58,6 +62,49 @@ def served(arguments):
 
 def test_there_are_commands_to_look_at():
     assert len(set(commands())) > 20
+
+
+COMMANDS = ("bench", "chat", "generate", "run-batch", "serve", "simulate")
+OTHERS = {"--mamba-full-memory-ratio"}
+"""Flags of programs that are not ours, and that no script or test of ours gives them."""
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """Those of our commands, of `vllm serve`, and those that scripts and tests know or give."""
+    found = {f"--{name}" for name in known()} | OTHERS
+    for command in COMMANDS:
+        with pytest.MonkeyPatch.context() as patch, io.StringIO() as text:
+            patch.setenv("COLUMNS", "300")
+            patch.setattr(sys, "stdout", text)
+            assert main([command, "--help"]) == 0
+            found |= set(FLAG.findall(text.getvalue()))
+    for folder in ("bench", "tests", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found |= set(re.findall(r'"(--[a-z][\w-]*)"', path.read_text()))
+    return found
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]+")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_that_a_page_names_exist(page, flags):
+    assert set(FLAG.findall(page.read_text())) <= flags
+
+
+DEFAULT = re.compile(r"`(--[a-z][\w-]+)` \(([\d.]+)\)")
+
+
+def test_defaults_that_pages_name_are_those():
+    own = {
+        f"--{field.name.replace('_', '-')}": field.default
+        for config in (EngineConfig, ServerConfig, Settings)
+        for field in fields(config)
+    }
+    found = [pair for page in PAGES for pair in DEFAULT.findall(page.read_text())]
+    assert len(found) > 5
+    assert {name: float(value) for name, value in found} == {name: own[name] for name, _ in found}
 
 
 def test_the_image_listens_where_its_healthcheck_and_ports_say():
