@@ -20,6 +20,7 @@ class KVEventsConfig:
     """Raises ConfigError."""
 
     enable_kv_cache_events: bool = False
+    """Send events at all."""
     publisher: Literal["null", "zmq"] | None = None
     """`zmq` where events are enabled, and nothing is said."""
     endpoint: str = "tcp://*:5557"
@@ -34,6 +35,7 @@ class KVEventsConfig:
     max_queue_size: int = 100_000
     """Messages that wait for the publishing thread before the engine does."""
     topic: str = ""
+    """What each message begins with, for subscribers of several engines to choose by."""
     format: Literal["map", "array"] = "map"
     """An event on the wire: `map`, or `array` for routers of before June 2026."""
     hashes: Literal["int", "bytes"] = "int"

@@ -29,7 +29,9 @@ class KVTransferConfig:
     """
 
     kv_connector: str = "NixlConnector"
+    """The only one that there is."""
     kv_role: str = "kv_both"
+    """`kv_both`, `kv_producer` or `kv_consumer`; nothing depends on it."""
     engine_id: str | None = None
     """By default one that no other engine has."""
     kv_ip: str = "127.0.0.1"
@@ -43,9 +45,13 @@ class KVTransferConfig:
     NIXL; `lease_s`: so long what was prefilled stays for who does not say that it still wants it;
     `timeout_s` of an answer or a transfer; `max_transfers`: how many requests wait for one."""
     kv_buffer_device: str | None = None
+    """As `kv_role`."""
     kv_buffer_size: float | None = None
+    """As `kv_role`."""
     kv_rank: int | None = None
+    """As `kv_role`."""
     kv_parallel_size: int = 1
+    """Always 1."""
 
     def __post_init__(self) -> None:
         check_choice("kv_connector", self.kv_connector, ("NixlConnector",))

@@ -32,6 +32,7 @@ class StructuredOutputs:
     json: str | Mapping[str, Any] | None = None
     """A JSON schema."""
     regex: str | None = None
+    """A regular expression that the whole answer matches."""
     choice: Sequence[str] | None = None
     """The whole answer is one of these."""
     grammar: str | None = None

@@ -29,7 +29,8 @@ class SpeculativeConfig:
     same prefix say), `ngram` (what the request says), or a list: the first that has drafts. `auto`
     is `mtp` where the checkpoint has a head that can be used, else nothing."""
     num_speculative_tokens: int | None = None
-    """Most drafts of one step; by default 3, with `suffix` alone 8."""
+    """Most drafts of one step; by default 3 with `mtp` and `auto`, else 8. `ngram` alone has no
+    default, as in vLLM."""
     prompt_lookup_max: int | None = None
     """Of `ngram`: most tokens that are looked up; 5, or `prompt_lookup_min` if that is set."""
     prompt_lookup_min: int | None = None

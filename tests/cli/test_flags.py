@@ -4,14 +4,29 @@ from dataclasses import dataclass, fields
 import pytest
 from cyclopts import Group
 
+from milepost.cache import CacheReport
 from milepost.cli.flags import Flags, field_docs
 from milepost.cli.generate import ENGINE, SAMPLING
 from milepost.cli.main import main
+from milepost.cli.simulate_settings import Settings
 from milepost.config import EngineConfig
-from milepost.sampling_params import SamplingParams
+from milepost.engine.outputs import CompletionOutput, RequestOutput
+from milepost.kv_events_config import KVEventsConfig
+from milepost.kv_transfer_config import KVTransferConfig
+from milepost.load.config import DriveConfig
+from milepost.load.workloads import WorkloadConfig
+from milepost.sampling_params import SamplingParams, StructuredOutputs
+from milepost.server.config import ServerConfig
+from milepost.speculative_config import SpeculativeConfig
+
+PUBLIC = (
+    *(CacheReport, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs),
+    *(EngineConfig, KVEventsConfig, KVTransferConfig, ServerConfig, SpeculativeConfig),
+    *(DriveConfig, Settings, WorkloadConfig),
+)
 
 
-@pytest.mark.parametrize("config", [EngineConfig, SamplingParams])
+@pytest.mark.parametrize("config", PUBLIC)
 def test_every_field_has_a_docstring(config):
     assert set(field_docs(config)) == {field.name for field in fields(config)}
 

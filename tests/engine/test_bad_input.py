@@ -111,7 +111,7 @@ BAD_PROMPTS = {
     "both": (prompt(tokens(9), prompt="text"), "either 'prompt' or 'prompt_token_ids', not both"),
     "neither": ({}, "either 'prompt' or 'prompt_token_ids'"),
     "text without tokenizer": ("text", "a text prompt needs a tokenizer, .*: pass"),
-    "number": (5, "prompt of type int: use a string or a dict"),
+    "number": (5, "prompt of type int: use a string, a list of token ids, or a dict"),
     "list of texts": (["a"], r"prompt_token_ids\[0\]='a': use integers"),
     "half a character for salt": (prompt(tokens(9), cache_salt="\ud800"), "cache_salt is not v"),
 }

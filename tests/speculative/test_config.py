@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 
 import msgspec
 import pytest
 
-from milepost.cli.flags import field_docs
 from milepost.cli.generate import ENGINE
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
@@ -91,10 +89,6 @@ def test_synthetic_rates_are_one_a_draft_and_fall(rates):
         SpeculativeConfig(
             rejection_sample_method="synthetic", synthetic_acceptance_rates=tuple(rates)
         )
-
-
-def test_every_field_has_a_docstring():
-    assert set(field_docs(SpeculativeConfig)) == {f.name for f in fields(SpeculativeConfig)}
 
 
 def test_drafters_are_made_in_the_order_of_the_methods():

@@ -61,6 +61,7 @@ class CacheReport:
     """Where a request's prompt tokens came from; the losses add up to what was not reused."""
 
     prompt_tokens: int
+    """Length of the prompt."""
     kv_length: int
     """Tokens whose KV was in the cache, counted from the start."""
     state_length: int

@@ -29,8 +29,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """Loads a model and generates. Options are the fields of `EngineConfig`; the arguments of
-    vLLM's `LLM` are taken as they are (`engine.vllm_names`), or refused with what to do instead.
+    """Loads a model and generates. Options are the fields of `milepost.config.EngineConfig`, which
+    `milepost generate --help` lists too; the arguments of vLLM's `LLM` are taken as they are
+    (`engine.vllm_names`), or refused with what to do instead.
 
     Without a model the embedded one is used. Raises ConfigError, UnsupportedModelError,
     WeightsError.
@@ -52,6 +53,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer each prompt, in the order given.
 
+        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`,
+        and with `cache_marks` (positions where a state is worth keeping) and `cache_salt` (shares
+        nothing with prompts under another) if wanted. Parameters are for all prompts, or one for
+        each; without them `get_default_sampling_params` has them. `use_tqdm` shows progress.
+
         Raises InvalidRequestError, naming the prompt, before anything is computed.
         """
         listed = [prompts] if _is_prompt(prompts) else list(prompts)
@@ -71,10 +77,14 @@ class LLM:
         continue_final_message: bool = False,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. Message boundaries become marks.
+        """Answer one conversation, or each of several. The ends of the system prompt and of the
+        last message become marks.
 
-        `chat_template` stands in place of the tokenizer's; with `continue_final_message` the answer
-        goes on with the last message.
+        Messages and `tools` are as OpenAI has them. `chat_template` stands in place of the
+        tokenizer's, and `chat_template_kwargs` are what it is given besides, such as
+        `{"enable_thinking": False}`. With `continue_final_message` the answer goes on with the last
+        message, whatever `add_generation_prompt` says. Nothing is shared with prompts under another
+        `cache_salt`. The rest is as in `generate`.
 
         Raises InvalidRequestError before anything is computed.
         """

@@ -31,7 +31,9 @@ class CompletionOutput:
     index: int
     """Which of the request's n answers this is."""
     text: str
+    """Empty without a tokenizer, or with `detokenize=False`."""
     token_ids: list[int]
+    """With the stop token that ended it, if one did."""
     cumulative_logprob: float | None = None
     """Sum of the tokens' log-probabilities, if they were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
@@ -58,11 +60,15 @@ class RequestOutput:
     """The answers to one prompt, so far."""
 
     request_id: str
+    """Counted from 0 by each engine."""
     prompt: str | None
     """None if the prompt came as token ids."""
     prompt_token_ids: list[int]
+    """All of them, those from the cache too."""
     outputs: list[CompletionOutput]
+    """One for each of the n answers."""
     finished: bool
+    """Whether all of them have ended."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token but the first, likewise, if they were asked for; without texts."""
     num_cached_tokens: int = 0

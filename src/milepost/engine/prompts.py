@@ -54,7 +54,8 @@ def read_prompt(prompt: PromptLike, tokenizer: PreTrainedTokenizerBase | None) -
         prompt = {"prompt_token_ids": prompt}
     if not isinstance(prompt, Mapping):
         raise InvalidRequestError(
-            f"prompt of type {type(prompt).__name__}: use a string or a dict with prompt_token_ids"
+            f"prompt of type {type(prompt).__name__}: use a string, a list of token ids, or a dict "
+            "with 'prompt' or 'prompt_token_ids'"
         )
     unknown = [key for key in prompt if key not in _KEYS]
     if unknown:
