@@ -103,3 +103,27 @@ def test_what_errors_say_to_install_can_be_had():
     extras = re.findall(r"""\b(?:missing|how_to_install)\([^)]*?['"](\w+)['"]\s*\)""", text)
     assert len(extras) > 5
     assert EXTRAS.keys() >= set(extras)
+
+
+MEMBER = re.compile(r"`([A-Z][a-z]\w*)\.([a-z]\w+)")
+
+
+def members():
+    """Of every class: methods, fields, and what it sets on itself."""
+    found: dict[str, set[str]] = {}
+    for path in ROOT.glob("src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names = {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef)}
+                names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+                found.setdefault(node.name, set()).update(names)
+    return found
+
+
+def test_members_of_classes_that_pages_name_exist():
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    named = set(MEMBER.findall(text))
+    known = members()
+    assert len(named) > 10
+    assert {pair for pair in named if pair[1] not in known.get(pair[0], ())} == set()
