@@ -127,3 +127,12 @@ def test_members_of_classes_that_pages_name_exist():
     known = members()
     assert len(named) > 10
     assert {pair for pair in named if pair[1] not in known.get(pair[0], ())} == set()
+
+
+def test_clients_are_of_the_versions_that_the_page_names():
+    text = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    files = (ROOT / "constraints.txt", ROOT / "tests" / "clients" / "requirements.txt")
+    pinned = {version for file in files for version in re.findall(r"==(.*)", file.read_text())}
+    rows = re.findall(r"^\| [^|]+ \| (\d[\d.]+) \|", text, re.M)
+    assert len(rows) == 10
+    assert set(rows) <= pinned
