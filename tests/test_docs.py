@@ -136,3 +136,16 @@ def test_clients_are_of_the_versions_that_the_page_names():
     rows = re.findall(r"^\| [^|]+ \| (\d[\d.]+) \|", text, re.M)
     assert len(rows) == 10
     assert set(rows) <= pinned
+
+
+SCRIPT = re.compile(r"python (-m )?((?:bench|tests|tools)[\w/.]*\w)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_scripts_that_a_page_starts_can_be_started(page):
+    """The benchmarks' as files: they import each other as such."""
+    for is_module, name in SCRIPT.findall((ROOT / page).read_text(encoding="utf-8")):
+        assert not (is_module and name.startswith("bench")), name
+        path = ROOT / (f"{name.replace('.', '/')}.py" if is_module else name)
+        is_any = "NAME" in name and path.parent.is_dir()
+        assert is_any or path.is_file() or (path / "__main__.py").is_file(), name
