@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from milepost.cache.report import Lost
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT)
@@ -149,3 +151,10 @@ def test_scripts_that_a_page_starts_can_be_started(page):
         path = ROOT / (f"{name.replace('.', '/')}.py" if is_module else name)
         is_any = "NAME" in name and path.parent.is_dir()
         assert is_any or path.is_file() or (path / "__main__.py").is_file(), name
+
+
+def test_every_reason_for_lost_tokens_is_in_the_table():
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## What came from the cache\n(.*?)^#", text, re.S | re.M)
+    named = re.findall(r"^\| (`.*?`) \|", section, re.M)
+    assert {name for row in named for name in re.findall(r"`(\w+)`", row)} == set(Lost)
