@@ -34,6 +34,8 @@ class ChatTurn:
     """Where the request's own `cache_control`s stand in the prompt."""
     generation: Generation
     answers: list[AnswerEvents]
+    end_of_reasoning: int | None
+    """The token that closes it, if it is one."""
 
 
 async def begin(
@@ -95,7 +97,11 @@ async def _begin(
         is_enough=(lambda index: answers[index].is_enough) if has_one_call else None,
     )
     return ChatTurn(
-        prompt=prompt, breakpoints=rendered.breakpoints, generation=generation, answers=answers
+        prompt=prompt,
+        breakpoints=rendered.breakpoints,
+        generation=generation,
+        answers=answers,
+        end_of_reasoning=service.end_of_reasoning,
     )
 
 

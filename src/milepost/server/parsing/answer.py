@@ -143,3 +143,10 @@ def special_tags(format_: AnswerFormat, tokenizer: Any) -> set[str]:
         "reasoning": () if thinking is None else (thinking.open, thinking.close),
     }
     return {kind for kind, its in tags_of.items() if special.intersection(its)}
+
+
+def end_of_reasoning(format_: AnswerFormat, tokenizer: Any) -> int | None:
+    """The token that closes the reasoning; None where it is none, or more than one."""
+    if format_.thinking is None or tokenizer is None:
+        return None
+    return tokenizer.get_added_vocab().get(format_.thinking.close)

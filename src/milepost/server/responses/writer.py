@@ -37,7 +37,9 @@ class Writer:
         self._on_end = on_end
         self._blocks = Blocks()
         self._logprobs: list[dict[str, Any]] = []
-        self._num_reasoning_tokens = 0
+        self._token_ids: list[int] = []
+        self._num_before_others = 0
+        """Tokens with which the last block was one of reasoning."""
         self._end: Delta | None = None
         self._num_events = 0
         self._created = int(time.time())
@@ -77,8 +79,9 @@ class Writer:
             num_top = self._request.top_logprobs or 0
             self._logprobs += logprobs.chat_content(delta, num_top, self._octets)
         yield from self._blocks.feed(self._turn.answers[0].feed(delta))
+        self._token_ids += delta.token_ids
         if self._blocks.all and self._blocks.all[-1].kind == "reasoning":
-            self._num_reasoning_tokens += len(delta.token_ids)
+            self._num_before_others = len(self._token_ids)
         if delta.finish_reason is not None:
             self._end = delta
             yield from self._blocks.end()
@@ -113,9 +116,19 @@ class Writer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
             "total_tokens": usage["total_tokens"],
         }
+
+    def _num_reasoning_tokens(self) -> int:
+        """Up to the token that closes the reasoning, wherever deltas were joined. Where no such
+        token came, up to the last delta without anything else."""
+        if not self._blocks.all or self._blocks.all[0].kind != "reasoning":
+            return 0
+        end = self._turn.end_of_reasoning
+        if end in self._token_ids:
+            return self._token_ids.index(end) + 1
+        return self._num_before_others
 
     def _item(self, block: AnswerBlock, *, is_done: bool) -> dict[str, Any]:
         status = "completed" if is_done else "in_progress"
