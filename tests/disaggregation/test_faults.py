@@ -98,6 +98,56 @@ def test_heartbeats_keep_a_lease(fleet):
     fleet.check()
 
 
+LITTLE = {"num_pages": 6, "num_slots": 2, "max_model_len": 300, "extra": SHORT}
+"""Memory for one of these prompts, but not for two."""
+
+
+@pytest.mark.parametrize("is_fetched", [True, False])
+def test_an_engine_that_has_lent_its_memory_waits(tiny, transport, is_fetched):
+    """For whoever reads it, or the end of the lease."""
+    first, second = (open_engine(tiny.folder, transport, **LITTLE) for _ in range(2))
+    with running(first, second) as fleet:
+        params = fleet.prefill(first, tokens(200))
+        job = fleet.add(first, tokens(200, 1), None)
+        fleet.until(lambda: first.awaits_others)
+        if is_fetched:
+            assert not is_computed(tiny, fleet, tokens(200), params)
+        else:
+            jump(first, 31.0)
+        fleet.run(job)
+        assert job.answers[0].request.output_token_ids == tiny.expected(tokens(200, 1), greedy(4))
+        assert first.connector.leases.num_expired == (not is_fetched)
+        fleet.check()
+
+
+def test_engines_that_wait_for_each_other_do_not_for_ever(tiny, transport, monkeypatch):
+    """Each has lent all its memory to a request that waits on the other, and keeps its lease."""
+    engines = [open_engine(tiny.folder, transport, **LITTLE) for _ in range(2)]
+    num_beats = []
+    prolong = Leases.prolong
+    monkeypatch.setattr(
+        Leases, "prolong", lambda self, ids: num_beats.append(1) or prolong(self, ids)
+    )
+    with running(*engines) as fleet:
+        prompts = [tokens(200), tokens(200, 1)]
+        lent = [fleet.prefill(*pair) for pair in zip(engines, prompts, strict=True)]
+        for engine in engines:
+            engine.connector._links._borrowed._beat_s = 0.01
+        pairs = zip(engines, reversed(prompts), reversed(lent), strict=True)
+        jobs = [fleet.add(*each) for each in pairs]
+        for _ in range(2):
+            fleet.until(lambda: all(engine.awaits_others for engine in engines))
+            before = len(num_beats)
+            fleet.until(lambda: len(num_beats) > before + 5)  # noqa: B023
+            for engine in engines:
+                jump(engine, 20.0)
+        fleet.run(*jobs)
+        for job, prompt in zip(jobs, reversed(prompts), strict=True):
+            assert job.answers[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
+        assert sum(engine.connector.leases.num_expired for engine in engines) >= 1
+        fleet.check()
+
+
 def test_an_engine_that_is_gone(tiny, transport):
     engines = [open_engine(tiny.folder, transport, extra=SHORT) for _ in range(2)]
     with running(engines[1]) as fleet:

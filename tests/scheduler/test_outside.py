@@ -166,6 +166,24 @@ def test_what_is_lent_stays_where_it_is():
     assert bench.cache.reset()
 
 
+@pytest.mark.parametrize(("length", "num_tokens"), [(100, 4), (60, 30)])
+def test_a_request_that_is_alone_waits_for_what_is_lent(length, num_tokens):
+    """To begin, or where its answer outgrows the rest of the memory."""
+    bench = Bench(0, num_pages=8)
+    bench.add([1] * 60, marks=(59,))
+    run_all(bench.scheduler, bench.runner)
+    loan = bench.cache.lend(bench.cache.chain([1] * 60))
+    request = bench.add([2] * length, max_tokens=num_tokens)
+    while bench.step().sequences:
+        assert request.finish_reason is None
+    assert request.allocation is None
+    assert request.num_preemptions == (length == 60)
+    assert not bench.step().sequences
+    bench.cache.take_back(loan)
+    run_all(bench.scheduler, bench.runner)
+    assert request.output_token_ids == cold_answer([2] * length, num_tokens, 4)
+
+
 @pytest.mark.parametrize("seed", [99, 65, 7, 13, 20])
 def test_random_runs_with_loads(seed):
     """Seeds that have found something once, or load much."""

@@ -38,11 +38,11 @@ def cache():
     return Cache(num_pages=400, num_slots=40, page_size=64)
 
 
-def fleet_of(trace, routing, num_engines, **options):
+def fleet_of(trace, routing, num_engines, make_cache=cache, **options):
     shape = {name: options.pop(name) for name in ("num_prefill", "bytes_per_s") if name in options}
     return Fleet(
         trace,
-        cache,
+        make_cache,
         COST,
         Shape(num_engines=num_engines, **shape),
         routing=routing,
@@ -192,3 +192,15 @@ def test_replicas_are_weighed_by_the_tokens_that_wait_not_by_requests():
     assert choose(asked, keys, 64) == 1
     traffic.num_requests, traffic.num_prefilling = [1, 5], [9000, 60]
     assert choose(asked, keys, 64) == 1
+
+
+def test_an_engine_that_has_lent_its_memory_waits_until_it_is_read():
+    """It has room for one prompt and a part of another, and a slow link."""
+    trace = conversations(3, 2, gap_s=0.08)
+
+    def little():
+        return Cache(num_pages=30, num_slots=3, page_size=64)
+
+    fleet = fleet_of(trace, "session", 3, make_cache=little, num_prefill=1, bytes_per_s=1e8)
+    assert len(fleet.run().ttft_s) == 6
+    assert not any(engine.cache.loans or engine.scheduler.has_work for engine in fleet._engines)

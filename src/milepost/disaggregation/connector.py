@@ -224,6 +224,7 @@ class Connector:
         self._take()
         for loan in self.leases.take_over():
             self._cache.take_back(loan)
+        self.leases.are_final = bool(self._scheduler.waiting) and not self._scheduler.running
         for number, (request, remote) in list(self._wanted.items()):
             if number in self._fetching:
                 continue

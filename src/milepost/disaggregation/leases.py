@@ -28,7 +28,8 @@ class Lease:
 
 
 class Leases:
-    """Granted for `length_s` from now, and for that long again with each heartbeat."""
+    """Granted for `length_s` from now, and for that long again with each heartbeat, unless they
+    `are_final`."""
 
     def __init__(self, length_s: float, clock: Callable[[], float]) -> None:
         self._length_s = length_s
@@ -36,6 +37,9 @@ class Leases:
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._over: list[Loan] = []
+        self.are_final = False
+        """Whether heartbeats prolong none, since nothing runs here before some are over. Else two
+        engines could wait for what each lends to requests that wait on the other."""
         self.num_granted = 0
         self.num_expired = 0
 
@@ -97,5 +101,6 @@ class Leases:
         lease, now = self._leases.get(id_), self._clock()
         if lease is None or lease.expires_at <= now:
             return None
-        lease.expires_at = max(lease.expires_at, now + self._length_s)
+        if not self.are_final:
+            lease.expires_at = max(lease.expires_at, now + self._length_s)
         return lease

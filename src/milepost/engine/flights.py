@@ -69,7 +69,7 @@ class Flights:
         """Plan a step and launch it; None if there is nothing to do."""
         with self._fate.fatal(BaseException):
             plan = self._scheduler.schedule()
-            can_wait = bool(self._scheduler.num_loading)
+            can_wait = self._scheduler.num_loading or self._scheduler.outside.has_lent
             assert plan.sequences or can_wait or not self._scheduler.has_work, (
                 "a step does some of the work"
             )

@@ -247,7 +247,8 @@ class Admission:
     def _find_room(
         self, request: Request, match: Match, turn: AdmissionRound, load_to: int | None
     ) -> Allocation | None:
-        """From the deepest resume; a request that is alone gets a cold one if need be."""
+        """From the deepest resume; a request that is alone gets a cold one if need be. It waits if
+        even for that too much is lent to others."""
         first_time = request.report is None
         allocation = self._cache.admit(
             request.chain,
@@ -262,7 +263,7 @@ class Admission:
             allocation = self._cache.admit(
                 request.chain, match, marks=request.marks, first_time=first_time
             )
-            assert allocation is not None, (
+            assert allocation is not None or self._outside.has_lent, (
                 "a request that `add` took fits the pool when it is alone"
             )
         return allocation

@@ -153,6 +153,11 @@ class Outside:
         return self._keeper is not None and self._keeper.has_stores
 
     @property
+    def has_lent(self) -> bool:
+        """Whether others may be reading what is cached: it makes no room before they are done."""
+        return isinstance(self._memory, Cache) and bool(self._memory.loans)
+
+    @property
     def may_load(self) -> bool:
         """Whether another request may begin to load."""
         return len(self.loading) < self.max_loading

@@ -48,6 +48,11 @@ class FleetEngine:
             return float("inf")
         return min(self.transfers.next_s, self._copies.next_s if self._copies else float("inf"))
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has work for which there is no room before something comes back."""
+        return self.next_s == float("inf") and self.scheduler.has_work
+
     def run(self, now_s: float) -> list[Progress]:
         """Take what is over by now, and begin the next step; returns what requests progressed."""
         found: list[Progress] = []

@@ -11,8 +11,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from milepost.cache import Cache
+from milepost.cache.allocation import Loan
 from milepost.errors import InvalidRequestError
 from milepost.scheduler.plans import Progress
 from milepost.scheduler.request import Request
@@ -153,6 +155,7 @@ class Fleet:
 
     def _finished(self) -> FleetRun:
         run = self._run
+        assert not any(engine.is_stuck for engine in self._engines), "they wait for each other"
         for engine in self._front.engines:
             run.queries += engine.cache.stats.queries
             run.hits += engine.cache.stats.hits
@@ -233,7 +236,13 @@ class Fleet:
             return
         loan = lender.cache.lend(chain)
         if loan is not None:
-            borrower.transfers.want(sent.request, lender.cache, loan)
+            borrower.transfers.want(sent.request, loan, partial(self._take_back, lender, loan))
+
+    def _take_back(self, lender: FleetEngine, loan: Loan) -> None:
+        """Nobody reads on; the lender may have had room for nothing before."""
+        lender.cache.take_back(loan)
+        if lender.is_stuck:
+            self._push(lender, self._now_s)
 
     def _progress(self, engine: FleetEngine, progress: Progress) -> None:
         request = progress.request

@@ -5,6 +5,7 @@ that carries one thing after the other; what is read stays lent until it has arr
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from milepost.cache import Cache, Match
@@ -22,8 +23,8 @@ LEAST_TOKENS = 64
 @dataclass(slots=True, kw_only=True)
 class _Wanted:
     request: Request
-    lender: Cache
     loan: Loan
+    give_back: Callable[[], None]
 
 
 class Transfers:
@@ -50,9 +51,10 @@ class Transfers:
         """When the next one is over; infinity if none is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
-    def want(self, request: Request, lender: Cache, loan: Loan) -> None:
-        """A request that was just added may read what is lent."""
-        self._wanted[request.number] = _Wanted(request=request, lender=lender, loan=loan)
+    def want(self, request: Request, loan: Loan, give_back: Callable[[], None]) -> None:
+        """A request that was just added may read what is lent, and then gives it back."""
+        wanted = _Wanted(request=request, loan=loan, give_back=give_back)
+        self._wanted[request.number] = wanted
 
     def offer(self, request: Request, match: Match) -> Offer:
         """What is lent of it, if that is worth its bytes."""
@@ -94,5 +96,4 @@ class Transfers:
                 self._give_back(number)
 
     def _give_back(self, number: int) -> None:
-        wanted = self._wanted.pop(number)
-        wanted.lender.take_back(wanted.loan)
+        self._wanted.pop(number).give_back()
