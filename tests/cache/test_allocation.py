@@ -224,3 +224,21 @@ def test_a_page_is_reachable_while_a_state_at_or_behind_its_end_is_there(cache):
     follower.follow(cache.take_events())
     follower.check(cache)
     assert (len(follower.pages), len(follower.reachable)) == (2, 0)
+
+
+def test_a_tail_that_is_lent_is_no_room(cache):
+    """Not even where a full page has the same KV: it stays in the cache with its state."""
+    serve(cache, range(40))
+    serve(cache, range(60))
+    chain = cache.chain(range(48))
+    loan = cache.lend(chain)
+    check(cache)
+    assert (loan.position, cache.match(chain).kv_length) == (40, 48)
+    num_pages, num_slots = cache.room
+    assert num_slots == 2
+    assert admit(cache, range(1000, 1000 + PAGE_SIZE * (num_pages + 1))) is None
+    allocation = admit(cache, range(1000, 1000 + PAGE_SIZE * num_pages))
+    assert cache.room[0] == 0
+    cache.release(allocation)
+    cache.take_back(loan)
+    check(cache)

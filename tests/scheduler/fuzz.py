@@ -4,7 +4,7 @@
 
 A run is a seed: pools of a few pages and slots (one memory or two), kinds of layers (grids,
 windows, states beside pages), prompts that part and meet at many places, salts, marks, priorities,
-stop tokens, steps ahead, steps that are cut short, aborts.
+stop tokens, steps ahead, steps that are cut short, aborts, others that read what is cached.
 After every operation each invariant is checked, and each cached page and state compared with the
 tokens that it is filed under. Every accepted request ends once, and with the answer of a model
 without any engine. A failure prints its seed and operation; `--seed S --runs 1` repeats it. Runs in
@@ -41,6 +41,7 @@ from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import EMPTY, FakeRunner, cold_answer, consume, make_request, state_after
 from tests.follower import Follower
 from tests.invariants import check
+from tests.scheduler.lending import Readers
 from tests.scheduler.oracle import OracleSource
 
 NUM_RUNS, NUM_OPERATIONS = 2000, 400
@@ -160,6 +161,9 @@ class Fuzz:
         if apart.random() < 0.3:
             self.source = OracleSource(self.runner, apart)
             self.scheduler.outside.add_source(self.source)
+        self.readers: Readers | None = None
+        if seed % 4 == 2:
+            self.readers = Readers(self.cache, self.runner, random.Random(f"readers {seed}"))
         self.num_operations = 0
         self.requests: list[Request] = []
         self.answers: dict[Request, list[int]] = {}
@@ -253,9 +257,7 @@ class Fuzz:
             self.propose()
         plan, result = self.under_way or self._run(self.scheduler.schedule())
         if not plan.sequences:
-            assert self.source is not None, "work, but no plan"
-            assert self.scheduler.num_loading, "work, but no plan"
-            self.arrive(at_least=1)
+            self._await_others()
             return
         self.propose()
         follow = self.scheduler.follow(plan) if self.rng.random() < 0.7 else None
@@ -267,6 +269,14 @@ class Fuzz:
         self._update(plan, result)
         self.arrive()
         self._drain_if_idle()
+        if self.readers is not None and self.requests:
+            self.readers.come_and_go([request.chain for request in self.requests[-12:]])
+
+    def _await_others(self) -> None:
+        """Nothing is planned before a load arrives, or what is lent comes back."""
+        is_done = self.readers is not None and self.readers.end()
+        assert is_done or self.scheduler.num_loading, "work, but no plan"
+        self.arrive(at_least=1)
 
     def arrive(self, at_least: int = 0) -> None:
         """Loads are over: what they bring is there, or it does not come."""
@@ -279,7 +289,9 @@ class Fuzz:
             source.bring(number) if source.rng.random() < 0.8 else source.lose(number)
 
     def end_loads(self) -> None:
-        """Nobody writes any more, whatever was to be loaded."""
+        """Nobody writes any more, whatever was to be loaded, or reads."""
+        if self.readers is not None:
+            self.readers.end()
         if self.source is not None:
             for number in [*self.source.begun, *self.source.under_way]:
                 self.source.lose(number)
@@ -355,7 +367,7 @@ class Fuzz:
         assert all(num > 0 for num in report.lost.values())
 
     def reset(self) -> None:
-        busy = bool(self.scheduler.running)
+        busy = bool(self.scheduler.running or self.cache.loans)
         if self.rng.random() < 0.8 and not busy:
             return
         assert self.cache.reset() is not busy
@@ -407,6 +419,8 @@ class Fuzz:
                 assert beside == self._last_state(node), f"the state beside {node.page} is wrong"
         for checkpoint in self.cache.tree.at_slot.values():
             self._check_checkpoint(checkpoint, moved)
+        if self.readers is not None:
+            self.readers.check()
         if self.follower is not None:
             self.follower.follow(self.cache.take_events())
             self.follower.check(self.cache)
@@ -491,6 +505,8 @@ class Fuzz:
             is_whole = len(answer) == len(expected)
             assert is_whole or request.finish_reason is FinishReason.ABORT
         assert not self.scheduler._admission.in_flight._owners, "nobody computes what is claimed"
+        if self.readers is not None:
+            self.readers.end()
         pages, slots = self.cache.pages, self.cache.slots
         assert (pages.num_used, slots.num_used) == (0, 0)
         assert self.cache.reset()

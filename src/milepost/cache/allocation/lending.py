@@ -21,9 +21,10 @@ class Loan:
 
 
 def lend(storage: Storage, match: Match) -> Loan:
-    """Pin what a match would resume from."""
-    num_pages = -(-match.state_length // match.path.chain.page_size)
-    pages = (*match.path.pages, *match.tail)[:num_pages]
+    """Pin what a match would resume from, with the state's own tail even where a full page has its
+    KV too: it stays cached as long as the state, and so is no room for others."""
+    num_pages, tail = -(-match.state_length // match.path.chain.page_size), match.tail
+    pages = (*match.path.pages[: num_pages - len(tail)], *tail)
     storage.pages.pin(pages)
     storage.slots.pin(match.slots)
     return Loan(position=match.state_length, pages=pages, slot=next(iter(match.slots), None))
