@@ -9,6 +9,7 @@ from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError
 from milepost.runner import prompt_scores
 from milepost.sampling_params import SamplingParams
+from milepost.tiers.rates import MeasuredRates
 
 TOKENS = [5 + (7 * i) % 400 for i in range(300)]
 
@@ -62,6 +63,23 @@ def test_chunked_or_cached_they_are_those_of_single_steps(engine):
         assert len(best) >= 3
         for id_, value in best.items():
             assert value == pytest.approx(tops[id_], abs=1e-9)
+
+
+def test_what_an_earlier_engine_left_on_disk_is_computed(tmp_path):
+    """Though it was asked for the same, by a request of the same number."""
+    config = EngineConfig(
+        dtype="float64", cpu_cache_gib=0.05, cache_dir=str(tmp_path), cache_host_gib=0.05
+    )
+    found = []
+    for _ in range(2):
+        engine = Engine(config)
+        engine._tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+        output = scored(engine, TOKENS).output()
+        assert output.num_cached_tokens == 0
+        found.append(output.prompt_logprobs)
+        engine.close()
+    assert None not in found[1][1:]
+    assert found[0] == found[1]
 
 
 def test_pieces_do_not_show(engine, monkeypatch):

@@ -6,6 +6,8 @@ from another thread.
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 
 from milepost.config import EngineConfig
@@ -40,6 +42,7 @@ class Intake:
         self.forms: Forms | None = None
         """None before the first is wanted."""
         self._num_jobs = 0
+        self._id = uuid.uuid4().hex
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise InvalidRequestError for what cannot be served, but for the form."""
@@ -86,7 +89,7 @@ class Intake:
         wish = wish_of(prompt, self._config)
         job = Job(number=number, prompt=prompt, params=params)
         job.prefills = wish is not None and wish.prefills and len(prompt.token_ids) > 1
-        salt = _salt(prompt, params, number)
+        salt = self._salt(prompt, params, number)
         job.answers = [
             Answer(
                 index=index,
@@ -100,6 +103,13 @@ class Intake:
             for index in range(params.n)
         ]
         return job
+
+    def _salt(self, prompt: Prompt, params: SamplingParams, number: int) -> str:
+        """What is to be scored must be computed, all of it: under a salt of its own it hits
+        nothing, and nothing that another engine has lent or left on disk either."""
+        if params.prompt_logprobs is None:
+            return prompt.cache_salt
+        return f"{prompt.cache_salt}\0scored {number} by {self._id}"
 
     def _request(self, index: int, job: Job, priority: int, salt: str) -> Request:
         prompt, params = job.prompt, job.params
@@ -132,9 +142,3 @@ class Intake:
         if rules is None:
             return Guide(own, None)
         return Guide(own, Restriction(rules, np.frombuffer(prompt.packed, np.uint32)))
-
-
-def _salt(prompt: Prompt, params: SamplingParams, number: int) -> str:
-    """What is to be scored must be computed, all of it: under a salt of its own it hits nothing."""
-    scored = params.prompt_logprobs is not None
-    return f"{prompt.cache_salt}\0scored {number}" if scored else prompt.cache_salt
