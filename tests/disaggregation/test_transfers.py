@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from milepost.cache import Lost
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError
 from tests.disaggregation.fleet import (
@@ -167,6 +168,20 @@ def test_salts_are_kept_apart(fleet):
     plain = fleet.decode(second, prompt, None)
     assert report_of(plain).reused == 0
     fleet.check()
+
+
+def test_a_prompt_that_is_scored_is_fetched_by_nobody(tiny, fleet):
+    """All of it is computed; the prefill engine is told, and keeps nothing for it."""
+    first, second = fleet.engines
+    prompt = tokens(200)
+    params = fleet.prefill(first, prompt)
+    job = fleet.decode(second, prompt, params, greedy(4, prompt_logprobs=0))
+    assert output_of(job) == tiny.expected(prompt, greedy(4))
+    assert len(job.answers[0].prompt_logprobs) == 200
+    assert (second.connector.num_fetched, second.connector.num_failed) == (0, 0)
+    assert not report_of(job).lost.keys() & {Lost.LATE_COPY}
+    fleet.check()
+    assert first.connector.leases.num_expired == 0
 
 
 @pytest.mark.parametrize("name", ["remote_host", "remote_port", "remote_request_id"])

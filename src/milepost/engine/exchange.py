@@ -61,8 +61,13 @@ class Exchange:
         return number is not None
 
     def want(self, answer: Answer, remote: Remote | None) -> None:
-        """The request of an answer was queued, and may fetch something from there."""
-        if remote is not None and self.connector is not None:
+        """The request of an answer was queued, and may fetch something from there; not where its
+        prompt is scored, and so is computed whole."""
+        if remote is None or self.connector is None:
+            return
+        if answer.request.num_prompt_logprobs is not None:
+            self.connector.refuse(remote)
+        else:
             self.connector.want(answer.request, remote)
 
     def found(self) -> Iterator[tuple[Job, Answer, Remote | None]]:
