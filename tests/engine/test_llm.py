@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from milepost import LLM, SamplingParams
+from milepost.engine.prompts import Prompt
 from milepost.errors import EngineDeadError, InvalidRequestError
 from milepost.scheduler.plans import StepPlan
 from tests.engines import (
@@ -240,6 +241,19 @@ def test_stop_string(talker, is_kept):
     assert len(completion.token_ids) < 40
     assert completion.token_ids == answer(full)[: len(completion.token_ids)]
     assert num_held(talker) == (0, 0)
+
+
+def test_an_answer_that_is_over_stays_as_it_is_when_its_job_is_given_up(talker, tokenizer):
+    """Its last token goes on behind the stop string, with a part of a character."""
+    cut = next(i for i in range(len(tokenizer)) if tokenizer.decode([i]).endswith("🙂\ufffd"))
+    params = sampled(9, stop=["🙂"], allowed_token_ids=[cut])
+    job = talker.llm_engine.add(Prompt(token_ids=[5, 6]), params)
+    while not job.is_finished:
+        talker.llm_engine.step()
+    before = job.output()
+    talker.llm_engine.abort(job)
+    assert before.outputs[0].stop_reason == "🙂"
+    assert job.output() == before
 
 
 def test_prompt_goes_on_behind_a_stop_string(talker):

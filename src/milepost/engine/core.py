@@ -148,8 +148,8 @@ class Engine:
         if not self._fate.is_alive:
             return
         for answer in job.answers:
-            self.scheduler.finish(answer.request, FinishReason.ABORT)
-            answer.text.flush()
+            if self.scheduler.finish(answer.request, FinishReason.ABORT):
+                answer.text.flush()
         self.flights.settle()
         self._publish()
 
