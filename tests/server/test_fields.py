@@ -232,6 +232,18 @@ def test_a_final_message_is_continued(http):
     assert both.status_code == 400
 
 
+def test_reasoning_that_a_final_message_begins_goes_on(http):
+    """A form waits for its end."""
+    begun = [{"type": "text", "text": "<think>\nthe"}, {"type": "text", "text": " quick"}]
+    messages = [*HELLO, {"role": "assistant", "content": begun}]
+    options = {"continue_final_message": True, "structured_outputs": {"regex": "[0-9]{3}"}}
+    options |= {"thinking_token_budget": 4, "max_tokens": 12}
+    message = chat(http, messages=messages, **options).json()["choices"][0]["message"]
+    assert len(message["content"]) == 3
+    assert message["content"].isdecimal()
+    assert message["reasoning"]
+
+
 @pytest.mark.parametrize("side", ["left", "right", None])
 def test_a_prompt_is_truncated(http, side):
     prompt = list(range(10, 110))

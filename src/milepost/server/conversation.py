@@ -65,7 +65,7 @@ async def _begin(
     if service.reads_special_tokens(has_tools=bool(tools)):
         params = replace(params, skip_special_tokens=False)
     prompt, rendered = await prompt_of(service, request, params, http)
-    is_open = service.format.is_open(rendered.text)
+    is_open = service.format.is_open(rendered.text, _begun(request))
     if request.response_format or request.structured_outputs or request.tool_choice:
         form = await service.encoder.with_tokenizer(
             lambda tokenizer: forms.of_chat(
@@ -103,6 +103,14 @@ async def _begin(
         answers=answers,
         end_of_reasoning=service.end_of_reasoning,
     )
+
+
+def _begun(request: ChatRequest) -> str:
+    """What an answer goes on with."""
+    if not request.continue_final_message:
+        return ""
+    content = request.messages[-1].content or ""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> SamplingParams:

@@ -186,6 +186,22 @@ def test_open_reasoning_is_seen():
     assert not HERMES.is_open("<think> a")
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_open"),
+    [
+        ("<think>\nhm", True),
+        ("<think>\nhm\n</think>\n\nye", False),
+        ("<think>a</think><think>b", True),
+        ("ye", None),
+    ],
+)
+def test_an_answer_that_is_begun_says_whether_its_reasoning_is_open(begun, is_open):
+    always = AnswerFormat(calls="none", reasoning="deepseek_r1")
+    prompt = f"<|im_start|>assistant\n{begun}"
+    assert HERMES.is_open(prompt, begun) == bool(is_open)
+    assert always.is_open(prompt, begun) == (is_open is not False)
+
+
 # --- what models do besides -----------------------------------------------------------------------
 
 TAGS = '</tool_call> "}} <tool_call> </parameter> x </function> <parameter=q> </parameter>'

@@ -106,9 +106,10 @@ class AnswerFormat:
     def tool_calls(self) -> ToolCalls | None:
         return TOOL_CALLS.get(self.calls)
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether a prompt has opened the reasoning at its end."""
-        return self.thinking is not None and self.thinking.is_open_in(prompt)
+    def is_open(self, prompt: str, begun: str = "") -> bool:
+        """Whether a prompt has opened the reasoning at its end, or what is `begun` of the answer
+        there has."""
+        return self.thinking is not None and self.thinking.is_open_in(prompt, begun)
 
     def parser(self, *, tools: lark.Tools | None, is_open: bool) -> AnswerParser:
         """For one answer; without `tools`, calls stay text."""

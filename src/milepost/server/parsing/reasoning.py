@@ -28,8 +28,20 @@ class ThinkTags:
     """Whether an answer begins inside the reasoning whatever its prompt says."""
     signs: tuple[str, ...] = ("</think>",)
 
-    def is_open_in(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins inside the reasoning."""
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return self.open, *(opening for opening, _ in self.others)
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        return self.close, *(closing for _, closing in self.others)
+
+    def is_open_in(self, prompt: str, begun: str = "") -> bool:
+        """Whether an answer to this prompt begins inside the reasoning; the prompt ends with what
+        is `begun` of it."""
+        opened, closed = (max(map(begun.rfind, own)) for own in (self.opens, self.closes))
+        if opened != closed:
+            return opened > closed
         return self.is_always_open or prompt[-1024:].rstrip().endswith(self.open)
 
     def read(
@@ -41,17 +53,15 @@ class ThinkTags:
         `ends` at the beginning of a line ends it too, and is left to be read.
         """
         before = yield from spaces(tape)
-        opens = (self.open, *(opening for opening, _ in self.others))
-        closes = (self.close, *(closing for _, closing in self.others))
-        is_named = yield from take(tape, tags(*opens))
+        is_named = yield from take(tape, tags(*self.opens))
         if not is_named and not is_open:
             found.content(before)
             return
         text = _Lines(found)
         text.give("" if is_named else before)
-        marks = tags(*closes, *ends)
+        marks = tags(*self.closes, *ends)
         while mark := (yield from until(tape, marks, text.give)):
-            if mark in closes:
+            if mark in self.closes:
                 yield from run(tape, _LINES)
                 return
             if text.is_new:
