@@ -29,6 +29,7 @@ from tests.engines import (
     prompt,
     sampled,
     save_tiny,
+    steps_until_done,
     tokens,
 )
 from tests.invariants import check
@@ -551,6 +552,32 @@ def test_interrupt_while_prompts_are_queued(tiny, llm, monkeypatch, where, num_b
     assert num_held(llm) == (0, 0)
     check(llm.llm_engine.scheduler.cache)
     tiny.check(ask(llm, *(tokens(100 + i, i) for i in range(4))))
+
+
+def test_an_interrupt_behind_the_end_of_an_answer_leaves_nothing_of_it(tiny, monkeypatch):
+    """While the step that was launched ahead is sampled, for another answer."""
+    llm = tiny.open(async_scheduling=True)
+    engine = llm.llm_engine
+    wishes = greedy(4, repetition_penalty=1.1), greedy(12, repetition_penalty=1.1)
+    jobs = [engine.add(Prompt(token_ids=tokens(20, seed)), wishes[seed]) for seed in (0, 1)]
+    sample = engine.runner.sample
+
+    def interrupted(*args):
+        sample(*args)
+        if jobs[0].is_finished and not jobs[1].is_finished and engine.flights.in_flight:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "sample", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(steps_until_done(llm))
+    list(steps_until_done(llm))
+    assert [token for job in jobs for token in job.output().outputs[0].token_ids] == [
+        token
+        for job, wish in zip(jobs, wishes, strict=True)
+        for token in tiny.expected(job.prompt.token_ids, wish)
+    ]
+    assert len(engine._answers) == 0
 
 
 def test_interrupted_bookkeeping_ends_the_engine(llm, monkeypatch):

@@ -180,10 +180,12 @@ class Engine:
         with self._fate.fatal(BaseException):
             jobs = self._answers.take(flight.plan, output)
             self.flights.speculate(flight.plan, output)
-        self.flights.advance()
         finished = [job for job in jobs if job.is_finished]
-        for job in finished:
-            self._forget(job)
+        try:
+            self.flights.advance()
+        finally:  # nobody is told of these jobs again
+            for job in finished:
+                self._forget(job)
         self.flights.settle()
         for job in finished:
             self._exchange.lend(job)
