@@ -19,7 +19,7 @@ def test_starved_prefills_get_grid_steps_as_long_as_there_are_any():
     starved = [prefill(1000, MAX_IDLE_STEPS + idle) for idle in (0, 2, 1)]
     budget.give_starved([*starved, prefill(1000)])
     longest, then = starved[1], starved[2]
-    assert budget.num_tokens == {longest: GRID, then: GRID}, "the longest starved first"
+    assert budget.given == {longest: GRID, then: GRID}, "the longest starved first"
     assert budget.left == 30
 
 
@@ -28,5 +28,5 @@ def test_a_prompts_end_need_not_lie_on_the_grid():
     whole, cut = prefill(20), prefill(1000)
     budget.give_chunk(whole)
     budget.give_chunk(cut)
-    assert budget.num_tokens == {whole: 20, cut: GRID}
+    assert budget.given == {whole: 20, cut: GRID}
     assert budget.left == 10

@@ -144,12 +144,12 @@ class Admission:
         """The requests that a step may look at."""
         return self._waiting.first(num_seats + MAX_PASSED_OVER) if num_seats else []
 
-    def consider(self, request: Request, step: Budget, turn: AdmissionRound) -> bool:
+    def consider(self, request: Request, budget: Budget, turn: AdmissionRound) -> bool:
         """Admit a waiting request if it can begin in this step."""
         if self._awaits(request):
             turn.num_passed_over += 1
             return False
-        if not step.can_begin(self._waiting.num_left(request)):
+        if not budget.can_begin(self._waiting.num_left(request)):
             if self._waiting.looks(request):
                 turn.num_looks += 1
                 match = self._cache.match(request.chain)
@@ -173,7 +173,7 @@ class Admission:
                     return turn.pass_over(request)
                 return not request.is_loading
             match = explained(match, offer)
-        if not step.can_begin(request.num_tokens - match.state_length):
+        if not budget.can_begin(request.num_tokens - match.state_length):
             turn.num_looks += 1
             self._waiting.refresh(request, match)
             return turn.pass_over(request)
@@ -204,9 +204,9 @@ class Admission:
             self._outside.begin(request, offer)
         return True
 
-    def close(self, step: Budget, turn: AdmissionRound) -> None:
+    def close(self, budget: Budget, turn: AdmissionRound) -> None:
         """Where a step computes no prefill, the first that was passed over looks for room again."""
-        if turn.bypassed and not step.has_prefill:
+        if turn.bypassed and not budget.has_prefill:
             turn.bypassed[0].blocked_at = None
 
     def _awaits(self, request: Request) -> bool:

@@ -33,18 +33,19 @@ def max_num_exports(max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
 class Budget:
     """What the step that is being planned has given out, and has left."""
 
-    __slots__ = ("grid", "left", "num_drafts", "num_tokens")
+    __slots__ = ("given", "grid", "left", "num_drafts")
 
     def __init__(self, num_tokens: int, grid: int) -> None:
         self.left = num_tokens
         self.grid = grid
-        self.num_tokens: dict[Request, int] = {}
+        self.given: dict[Request, int] = {}
+        """Tokens that each request has been given."""
         self.num_drafts: dict[Request, int] = {}
-        """Beside those."""
+        """Drafts that are verified beside those."""
 
     @property
     def has_prefill(self) -> bool:
-        return any(num_tokens > 1 for num_tokens in self.num_tokens.values())
+        return any(num_tokens > 1 for num_tokens in self.given.values())
 
     def can_begin(self, num_left: int) -> bool:
         """Whether there are tokens for a request with so many to compute: all, or a grid step. With
@@ -54,7 +55,7 @@ class Budget:
 
     def give(self, request: Request, num_tokens: int) -> None:
         if num_tokens:
-            self.num_tokens[request] = self.num_tokens.get(request, 0) + num_tokens
+            self.given[request] = self.given.get(request, 0) + num_tokens
             self.left -= num_tokens
 
     def give_decodes(self, decodes: Sequence[Request]) -> None:
@@ -69,7 +70,7 @@ class Budget:
     def give_one_each(self, decodes: Iterable[Request]) -> None:
         """Give a token to those that have none yet, as long as there are any."""
         for request in decodes:
-            if self.left and request not in self.num_tokens:
+            if self.left and request not in self.given:
                 self.give(request, 1)
 
     def give_chunk(self, request: Request, most: int | None = None) -> None:
@@ -77,7 +78,7 @@ class Budget:
         it. That may be nothing.
         """
         most = self.left if most is None else min(most, self.left)
-        num_left = request.num_left - self.num_tokens.get(request, 0)
+        num_left = request.num_left - self.given.get(request, 0)
         if num_left > most:
             start = request.num_tokens - num_left
             num_left = max(floor(start + most, self.grid) - start, 0)
@@ -97,4 +98,4 @@ class Budget:
     def note_idle(self, requests: Iterable[Request]) -> None:
         """Count the steps that running requests go without tokens."""
         for request in requests:
-            request.num_idle_steps = 0 if request in self.num_tokens else request.num_idle_steps + 1
+            request.num_idle_steps = 0 if request in self.given else request.num_idle_steps + 1

@@ -66,28 +66,28 @@ class Planner:
         """Share the tokens of a step among decodes, running prefills, and waiting requests, which
         are admitted while fewer than `max_num_seqs` run.
         """
-        step = Budget(self._max_num_batched_tokens, self._cache.grid)
+        budget = Budget(self._max_num_batched_tokens, self._cache.grid)
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
         turn = self._admission.open(max_num_seqs)
-        step.give_decodes(decodes)
-        step.give_starved(prefills)
+        budget.give_decodes(decodes)
+        budget.give_starved(prefills)
         candidates = self._admission.candidates(turn.num_seats)
-        for request in sorted([*prefills, *candidates], key=_turn):
+        for request in sorted([*prefills, *candidates], key=_order):
             runs = request.allocation is not None
-            if runs or (not turn.is_over and self._admission.consider(request, step, turn)):
-                step.give_chunk(request)
-        self._admission.close(step, turn)
-        step.give_one_each(decodes)
+            if runs or (not turn.is_over and self._admission.consider(request, budget, turn)):
+                budget.give_chunk(request)
+        self._admission.close(budget, turn)
+        budget.give_one_each(decodes)
         for request in decodes:
-            if request.drafts and request in step.num_tokens:
-                self._give_drafts(request, step)
-        step.note_idle(continuing)
-        return step
+            if request.drafts and request in budget.given:
+                self._give_drafts(request, budget)
+        budget.note_idle(continuing)
+        return budget
 
-    def _give_drafts(self, request: Request, step: Budget) -> None:
+    def _give_drafts(self, request: Request, budget: Budget) -> None:
         """Have a decode's drafts verified, as many as the answer has tokens for behind its next."""
         allocation = request.allocation
         assert allocation is not None
@@ -95,21 +95,21 @@ class Planner:
         if not stand or allocation.state is not State.READY or self._cache.mode == "all":
             return
         most = request.max_tokens - request.num_output_tokens - 1
-        num_drafts = min(most, len(request.drafts), step.left)
+        num_drafts = min(most, len(request.drafts), budget.left)
         if num_drafts > 0 and self._cache.extend(allocation, allocation.planned + 1 + num_drafts):
-            step.give_drafts(request, num_drafts)
+            budget.give_drafts(request, num_drafts)
 
-    def _build_plan(self, step: Budget) -> StepPlan:
+    def _build_plan(self, budget: Budget) -> StepPlan:
         """What a step computes, as data, with what comes and goes beside it."""
         sequences = [plan_sequence(self._cache, request, 0) for request in self.folding]
         self.folding.clear()
         num_exports = self._max_num_exports
-        for request, num_tokens in step.num_tokens.items():
+        for request, num_tokens in budget.given.items():
             sequence = plan_sequence(
                 self._cache,
                 request,
                 num_tokens,
-                num_drafts=step.num_drafts.get(request, 0),
+                num_drafts=budget.num_drafts.get(request, 0),
                 max_num_exports=num_exports,
                 num_lookahead_tokens=self._num_lookahead_tokens,
             )
@@ -132,6 +132,6 @@ class Planner:
         )
 
 
-def _turn(request: Request) -> tuple[int, bool, int]:
-    """When a prefill has its turn: by priority, and what runs before what waits."""
+def _order(request: Request) -> tuple[int, bool, int]:
+    """By priority, then what runs before what waits, then by arrival."""
     return request.priority, request.allocation is None, request.number
