@@ -109,7 +109,7 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "no-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: False),
     "all-sparse-states": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: True),
     "no-bytes": _put(score.Expected, "of_page", _per_page),
-    "no-waits-for-prefix": _put(sharing.InFlight, "find", lambda *_: None),
+    "no-waits-for-prefix": _put(sharing.PendingPrefixes, "find", lambda *_: None),
     "no-parted-tails": _put(score, "_has_parted", lambda *_: False),
     "recency-alone": _put(score.Expected, "of", _lru),
 }

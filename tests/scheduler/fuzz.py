@@ -504,7 +504,7 @@ class Fuzz:
             assert request.finish_reason is not None
             is_whole = len(answer) == len(expected)
             assert is_whole or request.finish_reason is FinishReason.ABORT
-        assert not self.scheduler._admission.in_flight._owners, "nobody computes what is claimed"
+        assert not self.scheduler._admission.pending._owners, "nobody computes what is claimed"
         if self.readers is not None:
             self.readers.end()
         pages, slots = self.cache.pages, self.cache.slots

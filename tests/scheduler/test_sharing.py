@@ -55,9 +55,9 @@ def test_a_claim_ends_with_its_request(ending):
     _, second = submit_pair(bench, prompt)
     bench.run()
     assert second.report.reused == 448
-    in_flight = bench.scheduler._admission.in_flight
-    assert not in_flight._owners
-    assert not in_flight._claims
+    pending = bench.scheduler._admission.pending
+    assert not pending._owners
+    assert not pending._claims
 
 
 def test_who_computes_an_answer_again_claims_no_page_of_it_for_good():
@@ -70,5 +70,5 @@ def test_who_computes_an_answer_again_claims_no_page_of_it_for_good():
     assert bench.cache.reset()
     bench.run()
     assert bench.is_right(request)
-    in_flight = bench.scheduler._admission.in_flight
-    assert not in_flight._owners
+    pending = bench.scheduler._admission.pending
+    assert not pending._owners

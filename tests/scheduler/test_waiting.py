@@ -8,7 +8,7 @@ from milepost.cache import Cache
 from milepost.cache.plans import PageMove
 from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import FinishReason
-from milepost.scheduler.sharing import InFlight
+from milepost.scheduler.sharing import PendingPrefixes
 from tests.fakes import make_request
 from tests.scheduler.test_peers import Bench, tokens
 
@@ -60,21 +60,21 @@ def test_who_is_passed_over_counts_each_admission_behind_it():
 def test_what_a_request_claimed_is_forgotten_when_it_goes(num_steps):
     """The first that computes a prefix has it; if it goes, the next one has what is left."""
     cache = Cache(num_pages=64, num_slots=8, page_size=16)
-    in_flight = InFlight(64)
+    pending = PendingPrefixes(64)
     first, second, asking = (make_request(cache, id_, tokens(400)) for id_ in "abc")
     first.allocation = cache.admit(first.chain, cache.match(first.chain))
-    in_flight.claim(first)
+    pending.claim(first)
     if num_steps:
         cache.take_exports(first.allocation, 64)
         cache.commit(first.allocation, 64, {first.allocation.slot_out: 64})
-        in_flight.settle(first)
-    assert in_flight.find(asking, cache.match(asking.chain)).allocation is first.allocation
-    in_flight.drop(first)
+        pending.settle(first)
+    assert pending.find(asking, cache.match(asking.chain)).allocation is first.allocation
+    pending.drop(first)
     cache.release(first.allocation)
-    assert in_flight.find(asking, cache.match(asking.chain)) is None
+    assert pending.find(asking, cache.match(asking.chain)) is None
     second.allocation = cache.admit(second.chain, cache.match(second.chain))
-    in_flight.claim(second)
-    assert in_flight.find(asking, cache.match(asking.chain)).allocation is second.allocation
+    pending.claim(second)
+    assert pending.find(asking, cache.match(asking.chain)).allocation is second.allocation
 
 
 def test_a_request_that_was_aborted_is_waited_for_by_nobody():

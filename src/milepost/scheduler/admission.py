@@ -21,7 +21,7 @@ from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Offer, Outside, explained
 from milepost.scheduler.queue import Queue
 from milepost.scheduler.request import Request
-from milepost.scheduler.sharing import InFlight
+from milepost.scheduler.sharing import PendingPrefixes
 from milepost.scheduler.stats import SchedulerStats
 
 MAX_BYPASSED = 256
@@ -125,7 +125,7 @@ class Admission:
         self.now_s = 0.0
         """Seconds that steps have taken so far."""
         self._max_num_batched_tokens = max_num_batched_tokens
-        self.in_flight = InFlight(cache.grid)
+        self.pending = PendingPrefixes(cache.grid)
         self._outside = outside
         self._stats = stats
         self._cache = cache
@@ -218,7 +218,7 @@ class Admission:
 
     def _waits_for_prefix(self, request: Request, match: Match) -> bool:
         """Whether a running prefill computes this prefix; then it keeps its state there."""
-        shared = request.awaits = self.in_flight.find(request, match)
+        shared = request.awaits = self.pending.find(request, match)
         if shared is None:
             return False
         if shared.can_keep:
@@ -240,7 +240,7 @@ class Admission:
         self._waiting.admit(request)
         self._running.append(request)
         if self._cache.mode == "auto":
-            self.in_flight.claim(request)
+            self.pending.claim(request)
         turn.admitted(request, self._cache.stats.num_evicted - num_evicted)
         return True
 

@@ -120,7 +120,7 @@ class Scheduler:
         assert request.allocation is not None
         if request.report is None:
             request.report = request.allocation.report
-        self._admission.in_flight.settle(request)
+        self._admission.pending.settle(request)
         if request.finish_reason is not None:
             self._release(request, None)
             del self._requests[request.number]
@@ -181,7 +181,7 @@ class Scheduler:
             self._make_room(request)
         is_short = self.running and self.stats.num_preemptions > num_preemptions
         continuing = [request for request in continuing if request.allocation is not None]
-        return self._in_flight(self._planner.plan(continuing, 0 if is_short else self.max_num_seqs))
+        return self._launched(self._planner.plan(continuing, 0 if is_short else self.max_num_seqs))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step behind `plan`, which is still running: what its requests do next, and whom
@@ -198,7 +198,7 @@ class Scheduler:
         continuing = self._planner.continuing()
         if not all(map(self._planner.has_room, filter(_grows, continuing))):
             return None
-        following = self._in_flight(self._planner.plan(continuing, self.max_num_seqs))
+        following = self._launched(self._planner.plan(continuing, self.max_num_seqs))
         return following if following.sequences or following.only_copies else None
 
     def _make_room(self, request: Request) -> None:
@@ -206,8 +206,8 @@ class Scheduler:
         while not self._planner.has_room(request):
             self._preempt(max((r for r in self.running if not r.is_loading), key=lambda r: r.rank))
 
-    def _in_flight(self, plan: StepPlan) -> StepPlan:
-        """A plan that somebody runs from now on."""
+    def _launched(self, plan: StepPlan) -> StepPlan:
+        """Note that somebody runs a plan from now on; returns it."""
         if plan.sequences:
             self._steps.append(plan)
         elif self._steps and plan.moves:
@@ -224,7 +224,7 @@ class Scheduler:
     def _release(self, request: Request, kind: Kind | None) -> None:
         """Take what a running request holds; with a `kind`, its state becomes a checkpoint."""
         assert request.allocation is not None
-        self._admission.in_flight.drop(request)
+        self._admission.pending.drop(request)
         self.cache.release(request.allocation, kind)
         request.allocation = None
         request.num_planned_pages = 0
@@ -276,7 +276,7 @@ class Scheduler:
         else:
             self.stats.prefill_tokens += position - sequence.start
         self.cache.commit(request.allocation, position, result.written)
-        self._admission.in_flight.settle(request)
+        self._admission.pending.settle(request)
 
     def roll_back(self, plan: StepPlan) -> None:
         """Take back a planned step that was cut short: its requests give up their live states,
@@ -316,7 +316,7 @@ class Scheduler:
         elif request.is_loading:
             pass  # somebody writes what it holds
         elif request.is_in_flight:  # what it holds is in use until then
-            self._admission.in_flight.leave(request)
+            self._admission.pending.leave(request)
         else:
             self._retire(request)
 
@@ -327,7 +327,7 @@ class Scheduler:
         folding = self._planner.folding
         if keeps_end and request.allocation.num_unfolded and request not in folding:
             folding[request] = None
-            self._admission.in_flight.leave(request)
+            self._admission.pending.leave(request)
             return
         self._release(request, Kind.ANSWER_END if keeps_end else None)
         del self._requests[request.number]

@@ -40,7 +40,7 @@ class Shared:
         return self.allocation.planned < self.position
 
 
-class InFlight:
+class PendingPrefixes:
     """Digests of prompt pages that running prefills have yet to commit, with the first that
     computes each; and requests that are over, but for a step in flight that takes their state
     further.
