@@ -19,7 +19,6 @@ import msgspec
 
 from milepost.cache.plans import Arrival, Export, PageCopy, PageMove, What
 from milepost.sampling_params import SamplingParams
-from milepost.scheduler.request import FinishReason, Request
 
 
 class Store(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -201,11 +200,3 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     """Slot -> tokens that its contents have consumed, for each slot that was written."""
     seconds: float = 0.0
     """Since the outcome of the step before, as far as the engine was busy."""
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's new tokens, and how it ended if it did."""
-
-    request: Request
-    tokens: list[int]
-    finish_reason: FinishReason | None

@@ -1,4 +1,4 @@
-"""One request on its way from waiting to its one terminal event."""
+"""One request on its way from waiting to its one terminal event, and what a step adds to it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from milepost.cache.allocation import Allocation
 from milepost.cache.report import CacheReport
@@ -56,7 +58,7 @@ class Request:
     reservation: Reservation | None = None
     """While it waits: its claim on what it would resume from."""
     report: CacheReport | None = None
-    """What the cache gave on the first admission."""
+    """What the cache had of the prompt when it was first admitted."""
     num_preemptions: int = 0
     blocked_at: tuple[int, int, int] | None = None
     """What room there was when it last found too little."""
@@ -169,3 +171,11 @@ class Request:
             if num_tokens >= self.max_tokens:
                 return num, FinishReason.LENGTH
         return len(run), None
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's new tokens, and how it ended if it did."""
+
+    request: Request
+    tokens: list[int]
+    finish_reason: FinishReason | None

@@ -21,9 +21,9 @@ from milepost.scheduler.admission import Admission
 from milepost.scheduler.memory import PrefixMemory
 from milepost.scheduler.outside import Outside
 from milepost.scheduler.planner import Planner
-from milepost.scheduler.plans import Progress, SequencePlan, StepPlan, StepResult
+from milepost.scheduler.plans import SequencePlan, StepPlan, StepResult
 from milepost.scheduler.queue import Queue
-from milepost.scheduler.request import FinishReason, Request
+from milepost.scheduler.request import FinishReason, Progress, Request
 from milepost.scheduler.stats import SchedulerStats
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from milepost.cache import Cache
-from milepost.scheduler.plans import Progress, StepPlan
-from milepost.scheduler.request import Request
+from milepost.scheduler.plans import StepPlan
+from milepost.scheduler.request import Progress, Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet.transfers import Transfers

@@ -16,8 +16,7 @@ from functools import partial
 from milepost.cache import Cache
 from milepost.cache.allocation import Loan
 from milepost.errors import InvalidRequestError
-from milepost.scheduler.plans import Progress
-from milepost.scheduler.request import Request
+from milepost.scheduler.request import Progress, Request
 from milepost.simulator.chain import TraceChain
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet.engine import FleetEngine
