@@ -30,6 +30,7 @@ from milepost.engine.wire import (
     Failed,
     Frames,
     Outputs,
+    Question,
     Ready,
     Refused,
     Reply,
@@ -243,7 +244,7 @@ class EngineClient:
         assert self._writer is not None, "the engine has been started"
         self._writer.write(frame(message))
 
-    async def _ask(self, what: str) -> Reply:
+    async def _ask(self, what: Question) -> Reply:
         self._check_alive()
         id_ = self._next_id()
         future = self._asked[id_] = asyncio.get_running_loop().create_future()

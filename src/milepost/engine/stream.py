@@ -42,7 +42,7 @@ class Stream:
 
     Iterate to take them, or `take` them when the bell has rung, which several streams can share.
     `close` it, whatever happens. Outputs that come faster than they are taken are joined, unless
-    it `keeps_steps`: then each is what one step gave, however busy the reader is.
+    it `keeps_steps`: then each is of one step, however busy the reader is.
     """
 
     def __init__(

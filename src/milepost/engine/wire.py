@@ -13,7 +13,7 @@ Every `Add` is followed by exactly one end (an Output with `finished`, or Refuse
 from __future__ import annotations
 
 import struct
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -48,13 +48,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
+Question = Literal["alive", "metrics", "release_cache", "reset_prefix_cache", "state"]
+
+
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question that is answered between steps: `metrics`, `reset_prefix_cache`, `alive`, or
-    `state`, which takes several of them.
-    """
+    """A question that is answered between two steps; `state` takes several of them."""
 
     id: int
-    what: str
+    what: Question
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -129,7 +130,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """All that a step gave."""
+    """What all requests gained in a step."""
 
     outputs: list[Output]
 
