@@ -16,7 +16,7 @@ class Compiling:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._wanted: queue.SimpleQueue[Add | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Add] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[tuple[Add, Form | None, str]] = queue.SimpleQueue()
         self.done, self._bell = socket.socketpair()
         self._pending: set[int] = set()
@@ -53,7 +53,8 @@ class Compiling:
         return found
 
     def _run(self) -> None:
-        while (message := self._wanted.get()) is not None:
+        while True:
+            message = self._wanted.get()
             form, problem = None, ""
             if message.id in self._pending:
                 try:
