@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from milepost.engine.requests import Job
+from milepost.engine.requests import Answer, Job
 from milepost.runner.growing import GrowingFile
 
 ID_BYTES = 6
@@ -75,7 +75,7 @@ class TraceRecorder:
         self._order.clear()
         self._file.close()
 
-    def _row(self, arrived_ms: int, answer: Any) -> dict[str, Any]:
+    def _row(self, arrived_ms: int, answer: Answer) -> dict[str, Any]:
         request = answer.request
         num_pages = request.num_prompt_tokens // request.chain.page_size
         digests = request.chain.digests(num_pages)[:num_pages]
