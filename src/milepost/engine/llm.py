@@ -171,11 +171,11 @@ class LLM:
             {"prompt_token_ids": rendered.token_ids, "cache_marks": marks, **salt}, tokenizer
         )
 
-    def _spread(
+    def _params_for(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
-        default = self.get_default_sampling_params() if params is None else params
-        return _spread(default, num_prompts)
+        given = self.get_default_sampling_params() if params is None else params
+        return _one_each(given, num_prompts)
 
     def _run(
         self,
@@ -183,7 +183,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = self._spread(sampling_params, len(prompts))
+        params = self._params_for(sampling_params, len(prompts))
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
                 self.llm_engine.check(prompt, own)
@@ -213,7 +213,7 @@ class LLM:
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> Iterator[RequestOutput]:
-        (params,) = self._spread(sampling_params, 1)
+        (params,) = self._params_for(sampling_params, 1)
         self.llm_engine.check(prompt, params)
         return self._outputs(prompt, params)
 
@@ -272,7 +272,7 @@ def _is_conversation(messages: Messages | Sequence[Messages]) -> TypeGuard[Messa
     return not messages or isinstance(messages[0], Mapping)
 
 
-def _spread(
+def _one_each(
     params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
     """One set of parameters for each prompt."""
