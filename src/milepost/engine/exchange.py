@@ -36,8 +36,8 @@ class Exchange:
         config: EngineConfig,
         scheduler: Scheduler,
         runner: Runner,
-        access: Access | None = None,
-        ask: Ask | None = None,
+        access: Access | None,
+        ask: Ask | None,
     ) -> None:
         self._cache = scheduler.cache
         self.bell = Bell() if config.kv_transfer_config is not None else None

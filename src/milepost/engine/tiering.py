@@ -120,7 +120,7 @@ class Tiering:
         return self.copier.is_busy or self._scheduler.outside.has_stores
 
     def end_loads(self) -> None:
-        """Have every load over: nobody knows how far a plan has come."""
+        """End every load: nobody knows how far the plan that was interrupted has come."""
         self.copier.end_loads()
         for number, (_, offer) in list(self._scheduler.outside.loading.items()):
             if offer.source == self.tiers.name:
@@ -226,7 +226,7 @@ def tiering_of(
     scheduler: Scheduler,
     runner: Runner,
     hands: Hands | None,
-    ask: Ask | None = None,
+    ask: Ask | None,
 ) -> Tiering | None:
     """None where none are asked for or could be made; `ask` as for a `Copier`."""
     if hands is None:
