@@ -19,7 +19,7 @@ from milepost.engine.auto import device_of, folder_of, load_options_of, runs_ahe
 from milepost.engine.drafting import speculation_of
 from milepost.engine.facts import Facts
 from milepost.engine.generation_config import end_token_ids, sampling_defaults
-from milepost.engine.rank import build_rank
+from milepost.engine.rank import RankParts, build_rank
 from milepost.engine.team import Team
 from milepost.engine.tiering import Tiering, tiering_of
 from milepost.engine.tokenizer import load_tokenizer
@@ -81,7 +81,7 @@ def build(config: EngineConfig) -> EngineParts:
         raise team.reason(error) from None
     if team is not None:
         team.be_prompt()
-    model, shape, sizes = own.model, own.shape, own.sizes
+    model = own.model
     scheduler = Scheduler(
         own.cache,
         max_num_seqs=config.max_num_seqs,
@@ -95,26 +95,17 @@ def build(config: EngineConfig) -> EngineParts:
             config, scheduler, own.runner, own.hands, None if team is None else team.ask
         ),
         speculation=speculation_of(
-            config.speculative_config, scheduler, shape.num_drafts, has_head=model.mtp is not None
+            config.speculative_config,
+            scheduler,
+            own.shape.num_drafts,
+            has_head=model.mtp is not None,
         ),
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(folder, tokenizer, config.overrides),
         sampling_defaults=sampling_defaults(folder, config.generation_config),
         vocab_size=model.vocab_size,
         max_model_len=own.max_model_len,
-        facts=Facts(
-            device=_device_name(own.device, config.tensor_parallel_size),
-            dtype=str(shape.dtype).removeprefix("torch."),
-            state_dtype=str(shape.state_dtype).removeprefix("torch."),
-            kv_dtype=own.kv_dtype,
-            weights_bytes=own.weights_bytes,
-            page_bytes=shape.page_bytes,
-            slot_bytes=shape.slot_bytes,
-            cache_bytes=sizes.num_bytes(shape),
-            is_shared=isinstance(sizes, OneMemory),
-            num_graphs=own.num_graphs,
-            model_type=load_config(folder, config.overrides).model_type,
-        ),
+        facts=_facts(config, folder, own),
         runs_ahead=runs_ahead(config, own.device),
         team=team,
         access=own.access,
@@ -130,6 +121,23 @@ def _check_split(config: EngineConfig, folder: Path) -> None:
         )
     ranks = Ranks(size=size, splits_experts=config.enable_expert_parallel)
     check_split(folder, load_options_of(config, folder, device, ranks))
+
+
+def _facts(config: EngineConfig, folder: Path, own: RankParts) -> Facts:
+    shape = own.shape
+    return Facts(
+        device=_device_name(own.device, config.tensor_parallel_size),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        state_dtype=str(shape.state_dtype).removeprefix("torch."),
+        kv_dtype=own.kv_dtype,
+        weights_bytes=own.weights_bytes,
+        page_bytes=shape.page_bytes,
+        slot_bytes=shape.slot_bytes,
+        cache_bytes=own.sizes.num_bytes(shape),
+        is_shared=isinstance(own.sizes, OneMemory),
+        num_graphs=own.num_graphs,
+        model_type=load_config(folder, config.overrides).model_type,
+    )
 
 
 def _device_name(device: torch.device, num_ranks: int) -> str:
