@@ -138,9 +138,9 @@ def test_checkpoints_and_strays_of_a_path():
     root, run = view.runs
     assert (root.parent, root.num_pages, run.parent) == (None, 0, 0)
     assert (run.first, run.num_pages, run.num_strays) == (0, 4, 1)
-    assert [mark.position for mark in run.marks] == [192, 133, 128]
-    assert {mark.kind for mark in run.marks} >= {"prompt_end", "answer_end"}
-    assert run.num_marks == 3
+    assert [each.position for each in run.checkpoints] == [192, 133, 128]
+    assert {each.kind for each in run.checkpoints} >= {"prompt_end", "answer_end"}
+    assert run.num_checkpoints == 3
 
 
 def test_no_slice_is_long():

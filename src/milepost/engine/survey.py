@@ -15,7 +15,7 @@ from milepost.cache.tree import Checkpoint, Node, Tree
 
 MAX_RUNS = 2000
 """More are added up where they hang: the largest are kept, and those that somebody asks after."""
-MAX_MARKS = 256
+MAX_CHECKPOINTS = 256
 """Checkpoints that are listed of one run, the deepest ones; the others are counted."""
 VISITS = 4096
 """Nodes that a slice looks at: about a millisecond."""
@@ -28,7 +28,7 @@ _ASKED_FOR = 2**40
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CheckpointView:
     """A checkpoint: after how many tokens, why it was made, and how often it was resumed from."""
 
     position: int
@@ -50,13 +50,13 @@ class Run:
     num_pages: int
     num_strays: int
     """So many pages at its end cannot be reached by any checkpoint."""
-    marks: list[Mark]
+    checkpoints: list[CheckpointView]
     """Deepest first."""
-    num_marks: int
+    num_checkpoints: int
     num_others: int = 0
     """Runs below it that are not listed."""
     other_pages: int = 0
-    other_marks: int = 0
+    other_checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class _Surveyor:
         self._num_strays: list[int] = []
         self._num_waiting: list[int] = []
         """Runs right below that have not been added yet."""
-        self._marks: dict[int, list[Checkpoint]] = {}
+        self._checkpoints: dict[int, list[Checkpoint]] = {}
         self._found: dict[int, list[Node]] = {}
         self._bottom_up: list[int] = []
         self._kept: list[int] = []
@@ -173,8 +173,8 @@ class _Surveyor:
     def _note(self, number: int, node: Node) -> None:
         """Note what there is at a node of a run."""
         if node.checkpoints:
-            marks = self._marks.setdefault(number, [])
-            marks.extend(reversed(node.checkpoints.values()))
+            checkpoints = self._checkpoints.setdefault(number, [])
+            checkpoints.extend(reversed(node.checkpoints.values()))
         if node in self._wanted:
             self._found.setdefault(number, []).append(node)
 
@@ -189,8 +189,8 @@ class _Surveyor:
     def add_up(self) -> Slices:
         """Runs, pages and checkpoints below each run, from the leaves to the roots."""
         num = len(self._above)
-        self._runs_below, self._pages_below, self._marks_below = [0] * num, [0] * num, [0] * num
-        self._weight = [0] * num
+        self._runs_below, self._pages_below = [0] * num, [0] * num
+        self._checkpoints_below, self._weight = [0] * num, [0] * num
         ready = [number for number in self._number.values() if not self._num_waiting[number]]
         while ready:
             number = ready.pop()
@@ -210,11 +210,12 @@ class _Surveyor:
         self._weight[above] += self._weight[number]
         self._runs_below[above] += self._runs_below[number] + 1
         self._pages_below[above] += self._pages_below[number] + self._num_pages[number]
-        self._marks_below[above] += self._marks_below[number] + self._num_marks(number)
+        self._checkpoints_below[above] += self._checkpoints_below[number]
+        self._checkpoints_below[above] += self._num_checkpoints(number)
         self._num_waiting[above] -= 1
 
-    def _num_marks(self, number: int) -> int:
-        return len(self._marks.get(number, ()))
+    def _num_checkpoints(self, number: int) -> int:
+        return len(self._checkpoints.get(number, ()))
 
     def choose(self, max_runs: int) -> Slices:
         """Keep the heaviest, by powers of two. Whatever is kept hangs on what is kept: a run weighs
@@ -248,23 +249,24 @@ class _Surveyor:
                 above = runs[index[self._above[number]]]
                 above.num_others -= self._runs_below[number] + 1
                 above.other_pages -= self._pages_below[number] + self._num_pages[number]
-                above.other_marks -= self._marks_below[number] + self._num_marks(number)
+                above.other_checkpoints -= self._checkpoints_below[number]
+                above.other_checkpoints -= self._num_checkpoints(number)
         return View(runs=runs, places=self._places(index), num_runs=len(self._bottom_up))
 
     def _run(self, number: int, index: dict[int, int]) -> Run:
         """With all that is below it, of which `view` takes off what is listed."""
-        marks = self._marks.get(number, [])
+        checkpoints = self._checkpoints.get(number, [])
         return Run(
             id=self._id[number],
             parent=index.get(self._above[number]),
             first=self._first[number],
             num_pages=self._num_pages[number],
             num_strays=self._num_strays[number],
-            marks=[Mark(c.position, c.kind, c.num_uses) for c in marks[:MAX_MARKS]],
-            num_marks=len(marks),
+            checkpoints=list(map(_view_of, checkpoints[:MAX_CHECKPOINTS])),
+            num_checkpoints=len(checkpoints),
             num_others=self._runs_below[number],
             other_pages=self._pages_below[number],
-            other_marks=self._marks_below[number],
+            other_checkpoints=self._checkpoints_below[number],
         )
 
     def _places(self, index: dict[int, int]) -> dict[Node, int]:
@@ -275,3 +277,7 @@ class _Surveyor:
             if number != _NONE:
                 places.update(dict.fromkeys(nodes, index[number]))
         return places
+
+
+def _view_of(checkpoint: Checkpoint) -> CheckpointView:
+    return CheckpointView(checkpoint.position, checkpoint.kind, checkpoint.num_uses)

@@ -201,15 +201,15 @@ def _running(request: Request, view: View, node: Node | None) -> Sequence[Any]:
 def _run(run: Run) -> Sequence[Any]:
     """A run as [id, parent, first page, pages, strays, [[position, kind, uses], ...], checkpoints,
     [runs, pages, checkpoints] that are not listed below it, or None]."""
-    others = (run.num_others, run.other_pages, run.other_marks) if run.num_others else None
-    marks = [(mark.position, mark.kind, mark.num_uses) for mark in run.marks]
+    others = (run.num_others, run.other_pages, run.other_checkpoints) if run.num_others else None
+    checkpoints = [(one.position, one.kind, one.num_uses) for one in run.checkpoints]
     return [
         run.id,
         run.parent,
         run.first,
         run.num_pages,
         run.num_strays,
-        marks,
-        run.num_marks,
+        checkpoints,
+        run.num_checkpoints,
         others,
     ]
