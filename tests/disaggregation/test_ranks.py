@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from milepost.disaggregation.all_ranks import AllRanks, marking
+from milepost.disaggregation.all_ranks import AllRanks, fencing
 from milepost.disaggregation.messages import Layout, MemoryRows
 from milepost.disaggregation.orders import AddPeer, RankEndpoint, ReadPart, Synchronize
 from milepost.disaggregation.part_reader import PartReader
@@ -262,7 +262,7 @@ class Orders:
 
     def __init__(self, transport):
         self.is_ready = threading.Event()
-        runner = Mock(mark=lambda: self.is_ready.is_set)
+        runner = Mock(fence=lambda: self.is_ready.is_set)
         self.answers, self.failures = [], []
         given = runner, 1, transport, lambda *answer: self.answers.append(answer)
         self.reader = PartReader(*given, self.failures.append)
@@ -327,10 +327,10 @@ def test_a_rank_that_is_lost_is_no_transfer_that_fails():
     peer = transport.add_peer(msgspec.msgpack.encode(endpoints(5, 5)), endpoints(5)[0].layout)
     reading = transport.begin(peer, [1], [1])
     assert not transport.is_done(reading)
-    mark = marking(lambda: lambda: True, lambda _: asked.append(Future()) or asked[-1])()
-    assert not mark()
+    fence = fencing(lambda: lambda: True, lambda _: asked.append(Future()) or asked[-1])()
+    assert not fence()
     for each in asked[1:]:
         each.set_exception(EngineDeadError("lost"))
-    for call in (lambda: transport.is_done(reading), mark):
+    for call in (lambda: transport.is_done(reading), fence):
         with pytest.raises(EngineDeadError, match="lost"):
             call()

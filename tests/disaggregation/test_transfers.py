@@ -115,7 +115,7 @@ def test_a_device_that_is_still_busy_is_waited_for_though_nobody_steps(tiny, fle
     first, second = fleet.engines
     prompt, looks = tokens(300), iter([False, False, False])
     params = fleet.prefill(first, prompt)
-    monkeypatch.setattr(second.runner, "mark", lambda: lambda: next(looks, True))
+    monkeypatch.setattr(second.runner, "fence", lambda: lambda: next(looks, True))
     job = fleet.add(second, prompt, params)
     while not second.awaits_others:
         second.step()

@@ -158,11 +158,11 @@ def filling(filled: Callable[[int, int], None], ask: Ask) -> Callable[[int, int]
     return fill
 
 
-def marking(mark: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Callable[[], bool]]:
-    """Whether all that is queued by now is done on all ranks."""
+def fencing(fence: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Callable[[], bool]]:
+    """A fence behind all that is queued by now on all ranks."""
 
-    def mark_all() -> Callable[[], bool]:
-        own, others = mark(), ask(Synchronize())
+    def fence_all() -> Callable[[], bool]:
+        own, others = fence(), ask(Synchronize())
 
         def is_done() -> bool:
             if not others.done() or not own():
@@ -173,7 +173,7 @@ def marking(mark: Callable[[], Callable[[], bool]], ask: Ask) -> Callable[[], Ca
 
         return is_done
 
-    return mark_all
+    return fence_all
 
 
 def _counts(endpoint: RankEndpoint) -> list[list[int]]:

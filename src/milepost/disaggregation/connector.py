@@ -41,8 +41,8 @@ MAX_READERS = 2**16
 class Connector:
     """A source of the scheduler's. Raises ConfigError. `close` it at the end.
 
-    `filled` is told a slot whose state has come, and how many tokens it holds; `mark` returns
-    whether all that is launched by now is done.
+    `filled` is told a slot whose state has come, and how many tokens it holds; `fence` is
+    `Runner.fence`, of all ranks.
     """
 
     name = SOURCE
@@ -54,12 +54,12 @@ class Connector:
         access: Access,
         *,
         filled: Callable[[int, int], None],
-        mark: Callable[[], Callable[[], bool]],
+        fence: Callable[[], Callable[[], bool]],
         clock: Callable[[], float],
         ring: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
-        self._note_state, self._mark = filled, mark
+        self._note_state, self._fence = filled, fence
         cache = scheduler.cache
         assert isinstance(cache, Cache), "comparisons lend nothing"
         self._cache = cache
@@ -186,7 +186,7 @@ class Connector:
         page = chain.digests(depth)[depth - 1] if depth else chain.root
         tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
         key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
-        self.leases.grant(id_, loan, key, page, self._mark())
+        self.leases.grant(id_, loan, key, page, self._fence())
         return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
 
     # --- the next turn ----------------------------------------------------------------------------

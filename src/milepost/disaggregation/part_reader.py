@@ -64,7 +64,7 @@ class PartReader:
         self._last_load: Callable[[], bool] = lambda: True
         self._peers: dict[int, Any] = {}
         self._readings: dict[int, _PartReading] = {}
-        self._marks: list[tuple[int, Callable[[], bool], float]] = []
+        self._fences: list[tuple[int, Callable[[], bool], float]] = []
         """To be answered when what was launched before is done, and since when."""
         self._read_since: float | None = None
         """By others."""
@@ -80,7 +80,7 @@ class PartReader:
 
     def load(self, load: Load) -> None:  # noqa: ARG002
         """What is launched from now on is in nobody's way."""
-        self._last_load = self._runner.mark()
+        self._last_load = self._runner.fence()
 
     def do(self, ticket: int, order: Order) -> None:
         """Begin what the first rank wants."""
@@ -89,8 +89,8 @@ class PartReader:
                 self._runner.filled(slot, position)
                 self._answer(ticket, True)
             case Synchronize():
-                mark = (ticket, self._runner.mark(), time.monotonic())
-                self._commands.put(lambda: self._marks.append(mark))
+                fence = (ticket, self._runner.fence(), time.monotonic())
+                self._commands.put(lambda: self._fences.append(fence))
             case ReadPart():
                 reading = _PartReading(
                     ticket=ticket, part=order, is_ready=self._last_load, begun_at=time.monotonic()
@@ -121,7 +121,7 @@ class PartReader:
     def _hear(self) -> None:
         """Do what was ordered, or wait for something to do."""
         begun = [reading.begun_at for reading in self._readings.values()]
-        begun += [since for *_, since in self._marks]
+        begun += [since for *_, since in self._fences]
         if self._read_since is not None:
             begun.append(self._read_since)
         wait_s = look_s(time.monotonic(), begun)
@@ -163,10 +163,10 @@ class PartReader:
             is_well = self._ended(reading)
             if is_well is not None:
                 self._end(reading, is_well)
-        for mark in self._marks.copy():
-            ticket, is_ready, _ = mark
+        for fence in self._fences.copy():
+            ticket, is_ready, _ = fence
             if is_ready():
-                self._marks.remove(mark)
+                self._fences.remove(fence)
                 self._answer(ticket, True)
 
     def _ended(self, reading: _PartReading) -> bool | None:

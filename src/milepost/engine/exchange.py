@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
-from milepost.disaggregation.all_ranks import filling, marking
+from milepost.disaggregation.all_ranks import fencing, filling
 from milepost.disaggregation.params import Remote, TransferWish, read
 from milepost.engine.bell import Bell
 from milepost.engine.metrics import Metric
@@ -87,11 +87,11 @@ class Exchange:
         numbers = [number for number, known in self._looking.items() if known[0] is job]
         return [self._looking.pop(number)[1] for number in numbers]
 
-    def fetch(self, loads: tuple[Load, ...], mark: Callable[[], Callable[[], bool]]) -> None:
+    def fetch(self, loads: tuple[Load, ...], fence: Callable[[], Callable[[], bool]]) -> None:
         """Have other engines' pages and states fetched, where a plan that was launched says so;
-        `mark` tells when all that was launched before is done."""
+        `fence` is `Runner.fence`."""
         if self.connector is not None and loads:
-            self.connector.fetch(loads, mark())
+            self.connector.fetch(loads, fence())
 
     def end_loads(self) -> None:
         if self.connector is not None:
@@ -151,7 +151,7 @@ def connecting(
         scheduler,
         access if ask is None else access.of_all_ranks(ask),
         filled=runner.filled if ask is None else filling(runner.filled, ask),
-        mark=runner.mark if ask is None else marking(runner.mark, ask),
+        fence=runner.fence if ask is None else fencing(runner.fence, ask),
         clock=time.monotonic,
         ring=bell.ring,
     )

@@ -78,7 +78,7 @@ class Flights:
             return None
         with self.rolling_back(plan):
             flight = self.runner.launch(plan)
-            self._exchange.fetch(plan.loads, self.runner.mark)
+            self._exchange.fetch(plan.loads, self.runner.fence)
             self._sample(flight, num_ahead=0)
         return flight
 
@@ -107,7 +107,7 @@ class Flights:
             self._only_copy(plan or StepPlan(sequences=()))
             return None
         ahead = self.runner.launch(plan, before=flight)
-        self._exchange.fetch(plan.loads, self.runner.mark)
+        self._exchange.fetch(plan.loads, self.runner.fence)
         if not self._answers.wait_for(1, plan.sequences):
             self._sample(ahead, num_ahead=1)
         self._pace.note_planning(plan, perf_counter() - began_s, is_late=ahead.is_late)
@@ -194,7 +194,7 @@ class Flights:
         if plan.only_copies:
             with self._fate.fatal(BaseException):
                 self.runner.copy(plan)
-                self._exchange.fetch(plan.loads, self.runner.mark)
+                self._exchange.fetch(plan.loads, self.runner.fence)
 
 
 def _is_mostly_verifying(plan: StepPlan) -> bool:

@@ -145,8 +145,8 @@ class Runner:
             if load.source in self.carriers:
                 self.carriers[load.source].load(load)
 
-    def mark(self) -> Callable[[], bool]:
-        """Whether all that is queued by now is done."""
+    def fence(self) -> Callable[[], bool]:
+        """Returns what tells, at any later time, whether all that is queued by now is done."""
         if self.pools.device.type != "cuda":
             return lambda: True
         event = torch.cuda.Event()
