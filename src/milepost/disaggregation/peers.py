@@ -8,7 +8,7 @@ by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -38,6 +38,15 @@ Then = Callable[["Answer | str"], None]
 """Told the answer, or why there is none."""
 
 
+class _Asked(NamedTuple):
+    """A question that has no answer yet."""
+
+    deadline: float
+    then: Then
+    is_hint: bool
+    """It is no harm if no answer comes."""
+
+
 class Peer:
     """One other engine."""
 
@@ -46,8 +55,8 @@ class Peer:
         self.engine_id = ""
         self.layout = Layout([], [])
         self.handle: Any = None
-        self.asked: dict[bytes, tuple[float, Then, bool]] = {}
-        """By number: until when, who wants the answer, and whether it is no harm if none comes."""
+        self.asked: dict[bytes, _Asked] = {}
+        """By number."""
         self.used_at = 0.0
         """When it was last spoken to."""
         self._peers = peers
@@ -81,19 +90,19 @@ class Peer:
     def read(self) -> None:
         """Take an answer."""
         frames = self.socket.recv_multipart()
-        known = self.asked.pop(frames[1], None) if len(frames) == 3 else None
-        if known is None:
+        asked = self.asked.pop(frames[1], None) if len(frames) == 3 else None
+        if asked is None:
             return
         try:
             answer = ANSWERS.decode(frames[2])
         except msgspec.DecodeError as error:
-            known[1](f"it answered what is none of ours: {error}")
+            asked.then(f"it answered what is none of ours: {error}")
             return
         if isinstance(answer, Declined):
-            known[1](answer.why)
+            asked.then(answer.why)
             self._peers.drop(self, answer.why)  # the next question says hello again
         else:
-            known[1](answer)
+            asked.then(answer)
 
     def end(self, why: str) -> None:
         """Nobody waits on."""
@@ -101,7 +110,8 @@ class Peer:
         self.socket.close(linger=0)
         if self.handle is not None:
             self._peers.transport.remove_peer(self.handle)
-        waiting = [entry[1] for entry in (*self.asked.values(), *self._waiting)]
+        waiting = [asked.then for asked in self.asked.values()]
+        waiting += [then for _, then, _ in self._waiting]
         self.asked, self._waiting = {}, []
         for then in waiting:
             then(why)
@@ -110,7 +120,7 @@ class Peer:
         self.used_at = self._peers.now
         self._num_asked += 1
         number = self._num_asked.to_bytes(8, "big")
-        self.asked[number] = self._peers.deadline(is_hint), then, is_hint
+        self.asked[number] = _Asked(self._peers.deadline(is_hint), then, is_hint)
         self.socket.send_multipart([b"", number, ENCODER.encode(question)])
 
     def _welcomed(self, answer: Answer | str) -> None:
@@ -154,7 +164,7 @@ class Peers:
 
     @property
     def next_deadline(self) -> float | None:
-        times = [entry[0] for peer in self._known.values() for entry in peer.asked.values()]
+        times = [each.deadline for peer in self._known.values() for each in peer.asked.values()]
         return min(times, default=None)
 
     @property
@@ -197,12 +207,12 @@ class Peers:
             if not peer.asked and now - peer.used_at > IDLE_S + self._timeout_s:
                 self.drop(peer, "nothing was asked for long")
                 continue
-            late = [number for number, entry in peer.asked.items() if entry[0] <= now]
-            if not all(peer.asked[number][2] for number in late):
+            late = {number: each for number, each in peer.asked.items() if each.deadline <= now}
+            if not all(each.is_hint for each in late.values()):
                 self.drop(peer, f"no answer within {self._timeout_s:g} seconds")
                 continue
             for number in late:
-                peer.asked.pop(number)[1]("no answer so far")
+                peer.asked.pop(number).then("no answer so far")
 
     def close(self) -> None:
         for peer in list(self._known.values()):
