@@ -24,7 +24,8 @@ SOURCE = "remote"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Whoever has it closes the transport."""
+    """One rank's transport, and where those of all ranks are reached. Whoever has it closes the
+    transport."""
 
     engine_id: str
     rank: int

@@ -235,7 +235,8 @@ class Connector:
         return found
 
     def end_loads(self) -> None:
-        """Have every load over, and nothing lent: nobody knows how far a plan has come."""
+        """End every load and every lease: nobody knows how far the plan that was interrupted has
+        come."""
         self._links.end_pulls()
         self._take()
         for number in list(self._fetching):  # those that had not begun

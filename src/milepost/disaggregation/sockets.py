@@ -13,6 +13,7 @@ import logging
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -144,7 +145,8 @@ class Sockets:
         return memoryview(asked).cast("I")
 
 
-def _views(layout: Layout):
+def _views(layout: Layout) -> Callable[[int], memoryview]:
+    """By the number of a piece its bytes; what is returned raises IndexError."""
     rows: list[tuple[int, MemoryRows]] = []
     first = 0
     for row in (*layout.pages, *layout.slots):
@@ -152,7 +154,6 @@ def _views(layout: Layout):
         first += row.count
 
     def view(number: int) -> memoryview:
-        """Of a piece. Raises IndexError."""
         for start, row in rows:
             if start <= number < start + row.count:
                 address = row.address + (number - start) * row.stride
