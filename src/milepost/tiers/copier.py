@@ -31,7 +31,8 @@ MAX_RUN = 16
 WAIT_S = 1e-4
 REST_S = 2.0
 HASTE_S = 0.05
-"""Steps are launched behind copies that take so long at most: who comes meanwhile waits, too."""
+"""Steps are launched behind copies that take no longer: a request that arrives meanwhile waits for
+them, too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +97,6 @@ class Copier:
         self._storing: deque[_Storing] = deque()
         self._loading: list[_Loading] = []
         self.num_pages_brought = 0
-        self.num_states_brought = 0
         runner.carriers[tiers.name] = self
 
     @property
@@ -241,9 +241,7 @@ class Copier:
         self._loading.remove(loading)
         assert loading.done is not None, "copies that are over were queued"
         self._tiers.host.unpin(fetch.item for fetch in loading.fetches)
-        num_states = sum(arrival.what == "state" for arrival in loading.load.arrivals)
-        self.num_states_brought += num_states
-        self.num_pages_brought += len(loading.load.arrivals) - num_states
+        self.num_pages_brought += sum(arrival.what != "state" for arrival in loading.load.arrivals)
         seconds = loading.done.seconds()
         if seconds is not None:
             self._tiers.rates.copied(self._num_bytes(loading), seconds)
