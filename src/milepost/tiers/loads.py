@@ -166,7 +166,7 @@ class Loads:
                     is_there = position <= reach.readable * self._size
                     yield _LoadCandidate(position=position, rest=() if is_there else None)
             return
-        on_host, on_disk = self._holdings.host.heads, self._holdings.disk.heads
+        on_host, on_disk = self._holdings.host.state_positions, self._holdings.disk.state_positions
         for num_pages in range(reach.known, above // self._size - 1, -1):
             page = digests[num_pages - 1] if num_pages else chain.root
             if page not in on_host and page not in on_disk:

@@ -34,10 +34,10 @@ class Item:
     pins: int = 0
 
 
-Where = Literal["pages", "states"]
+Budget = Literal["pages", "states"]
 
 
-def where(what: What) -> Where:
+def budget_of(what: What) -> Budget:
     """Whose budget something counts for."""
     return "states" if what == "state" else "pages"
 
@@ -78,7 +78,7 @@ class Tier:
         self.unready: set[bytes] = set()
         """Pages whose contents are not there."""
         self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
-        self._heads: dict[bytes, dict[int, dict[bytes, Item]]] = {}
+        self._states_on: dict[bytes, dict[int, dict[bytes, Item]]] = {}
         """States by the page, or the root, that they hang on, by position: of those that end at the
         same there may be any number, behind different tokens.
         """
@@ -110,9 +110,9 @@ class Tier:
         return key in (self._items["state"] if what == "tail" else self._dependents)
 
     @property
-    def heads(self) -> Mapping[bytes, Collection[int]]:
-        """Positions of the states that hang on a page, or on a root."""
-        return self._heads
+    def state_positions(self) -> Mapping[bytes, Collection[int]]:
+        """Page, or root -> positions of the states that hang on it."""
+        return self._states_on
 
     # --- what comes -------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Tier:
 
     def add(self, what: What, key: bytes, parent: bytes, tokens: bytes, position: int) -> Item:
         """Something new; there is room. Its contents are not there yet."""
-        place = self.budgets[where(what)].free.pop()
+        place = self.budgets[budget_of(what)].free.pop()
         item = Item(
             key=key, what=what, parent=parent, tokens=tokens, position=position, place=place
         )
@@ -158,7 +158,7 @@ class Tier:
             self._loose[key] = item
         elif what == "state":
             self._loose.pop(key, None)  # its tail's
-            self._heads.setdefault(parent, {}).setdefault(position, {})[key] = item
+            self._states_on.setdefault(parent, {}).setdefault(position, {})[key] = item
             self._newest[key] = item
             self._supersede(item)
         return item
@@ -191,13 +191,13 @@ class Tier:
         """Something parts here: its states may be asked for again. Where more than three things
         hang they have been revived before.
         """
-        if page in self._heads and self._dependents[page] <= 3:
+        if page in self._states_on and self._dependents[page] <= 3:
             for state in self._on(page):
                 self._reorder(state, self._superseded, self._newest)
 
     def _on(self, page: bytes) -> Iterator[Item]:
         """The states that hang on a page."""
-        for states in self._heads.get(page, {}).values():
+        for states in self._states_on.get(page, {}).values():
             yield from states.values()
 
     @staticmethod
@@ -228,11 +228,11 @@ class Tier:
         """Take something out whatever hangs on it: it is not there any more."""
         del self._items[item.what][item.key]
         self.num_changes += 1
-        self.budgets[where(item.what)].free.append(item.place)
+        self.budgets[budget_of(item.what)].free.append(item.place)
         if item.what == "state":
             self._superseded.pop(item.key, None)
             self._newest.pop(item.key, None)
-            self._take_head(item)
+            self._take_state(item)
             tail = self._items["tail"].get(item.key)
             if tail is not None:
                 self._loose[tail.key] = tail
@@ -276,14 +276,14 @@ class Tier:
         self.num_evicted += 1
         return True
 
-    def _take_head(self, state: Item) -> None:
-        on_page = self._heads[state.parent]
+    def _take_state(self, state: Item) -> None:
+        on_page = self._states_on[state.parent]
         siblings = on_page[state.position]
         del siblings[state.key]
         if not siblings:
             del on_page[state.position]
         if not on_page:
-            del self._heads[state.parent]
+            del self._states_on[state.parent]
 
     def _hang(self, page: bytes, num: int) -> None:
         """So many items more hang on a page."""
