@@ -38,19 +38,20 @@ and files so many at the start, and with each look at what is over.
 """
 ROUND_S, NUM_LOOKS = 10.0, 32
 """What other engines have written is looked for in so many parts, all of them in so long."""
-HEADS_EACH = 256
+NAMES_EACH = 256
 """Files whose tokens are read at a time, for who is told what there is: a load waits for them."""
 CLOSE_S = 20.0
-"""So long an engine that is ended may write,"""
+"""So long an engine that is closed may still write."""
 CHECK_S = 0.1
-"""and so often it looks whether it gets on."""
+"""Between two looks at what it writes then."""
 STALL_S = 5.0
-"""A load whose files stop coming for so long, and twice what all of them should take, is given up;
+"""A load is given up if no file of it has come for so long, and twice what all of them should take.
 """
 LATE = 10.0
-"""so is one that takes so many times what it should, if it could have been computed meanwhile."""
+"""A load is also given up once it has taken so many times what it should, if its tokens could have
+been computed meanwhile."""
 IDLE_STALL_S = 30.0
-"""The same of writes, and of folders that are looked through: no request waits for them."""
+"""As STALL_S, of writes and of folders that are looked through: no request waits for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +62,9 @@ class Reads:
     """Of each rank, or of all others at once."""
     begun_s: float
     stall_s: float = STALL_S
-    """They are given up when none has come for so long,"""
+    """They are given up when none has come for so long."""
     most_s: float = float("inf")
-    """or not all in so long."""
+    """They are given up when not all have come in so long."""
     ended_s: float = 0.0
     """When the last one was over so far: it is looked at between steps."""
 
@@ -111,7 +112,7 @@ class Disk:
         self._finds = Finds(tiers.holdings.head, self._is_needed)
         self._num_looked = 0
         self._known: deque[tuple[Callable[[Name], None], Name]] = deque()
-        self._heads: Future[list[tuple[Name, bytes | None]]] | None = None
+        self._tokens_read: Future[list[tuple[Name, bytes | None]]] | None = None
         self._scan: Future[News] | None = self._readers.submit(self._find, NUM_FOLDERS)
         wait([self._scan], timeout=SCAN_S)
         self._take_names(ITEMS_AT_START)
@@ -162,16 +163,16 @@ class Disk:
         reach = self._tiers.reach
         if reach is None:
             return
-        if self._heads is not None and self._heads.done():
-            for name, tokens in self._heads.result():
+        if self._tokens_read is not None and self._tokens_read.done():
+            for name, tokens in self._tokens_read.result():
                 if tokens is None:
                     self._tiers.writes.lost(name)
                 else:
                     reach.learn(name.key, tokens)
-            self._heads = None
-        if self._heads is None and reach.are_unread:
-            names = reach.take_unread(HEADS_EACH)
-            self._heads = self._readers.submit(
+            self._tokens_read = None
+        if self._tokens_read is None and reach.are_unread:
+            names = reach.take_unread(NAMES_EACH)
+            self._tokens_read = self._readers.submit(
                 lambda: [(name, self._files.tokens(name)) for name in names]
             )
 
@@ -256,7 +257,7 @@ class Disk:
         if self._tiers.holdings.disk_rests:
             return False
         is_writing = bool(self._writing or self._tiers.writes.are_any)
-        is_looking = bool(self._known) or self._scan is not None or self._heads is not None
+        is_looking = bool(self._known) or self._scan is not None or self._tokens_read is not None
         return is_writing or is_looking
 
     def poll(self) -> None:
@@ -302,7 +303,7 @@ class Disk:
             if reads.is_over:
                 self._late.remove(reads)
                 self._throw_away(reads)
-        now_s, looks = time.perf_counter(), (self._scan, self._heads)
+        now_s, looks = time.perf_counter(), (self._scan, self._tokens_read)
         are_over = all(look is None or look.done() for look in looks)
         is_idle = not self._writing and are_over
         if is_idle or self._num_folders != self._files.num_looked:
