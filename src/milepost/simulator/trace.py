@@ -27,7 +27,7 @@ import gzip
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,6 @@ def read_trace(
     *,
     block_size: int | None = None,
     limit: int | None = None,
-    on_line: Callable[[int], None] | None = None,
 ) -> Trace:
     """Read a file. `limit` takes its first requests alone. Raises TraceError for a bad line."""
     numbers: dict[int, int] = {}
@@ -142,8 +141,6 @@ def read_trace(
         last_s = request.arrival_s
         sizes = _sizes_that_fit(request, sizes, where)
         requests.append(request)
-        if on_line is not None:
-            on_line(len(requests))
     if not requests:
         raise TraceError(f"{path}: no requests")
     return _finish(path.name, requests, _one_size(sizes, path), len(numbers))
