@@ -198,8 +198,8 @@ class Stats:
     checkpoints_declined: int = 0
     """Sparse states that would have been worth less than what they displace."""
     checkpoints_evicted: dict[str, int] = field(default_factory=dict)
-    """By cause: slots, pages, cap, taken (its slot went to the request that resumed from it),
-    reset.
+    """By cause: slots, pages, taken (its slot went to the request that resumed from it), reset; in
+    the simulator's pool of equal blocks: blocks.
     """
     checkpoints_evicted_unused: int = 0
     pages_evicted: int = 0

@@ -30,8 +30,8 @@ _Fields = dict[str, Any]
 
 
 class Messages:
-    """Knows what it has announced: of other pages, those under a salt, it does not tell the end
-    either; and all of it is withdrawn where it ends at once, since llm-d's index passes over
+    """Remembers what it has announced: nothing else is withdrawn, so pages under a salt are not.
+    When the cache is cleared each page is withdrawn first, since llm-d's index passes over
     `AllBlocksCleared` (llm-d-kv-cache at 0117c0e, pkg/kvevents/pool.go)."""
 
     def __init__(

@@ -12,7 +12,7 @@ import aiohttp
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What one request gave. Times are seconds of the given clock."""
+    """What came of one request. Times are seconds of the given clock."""
 
     start: float
     first: float | None = None

@@ -51,7 +51,7 @@ class ResultRow:
     loaded: dict[str, int]
     """Those of the hits that came from host memory or a disk, by which."""
     share_of_bound: float
-    """Of what a state at every page and unlimited KV would give."""
+    """Of what a state at every page and unlimited KV would reuse."""
     lost: dict[str, int]
     ttft_p50_s: float | None = None
     ttft_p90_s: float | None = None

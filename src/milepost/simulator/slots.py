@@ -23,7 +23,7 @@ def replay(
     num_pages: int | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> Cache:
-    """Run the trace through a cache with `num_slots` slots for checkpoints, and give the cache.
+    """Run the trace through a cache with `num_slots` slots for checkpoints; returns the cache.
 
     With `num_pages` KV is limited too, to so many beside those of the longest request.
     """

@@ -4,7 +4,7 @@ Callers import from here. Host only; needs no torch. Drafts of the model's own h
 behind a step (`runner.drafting`), come in through `HeadDrafter`.
 
 Whatever is drafted, answers are the same: a draft is accepted if it is the very token that would
-have been sampled (`runner.flight`).
+have been sampled (`runner.acceptance`).
 """
 
 from __future__ import annotations
