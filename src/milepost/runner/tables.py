@@ -101,12 +101,8 @@ class PageTables:
         """Of the host's memory that cannot be paged out; the same for any number of requests."""
         return self._staging.num_pinned_bytes
 
-    def bring(self, plan: StepPlan) -> None:
-        """Have both follow a plan; waits for nothing."""
-        self.send(*self.host.update(plan))
-
     def send(self, indices: np.ndarray, pages: np.ndarray) -> None:
-        """Bring the device what the host has followed."""
+        """Bring the device what `host.update` returned; waits for nothing."""
         for first in range(0, len(indices), PAGES_AT_ONCE):
             part = slice(first, first + PAGES_AT_ONCE)
             new = _NewPages(indices[part], pages[part])
