@@ -126,8 +126,9 @@ class DeviceDrafting:
                 self._pass(arrays, is_first=not index)
         return self._drafts[:num_requests, self._num_verified - num_drafts :]
 
-    def capture(self, counts: Sequence[int], pool: Any = None) -> None:
+    def capture(self, counts: Sequence[int]) -> None:
         """Record graphs of the passes behind so many requests."""
+        pool = None
         for count in counts:
             arrays = self._send(StepPlan(sequences=()), (), _NOBODY, count)
             graphs = []
