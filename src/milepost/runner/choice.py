@@ -96,7 +96,7 @@ def full(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def on_device(values: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:
+def tensor_beside(values: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:
     """A tensor beside `like`; the host doesn't wait for what is queued there."""
     tensor = torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda)
     return tensor.to(like.device, non_blocking=True)
@@ -144,7 +144,7 @@ def _measure(
     if not wanted:
         return None
     counts = [params[r].logprobs or 0 for r in wanted]
-    index = on_device(wanted, torch.int64, logits)
+    index = tensor_beside(wanted, torch.int64, logits)
     logprobs = full(logits[index]).log_softmax(dim=-1)
     own = logprobs.gather(1, token_ids[index, None])
     best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)

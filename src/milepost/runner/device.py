@@ -25,7 +25,7 @@ from milepost.models.decoder import Decoder
 from milepost.runner import arrays
 from milepost.runner.acceptance import accept_equal
 from milepost.runner.arrays import Capacity, Geometry
-from milepost.runner.choice import Drafts, SampledToken, choice_of, on_device
+from milepost.runner.choice import Drafts, SampledToken, choice_of, tensor_beside
 from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.flight import Flight
 from milepost.runner.graphs import Cut, Graphs, Outcome, exact_capacity
@@ -175,11 +175,11 @@ class DeviceExecutor:
         if not apart:
             return self._sampler.choose(numbers, logits, best, rows)
         token_ids = best.clone()
-        place = on_device(apart, torch.int64, logits)
+        place = tensor_beside(apart, torch.int64, logits)
         token_ids[place] = choose(logits[place], [rows[index] for index in apart]).token_ids
         rest = [index for index in range(len(rows)) if index not in set(apart)]
         if rest:
-            place = on_device(rest, torch.int64, logits)
+            place = tensor_beside(rest, torch.int64, logits)
             own = [numbers[index] for index in rest], logits[place], best[place]
             token_ids[place] = self._sampler.choose(*own, [rows[index] for index in rest])
         return token_ids

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.runner.choice import SampledToken
+from milepost.runner.choice import SampledToken, full
 from milepost.scheduler.plans import PromptScoring, StepPlan
 
 PIECE_ROWS = 128
@@ -60,8 +60,7 @@ def _score(
     for start in range(0, len(targets), PIECE_ROWS):
         piece = targets[start : start + PIECE_ROWS]
         logits = compute_logits(hidden[first + start : first + start + len(piece)])
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        logprobs = wide.log_softmax(dim=-1)
+        logprobs = full(logits).log_softmax(dim=-1)
         own = logprobs.gather(1, torch.tensor(piece, device=logits.device)[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1
         best = logprobs.topk(scoring.num_top, dim=-1)

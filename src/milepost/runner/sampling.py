@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.sampling.reference import gumbel, lowest_kept
-from milepost.runner.choice import Choice, choice_of, full, on_device
+from milepost.runner.choice import Choice, choice_of, full, tensor_beside
 from milepost.sampling_params import SamplingParams
 
 
@@ -79,7 +79,7 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
     token_ids = _best(adjusted)
     drawn = [r for r, row in enumerate(rows) if not row.takes_the_best]
     if drawn:
-        index = on_device(drawn, torch.int64, logits)
+        index = tensor_beside(drawn, torch.int64, logits)
         token_ids[index] = _draw(full(adjusted[index]), [rows[r] for r in drawn])
     return choice_of(token_ids, logits, [row.params for row in rows])
 
@@ -112,7 +112,7 @@ def _adjust(logits: Tensor, row: SamplingRow) -> None:
     if row.params.logit_bias:
         biases = list(row.params.logit_bias.values())
         ids = _ids(list(row.params.logit_bias), logits)
-        logits[ids] += on_device(biases, logits.dtype, logits)
+        logits[ids] += tensor_beside(biases, logits.dtype, logits)
     if row.params.has_penalties:
         _penalize(logits, row)
     if row.mask is not None:
@@ -135,7 +135,7 @@ def _penalize(logits: Tensor, row: SamplingRow) -> None:
 
 
 def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    return on_device(token_ids, torch.int64, like)
+    return tensor_beside(token_ids, torch.int64, like)
 
 
 # --- from the temperature on: which tokens remain, and the draw -----------------------------------
@@ -166,7 +166,7 @@ def _column(
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
     """[R, 1], beside `like`."""
-    return on_device([value(row) for row in rows], dtype, like).unsqueeze(1)
+    return tensor_beside([value(row) for row in rows], dtype, like).unsqueeze(1)
 
 
 def temperature_of(row: SamplingRow) -> float:
