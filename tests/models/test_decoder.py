@@ -135,7 +135,7 @@ def test_a_block_in_two_layers_has_one_set_of_weights_and_two_caches() -> None:
         for name, parameter in layer.blocks[0].named_parameters():
             parameter.copy_(own[name])
     apart.embedding.copy_(model.embedding)
-    apart.head.weights[0].values.copy_(model.head.weights[0].values)
+    apart.lm_head.weights[0].values.copy_(model.lm_head.weights[0].values)
     assert torch.equal(run(apart, 50, 51, 70), run(model, 50, 51, 70))
 
 

@@ -239,7 +239,7 @@ def test_precisions_may_be_mixed(name: str, form: str, tmp_path: Path) -> None:
     dummy, _ = load_model(stored, LoadOptions(dtype="float64", load_format="dummy"))
     expected = [type(each) for each in model.modules()]
     assert [type(each) for each in dummy.modules()] == expected
-    has_four_bits = isinstance(model.head.weights[0], QuantisedMatrix)
+    has_four_bits = isinstance(model.lm_head.weights[0], QuantisedMatrix)
     assert has_four_bits == (form == "modelopt-mixed")
 
 

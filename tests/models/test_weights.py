@@ -83,10 +83,10 @@ def test_draft_layers_and_vision_are_skipped(tmp_path: Path) -> None:
 def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     save("qwen3_5_tied", tmp_path)
     model, _ = load_model(tmp_path)
-    assert model.head.weights[0].values is model.embedding
+    assert model.lm_head.weights[0].values is model.embedding
     other = torch.ones_like(model.embedding)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": other}))
-    assert torch.equal(load_model(tmp_path)[0].head.weights[0].values, other)
+    assert torch.equal(load_model(tmp_path)[0].lm_head.weights[0].values, other)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "auto"])

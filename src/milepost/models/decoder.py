@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         self._embedding_name = kind.full(f"{embedding}.weight")
         self.layers = nn.ModuleList(parts.layers)
         self.norm = parts.norm
-        self.head = Linear(
+        self.lm_head = Linear(
             config.hidden_size,
             (("lm_head", self._vocab.size),),
             kind.root(),
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab_size] of rows `hidden` [R, C] of what `forward` returned."""
-        logits = self.ranks.all_gather(self.head(hidden))
+        logits = self.ranks.all_gather(self.lm_head(hidden))
         return logits if self._multipliers[1] == 1 else logits * self._multipliers[1]
 
     def placements(self) -> Placements:
