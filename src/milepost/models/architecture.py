@@ -30,6 +30,11 @@ def is_unset(value: Any) -> bool:
     return not value
 
 
+def is_true_or_unset(value: Any) -> bool:
+    """A setting that is missing, or says yes."""
+    return value in (None, True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A family of models. A file's `ARCHITECTURES` are all that there is to registering them."""

@@ -12,7 +12,13 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.models import architectures
-from milepost.models.architecture import Architecture, Requirement, is_unset, refuse_uneven
+from milepost.models.architecture import (
+    Architecture,
+    Requirement,
+    is_true_or_unset,
+    is_unset,
+    refuse_uneven,
+)
 
 
 @lru_cache
@@ -100,7 +106,7 @@ _REQUIREMENTS: dict[str, Requirement] = {
     "use_sliding_window": (is_unset, "false"),
     "sliding_window": (is_unset, "none"),
     "attention_chunk_size": (is_unset, "none"),
-    "attn_output_gate": (lambda value: value in (None, True), "true"),
+    "attn_output_gate": (is_true_or_unset, "true"),
     "output_gate_type": (lambda value: value in (None, "silu", "swish"), "swish"),
     "attn_logit_softcapping": (is_unset, "none"),
     "final_logit_softcapping": (is_unset, "none"),

@@ -13,7 +13,7 @@ from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
 from milepost.layers.rotary import Rotary
-from milepost.models.architecture import Architecture, attention_shapes, mamba2_shapes
+from milepost.models.architecture import Architecture, attention_shapes, is_unset, mamba2_shapes
 from milepost.models.decoder import DecoderParts
 
 
@@ -55,6 +55,6 @@ ARCHITECTURES = (
     Architecture(
         model_types=("bamba",),
         build=_parts,
-        requirements={"mlp_bias": (lambda value: not value, "false")},
+        requirements={"mlp_bias": (is_unset, "false")},
     ),
 )

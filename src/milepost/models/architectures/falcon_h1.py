@@ -17,6 +17,7 @@ from milepost.layers.rotary import Rotary
 from milepost.models.architecture import (
     Architecture,
     attention_shapes,
+    is_true_or_unset,
     is_unset,
     mamba2_shapes,
 )
@@ -84,7 +85,7 @@ ARCHITECTURES = (
         requirements={
             "attn_layer_indices": (is_unset, "none: every layer has both mixers"),
             "mamba_proj_bias": (is_unset, "false"),
-            "mamba_use_mlp": (lambda value: value in (None, True), "true"),
+            "mamba_use_mlp": (is_true_or_unset, "true"),
             "mlp_bias": (is_unset, "false"),
             "projectors_bias": (is_unset, "false"),
         },

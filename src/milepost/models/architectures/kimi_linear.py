@@ -15,7 +15,7 @@ from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
-from milepost.models.architecture import Architecture, is_unset
+from milepost.models.architecture import Architecture, is_true_or_unset, is_unset
 from milepost.models.decoder import DecoderParts
 
 _EXPERT_NAMES = ExpertNames(shared="shared_experts", projections=("w1", "w3", "w2"))
@@ -95,10 +95,6 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
 
 
-def _is_true_or_unset(value: object) -> bool:
-    return value in (None, True)
-
-
 def _has_kda_alone(value: Mapping[str, object] | None) -> bool:
     """Decays without a bound, gates of low rank."""
     own = value or {}
@@ -114,14 +110,14 @@ ARCHITECTURES = (
             "attn_res_block_size": (is_unset, "none"),
             "linear_attn_config": (_has_kda_alone, "one without the settings of Kimi K3"),
             "mla_use_output_gate": (is_unset, "false"),
-            "mla_use_nope": (_is_true_or_unset, "true"),
+            "mla_use_nope": (is_true_or_unset, "true"),
             "moe_layer_freq": (lambda value: value in (None, 1), "1"),
             "moe_router_activation_func": (lambda value: value in (None, "sigmoid"), "sigmoid"),
             "num_nextn_predict_layers": (is_unset, "0"),
             "q_lora_rank": (lambda value: value is None, "none"),
             "routed_expert_hidden_size": (is_unset, "none"),
             "topk_method": (lambda value: value in (None, "noaux_tc"), "noaux_tc"),
-            "use_grouped_topk": (_is_true_or_unset, "true"),
+            "use_grouped_topk": (is_true_or_unset, "true"),
         },
     ),
 )

@@ -16,7 +16,7 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
 from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
-from milepost.models.architecture import Architecture
+from milepost.models.architecture import Architecture, is_true_or_unset
 from milepost.models.decoder import DecoderParts
 
 _NAMES = AttentionNames(out="out_proj", query_norm="q_layernorm", key_norm="k_layernorm")
@@ -107,15 +107,11 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.norm_eps, kind)
 
 
-def _is_true_or_unset(value: object) -> bool:
-    return value in (None, True)
-
-
 _REQUIREMENTS = {
     "hidden_act": (lambda value: value in (None, "silu", "swish"), "silu"),
     "conv_L_cache": (lambda value: value > 1, "2 or more"),
-    "block_use_swiglu": (_is_true_or_unset, "true"),
-    "use_pos_enc": (_is_true_or_unset, "true"),
+    "block_use_swiglu": (is_true_or_unset, "true"),
+    "use_pos_enc": (is_true_or_unset, "true"),
 }
 
 ARCHITECTURES = tuple(
