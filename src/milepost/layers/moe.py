@@ -25,7 +25,7 @@ from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, place_whole
-from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes
+from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes, Precision
 from milepost.parallel import Cut
 
 
@@ -69,33 +69,21 @@ class MoE(nn.Module):
         super().__init__()
         self.shapes, self.kind, self.hidden_size = shapes, kind, hidden_size
         self.names = names
-        # Of stacked experts a tensor may have a module's name.
-        stacked = names.stacked[0].removesuffix(".weight")
-        is_module = stacked != names.stacked[0] and kind.has(names.stacked[0])
-        form = kind.precision(stacked if is_module else names.single)
-        own = kind.under(names.shared)
-        ranks, what = kind.ranks, f"{kind.path} moe_intermediate_size"
-        if ranks.splits_experts:
-            self.cut = ranks.share(shapes.num_experts, f"{kind.path} num_experts")
-            units = Cut.all_of(shapes.size)
-            if self.cut.size < shapes.num_chosen:
-                raise ConfigError(
-                    f"tensor_parallel_size={ranks.size}: {kind.path} has {self.cut.size} experts "
-                    f"on a rank, and a token has {shapes.num_chosen}; leave expert parallelism out"
-                )
-        else:
-            self.cut, units = Cut.all_of(shapes.num_experts), ranks.share(shapes.size, what)
+        precision, own = _precision_of(names, kind), kind.under(names.shared)
+        self.cut, units = _cuts(shapes, kind)
         # An expert that every token chooses is no rank's own.
-        joins = not ranks.splits_experts and form == own.precision(names.shared_projections[0])
-        self.num_joint = shapes.num_joint if joins and shapes.num_joint <= form.max_shared else 0
+        splits = kind.ranks.splits_experts
+        joins = not splits and precision == own.precision(names.shared_projections[0])
+        self.num_joint = (
+            shapes.num_joint if joins and shapes.num_joint <= precision.max_shared else 0
+        )
         has_gate = bool(shapes.shared_size) and shapes.scores.gates_shared
         has_gate_row = self.num_joint > 0 and has_gate
         self.num_logits = shapes.num_experts + has_gate_row
-        # Products with whole groups of 8 outputs are faster.
         sections = (
             (names.router, shapes.num_experts),
             (f"{names.shared}_gate", int(has_gate_row)),
-            (None, -self.num_logits % 8),
+            (None, -self.num_logits % 8),  # products with whole groups of 8 outputs are faster
         )
         self.router = Linear(hidden_size, [each for each in sections if each[1]], kind)
         self.bias = kind.empty_precise(shapes.num_experts) if shapes.has_bias else None
@@ -107,9 +95,9 @@ class MoE(nn.Module):
             num_shared=self.num_joint,
             experts=self.cut,
             units=units,
-            shared_units=ranks.share(shapes.shared_size, what) if self.num_joint else units,
+            shared_units=_units(shapes.shared_size, kind) if self.num_joint else units,
         )
-        self.experts = form.experts(sizes, names, kind)
+        self.experts = precision.experts(sizes, names, kind)
         self.latent_in = self.latent_out = self.shared = self.shared_gate = None
         if shapes.latent_size:
             self.latent_in = Linear(hidden_size, (("fc1_latent_proj", inner_size),), kind)
@@ -208,3 +196,31 @@ def elsewhere_of(model: nn.Module) -> tuple[str, ...]:
     """Patterns of names of a checkpoint's tensors that only other ranks read."""
     patterns = (module.elsewhere for module in model.modules() if isinstance(module, MoE))
     return tuple(pattern for pattern in patterns if pattern)
+
+
+def _precision_of(names: ExpertNames, kind: ParameterKind) -> Precision:
+    """How the checkpoint has the experts' weights."""
+    # Of stacked experts a tensor may have a module's name.
+    stacked = names.stacked[0].removesuffix(".weight")
+    is_module = stacked != names.stacked[0] and kind.has(names.stacked[0])
+    return kind.precision(stacked if is_module else names.single)
+
+
+def _cuts(shapes: ExpertShapes, kind: ParameterKind) -> tuple[Cut, Cut]:
+    """Which experts this rank has, and which units of each. Raises ConfigError where it has fewer
+    experts than a token chooses."""
+    ranks = kind.ranks
+    if not ranks.splits_experts:
+        return Cut.all_of(shapes.num_experts), _units(shapes.size, kind)
+    experts = ranks.share(shapes.num_experts, f"{kind.path} num_experts")
+    if experts.size < shapes.num_chosen:
+        raise ConfigError(
+            f"tensor_parallel_size={ranks.size}: {kind.path} has {experts.size} experts "
+            f"on a rank, and a token has {shapes.num_chosen}; leave expert parallelism out"
+        )
+    return experts, Cut.all_of(shapes.size)
+
+
+def _units(size: int, kind: ParameterKind) -> Cut:
+    """This rank's, of an expert's `size`."""
+    return kind.ranks.share(size, f"{kind.path} moe_intermediate_size")
