@@ -172,7 +172,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
         work = _tokenized(service, body)
-        tokens, marks = await unless_disconnected(request, work, lambda: None)
+        tokens, marks = await unless_disconnected(request, work)
         names = None
         if body.return_token_strs:
             names = await service.encoder.with_tokenizer(

@@ -32,7 +32,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     params = await service.checked(params, forms.field_of(request))
     service.check_number(num_prompts(request), params.n)  # before any of them is tokenized
     work = prompts_of(service, request, params)
-    prompts = await unless_disconnected(http, work, lambda: None)
+    prompts = await unless_disconnected(http, work)
     for prompt in prompts:
         service.check_prompt(prompt, params, "prompt")
     if request.user is not None:

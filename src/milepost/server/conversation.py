@@ -50,10 +50,10 @@ async def begin(
     name; with `fits_max_tokens` an answer may be as long as max_model_len leaves, where more was
     asked for.
 
-    Raises what the steps on the way raise; whoever gets a Turn closes its generation.
+    Raises what the steps on the way raise; whoever gets a ChatTurn closes its generation.
     """
     work = _begin(service, request, http, field, fits_max_tokens)
-    return await unless_disconnected(http, work, lambda: None)
+    return await unless_disconnected(http, work)
 
 
 async def _begin(

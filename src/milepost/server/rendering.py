@@ -33,7 +33,7 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
         params = parameters.of_completion(body, service.sampling_defaults)
         service.check_number(completions.num_prompts(body), params.n)  # before they are tokenized
         work = completions.prompts_of(service, body, params)
-        prompts = await unless_disconnected(request, work, lambda: None)
+        prompts = await unless_disconnected(request, work)
         for prompt in prompts:
             service.check_prompt(prompt, params, "prompt")
         id_ = conversation.response_id("cmpl", body, request)
@@ -44,7 +44,7 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
     ) -> Response:
         params = parameters.of_chat(chat, service.sampling_defaults)
         work = conversation.prompt_of(service, chat, params, request)
-        prompt, _ = await unless_disconnected(request, work, lambda: None)
+        prompt, _ = await unless_disconnected(request, work)
         if fits_max_tokens:
             params = conversation.fitting(service, prompt, params)
         service.check_prompt(prompt, params, field)

@@ -154,10 +154,12 @@ def _body(chunk: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": chunk, "more_body": more}
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T], close: Callable[[], None]) -> T:
+async def unless_disconnected(
+    request: Request, work: Awaitable[T], close: Callable[[], None] | None = None
+) -> T:
     """The result of `work`, which is cancelled if the client leaves. Raises ClientGoneError.
 
-    `close` is called before it returns.
+    `close`, if there is one, is called before it returns.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request.receive))
@@ -171,7 +173,8 @@ async def unless_disconnected(request: Request, work: Awaitable[T], close: Calla
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-        close()
+        if close is not None:
+            close()
 
 
 async def _disconnect(receive: Any) -> None:

@@ -63,7 +63,7 @@ async def count_tokens(
     service.check_model(request.model)
     chat = _chat(service, request, http)
     work = conversation.render(service, chat, http, is_counted=True)
-    rendered = await unless_disconnected(http, work, lambda: None)
+    rendered = await unless_disconnected(http, work)
     return {"input_tokens": len(rendered.token_ids)}
 
 

@@ -55,7 +55,7 @@ async def count_tokens(
     service.check_model(request.model)
     _, _, chat = chat_of(store, request, http)
     work = conversation.render(service, chat, http, is_counted=True)
-    rendered = await unless_disconnected(http, work, lambda: None)
+    rendered = await unless_disconnected(http, work)
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 
