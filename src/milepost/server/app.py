@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import milepost
-from milepost.engine.metrics import Metric
-from milepost.errors import EngineDeadError, MilepostError
+from milepost.errors import MilepostError
 from milepost.server import cors, errors, operation, rendering
 from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.errors import body_for
@@ -27,7 +23,6 @@ from milepost.server.config import read_keys
 from milepost.server.errors import HttpError
 from milepost.server.gate import Gate
 from milepost.server.messages import for_template, tools_for_template
-from milepost.server.metrics import CONTENT_TYPE
 from milepost.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -42,19 +37,6 @@ from milepost.server.responses.store import ResponseStore
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
 from milepost.server.ui import page
-
-METRICS_TIMEOUT_S = 5.0
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request cannot be served as it stands; `error.param` says what."},
-    401: {"description": "No valid key."},
-    404: {"description": "No such model."},
-    413: {"description": "The body is too large."},
-    415: {"description": "The body says that it is something other than JSON."},
-    429: {"description": "As many requests are queued as are accepted; see Retry-After."},
-    503: {"description": "The engine has died, or the server is shutting down."},
-    504: {"description": "The request took longer than the server allows."},
-}
 
 
 def build(service: Service) -> Any:
@@ -71,7 +53,6 @@ def build(service: Service) -> Any:
     _add_anthropic(app, service)
     _add_responses(app, service)
     _add_text(app, service)
-    _add_operation(app, service)
     operation.add(app, service)
     if service.config.ui:
         page.add(app, service.client)
@@ -82,17 +63,17 @@ def build(service: Service) -> Any:
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=ERRORS, response_class=Response)
+    @app.post("/v1/completions", responses=errors.MEANINGS, response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await complete(service, body, request)
 
-    @app.post("/v1/chat/completions", responses=ERRORS, response_class=Response)
+    @app.post("/v1/chat/completions", responses=errors.MEANINGS, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await chat(service, body, request)
 
-    @app.post("/invocations", responses=ERRORS, response_class=Response)
+    @app.post("/invocations", responses=errors.MEANINGS, response_class=Response)
     async def invocations(body: Invocation, request: Request) -> Response:
         """Either of the two, as SageMaker sends both."""
         service.unknown.settle(body, request.scope)
@@ -106,7 +87,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
             return anthropic.models(service)
         return {"object": "list", "data": [_model(service, name) for name in service.names]}
 
-    @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
+    @app.get("/v1/models/{name:path}", responses={404: errors.MEANINGS[404]})
     async def model(name: str, request: Request) -> dict[str, Any]:
         service.check_model(name)
         if anthropic.ANTHROPIC_VERSION in request.headers:
@@ -115,12 +96,12 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages", responses=ERRORS, response_class=Response)
+    @app.post("/v1/messages", responses=errors.MEANINGS, response_class=Response)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await anthropic.answer(service, body, request)
 
-    @app.post("/v1/messages/count_tokens", responses=ERRORS)
+    @app.post("/v1/messages/count_tokens", responses=errors.MEANINGS)
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
         return await anthropic.count_tokens(service, body, request)
@@ -130,28 +111,28 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     store = ResponseStore()
     rendering.add(app, service, store)
 
-    @app.post("/v1/responses", responses=ERRORS, response_class=Response)
+    @app.post("/v1/responses", responses=errors.MEANINGS, response_class=Response)
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await responses.respond(service, store, body, request)
 
-    @app.post("/v1/responses/input_tokens", responses=ERRORS)
+    @app.post("/v1/responses/input_tokens", responses=errors.MEANINGS)
     async def count_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
         return await responses.count_tokens(service, store, body, request)
 
-    @app.get("/v1/responses/{id_}", responses={404: ERRORS[404]})
+    @app.get("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
     async def stored(id_: str, request: Request) -> dict[str, Any]:
         return responses.find(store, request, id_).body
 
-    @app.get("/v1/responses/{id_}/input_items", responses={404: ERRORS[404]})
+    @app.get("/v1/responses/{id_}/input_items", responses={404: errors.MEANINGS[404]})
     async def input_items(id_: str, request: Request) -> dict[str, Any]:
         items = responses.find(store, request, id_).input_items
         ids = [item["id"] for item in items]
         ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
         return {"object": "list", "data": items, **ends}
 
-    @app.delete("/v1/responses/{id_}", responses={404: ERRORS[404]})
+    @app.delete("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
     async def delete(id_: str, request: Request) -> dict[str, Any]:
         return responses.delete(store, request, id_)
 
@@ -167,7 +148,11 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses={400: ERRORS[400], 404: ERRORS[404]}, response_class=Response)
+    @app.post(
+        "/tokenize",
+        responses={400: errors.MEANINGS[400], 404: errors.MEANINGS[404]},
+        response_class=Response,
+    )
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
@@ -187,7 +172,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         }
         return errors.json_response(found)
 
-    @app.post("/detokenize", responses={400: ERRORS[400], 404: ERRORS[404]})
+    @app.post("/detokenize", responses={400: errors.MEANINGS[400], 404: errors.MEANINGS[404]})
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
@@ -222,34 +207,6 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
         is_cut=True,
     )
     return rendered.token_ids, list(rendered.marks)
-
-
-def _add_operation(app: FastAPI, service: Service) -> None:
-    engine: Sequence[Metric] = ()
-
-    @app.get("/health", responses={503: ERRORS[503]})
-    async def health() -> dict[str, Any]:
-        if service.client.death is not None or service.is_closing:
-            raise EngineDeadError(service.client.death or "the server is shutting down")
-        return {"status": "ok"}
-
-    @app.get("/version")
-    async def version() -> dict[str, Any]:
-        return {"version": milepost.__version__}
-
-    @app.post("/reset_prefix_cache", responses={409: {"description": "Requests are running."}})
-    async def reset_prefix_cache() -> dict[str, Any]:
-        if not await service.client.reset_prefix_cache(timeout_s=service.config.request_timeout_s):
-            raise HttpError(409, "requests are running: try again when none are")
-        return {"reset": True}
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        nonlocal engine
-        with contextlib.suppress(TimeoutError):  # a step can take long; then the last figures
-            async with asyncio.timeout(METRICS_TIMEOUT_S):
-                engine = await service.client.metrics()
-        return Response(service.metrics.expose(engine), media_type=CONTENT_TYPE)
 
 
 def _add_errors(app: FastAPI, service: Service) -> None:

@@ -25,6 +25,18 @@ RETRY_AFTER_S = 1
 MAX_MESSAGE_LEN = 2000
 """Longer ones repeat what the client sent; their middle is left out."""
 
+MEANINGS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The request cannot be served as it stands; `error.param` says what."},
+    401: {"description": "No valid key."},
+    404: {"description": "No such model."},
+    413: {"description": "The body is too large."},
+    415: {"description": "The body says that it is something other than JSON."},
+    429: {"description": "As many requests are queued as are accepted; see Retry-After."},
+    503: {"description": "The engine has died, or the server is shutting down."},
+    504: {"description": "The request took longer than the server allows."},
+}
+"""What the statuses of responses say, for the description of the API."""
+
 _STATUS: tuple[tuple[type[MilepostError], int, str], ...] = (
     (InvalidRequestError, 400, "invalid_request_error"),
     (QueueFullError, 429, "rate_limit_error"),

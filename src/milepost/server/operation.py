@@ -3,33 +3,78 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI
 from starlette.responses import Response
 
 import milepost
+from milepost.engine.metrics import Metric
 from milepost.errors import EngineAsleepError, EngineDeadError
+from milepost.server.errors import MEANINGS, HttpError
+from milepost.server.metrics import CONTENT_TYPE
 from milepost.server.service import Service
 
 DRAIN_POLL_S = 0.02
+METRICS_TIMEOUT_S = 5.0
 
 
 def add(app: FastAPI, service: Service) -> None:
-    """/ping, /load, /server_info, /kv_event_sources; with `enable_sleep_mode` those of sleep."""
+    """Whether it lives, what it counts, what it is; with `enable_sleep_mode` how it sleeps."""
+    _add_health(app, service)
+    _add_metrics(app, service)
+    _add_info(app, service)
+    if service.config.enable_sleep_mode:
+        _add_sleep(app, service)
+
+    @app.post("/reset_prefix_cache", responses={409: {"description": "Requests are running."}})
+    async def reset_prefix_cache() -> dict[str, Any]:
+        if not await service.client.reset_prefix_cache(timeout_s=service.config.request_timeout_s):
+            raise HttpError(409, "requests are running: try again when none are")
+        return {"reset": True}
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    def check() -> None:
+        if service.client.death is not None or service.is_closing:
+            raise EngineDeadError(service.client.death or "the server is shutting down")
+
+    @app.get("/health", responses={503: MEANINGS[503]})
+    async def health() -> dict[str, Any]:
+        check()
+        return {"status": "ok"}
 
     @app.get("/ping", response_class=Response)
     @app.post("/ping", response_class=Response)
     async def ping() -> Response:
         """The same as /health, as SageMaker asks for it."""
-        if service.client.death is not None or service.is_closing:
-            raise EngineDeadError(service.client.death or "the server is shutting down")
+        check()
         return Response()
+
+
+def _add_metrics(app: FastAPI, service: Service) -> None:
+    engine: Sequence[Metric] = ()
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        nonlocal engine
+        with contextlib.suppress(TimeoutError):  # a step can take long; then the last figures
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                engine = await service.client.metrics()
+        return Response(service.metrics.expose(engine), media_type=CONTENT_TYPE)
 
     @app.get("/load")
     async def load() -> dict[str, int]:
         """How many answers are running or waiting."""
         return {"server_load": service.client.num_in_flight}
+
+
+def _add_info(app: FastAPI, service: Service) -> None:
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        return {"version": milepost.__version__}
 
     @app.get("/server_info")
     @app.get("/get_server_info")
@@ -54,9 +99,6 @@ def add(app: FastAPI, service: Service) -> None:
             "enable_kv_cache_events": True,
         }
         return {"0": source}
-
-    if service.config.enable_sleep_mode:
-        _add_sleep(app, service)
 
 
 def _info(service: Service) -> dict[str, Any]:
