@@ -46,11 +46,9 @@ REQUESTS = Flags(
     with_negative=("special_tokens_in_content",),
 )
 
-Run = Callable[..., Any]
 
-
-def run_batch_command(reports: Console, run: Run | None = None) -> Callable[..., int]:
-    """The command, bound to where its summary goes, and to what answers."""
+def run_batch_command(reports: Console) -> Callable[..., int]:
+    """The command, bound to where its summary goes."""
 
     def run_batch(
         *,
@@ -78,9 +76,7 @@ def run_batch_command(reports: Console, run: Run | None = None) -> Callable[...,
         log_to_stderr(verbose)
         start = time.perf_counter()
         with input_file.open("rb") as source, _bar(reports) as progress:
-            counts = (run or _runner())(
-                server, engine, source, lambda: _opened(output_file), progress
-            )
+            counts = _runner()(server, engine, source, lambda: _opened(output_file), progress)
         seconds = time.perf_counter() - start
         failed = "".join(f", {n} with {status}" for status, n in sorted(counts.statuses.items()))
         reports.print(
@@ -111,7 +107,7 @@ def _opened(target: Path) -> BinaryIO:
         raise ConfigError(f"output_file={str(target)!r}: {error.strerror}") from error
 
 
-def _runner() -> Run:
+def _runner() -> Callable[..., Any]:
     """What answers. Raises ConfigError if its libraries are not installed."""
     without_torch()  # the engine is in a process of its own
     try:
