@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import product
 
 from rich.table import Table
 
@@ -31,7 +32,14 @@ def run_fleet(
     progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
 ) -> Iterable[FleetRow]:
     """A row for each size, routing, policy and seed."""
-    for num_engines in settings.fleet or ():
+    cells = product(
+        settings.fleet or (),
+        settings.gib or (),
+        settings.policy or ["auto"],
+        settings.routing or DEFAULT_ROUTINGS,
+        range(settings.seeds),
+    )
+    for num_engines, gib, policy, routing, seed in cells:
         shape = Shape(
             num_engines=num_engines,
             num_prefill=settings.prefill_engines,
@@ -39,33 +47,29 @@ def run_fleet(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             bytes_per_s=settings.transfer_gb_s * 1e9,
         )
-        for gib in settings.gib or ():
-            memory = MemoryGib(device=gib, host=settings.host_gib, disk=settings.disk_gib)
-            for name in settings.policy or ["auto"]:
-                for routing in settings.routing or DEFAULT_ROUTINGS:
-                    for seed in range(settings.seeds):
-                        seeded = reseeded(trace, seed)
-                        fleet = Fleet(
-                            seeded,
-                            _maker(name, gib, cost, trace.page_size, settings.max_num_seqs),
-                            cost,
-                            shape,
-                            routing=routing,
-                            closed=closed,
-                            tiers=settings.tiers,
-                        )
-                        with progress(f"{num_engines} x {routing}", len(trace.requests)) as advance:
-                            run = fleet.run(advance)
-                        yield fleet_row(
-                            seeded,
-                            run,
-                            bound,
-                            shape,
-                            policy=name,
-                            routing=routing,
-                            memory=memory,
-                            seed=seed,
-                        )
+        seeded = reseeded(trace, seed)
+        fleet = Fleet(
+            seeded,
+            _maker(policy, gib, cost, trace.page_size, settings.max_num_seqs),
+            cost,
+            shape,
+            routing=routing,
+            closed=closed,
+            tiers=settings.tiers,
+        )
+        with progress(f"{num_engines} x {routing}", len(trace.requests)) as advance:
+            run = fleet.run(advance)
+        memory = MemoryGib(device=gib, host=settings.host_gib, disk=settings.disk_gib)
+        yield fleet_row(
+            seeded,
+            run,
+            bound,
+            shape,
+            policy=policy,
+            routing=routing,
+            memory=memory,
+            seed=seed,
+        )
 
 
 def _maker(
