@@ -340,6 +340,11 @@ def test_seeds_may_be_negative(http):
     assert texts[0] == texts[1]
     texts = [text_of(complete(http, temperature=2, max_tokens=16, seed=-1)) for _ in "ab"]
     assert texts[0] != texts[1]
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 16, "temperature": 2}
+    responses = [http.post("/v1/responses", json={**body, "seed": -(2**63)}) for _ in "ab"]
+    assert [response.status_code for response in responses] == [200, 200]
+    first, second = (response.json()["output"][-1]["content"] for response in responses)
+    assert first == second
 
 
 def changed_tokenizer(monkeypatch, change):

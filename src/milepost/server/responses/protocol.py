@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from milepost.server.parts import MAX_INT, MAX_PARTS, Body, Count, Int64, Many, only
+from milepost.server.parts import MAX_INT, MAX_PARTS, Body, Int64, Many, only
 from milepost.server.protocol import MAX_MESSAGES
 
 
@@ -143,7 +143,7 @@ class ResponsesRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: Count | None = None
+    seed: Int64 | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
