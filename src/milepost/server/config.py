@@ -34,8 +34,8 @@ class ServerConfig:
     be given several times; by default the key in the environment variable MILEPOST_API_KEY or
     VLLM_API_KEY, if there is one."""
     admin_key: Sequence[str] | None = None
-    """Only these keys open /metrics, /reset_prefix_cache and the page's view of the cache; by
-    default the API keys do. May be given several times."""
+    """Only these keys open /metrics, /reset_prefix_cache, /sleep, /wake_up and the page's view of
+    the cache; by default the API keys do. May be given several times."""
     key_file: str | None = None
     """Read more API keys from this file, one per line. A command line is visible to other users."""
     max_waiting: int = 1024
