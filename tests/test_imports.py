@@ -52,6 +52,7 @@ BESIDE_FLOORS = {"events", "order", "placement", "plans", "report"}
 SHARED = {
     "config",
     "errors",
+    "json_settings",
     "kv_events_config",
     "kv_transfer_config",
     "sampling_params",

@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
-from milepost.kv_events_config import KVEventsConfig, read_json
+from milepost.json_settings import read_json
+from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config
 
@@ -163,7 +164,7 @@ class EngineConfig:
     def _check_values(self) -> None:
         """Each by itself."""
         _require(
-            self.page_size in _POWERS_OF_TWO,
+            self.page_size in _PAGE_SIZES,
             f"page_size={self.page_size}: use a power of two from 16 to 1024",
         )
         _require(
@@ -183,7 +184,13 @@ class EngineConfig:
         _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
         given = self.kv_cache_memory_bytes
         _require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
-        for name in ("num_pages", "num_slots", "max_model_len", "max_num_seqs", _RANKS):
+        for name in (
+            "num_pages",
+            "num_slots",
+            "max_model_len",
+            "max_num_seqs",
+            "tensor_parallel_size",
+        ):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
         _require(
@@ -267,8 +274,7 @@ def _overrides(given: object) -> str | None:
 
 _GRID = grid_of(HYBRID)
 """Most models'. The scheduler checks again, with the model's own."""
-_RANKS = "tensor_parallel_size"
-_POWERS_OF_TWO = tuple(1 << k for k in range(4, 11))
+_PAGE_SIZES = tuple(1 << k for k in range(4, 11))
 
 
 @cache

@@ -5,14 +5,11 @@ Nothing here reads files, the environment or torch.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
 from milepost.errors import ConfigError
-
-T = TypeVar("T")
+from milepost.json_settings import check_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,32 +59,3 @@ class KVEventsConfig:
     @property
     def is_on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher == "zmq"
-
-
-def read_json(name: str, kind: type[T], value: object) -> T | None:
-    """A configuration from itself, a mapping or its JSON. Raises ConfigError."""
-    if value is None or isinstance(value, kind):
-        return value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{name}={value!r}: not JSON ({error})") from error
-        if value is None:
-            return None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r}: use a JSON object")
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    for given in value:
-        if given not in names:
-            raise ConfigError(f"{name}: unknown field {given!r}: use {', '.join(names)}")
-    try:
-        return kind(**value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError for a value that is none of these."""
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r}: use one of {', '.join(choices)}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milepost.errors import ConfigError
-from milepost.kv_events_config import check_choice
+from milepost.json_settings import check_choice
 
 _EXTRA: Mapping[str, Any] = {
     "transport": "nixl",

@@ -5,12 +5,12 @@ Names are vLLM's where the meaning is the same. Nothing here reads files, the en
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from milepost.errors import ConfigError
+from milepost.json_settings import read_mapping
 
 METHODS = ("auto", "mtp", "suffix", "ngram")
 _ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")
@@ -159,19 +159,13 @@ _DROPPED = (
 
 def read_speculative_config(value: object) -> SpeculativeConfig | None:
     """From a configuration, a mapping or its JSON. Raises ConfigError."""
-    if value is None or isinstance(value, SpeculativeConfig):
+    if isinstance(value, SpeculativeConfig):
         return value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"speculative_config={value!r}: not JSON ({error})") from error
-        if value is None:
-            return None
-    _require(isinstance(value, Mapping), f"speculative_config={value!r}: use a JSON object")
-    assert isinstance(value, Mapping)
+    given = read_mapping("speculative_config", value)
+    if given is None:
+        return None
     try:
-        return SpeculativeConfig(**_known(value))
+        return SpeculativeConfig(**_known(given))
     except ConfigError as error:
         raise ConfigError(f"speculative_config: {error}") from error
 
