@@ -61,7 +61,13 @@ class KVTransferConfig:
             raise ConfigError(f"kv_port={self.kv_port!r}: use 0 to 65535")
         if self.kv_parallel_size != 1:
             raise ConfigError(f"kv_parallel_size={self.kv_parallel_size!r}: leave it out")
-        for name, value in self.kv_connector_extra_config.items():
+        self._check_extra()
+
+    def _check_extra(self) -> None:
+        extra = self.kv_connector_extra_config
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"kv_connector_extra_config={extra!r}: use a JSON object")
+        for name, value in extra.items():
             if name not in _EXTRA:
                 raise ConfigError(
                     f"kv_connector_extra_config: unknown field {name!r}: use {', '.join(_EXTRA)}"
@@ -69,6 +75,11 @@ class KVTransferConfig:
             if isinstance(_EXTRA[name], float | int) and not _is_positive(value):
                 raise ConfigError(f"{name}={value!r}: use more than 0")
         check_choice("transport", self.transport, ("nixl", "socket"))
+        if not isinstance(self._extra("max_transfers"), int):
+            raise ConfigError(f"max_transfers={self._extra('max_transfers')!r}: use a whole number")
+        backends = self._extra("backends")
+        if not isinstance(backends, list | tuple) or not backends:
+            raise ConfigError(f"backends={backends!r}: use a list of names")
 
     def _extra(self, name: str) -> Any:
         return self.kv_connector_extra_config.get(name, _EXTRA[name])

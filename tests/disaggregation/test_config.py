@@ -1,0 +1,23 @@
+"""What a user may say of the exchange with other engines."""
+
+import pytest
+
+from milepost.config import EngineConfig
+from milepost.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ([], r"kv_connector_extra_config=\[\]: use a JSON object"),
+        ({"backend": ["UCX"]}, "unknown field 'backend'"),
+        ({"backends": "UCX"}, "backends='UCX': use a list"),
+        ({"backends": []}, r"backends=\[\]: use a list"),
+        ({"transport": "rdma"}, "transport='rdma': use one of nixl, socket"),
+        ({"lease_s": 0}, "lease_s=0: use more than 0"),
+        ({"max_transfers": 0.5}, r"max_transfers=0\.5: use a whole number"),
+    ],
+)
+def test_a_mistake_in_the_extra_config_is_named(extra: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig(kv_transfer_config={"kv_connector_extra_config": extra})  # type: ignore[arg-type]
