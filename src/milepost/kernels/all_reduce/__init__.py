@@ -1,9 +1,10 @@
 """Sums over ranks, in one launch each: `add_norm` and `add_up` of few rows, `share_norm` of many.
 
-Few: each rank writes its rows where all others read them, tells them, waits for theirs, and adds
-all up. Many: each sends every other rank the rows that are that one's, adds up its own, and sends
-all what they come to, so that each row goes over the link twice however many ranks there are. Sums
-are in the order of the ranks, and all hold the same bits. `reference` is the definition; only on
+Few (a one-shot all-reduce): each rank writes its rows where all others read them, tells them, waits
+for theirs, and adds all up. Many (a two-shot one, a reduce-scatter and an all-gather): each sends
+every other rank the rows that are that one's, adds up its own, and sends all what they come to, so
+that each row goes over the link twice however many ranks there are. Sums are in the order of the
+ranks, and all hold the same bits. `reference` is the definition; only on
 GPUs that reach each other's memory `triton` computes it.
 
 Legend: T tokens, P partials of this rank, C hidden size, S slots, B rows of a rank, R ranks.
