@@ -19,7 +19,7 @@ from milepost.engine.team import Team
 from milepost.engine.tiering import Hands, hands_of
 from milepost.errors import KernelError
 from milepost.kernels.batch import Capacity
-from milepost.kernels.device import allow_hopper_kernels, describe, probe, why_plain
+from milepost.kernels.device import allow_hopper_kernels, describe, probe, why_reference
 from milepost.kernels.float8 import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.identity import identify
@@ -228,7 +228,7 @@ def _identity(config: EngineConfig, folder: Path, shape: PoolShape, num_position
 def _announce_kernels(config: EngineConfig, device: torch.device, model: Decoder) -> bool:
     """Say which kernels run and why not others; whether those for a GPU do."""
     allow_hopper_kernels(config.hopper_kernels)
-    reason = why_plain(device, model.dtype, model.operations)
+    reason = why_reference(device, model.dtype, model.operations)
     is_unexpected = reason and device.type == "cuda"
     log = logger.warning if is_unexpected else logger.info
     log("kernels: %s", describe(device, model.dtype, model.operations))

@@ -8,7 +8,7 @@ from milepost.config import EngineConfig
 from milepost.engine.drafting import num_drafts_of
 from milepost.engine.tiering import staging_bytes
 from milepost.errors import ConfigError
-from milepost.kernels.device import why_plain
+from milepost.kernels.device import why_reference
 from milepost.kernels.float8 import FP8
 from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
@@ -104,7 +104,7 @@ def pool_shape(
         model.layer_specs,
         model.mixers_without_drafts,
         has_head=model.mtp is not None,
-        is_fused=not why_plain(device, model.dtype, model.operations),
+        is_fused=not why_reference(device, model.dtype, model.operations),
     )
     return PoolShape(
         specs=model.layer_specs,

@@ -145,7 +145,9 @@ class Capable(Protocol):
         ...
 
 
-def why_plain(device: torch.device, dtype: torch.dtype, operations: Iterable[Capable] = ()) -> str:
+def why_reference(
+    device: torch.device, dtype: torch.dtype, operations: Iterable[Capable] = ()
+) -> str:
     """Why a model of these operations runs with the reference kernels on the device; empty if the
     fused ones run."""
     if device.type != "cuda":
@@ -162,7 +164,7 @@ def why_plain(device: torch.device, dtype: torch.dtype, operations: Iterable[Cap
 
 def describe(device: torch.device, dtype: torch.dtype, operations: Iterable[Capable] = ()) -> str:
     """Which kernels run and why not others, in a line for the log."""
-    reason = why_plain(device, dtype, operations)
+    reason = why_reference(device, dtype, operations)
     if reason:
         return f"reference; {reason}"
     chip = probe(device)
