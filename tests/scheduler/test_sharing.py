@@ -58,6 +58,7 @@ def test_a_claim_ends_with_its_request(ending):
     pending = bench.scheduler._admission.pending
     assert not pending._owners
     assert not pending._claims
+    assert not pending._unlisted
 
 
 def test_who_computes_an_answer_again_claims_no_page_of_it_for_good():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from hashlib import blake2b
 
 import pytest
 
@@ -99,6 +100,27 @@ def test_a_step_does_the_same_however_many_wait(made):
         assert more["is_expected"] == less["is_expected"]
         assert more["all"] <= less["all"] + 60, "but for the search in the queue"
         assert more["is_blocked"] <= MAX_PASSED_OVER
+
+
+def test_digests_are_made_while_the_step_runs(monkeypatch):
+    """A new prompt that is alone is planned by that of its first page, which is not known."""
+    num_made = 0
+
+    def count(*args, **options):
+        nonlocal num_made
+        num_made += 1
+        return blake2b(*args, **options)
+
+    monkeypatch.setattr("milepost.cache.tree.chain.blake2b", count)
+    load = Load(budget=8192, max_num_seqs=8)
+    num_pages = 5000 // load.cache.page_size
+    load.ask(5000)
+    plan = load.scheduler.schedule()
+    assert num_made == 2, "the root's, and the first page's"
+    load.scheduler.prepare(plan)
+    assert num_made == 1 + num_pages
+    load.scheduler.update(plan, outcome(plan))
+    assert num_made == 1 + num_pages
 
 
 def test_who_waits_for_a_prefix_is_looked_up_once():

@@ -86,6 +86,7 @@ class Flights:
         """Launch the step behind one in flight, then wait for that one's tokens."""
         with self.rolling_back(flight.plan):
             self.in_flight = self._start_ahead(flight)
+            self._scheduler.prepare(flight.plan)
             output = self.runner.collect(flight)
             if flight.is_timed:
                 self._pace.note_step(flight.plan, flight.device_s)

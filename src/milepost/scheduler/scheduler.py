@@ -234,6 +234,15 @@ class Scheduler:
 
     # --- outcome ----------------------------------------------------------------------------------
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Do what `update` would have to do whatever the outcome, while the step still runs: pages
+        that it fills have digests."""
+        for sequence in reversed(plan.sequences):
+            if sequence.is_decode:
+                break  # decodes come first, and fill a page seldom
+            chain = self._requests[sequence.number].chain
+            chain.digests(sequence.end // chain.page_size)
+
     def update(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Take the outcome of a step: commit what was computed, append tokens, end what is over."""
         self.stats.num_steps += 1

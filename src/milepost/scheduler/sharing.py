@@ -44,24 +44,28 @@ class PendingPrefixes:
     """Digests of prompt pages that running prefills have yet to commit, with the first that
     computes each; and requests that are over, but for a step in flight that takes their state
     further.
+
+    Digests are made when somebody looks for them: a device that waits for the step of a prompt that
+    is alone does not wait for those.
     """
 
-    __slots__ = ("_claims", "_grid", "_leaving", "_owners")
+    __slots__ = ("_claims", "_grid", "_leaving", "_owners", "_unlisted")
 
     def __init__(self, grid: int) -> None:
         self._grid = grid
         self._owners: dict[bytes, Request] = {}
         self._claims: dict[Request, tuple[int, int]] = {}
         """The first and the end of the pages that each has yet to commit."""
+        self._unlisted: dict[Request, None] = {}
+        """Those with a claim whose digests nobody has looked for yet."""
         self._leaving: dict[Request, None] = {}
 
     def claim(self, request: Request) -> None:
         """Note that an admitted request computes the pages behind its cached path."""
         assert request.allocation is not None
-        first, digests = len(request.allocation.path), request.chain.full_digests()
-        for digest in digests[first:]:
-            self._owners.setdefault(digest, request)
-        self._claims[request] = first, len(digests)
+        num_full = len(request.chain) // request.chain.page_size
+        self._claims[request] = len(request.allocation.path), num_full
+        self._unlisted[request] = None
 
     def leave(self, request: Request) -> None:
         """Note that a request is over, and leaves when the step in flight is done."""
@@ -78,6 +82,7 @@ class PendingPrefixes:
         self._claims[request] = done, end
         if done >= end:
             del self._claims[request]
+            self._unlisted.pop(request, None)
 
     def drop(self, request: Request) -> None:
         """Forget what a request claimed: it is done, preempted or gone."""
@@ -85,6 +90,7 @@ class PendingPrefixes:
         claim = self._claims.pop(request, None)
         if claim is not None:
             self._disown(request, *claim)
+            self._unlisted.pop(request, None)
 
     def find(self, request: Request, match: Match) -> Shared | None:
         """The prefix that is worth waiting for, if there is one."""
@@ -95,6 +101,7 @@ class PendingPrefixes:
                     allocation=leaving.allocation,
                     position=leaving.allocation.planned,
                 )
+        self._list_claims()
         if not self._owners:
             return None
         digests = request.chain.full_digests()
@@ -109,7 +116,16 @@ class PendingPrefixes:
             return None
         return Shared(owner=owner, allocation=owner.allocation, position=position)
 
+    def _list_claims(self) -> None:
+        for request in self._unlisted:
+            first, end = self._claims[request]
+            for digest in request.chain.digests(end)[first:end]:
+                self._owners.setdefault(digest, request)
+        self._unlisted.clear()
+
     def _disown(self, request: Request, first: int, end: int) -> None:
+        if request in self._unlisted:
+            return
         digests = request.chain.digests(end)
         for digest in digests[first:end]:
             if self._owners.get(digest) is request:

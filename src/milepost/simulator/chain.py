@@ -7,7 +7,7 @@ pages are, different where they aren't.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain as concatenated
 
 from milepost.cache.tree import TOKEN_BYTES, Chain
@@ -48,8 +48,8 @@ class TraceChain(Chain):
         pages = b"".join(self._page_bytes(i) for i in range(first, last + 1))
         return pages[(start - first * size) * TOKEN_BYTES : (end - first * size) * TOKEN_BYTES]
 
-    def page_bytes(self, first: int, end: int) -> list[bytes]:
-        return [self._page_bytes(index) for index in range(first, end)]
+    def page_bytes(self, first: int, end: int) -> Iterator[bytes]:
+        return map(self._page_bytes, range(first, end))
 
     def known_digests(self) -> list[bytes]:
         return self.full_digests()

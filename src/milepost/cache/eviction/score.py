@@ -142,7 +142,7 @@ class Expected:
         if num_seen:
             last = nodes[-1] if num_seen == len(nodes) else None
             if last is None or not last.children:
-                end.num_returns = self._continue(chain, last, chain.full_digests()[num_seen - 1])
+                end.num_returns = self._continue(chain, last, chain.digests(num_seen)[num_seen - 1])
             else:
                 end.num_returns = self._leave(chain, nodes)
         return end

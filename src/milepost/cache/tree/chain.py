@@ -17,7 +17,7 @@ process.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from sys import byteorder
 
@@ -81,11 +81,11 @@ class Chain:
         """Token ids of [start, end) as packed uint32."""
         return self.tokens[start:end].tobytes()
 
-    def page_bytes(self, first: int, end: int) -> list[bytes]:
+    def page_bytes(self, first: int, end: int) -> Iterator[bytes]:
         """Token ids of the full pages [first, end), each as packed uint32."""
         data = self.token_bytes(first * self.page_size, end * self.page_size)
         step = self.page_size * TOKEN_BYTES
-        return [data[start : start + step] for start in range(0, len(data), step)]
+        return (data[start : start + step] for start in range(0, len(data), step))
 
     def _extend(self, num_pages: int) -> None:
         assert num_pages * self.page_size <= len(self.tokens), "digests exist for full pages only"

@@ -173,14 +173,15 @@ class Tree:
         `depth` are. Costs the logarithm of its pages.
         """
         # A page is evicted after those behind it, and so is remembered for longer.
-        digests, nodes, history = chain.full_digests(), self.nodes, self._history
+        nodes, history = self.nodes, self._history
 
         def is_new(digest: bytes) -> bool:
             return digest not in nodes and digest not in history
 
-        if depth < len(digests) and is_new(digests[depth]):
-            return depth  # most often
-        return bisect_left(digests, True, lo=depth, key=is_new)
+        num_full = len(chain) // chain.page_size
+        if depth == num_full or is_new(chain.digests(depth + 1)[depth]):
+            return depth  # most often: those behind need no digests yet
+        return bisect_left(chain.digests(num_full), True, lo=depth, key=is_new)
 
     def forget_history(self) -> None:
         self._history.clear()
