@@ -31,7 +31,12 @@ class Path:
     @cached_property
     def nodes(self) -> Sequence[Node]:
         """The nodes that match, without the root, shallowest first."""
-        return [node for node in self._upwards() if not node.is_root][::-1]
+        run, node = [], self.end
+        while node is not None and node.parent is not None:
+            run.append(node)
+            node = node.parent
+        run.reverse()
+        return run
 
     @cached_property
     def pages(self) -> list[int]:
