@@ -105,19 +105,19 @@ def _measuring() -> Iterator[list[tuple[float, float, torch.Tensor]]]:
     def ordinary(kernel: Any, *args: Any, **options: Any) -> Any:
         return launch(kernel, *args, **options)
 
-    def once(executor: Any, views: Any) -> torch.Tensor:
+    def once(executor: Any, views: Any, **how: Any) -> torch.Tensor:
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        hidden = forward(executor, views)
+        hidden = forward(executor, views, **how)
         launched = time.perf_counter()
         torch.cuda.synchronize()
         measured.append((launched - begun, time.perf_counter() - begun, hidden.clone()))
         return hidden
 
-    def both(executor: Any, views: Any) -> torch.Tensor:
+    def both(executor: Any, views: Any, **how: Any) -> torch.Tensor:
         with mock.patch.object(JITFunction, "run", ordinary):  # a launch that is replaced is heeded
-            once(executor, views)
-        return once(executor, views)
+            once(executor, views, **how)
+        return once(executor, views, **how)
 
     with (
         mock.patch.object(DeviceExecutor, "_forward", both),

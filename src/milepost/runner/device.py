@@ -7,15 +7,17 @@ themselves. Two steps may be under way at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from milepost.kernels.batch import Operation
 from milepost.kernels.device import probe
 from milepost.kernels.rows import take
 from milepost.kernels.sampling import argmax
@@ -106,7 +108,7 @@ class DeviceExecutor:
         capacity = captured or exact
         if not capacity.num_tokens:
             capacity = replace(capacity, num_tokens=1)  # nothing is launched for none
-        is_cut = captured is not None and self._pieces.cut(captured)
+        is_cut = self._pieces.cut(capacity)
         if not is_cut:
             self._tables.send(*new_pages)
         sources = before.places(plan) if before is not None else ()
@@ -116,9 +118,11 @@ class DeviceExecutor:
         operations = self._pieces.first if is_cut else self._geometry.operations
         step = replace(step, layouts=arrays.lay_out(batch, operations))
 
-        def send_rest() -> None:
+        def send_rest() -> dict[Operation, Any]:
             self._tables.send(*new_pages)
-            self._second_staging.send(arrays.lay_out(batch, self._pieces.second))
+            rest = arrays.lay_out(batch, self._pieces.second)
+            self._second_staging.send(rest)
+            return rest
 
         queued_s, is_late = perf_counter(), before is not None and before.is_done
         begun = self._staging.send(step)
@@ -132,10 +136,7 @@ class DeviceExecutor:
         scores: list[PromptScores] = []
         if outcome is None:
             assert views is not None
-            only_ends = self.model.ends_early(capacity) and not wants_scores(plan)
-            hidden = self._forward(views, only_ends=only_ends)
-            outcome = self._outcome(hidden, views, len(numbers), only_ends=only_ends)
-            scores = score_prompts(plan, hidden, self.model.compute_logits)
+            outcome, scores = self._launch(plan, views, capacity, send_rest if is_cut else None)
         if not numbers:
             return Flight(plan=plan, numbers=numbers, prompt_scores=scores)
         num = len(numbers)
@@ -150,6 +151,27 @@ class DeviceExecutor:
             best=outcome.best[:num],
             prompt_scores=scores,
         )
+
+    def _launch(
+        self,
+        plan: StepPlan,
+        views: StepArrays,
+        capacity: Capacity,
+        send_rest: Callable[[], dict[Operation, Any]] | None,
+    ) -> tuple[Outcome, list[PromptScores]]:
+        """Kernel by kernel; `send_rest` sends what the second piece reads, once the first one's
+        are launched."""
+        layouts = dict(views.layouts)
+
+        def cut() -> None:
+            if send_rest is not None:
+                layouts.update(self._second_staging.views(send_rest()))
+
+        only_ends = self.model.ends_early(capacity) and not wants_scores(plan)
+        step = replace(views, layouts=layouts)
+        hidden = self._forward(step, cut=cut, only_ends=only_ends)
+        outcome = self._outcome(hidden, step, len(plan.sampled_numbers), only_ends=only_ends)
+        return outcome, score_prompts(plan, hidden, self.model.compute_logits)
 
     @torch.inference_mode()
     def sample(self, flight: Flight, rows: Sequence[SamplingRow]) -> None:

@@ -1,4 +1,4 @@
-"""Cuts the graph of a step that prefills in two, before the first layer that reads page tables.
+"""Cuts a step that prefills in two, before the first layer that reads page tables.
 
 The layers before it run while the host sends new page ids and lays out attention.
 """

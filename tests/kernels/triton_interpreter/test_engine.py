@@ -5,6 +5,8 @@ import torch
 
 from milepost.kernels.attention import triton_prepare
 from milepost.kernels.batch import Capacity
+from milepost.layers.parts import Block
+from milepost.runner import arrays
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import Graphs, largest_step
 from milepost.runner.pools import Pools
@@ -71,6 +73,28 @@ def test_a_step_in_two_pieces(tiny, llm):
         outputs = ask(llm, *(tokens(num, num) for num in prompts), params=params)
         tiny.check(outputs, params)
         assert cached(outputs) == expected
+
+
+def test_a_step_that_is_no_graph_is_laid_out_beside_its_first_layers(tiny, llm, monkeypatch):
+    executor, params, order = llm.llm_engine.runner.executor, greedy(1), []
+    pieces, lay_out, run = executor._pieces, arrays.lay_out, Block.run
+
+    def laid_out(batch, operations):
+        order.append(operations)
+        return lay_out(batch, operations)
+
+    def ran(block, *args, **options):
+        order.append(block)
+        return run(block, *args, **options)
+
+    monkeypatch.setattr(arrays, "lay_out", laid_out)
+    monkeypatch.setattr(Block, "run", ran)
+    executor._second_staging._device_buffer.fill_(0x3F)
+    outputs = ask(llm, tokens(40, 40), params=params)
+    tiny.check(outputs, params)
+    first, second = (list(layer.blocks) for layer in executor.model.layers)
+    expected = [pieces.first, *first, pieces.second, *second]
+    assert order[: len(expected)] == expected
 
 
 def test_kimi_linear_cold_and_hit(tmp_path):
