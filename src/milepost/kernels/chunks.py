@@ -170,17 +170,16 @@ def _sort_exports(
     exports: Sequence[tuple[int, int, int]], start: Array, begin: Array, length: Array
 ) -> tuple[Array, Array]:
     """The token before which each export stands, ascending, and its slot."""
-    if not exports:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    sequence, position, slot = np.asarray(exports, np.int64).T
-    consumed = position - start[sequence]
-    assert ((consumed > 0) & (consumed <= length[sequence])).all(), (
-        "an export is inside its sequence's new tokens"
-    )
-    end = begin[sequence] + consumed
-    order = np.argsort(end)
-    assert (np.diff(end[order]) > 0).all(), "a position is exported once"
-    return end[order], slot[order]
+    found: dict[int, int] = {}
+    sequences = list(zip(start.tolist(), length.tolist(), begin.tolist(), strict=True))
+    for sequence, position, slot in exports:
+        own_start, own_length, own_begin = sequences[sequence]
+        consumed = position - own_start
+        assert 0 < consumed <= own_length, "an export is inside its sequence's new tokens"
+        found[own_begin + consumed] = slot
+    assert len(found) == len(exports), "a position is exported once"
+    ends = sorted(found)
+    return np.array(ends, np.int64), np.array([found[end] for end in ends], np.int64)
 
 
 def _begins(ends: Array, first: int) -> Array:

@@ -112,8 +112,8 @@ def _spread(lengths: bytes, num_sampled: bytes) -> _Spread:
     """Of sequences of so many tokens, behind the last of which is sampled: mostly those of the step
     before."""
     own, last = np.frombuffer(lengths, np.int64), np.frombuffer(num_sampled, np.int64)
-    owners, ordinals = np.arange(len(own)).repeat(own), ordinals_of(own)
-    return _Spread(owners, ordinals, (ordinals >= (own - last)[owners]).nonzero()[0])
+    sampled = (own.cumsum() - last).repeat(last) + ordinals_of(last)
+    return _Spread(np.arange(len(own)).repeat(own), ordinals_of(own), sampled)
 
 
 _read_columns = attrgetter(
@@ -155,8 +155,10 @@ def _batch(
     """What operations lay out, of tokens at `positions` [T] that sequences `owners` [T] have."""
     sequences = plan.sequences
     rows = np.array(tables.places(sequences), np.int64)
-    pages = tables.rows[rows[owners], positions // geometry.page_size].astype(np.int64)
-    kv_rows = pages * geometry.page_rows + positions % geometry.page_size
+    ordinals = positions // geometry.page_size
+    entries = rows[owners] * tables.rows.shape[1] + ordinals
+    pages = tables.rows.reshape(-1).take(entries).astype(np.int64)
+    kv_rows = pages * geometry.page_rows + (positions - ordinals * geometry.page_size)
     kv_rows[positions < columns.write_from[owners]] = -1
     return Batch(
         starts=columns.starts,

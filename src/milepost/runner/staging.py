@@ -7,9 +7,10 @@ shapes have the same addresses every time, which a CUDA graph relies on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,44 +26,44 @@ T = TypeVar("T")
 
 
 class _Packing:
-    """Where arrays of some shapes lie in buffers, one behind the other."""
+    """Where arrays of some shapes lie in buffers, one behind the other. Prompts that are no graph
+    have shapes of their own, and the device waits until it is made."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._kinds = [(array.dtype, array.shape, array.nbytes) for array in arrays]
+        self._kinds: list[tuple[int, np.dtype[Any], tuple[int, ...]]] = []
         self._places: dict[int, tuple[torch.Tensor, list[np.ndarray]]] = {}
         self._views: list[torch.Tensor] | None = None
-        self.num_bytes = sum(_aligned(num_bytes) for _, _, num_bytes in self._kinds)
+        self.num_bytes = 0
+        for array in arrays:
+            self._kinds.append((self.num_bytes, array.dtype, array.shape))
+            self.num_bytes += _aligned(array.nbytes)
 
     def places(self, turn: int, buffer: torch.Tensor) -> tuple[torch.Tensor, list[np.ndarray]]:
         """The part of a host buffer, the one of this turn, that they fill, and each one's."""
         if turn not in self._places:
-            whole = buffer[: self.num_bytes]
-            parts = [
-                whole[own].numpy().view(dtype).reshape(shape) for own, dtype, shape in self._cut()
-            ]
-            self._places[turn] = whole, parts
+            memory = buffer.numpy()
+            parts = [np.ndarray(shape, dtype, memory, begin) for begin, dtype, shape in self._kinds]
+            self._places[turn] = buffer[: self.num_bytes], parts
         return self._places[turn]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Each one's part of the device's buffer."""
         if self._views is None:
-            self._views = [
-                buffer[own].view(torch.from_numpy(np.empty(0, dtype)).dtype).view(shape)
-                for own, dtype, shape in self._cut()
-            ]
+            dtypes = dict.fromkeys(dtype for _, dtype, _ in self._kinds)
+            typed = {dtype: buffer.view(_torch_dtype(dtype)) for dtype in dtypes}
+            self._views = []
+            for begin, dtype, shape in self._kinds:
+                first, num = begin // dtype.itemsize, prod(shape)
+                flat = typed[dtype][first : first + num]
+                self._views.append(flat if len(shape) == 1 else flat.view(shape))
         return self._views
-
-    def _cut(self) -> Iterator[tuple[slice, np.dtype[Any], tuple[int, ...]]]:
-        end = 0
-        for dtype, shape, num_bytes in self._kinds:
-            yield slice(end, end + num_bytes), dtype, shape
-            end += _aligned(num_bytes)
 
 
 class Staging:
     """Buffers for up to `num_bytes` of arrays a step."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
+        assert num_bytes % _ALIGNMENT == 0, "a buffer can be viewed as any type"
         self._device_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._host_buffers = [
             torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -132,6 +133,11 @@ def num_staged_bytes(batch: Any) -> int:
     return sum(_aligned(array.nbytes) for array in _arrays(batch))
 
 
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
@@ -144,14 +150,15 @@ def _arrays(batch: Any) -> list[np.ndarray]:
 
 
 def _gather(batch: Any, found: list[np.ndarray]) -> None:
-    if isinstance(batch, np.ndarray):
-        found.append(batch)
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            _gather(value, found)
+    if isinstance(batch, dict):
+        parts = batch.values()
     else:
-        for name in _field_names(type(batch)):
-            _gather(getattr(batch, name), found)
+        parts = [getattr(batch, name) for name in _field_names(type(batch))]
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            found.append(part)
+        elif not isinstance(part, int):
+            _gather(part, found)
 
 
 def _replaced(batch: Any, view: Any) -> Any:

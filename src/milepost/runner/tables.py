@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from milepost.kernels.batch import ordinals_of
 from milepost.runner.staging import Staging
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 PAGES_AT_ONCE = 1 << 16
 """Entries that one copy brings: more than most steps have, whatever the number of requests."""
 _ENTRY_BYTES = 8 + 4
+_NOTHING_NEW = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 class HostTables:
@@ -44,7 +46,8 @@ class HostTables:
             place = self._places.pop(number, None)
             if place is not None:
                 self._free.append(place)
-        indices: list[int] = []
+        begins: list[int] = []
+        counts: list[int] = []
         values: list[int] = []
         for sequence in plan.sequences:
             place = self._place(sequence)
@@ -54,13 +57,16 @@ class HostTables:
             assert end * self._page_size >= sequence.end, "T1: a page table covers the step"
             if pages:
                 self._lengths[place] = end
-                begin = place * self.rows.shape[1]
-                indices += range(begin + first, begin + end)
+                begins.append(place * self.rows.shape[1] + first)
+                counts.append(len(pages))
                 values += pages
-        new = np.array(indices, np.int64), np.array(values, np.int32)
-        if indices:
-            self.rows.reshape(-1)[new[0]] = new[1]
-        return new
+        if not values:  # most often
+            return _NOTHING_NEW
+        own = np.array(counts, np.int64)
+        indices = np.array(begins, np.int64).repeat(own) + ordinals_of(own)
+        entries = np.array(values, np.int32)
+        self.rows.reshape(-1)[indices] = entries
+        return indices, entries
 
     def places(self, sequences: Sequence[SequencePlan]) -> list[int]:
         """The row of each; their plan has been followed."""

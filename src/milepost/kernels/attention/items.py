@@ -161,15 +161,14 @@ def lay_out(
     if heads > wide_rows:
         raise ValueError(f"heads_per_kv={heads} is more than wide_rows={wide_rows}")
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
-    is_own = tiling.capacity is None or not lengths.all()
-    if not is_own and not may_share(starts, rows, tiling.page_size, tables):
-        ends = starts + lengths
-        units = -(-ends // tiling.narrow_unit)
-        cuts = _cut_alone(units.tobytes(), tiling.narrow_programs, tiling.narrow_waves)
-        known = _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), tiling)
-        if known is not None:
-            return known.up_to(starts, ends)
-    return _lay_out(starts, lengths, rows, tables, tiling)
+    are_narrow = len(lengths) > 0 and lengths.min() > 0 and lengths.max() <= tiling.narrow_tokens
+    is_own = tiling.capacity is None or not are_narrow
+    if is_own or may_share(starts, rows, tiling.page_size, tables):
+        return _lay_out(starts, lengths, rows, tables, tiling)
+    ends = starts + lengths
+    units = -(-ends // tiling.narrow_unit)
+    cuts = _cut_alone(units.tobytes(), tiling.narrow_programs, tiling.narrow_waves)
+    return _lay_out_like(lengths.tobytes(), *cuts, rows.tobytes(), tiling).up_to(starts, ends)
 
 
 class _Known(NamedTuple):
@@ -202,14 +201,12 @@ def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, byt
 @lru_cache(maxsize=_NUM_REMEMBERED)
 def _lay_out_like(
     lengths: bytes, pieces: bytes, units_each: bytes, rows: bytes, tiling: Tiling
-) -> _Known | None:
-    """Of any step of these lengths whose KV in these rows of the page tables is cut like this. None
-    where not all items are narrow."""
+) -> _Known:
+    """Of any step of these lengths, all narrow, whose KV in these rows of the page tables is cut
+    like this."""
     own, cuts, each, places = (
         np.frombuffer(packed, np.int64) for packed in (lengths, pieces, units_each, rows)
     )
-    if not len(own) or own.max() > tiling.narrow_tokens:
-        return None
     ends = tiling.narrow_unit * np.maximum(cuts * each, 1)
     items = _lay_out(ends - own, own, places, None, tiling, cuts)
     narrow = items.narrow[items.narrow[:, TOKENS] > 0].astype(np.int64)
