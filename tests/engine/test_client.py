@@ -226,10 +226,18 @@ def test_the_queue_is_bounded(config):
     assert run(config, scenario, max_waiting=1)[-1].finished
 
 
-def test_what_cannot_be_sent_takes_no_place_in_the_queue(config):
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        (Prompt(token_ids=[10], kv_transfer_params={"tp_size": 2**64}), "kv_transfer_params"),
+        (Prompt(token_ids=[10, -1]), "prompt_token_ids"),
+        (Prompt(token_ids=[10, 2**32]), "prompt_token_ids"),
+    ],
+    ids=["parameters", "negative", "large"],
+)
+def test_what_cannot_be_sent_takes_no_place_in_the_queue(config, prompt, named):
     async def scenario(client):
-        prompt = Prompt(token_ids=[10], kv_transfer_params={"tp_size": 2**64})
-        with pytest.raises(InvalidRequestError, match="kv_transfer_params"):
+        with pytest.raises(InvalidRequestError, match=named):
             client.add(prompt, SHORT)
         assert client.num_in_flight == 0
         return await take(client.add(PROMPT, SHORT))

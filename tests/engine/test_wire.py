@@ -26,8 +26,14 @@ PARAMS = SamplingParams(
     seed=2**62,
     structured_outputs=StructuredOutputs(json={"type": "object"}),
 )
+PROMPT = Prompt(
+    token_ids=[1, 2, 2**31],
+    cache_salt="s",
+    cache_marks=(1, 3),
+    kv_transfer_params={"do_remote_decode": True},
+)
 MESSAGES = [
-    Add(id=1, prompt=Prompt(token_ids=[1, 2, 2**31], cache_salt="s"), params=PARAMS, priority=-3),
+    Add.of(1, PROMPT, PARAMS, priority=-3),
     Abort(1),
     Ask(id=2, what="metrics"),
     Stop(),
@@ -43,6 +49,15 @@ def test_messages_come_whole_however_the_stream_is_cut(cuts):
         message for start, end in pairwise(places) for message in frames.feed(STREAM[start:end])
     ]
     assert found == MESSAGES
+
+
+def test_a_prompt_arrives_as_it_was_sent():
+    (message,) = Frames(ToEngine).feed(frame(MESSAGES[0]))
+    found = message.prompt
+    assert list(found.token_ids) == PROMPT.token_ids
+    assert found.packed == PROMPT.packed
+    for name in ("cache_salt", "cache_marks", "kv_transfer_params"):
+        assert getattr(found, name) == getattr(PROMPT, name)
 
 
 def test_values_are_checked_again_on_arrival():

@@ -157,7 +157,10 @@ class EngineClient:
         stream = Stream(
             self._next_id(), params.n, self, bell or StreamBell(), keeps_steps=keeps_steps
         )
-        message = Add(id=stream.id, prompt=prompt, params=params, priority=priority)
+        try:
+            message = Add.of(stream.id, prompt, params, priority)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequestError(f"prompt_token_ids: {error}") from error
         try:
             self._send(message)
         except OverflowError as error:  # all other fields are bounded

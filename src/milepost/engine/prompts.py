@@ -31,7 +31,7 @@ _KEYS = ("prompt", "prompt_token_ids", "cache_salt", "cache_marks")
 class Prompt:
     """A prompt, to be checked by `check_prompt`."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str | None = None
     """None if it came as token ids."""
     cache_salt: str = ""

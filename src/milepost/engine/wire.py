@@ -13,6 +13,7 @@ Every `Add` is followed by exactly one end (an Output with `finished`, or Refuse
 from __future__ import annotations
 
 import struct
+from array import array
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -34,12 +35,40 @@ MAX_FRAME_BYTES = 2**30
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a prompt under an id that the client chose."""
+    """Queue a prompt under an id that the client chose. Its text stays with the client."""
 
     id: int
-    prompt: Prompt
+    tokens: bytes
+    """Packed, as `Prompt.packed` has them: number by number, those of a long prompt take longer to
+    write and to read than to look up in the cache."""
     params: SamplingParams
     priority: int = 0
+    cache_salt: str = ""
+    cache_marks: tuple[int, ...] = ()
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @staticmethod
+    def of(id_: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Add:
+        """Raises OverflowError or TypeError as `Prompt.packed` does."""
+        return Add(
+            id=id_,
+            tokens=prompt.packed.tobytes(),
+            params=params,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            cache_marks=prompt.cache_marks,
+            kv_transfer_params=prompt.kv_transfer_params,
+        )
+
+    @property
+    def prompt(self) -> Prompt:
+        """As the engine checks it."""
+        return Prompt(
+            token_ids=array("I", self.tokens),
+            cache_salt=self.cache_salt,
+            cache_marks=self.cache_marks,
+            kv_transfer_params=self.kv_transfer_params,
+        )
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
