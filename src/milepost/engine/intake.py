@@ -113,18 +113,18 @@ class Intake:
 
     def _request(self, index: int, job: Job, priority: int, salt: str) -> Request:
         prompt, params = job.prompt, job.params
-        length = len(prompt.token_ids) - job.prefills
+        tokens = prompt.packed[:-1] if job.prefills else prompt.packed
         room = self._max_model_len - len(prompt.token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own = params.stop_token_ids or ()
         ends = () if params.ignore_eos else self._end_token_ids
         request = Request(
             id=f"{job.number}-{index}",
-            chain=self._chain(prompt.packed[:length], salt),
+            chain=self._chain(tokens, salt),
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*own, *ends)),
-            marks=tuple(sorted({mark for mark in prompt.cache_marks if mark <= length})),
+            marks=tuple(sorted({mark for mark in prompt.cache_marks if mark <= len(tokens)})),
             priority=priority,
         )
         request.num_prompt_logprobs = params.prompt_logprobs if index == 0 else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike
@@ -205,10 +206,10 @@ class LLM:
 
     def _finish(self, jobs: list[Job], use_tqdm: bool) -> None:
         """Step until all jobs are over."""
-        with tqdm(total=len(jobs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with _bar(len(jobs), is_shown=use_tqdm) as advance:
             while not all(job.is_finished for job in jobs):
                 done = [job for job in self.llm_engine.step() if job.is_finished]
-                bar.update(len(done))
+                advance(len(done))
 
     def _stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None
@@ -246,6 +247,17 @@ class LLM:
             stats.checkpoints_made,
             stats.checkpoints_used,
         )
+
+
+@contextmanager
+def _bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], object]]:
+    """Shows how many prompts are done. One that shows nothing is not made: that takes as long as to
+    admit a prompt."""
+    if not is_shown:
+        yield lambda _: None
+        return
+    with tqdm(total=num_prompts, desc="prompts", dynamic_ncols=True) as bar:
+        yield bar.update
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
