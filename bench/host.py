@@ -1,9 +1,12 @@
-"""What the host does for a long prompt that hits, from the token ids to the step's arrays.
+"""What the host does for a prompt, cold and again, from the token ids to the step's arrays.
 
-    python bench/host.py [--tokens 31700] [--repeats 30]
+    python bench/host.py [--tokens 512 2048 8192 31700] [--repeats 30]
 
-No model and no GPU: what a GPU waits for before the first launch, and what follows behind the last.
-Milliseconds, medians; one JSON row.
+No model and no GPU. What the device waits for before its first kernel is `before_ms`: to read,
+check, queue and schedule the prompt, to lay out what the first layers read, and to send it. Beside
+those layers runs `rest`, beside the step `prepare`, and `update` behind it. Lengths vary by a few
+tokens, as those of prompts do. Milliseconds, medians, of all steps of a prompt together; a JSON row
+for each length, cold and again.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import rows
 import torch
@@ -27,18 +31,22 @@ from milepost.kernels.attention import AttentionOperation
 from milepost.kernels.device import Chip
 from milepost.kernels.gated_delta import GatedDeltaOperation
 from milepost.runner import arrays
-from milepost.runner.graphs import exact_capacity
-from milepost.runner.tables import HostTables
+from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
+from milepost.runner.staging import Staging, num_staged_bytes
+from milepost.runner.tables import PageTables
+from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.loop import outcome
 
 VOCAB_SIZE = 151_936
+LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+ATTENTION = AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256)
+FIRST = (GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32),)
+SECOND = (ATTENTION, replace(ATTENTION, only_ends=True))
+"""What the layers before the first attention read, and what those behind do."""
 GEOMETRY = arrays.Geometry(
-    operations=(
-        AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256),
-        GatedDeltaOperation(conv_width=4, num_key_heads=16, num_value_heads=32),
-    ),
+    operations=FIRST + SECOND,
     page_size=64,
     page_rows=64 * 2 * 10,
     device=torch.device("cpu"),
@@ -51,6 +59,10 @@ GEOMETRY = arrays.Geometry(
     ),
 )
 """Of the 35B-A3B shape on an H200."""
+CAPTURED = tuple(ladder(**LIMITS, most_launched=3072))
+BEFORE = ("read", "check", "queue", "schedule", "arrays", "send")
+FEWER = 50
+"""Tokens by which lengths vary."""
 
 T = TypeVar("T")
 
@@ -61,8 +73,13 @@ class Host:
     def __init__(self, num_tokens: int) -> None:
         num_pages = -(-num_tokens // GEOMETRY.page_size)
         self.cache = Cache(num_pages=8 * num_pages, num_slots=64)
-        self.scheduler = Scheduler(self.cache, max_num_seqs=64, max_num_batched_tokens=8192)
-        self.tables = HostTables(64, num_pages + 1, GEOMETRY.page_size)
+        self.scheduler = Scheduler(self.cache, **LIMITS)
+        self.tables = PageTables(64, num_pages + 1, GEOMETRY.page_size, GEOMETRY.device)
+        capacity = largest_step(**LIMITS)
+        largest = arrays.build(StepPlan(sequences=()), self.tables.host, GEOMETRY, capacity)
+        self.first, self.second = (
+            Staging(GEOMETRY.device, num_staged_bytes(largest)) for _ in range(2)
+        )
         self.spent: dict[str, list[float]] = defaultdict(list)
         self._num_asked = 0
 
@@ -72,20 +89,40 @@ class Host:
         prompt = timed("read", lambda: read_prompt({"prompt_token_ids": token_ids}, None))
         limits = {"vocab_size": VOCAB_SIZE, "max_model_len": 1 << 20, "max_cache_marks": 8}
         timed("check", lambda: check_prompt(prompt, **limits))
-        chain = timed("queue", lambda: self.cache.chain(prompt.packed[:]))
+        chain = timed("queue", lambda: self.cache.chain(prompt.packed))
         request = Request(id=str(self._num_asked), chain=chain, max_tokens=1)
         timed("queue", lambda: self.scheduler.add(request))
         while self.scheduler.has_work:
             plan = timed("schedule", self.scheduler.schedule)
-            timed("arrays", lambda plan=plan: self.tables.update(plan))
-            capacity = exact_capacity(plan)
-            timed(
-                "arrays",
-                lambda p=plan, c=capacity: arrays.build(p, self.tables, GEOMETRY, c),
-            )
-            timed("update", lambda p=plan: self.scheduler.update(p, outcome(p)))
+            self._launch(plan)
+            timed("prepare", lambda plan=plan: self.scheduler.prepare(plan))
+            timed("update", lambda plan=plan: self.scheduler.update(plan, outcome(plan)))
         assert request.report is not None
         return request.report.reused
+
+    def _launch(self, plan: StepPlan) -> None:
+        """All but the kernels."""
+
+        def build() -> tuple[Any, ...]:
+            exact = exact_capacity(plan)
+            new_pages = self.tables.host.update(plan)
+            capacity = smallest(CAPTURED, exact) or exact
+            step, batch = arrays.begin(plan, self.tables.host, GEOMETRY, capacity)
+            return replace(step, layouts=arrays.lay_out(batch, FIRST)), batch, new_pages
+
+        def send() -> None:
+            self.first.send(step)
+            self.first.views(step)
+
+        def send_rest() -> None:
+            self.tables.send(*new_pages)
+            rest = arrays.lay_out(batch, SECOND)
+            self.second.send(rest)
+            self.second.views(rest)
+
+        step, batch, new_pages = self._timed("arrays", build)
+        self._timed("send", send)
+        self._timed("rest", send_rest)
 
     def _timed(self, part: str, work: Callable[[], T]) -> T:
         start = time.perf_counter()
@@ -96,22 +133,39 @@ class Host:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=31_700)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192, 31_700])
     parser.add_argument("--repeats", type=int, default=30)
     arguments = parser.parse_args()
-    rng, host = random.Random(0), Host(arguments.tokens)
-    by_part: dict[str, list[float]] = defaultdict(list)
-    for _ in range(arguments.repeats):
-        token_ids = rng.choices(range(10, VOCAB_SIZE), k=arguments.tokens)
-        host.ask(token_ids)
-        host.spent.clear()
-        reused = host.ask(token_ids)
-        for part, seconds in host.spent.items():
-            by_part[part].append(sum(seconds))
-    medians = {part: 1e3 * statistics.median(found) for part, found in by_part.items()}
-    row = {"tokens": arguments.tokens, "reused": reused, "total_ms": sum(medians.values())}
-    print(json.dumps(rows.provenance() | row | medians))
+    torch.set_num_threads(1)  # with a GPU no copy waits for other threads
+    common = rows.provenance()
+    for num_tokens in arguments.tokens:
+        for row in measure(num_tokens, arguments.repeats):
+            print(json.dumps(common | row), flush=True)
     return 0
+
+
+def measure(num_tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """Of prompts of so many tokens, cold and again."""
+    rng, host = random.Random(0), Host(num_tokens)
+    spent: dict[str, dict[str, list[float]]] = {
+        turn: defaultdict(list) for turn in ("cold", "again")
+    }
+    reused = dict.fromkeys(spent, 0)
+    for _ in range(repeats):
+        length = num_tokens - rng.randrange(FEWER)
+        token_ids = rng.choices(range(10, VOCAB_SIZE), k=length)
+        for turn, by_part in spent.items():
+            host.spent.clear()
+            reused[turn] = host.ask(token_ids)
+            for part, seconds in host.spent.items():
+                by_part[part].append(sum(seconds))
+    found = []
+    for turn, by_part in spent.items():
+        medians = {part: 1e3 * statistics.median(parts) for part, parts in by_part.items()}
+        before = sum(medians[part] for part in BEFORE)
+        row = {"tokens": num_tokens, "turn": turn, "reused": reused[turn], "before_ms": before}
+        found.append(row | medians)
+    return found
 
 
 if __name__ == "__main__":
