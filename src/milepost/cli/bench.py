@@ -15,7 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from milepost.cli.flags import Flags, add_flags
-from milepost.errors import missing
+from milepost.errors import ConfigError, missing
 from milepost.load.config import DriveConfig
 from milepost.load.workloads import WorkloadConfig, sessions
 
