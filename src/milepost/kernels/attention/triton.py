@@ -33,7 +33,7 @@ from milepost.kernels.attention.triton_tiles import KVTiles, choose_shape
 from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.float8 import FP8
 from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_as_padding, wait_for_inputs
 from milepost.kernels.quantised import rounded as rounded_rows
 from milepost.kernels.quantised.forms import BLOCK
 from milepost.kernels.quantised.rounded import RoundedRows
@@ -256,10 +256,10 @@ def _attend_kernel(
     i_h = tl.program_id(0)
     item = load_item(items, tl.program_id(1))
     first, num_tokens, table_row, position, begin, end, ordinal = item
-    # Padding waits too: a launch that is nothing else must not end before the one before it.
-    wait_for_inputs()
     if num_tokens == 0:
+        wait_as_padding()
         return
+    wait_for_inputs()
     table = tables + table_row.to(tl.int64) * table_stride
 
     row = tl.arange(0, ROWS)

@@ -13,7 +13,7 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.triton_parts import round_heads
 from milepost.kernels.device import probe
 from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.overlap import OVERLAPPED, wait_as_padding, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK
 from milepost.kernels.quantised.rounded import RoundedRows, as_arguments
 
@@ -89,9 +89,10 @@ def _combine_kernel(
     head = tl.program_id(1)
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base
-    wait_for_inputs()
     if count == 0:
+        wait_as_padding()
         return
+    wait_for_inputs()
     o_e = tl.program_id(2) * PART + tl.arange(0, PART)
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)

@@ -34,7 +34,7 @@ from milepost.kernels.attention.triton_hopper_parts import (
 from milepost.kernels.gluon import load_box
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK
 from milepost.kernels.quantised.rounded import RoundedRows
 
@@ -153,9 +153,10 @@ def _attend_kernel(
     item = items + gl.program_id(1) * 8
     let_next_start()
     num_tokens = gl.load(item + 1)
-    wait_for_inputs()
     if num_tokens == 0:
+        wait_as_padding()
         return
+    wait_for_inputs()
     table = tables + gl.load(item + 2).to(gl.int64) * table_stride
     begin = gl.load(item + 4)
     end = gl.load(item + 5)

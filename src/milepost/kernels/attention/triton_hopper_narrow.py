@@ -24,7 +24,7 @@ from milepost.kernels.float8 import FP8
 from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
-from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
+from milepost.kernels.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
 
 _LOG2_E = 1.4426950408889634
 _BLOCK, _STAGES, _WARPS = 64, 3, 4
@@ -164,9 +164,10 @@ def _attend_kernel(
     for i_b in gl.static_range(STAGES):
         if begin + (i_b + 1) * BLOCK <= earlier:
             _fetch_both(pages, i_b, BLOCK, PAGE_SIZE, STAGES)
-    wait_for_inputs()
     if num_tokens == 0:
+        wait_as_padding()
         return
+    wait_for_inputs()
     for i_b in gl.static_range(STAGES):
         if (begin + i_b * BLOCK < end) & (begin + (i_b + 1) * BLOCK > earlier):
             _fetch_both(pages, i_b, BLOCK, PAGE_SIZE, STAGES)

@@ -23,7 +23,7 @@ from milepost.kernels.attention.triton_parts import dot, fit_float16, load_item,
 from milepost.kernels.device import Chip, probe
 from milepost.kernels.float8 import FP8
 from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_as_padding, wait_for_inputs
 from milepost.kernels.strides import check_contiguous, check_rows
 from milepost.kernels.triton_float8 import decode
 
@@ -151,10 +151,10 @@ def _attend_kernel(
     let_next_start()
     item = load_item(items, tl.program_id(0))
     first, num_tokens, table_row, position, begin, end, ordinal = item
-    # Padding waits too: a launch that is nothing else must not end before the one before it.
-    wait_for_inputs()
     if num_tokens == 0:
+        wait_as_padding()
         return
+    wait_for_inputs()
     table = tables + table_row.to(tl.int64) * table_stride
 
     row = tl.arange(0, ROWS)
