@@ -93,16 +93,25 @@ def test_attend_to_float8_matches_reference(name: str) -> None:
     reason="products round rows themselves on other chips than Hopper",
 )
 @pytest.mark.parametrize(
-    "name", ["prefills", "four_kv_heads", "head_dim_128", "nemotron", "few_rows", "long"]
+    "name",
+    [
+        *("prefills", "four_kv_heads", "head_dim_128", "nemotron", "few_rows", "long"),
+        *("decodes", "narrow_decodes", "suffix", "shared", "drafts"),
+    ],
 )
-def test_results_of_many_tokens_are_rounded(name: str) -> None:
+def test_results_bring_their_rounding_along(name: str) -> None:
     """Whole ones and those of several parts, of wide items and of narrow ones: the numbers that a
-    launch of their own makes of them."""
-    long = replace(LARGE, starts=(0,), lengths=(2500,))
-    step = Step(long if name == "long" else CASES[name], "cuda")
+    launch of their own makes of them. Of few tokens both are written."""
+    others = {
+        "long": replace(LARGE, starts=(0,), lengths=(2500,)),
+        "narrow_decodes": replace(CASES["decodes"], head_dim=128, num_heads=32),
+    }
+    step = Step(others.get(name) or CASES[name], "cuda")
     plain, output = attend(step), attend(step, rounds=True)
     assert rounded.find(plain) is None
-    assert not rounded.is_filled(output)
+    assert rounded.is_filled(output) == (step.num_tokens <= 64)
+    if rounded.is_filled(output):
+        assert torch.equal(output, plain)
     own = rounded.find(output).of(step.num_tokens)
     values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
     assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))

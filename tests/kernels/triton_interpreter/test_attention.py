@@ -123,27 +123,31 @@ def test_pages_may_lie_far_apart(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_results_of_many_tokens_are_rounded(monkeypatch, head_dim: int) -> None:
-    """The same numbers as a launch of their own makes of them; no others are written."""
+@pytest.mark.parametrize("name", ["decodes", "shared_and_prefill", "suffixes", "mixed"])
+def test_results_bring_their_rounding_along(monkeypatch, name: str, head_dim: int) -> None:
+    """The same numbers as a launch of their own makes of them. Of many tokens no others are
+    written, of few all are."""
     monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
-    step = Step(replace(CASES["mixed"], head_dim=head_dim, dtype=torch.float16))
+    step = Step(replace(CASES[name], head_dim=head_dim, dtype=torch.float16))
     items = step.on_device(step.items())
-    assert items.num_combined
+    is_cut = name in ("shared_and_prefill", "mixed")
+    assert bool(items.num_combined) == is_cut
     given = step.query, step.gate, step.pool, step.device_tables(), items, head_dim**-0.5
     plain, output = (attention.attend(*given, rounds=rounds) for rounds in (False, True))
-    assert rounded.is_filled(plain)
-    assert not rounded.is_filled(output)
+    assert rounded.find(plain) is None
+    assert rounded.is_filled(output) == (step.num_tokens <= 64)
+    if rounded.is_filled(output):
+        assert torch.equal(output, plain)
     own = rounded.find(output).of(step.num_tokens)
     values, scales = triton_rounding.quantise(plain[: step.num_tokens], 128, probe(plain.device))
     assert torch.equal(own[0].float(), values.float())
     assert torch.equal(own[1], scales)
 
 
-def test_few_results_and_those_over_float8_are_not_rounded(monkeypatch) -> None:
+def test_a_row_and_results_over_float8_are_not_rounded(monkeypatch) -> None:
     monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
-    for case in (CASES["suffixes"], replace(CASES["mixed"], head_dim=128, has_float8=True)):
-        few = replace(case, head_dim=128, lengths=(1,) * len(case.lengths))
-        step = Step(replace(case if case.has_float8 else few, dtype=torch.float16))
+    for case in (CASES["split_decode"], replace(CASES["mixed"], has_float8=True)):
+        step = Step(replace(case, head_dim=128, dtype=torch.float16))
         given = step.query, step.gate, step.pool, step.device_tables()
         items = step.on_device(step.items())
         output = attention.attend(*given, items, 0.1, step.kv_scales, rounds=True)

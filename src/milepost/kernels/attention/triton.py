@@ -75,8 +75,10 @@ def attend(
     if pool.dtype != FP8:
         kv_scales = None
     rounded = None
-    if rounds and pool.dtype != FP8 and head_dim % BLOCK == 0:
-        rounded = _room_for_rounded(output)
+    if rounds and pool.dtype != FP8 and head_dim in (BLOCK, 2 * BLOCK):
+        rounded = rounded_rows.room_for(*output.shape, output, keeps_rows=False)
+    if rounded is not None:
+        rounded_rows.attach(output, rounded)
     results = items.bases, partials, lse, scale, rounded
     kind, chip = (head_dim, query.dtype), probe(query.device)
     if len(items.wide):
@@ -108,16 +110,6 @@ def attend(
     if items.num_combined:
         combine(partials, lse, items, gate, output, rounded)
     return output
-
-
-def _room_for_rounded(output: Tensor) -> RoundedRows | None:
-    """Room for the rounding of `output`, which brings it along, if it may be alone. Of few rows
-    each program would store both."""
-    rounded = rounded_rows.room_for(*output.shape, output, keeps_rows=False)
-    if rounded is None or not rounded.are_alone:
-        return None
-    rounded_rows.attach(output, rounded)
-    return rounded
 
 
 def _in_words(kv: Tensor, block: int, head_dim: int, *, boxed: bool) -> Tensor | TensorDescriptor:
@@ -206,6 +198,7 @@ def _launch(
         ROWS=rows,
         BLOCK=shape.block,
         TAIL_STAGES=shape.tail_stages,
+        KEEPS_ROWS=rounded_rows.is_filled(output),
         HAS_FP8=chip.has_fp8,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
@@ -249,6 +242,7 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
     """One item and KV head: ROWS = tokens * GROUP query rows."""
@@ -302,25 +296,35 @@ def _attend_kernel(
     place = token, head, inside, held, ahead < num_tokens
     if ordinal < 0:
         targets = output, rounded, row_scales, scales_stride
-        _store(targets, acc, gate, gate_stride, place, KV_HEADS * GROUP * HEAD_DIM, HAS_FP8)
+        width: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
+        _store(targets, acc, gate, gate_stride, place, width, KEEPS_ROWS, HAS_FP8)
     else:
         _store_partial(partials, lse, bases, acc, m, l, ordinal, place, KV_HEADS * GROUP, HEAD_DIM)
 
 
 @triton.jit
-def _store(targets, acc, gate, gate_stride, place, WIDTH: tl.constexpr, HAS_FP8: tl.constexpr):
-    """Results [ROWS, BLOCK_E] to `output` [T, WIDTH] or to float8, times the sigmoid of `gate` if
-    there is one. `place` are rows' tokens and heads, offsets in a token's row, and which are
-    held."""
+def _store(
+    targets,
+    acc,
+    gate,
+    gate_stride,
+    place,
+    WIDTH: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
+    """Results [ROWS, BLOCK_E] to `output` [T, WIDTH], to float8 or to both, times the sigmoid of
+    `gate` if there is one. `place` are rows' tokens and heads, offsets in a token's row, and which
+    are held."""
     token, head, inside, held, is_held = place
     output, rounded, row_scales, scales_stride = targets
     if gate is not None:
         b_g = tl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
         acc *= tl.sigmoid(b_g.to(tl.float32))
     b_o = acc.to(output.dtype.element_ty)
-    if rounded is None:
+    if KEEPS_ROWS:
         tl.store(output + token[:, None] * WIDTH + inside, b_o, mask=held)
-    else:
+    if rounded is not None:
         values, scales = round_heads(b_o, HAS_FP8)
         tl.store(rounded + token[:, None] * WIDTH + inside, values, mask=held)
         part = tl.arange(0, scales.shape[1])

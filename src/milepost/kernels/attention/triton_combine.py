@@ -13,9 +13,9 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.triton_parts import round_heads
 from milepost.kernels.device import probe
 from milepost.kernels.launches import quick
-from milepost.kernels.overlap import OVERLAPPED, wait_as_padding, wait_for_inputs
+from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_as_padding, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK
-from milepost.kernels.quantised.rounded import RoundedRows, as_arguments
+from milepost.kernels.quantised.rounded import RoundedRows, as_arguments, is_filled
 
 _PROGRAMS = 256
 """A result of few tokens is divided among so many: of long sequences they have many partial ones,
@@ -33,7 +33,7 @@ def combine(
     rounded: RoundedRows | None = None,
 ) -> None:
     """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
-    if there is one; to nothing but room for them `rounded`, if there is some."""
+    if there is one; and to room for them `rounded`, if there is some, which may be all there is."""
     _, num_heads, head_dim = partials.shape
     block_e = triton.next_power_of_2(head_dim)
     part = choose_part(items.num_combined * num_heads, block_e)
@@ -51,6 +51,7 @@ def combine(
         HEAD_DIM=head_dim,
         PART=part,
         STEP=max(32, _NUMBERS // part),
+        KEEPS_ROWS=is_filled(output),
         HAS_FP8=probe(output.device).has_fp8,
         num_warps=4 if part == block_e else 8,
         **OVERLAPPED,
@@ -81,6 +82,7 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     PART: tl.constexpr,
     STEP: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
     """Some dimensions of the result of one token and head: its partial results, each by its share
@@ -89,6 +91,8 @@ def _combine_kernel(
     head = tl.program_id(1)
     base = tl.load(bases + token)
     count = tl.load(bases + token + 1) - base
+    if rounded is not None:
+        let_next_start()  # a product with float8, which begins with its weights
     if count == 0:
         wait_as_padding()
         return
@@ -119,9 +123,9 @@ def _combine_kernel(
         acc *= tl.sigmoid(b_g.to(tl.float32))
     at = (token * HEADS + head) * HEAD_DIM + o_e
     b_o = acc.to(output.dtype.element_ty)
-    if rounded is None:
+    if KEEPS_ROWS:
         tl.store(output + at, b_o, mask=inside)
-    else:
+    if rounded is not None:
         values, scales = round_heads(b_o[None, :], HAS_FP8)
         tl.store(rounded + at[None, :], values, mask=inside[None, :])
         COUNT: tl.constexpr = scales.shape[1]

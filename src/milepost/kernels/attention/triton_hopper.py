@@ -36,7 +36,7 @@ from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK
-from milepost.kernels.quantised.rounded import RoundedRows
+from milepost.kernels.quantised.rounded import RoundedRows, is_filled
 
 ROWS = 128
 _LOG2_E = 1.4426950408889634
@@ -72,8 +72,8 @@ def attend(
     rounded: RoundedRows | None = None,
 ) -> None:
     """Write the results of `work`, which are wide items, to `output` [T, H * E], or to `partials`
-    [P, H, E] and `lse` [P, H]. `kv_scales` [2, G] are what keys and values are over. Where they are
-    `rounded`, whole results are nothing else."""
+    [P, H, E] and `lse` [P, H]. `kv_scales` [2, G] are what keys and values are over. Whole results
+    are `rounded` too if there is room for that, which may be all there is."""
     _, num_heads, head_dim = query.shape
     _, _, page_size, num_kv_heads, _ = pool.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -107,6 +107,7 @@ def attend(
         GATED=gate is not None,
         SCALED=kv_scales is not None,
         DEPTH=0 if rounded is None else BLOCK,
+        KEEPS_ROWS=is_filled(output),
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,
@@ -145,6 +146,7 @@ def _attend_kernel(
     GATED: gl.constexpr,
     SCALED: gl.constexpr,
     DEPTH: gl.constexpr,
+    KEEPS_ROWS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -174,16 +176,17 @@ def _attend_kernel(
     consumed = (query, gate, output, kv_scales, item, bases, partials, lse, scale, i_h)
     consumed += (query_stride, head_stride, gate_stride, queries, keys, values, bars)
     consumed += ((rounded, row_scales, scales_stride),)
+    FORM: gl.constexpr = (DEPTH, KEEPS_ROWS)
     produced = (kv, table, begin, end, page_rows, i_h, keys, values, bars)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED, DEPTH),
+                (consumed, 0, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED, FORM),
             ),
             (
                 _consume,
-                (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED, DEPTH),
+                (consumed, 1, KV_HEADS, GROUP, HEAD_DIM, BLOCK, STAGES, GATED, SCALED, FORM),
             ),
             (_produce, (produced, HEAD_DIM, PAGE_SIZE, BLOCK, STAGES)),
         ],
@@ -232,7 +235,7 @@ def _consume(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     SCALED: gl.constexpr,
-    DEPTH: gl.constexpr,
+    FORM: gl.constexpr,
 ):
     """Half of the tile's rows: 64 of them in four warps."""
     query, gate, output, kv_scales, item, bases, partials, lse, scale, i_h = consumed[:10]
@@ -277,4 +280,4 @@ def _consume(
         acc *= gl.load(kv_scales + KV_HEADS + i_h)
     targets = gate, gate_stride, output, bases, partials, lse, rounded
     place = row, first, num_tokens, ordinal, i_h
-    store(targets, m, l, acc, half, place, KV_HEADS, GROUP, GATED, DEPTH)
+    store(targets, m, l, acc, half, place, KV_HEADS, GROUP, GATED, FORM)

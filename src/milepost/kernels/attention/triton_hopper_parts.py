@@ -190,10 +190,13 @@ def store(
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     GATED: gl.constexpr,
-    DEPTH: gl.constexpr,
+    FORM: gl.constexpr,
 ):
-    """To `output`, if GATED times the sigmoid of the gates, or to float8 with a scale for each
-    DEPTH dimensions; or a partial result with its LSE."""
+    """To `output`, if GATED times the sigmoid of the gates, or to float8, or to both; or a partial
+    result with its LSE. FORM are for how many dimensions there is a scale, 0 for no float8, and
+    whether `output` is written."""
+    DEPTH: gl.constexpr = FORM[0]
+    KEEPS_ROWS: gl.constexpr = FORM[1]
     gate, gate_stride, output, bases, partials, lse, rounded = targets
     row, first, num_tokens, ordinal, i_h = place
     RESULT: gl.constexpr = acc.type.layout
@@ -208,11 +211,11 @@ def store(
             b_g = gl.load(gate + token[:, None] * gate_stride + inside, mask=held, other=0.0)
             acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
         b_o = acc.to(output.dtype.element_ty)
-        if DEPTH:
-            _store_rounded(rounded, b_o, half, place, KV_HEADS, GROUP, DEPTH)
-        else:
+        if KEEPS_ROWS:
             p_o = output + token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
             gl.store(p_o, b_o, mask=held)
+        if DEPTH:
+            _store_rounded(rounded, b_o, half, place, KV_HEADS, GROUP, DEPTH)
     else:
         base = gl.load(bases + token, mask=wide_row // GROUP < num_tokens, other=0).to(gl.int64)
         p_partial = partials + (base + ordinal)[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + inside
