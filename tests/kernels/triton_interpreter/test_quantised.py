@@ -298,3 +298,9 @@ def test_gather(
     expected = rows[order // num_chosen]
     assert torch.equal(gathered.rows.view(torch.uint8)[filled], expected)
     assert torch.equal(gathered.scales[:, filled], scales[:, order // num_chosen])
+    plain = rows[:num_tokens, :256].contiguous().view(torch.float16)
+    gathered = triton_gathering.gather(plain, None, experts, num_experts, block_rows)
+    assert gathered.scales is None
+    assert torch.equal(gathered.routed[: count * block_rows], routed)
+    kept = gathered.rows.view(torch.int16)[filled]
+    assert torch.equal(kept, plain.view(torch.int16)[order // num_chosen])

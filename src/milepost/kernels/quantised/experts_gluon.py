@@ -55,7 +55,7 @@ def fence_async():
 
 
 @gluon.jit
-def _wait_for(counter, value: gl.constexpr):
+def wait_for(counter, value: gl.constexpr):
     """Until other programs have added so much to it."""
     count = _read(counter)
     while count < value:
@@ -72,15 +72,15 @@ def _read(pointer):
 
 
 @gluon.jit
-def share_down(num_blocks, INPUTS: gl.constexpr, SIZE: gl.constexpr, BLOCK: gl.constexpr):
-    """A program's units of the down projection, for `find_down`, and how many.
+def share_down(num_blocks, TILES: gl.constexpr, COLUMNS: gl.constexpr, RATIO: gl.constexpr):
+    """A program's units of the down projection, for `find_down`, and how many. A block of rows has
+    TILES units of the up projection, each worth RATIO of its COLUMNS of the down projection.
 
     Units of the up projection go round, and some programs have one less than others: first these
     get as much of the down projection instead. The rest goes round again."""
-    RATIO: gl.constexpr = INPUTS // SIZE
     program, stride = gl.program_id(0), gl.num_programs(0)
-    num_units = num_blocks * (INPUTS // (2 * BLOCK))
-    num_long = num_blocks * (SIZE // BLOCK) % stride
+    num_units = num_blocks * COLUMNS
+    num_long = num_blocks * TILES % stride
     is_short = (num_long > 0) & (program >= num_long)
     num_short = stride - num_long
     num_owed = gl.where(num_long > 0, gl.minimum(num_short * RATIO, num_units), 0)
@@ -182,7 +182,7 @@ def produce(
                 stage = _load_weights(up, row, step, part, SIZE, stages, number, STAGES, WIDE)
                 _load_rows(rows, row_scales, first, step, stages, stage, WIDE)
                 number += 1
-    share, num_units = share_down(num_blocks, INPUTS, SIZE, BLOCK)
+    share, num_units = share_down(num_blocks, TILES, COLUMNS, INPUTS // SIZE)
     expert = gl.load(owners + find_place(0, share, num_blocks, COLUMNS))
     for index in range(num_units):
         next_expert = gl.load(owners + find_place(index + 1, share, num_blocks, COLUMNS))
@@ -193,7 +193,7 @@ def produce(
             for step in range(0, TILES, WIDE):
                 stage = _load_weights(down, row, step, part, BLOCK, stages, number, STAGES, WIDE)
                 if step + part == 0:
-                    _wait_for(done + unit // COLUMNS, TILES)
+                    wait_for(done + unit // COLUMNS, TILES)
                 _load_rows(active, active_scales, first, step, stages, stage, WIDE)
                 number += 1
         expert = next_expert

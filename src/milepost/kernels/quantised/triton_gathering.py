@@ -1,4 +1,4 @@
-"""Triton: rounded rows of few tokens in blocks of those that an expert is chosen by, in one launch.
+"""Triton: rows of few tokens in blocks of those that an expert is chosen by, in one launch.
 
 A program has one routed token and counts by itself who is before it: with a program for all of a
 token's, whose numbers pass between warps again and again, a launch for 16 tokens takes 5.4 us in
@@ -32,9 +32,9 @@ class Gathered:
     written: rows behind an expert's last, and all behind the last block."""
 
     rows: Tensor
-    """[B * M, I] float8"""
-    scales: Tensor
-    """[D, B * M] float32"""
+    """[B * M, I]"""
+    scales: Tensor | None
+    """[D, B * M] float32, of rows that are rounded."""
     routed: Tensor
     """[B * M] int32: which routed token each row is; -1 behind an expert's last."""
     experts: Tensor
@@ -46,35 +46,37 @@ class Gathered:
 
 
 def gather(
-    rows: Tensor, scales: Tensor, experts: Tensor, num_experts: int, block_rows: int
+    rows: Tensor, scales: Tensor | None, experts: Tensor, num_experts: int, block_rows: int
 ) -> Gathered:
-    """Of `rows` [T or more, I] float8 with `scales` [D, T or more], by `experts` [T, N] int32, in
-    which no token has an expert twice. M is `block_rows`."""
+    """Of `rows` [T or more, I] of 8 or 16 bits, with `scales` [D, T or more], by `experts` [T, N]
+    int32, in which no token has an expert twice. M is `block_rows`."""
     num_routed, num_chosen = experts.numel(), experts.shape[1]
     num_inputs = rows.shape[1]
     num_blocks = min(num_routed, num_experts + num_routed // block_rows)
     num_rows = num_blocks * block_rows
     gathered = rows.new_empty(num_rows, num_inputs)
-    gathered_scales = scales.new_empty(len(scales), num_rows)
+    gathered_scales = None if scales is None else scales.new_empty(len(scales), num_rows)
+    bits = torch.uint8 if rows.itemsize == 1 else torch.int16
     lists = torch.empty(num_rows + 2 * num_blocks + 1, dtype=torch.int32, device=rows.device)
     routed, owners, counters, count = lists.split([num_rows, num_blocks, num_blocks, 1])
     each = _SHARING if num_routed > _MANY_ROUTED else 1
     _gather_kernel[(cdiv(num_routed, each),)](
-        rows.view(torch.uint8),
+        rows.view(bits),
         scales,
         experts,
-        gathered.view(torch.uint8),
+        gathered.view(bits),
         gathered_scales,
         routed,
         owners,
         counters,
         count,
         num_routed,
-        scales.shape[1],
+        rows.stride(0),
+        0 if scales is None else scales.shape[1],
         num_rows,
         TOP_K=num_chosen,
         INPUTS=num_inputs,
-        SCALES=len(scales),
+        SCALES=0 if scales is None else len(scales),
         EXPERTS=num_experts,
         BINS=max(32, next_power_of_2(num_experts - 1)),
         CHUNK=max(32, next_power_of_2(num_routed)),
@@ -106,6 +108,7 @@ def _gather_kernel(
     counters,
     count,
     num_routed,
+    pitch,
     stride,
     num_rows,
     TOP_K: tl.constexpr,
@@ -124,7 +127,6 @@ def _gather_kernel(
     let_next_start()
     o_p = tl.arange(0, CHUNK)
     o_k = tl.arange(0, triton.next_power_of_2(INPUTS))
-    o_d = tl.arange(0, triton.next_power_of_2(SCALES))
     b_x = tl.load(experts + o_p, mask=o_p < num_routed, other=EXPERTS)
     members = ()
     for i in tl.static_range(EACH):
@@ -133,8 +135,11 @@ def _gather_kernel(
             i_p = tl.minimum(i_p, num_routed - 1)
         i_t = i_p // TOP_K
         expert = tl.load(experts + i_p)
-        b_row = tl.load(rows + i_t * INPUTS + o_k, mask=o_k < INPUTS)
-        b_scale = tl.load(scales + o_d * stride + i_t, mask=o_d < SCALES)
+        b_row = tl.load(rows + i_t * pitch + o_k, mask=o_k < INPUTS)
+        b_scale = expert
+        if SCALES > 0:
+            o_d = tl.arange(0, triton.next_power_of_2(SCALES))
+            b_scale = tl.load(scales + o_d * stride + i_t, mask=o_d < SCALES)
         # The expert's tokens, and times 2^16 those before this one.
         b_weight = tl.where(o_p < i_t * TOP_K, 65537, 1)
         both = tl.sum(tl.where(b_x == expert, b_weight, 0))
@@ -147,7 +152,9 @@ def _gather_kernel(
         rank, size = both >> 16, both & 65535
         place = tl.sum(tl.where(tl.arange(0, BINS) < expert, b_taken, 0)) * ROWS + rank
         tl.store(gathered + place * INPUTS + o_k, b_row, mask=o_k < INPUTS)
-        tl.store(gathered_scales + o_d * num_rows + place, b_scale, mask=o_d < SCALES)
+        if SCALES > 0:
+            o_d = tl.arange(0, triton.next_power_of_2(SCALES))
+            tl.store(gathered_scales + o_d * num_rows + place, b_scale, mask=o_d < SCALES)
         tl.store(routed + place, i_p)
         if rank % ROWS == 0:
             tl.store(owners + place // ROWS, expert)

@@ -242,7 +242,7 @@ def _consume_down(
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     o_n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, RESULT))
     o_m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, RESULT))
-    turns, num_units = share_down(num_blocks, INPUTS, SIZE, BLOCK)
+    turns, num_units = share_down(num_blocks, SIZE // BLOCK, COLUMNS, INPUTS // SIZE)
     expert = gl.load(owners + find_place(0, turns, num_blocks, COLUMNS))
     for index in range(num_units):
         next_expert = gl.load(owners + find_place(index + 1, turns, num_blocks, COLUMNS))

@@ -27,10 +27,10 @@ from milepost.kernels.quantised.triton_tiles import MANY, choose, runs_hopper, s
 _FEWEST_ROUTED = 40
 """Up to this many routed tokens nothing is grouped."""
 _TOKENS_AT_ONCE = 64
-"""Up to this many tokens Hopper multiplies experts in one launch."""
-_FEW_NIBBLES = 12
+"""Up to this many tokens Hopper multiplies FP8 experts in one launch."""
+_FEW_NIBBLES = 10
 """Beyond so many routed tokens an expert Hopper multiplies four-bit weights in tall blocks (9 take
-249 us, 229 otherwise; 18 take 255 and 346)."""
+244 us, 216 otherwise; 14 take 246 and 300)."""
 _TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
 """Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
 16-bit weights of four bits first."""
@@ -104,15 +104,15 @@ def _mix_nibbles(
     """Whether Hopper's own kernels of four-bit weights made `output` [T, N, H] what `mix` is."""
     if not isinstance(up, Int4) or experts.numel() <= _FEWEST_ROUTED:
         return False
-    from milepost.kernels.quantised import triton_hopper_nibbles as few
+    from milepost.kernels.quantised import triton_hopper_nibble_experts as few
     from milepost.kernels.quantised import triton_hopper_nibbles_tall as many
 
     assert isinstance(down, Int4), "experts have one form"
     num_rows = experts.numel() / len(up.scales)
     if num_rows > _FEW_NIBBLES and many.suits(hidden, up, down):
         many.mix(hidden, shares, experts, up, down, output, chip, many.choose_rows(num_rows))
-    elif num_rows <= few.BLOCK_M and few.suits(hidden, up, down):
-        few.mix(hidden, shares, experts, up, down, output)
+    elif num_rows <= _FEW_NIBBLES and few.suits(up, down):
+        few.mix(hidden, shares, experts, up, down, output, chip)
     else:
         return False
     return True
