@@ -162,7 +162,14 @@ def test_a_chain_of_rows_and_raw_weights_beside(num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [2, 5, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize(
     ("shape", "group"),
-    [((12288, 2048), 128), ((2048, 4096), 128), ((200, 512), 256), ((4096, 12288), 12288)],
+    [
+        ((12288, 2048), 128),
+        ((2048, 4096), 128),
+        ((200, 512), 256),
+        ((4096, 12288), 12288),
+        ((16904, 1024), 128),  # whole, of 64 outputs
+        ((33800, 512), 512),  # and of 128
+    ],
 )
 def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dtype) -> None:
     """A token's result does not depend on how many others there are."""

@@ -28,8 +28,9 @@ from milepost.kernels.quantised.nibbles_gluon import (
 )
 
 _BLOCK = gl.constexpr(BLOCK)
-_BLOCK_N = 128
-"""Outputs of a program."""
+_BLOCK_N, _SOME_N, _FEW_N = 128, 64, 32
+"""Outputs of a program: of products with many, with some and with few, that fewer programs would
+leave SMs idle of."""
 _PROGRAMS = 2
 """That an SM should have, at least."""
 _LEAST_SHARE = 4 * BLOCK
@@ -41,10 +42,22 @@ _ROWS = (8, 16, 32)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NibbleTiles:
     """Of `block_m` tokens, of which those past the last are dropped. Two programs have room in an
-    SM's shared memory."""
+    SM's shared memory, or more."""
 
     block_m: int
     split_k: int
+    whole_n: int
+    """Outputs of a program that multiplies all inputs."""
+
+    @property
+    def block_n(self) -> int:
+        if self.split_k == 1:
+            return self.whole_n
+        return _SOME_N if self.block_m <= 8 else _BLOCK_N
+
+    @property
+    def num_warps(self) -> int:
+        return min(4, self.block_n // 16)
 
     @property
     def num_blocks(self) -> int:
@@ -68,18 +81,23 @@ def find_tiles(hidden: Tensor, weight: Int4, chip: Chip) -> NibbleTiles | None:
     block_m = next((rows for rows in _ROWS if len(hidden) <= rows), 0)
     if not block_m or not suits(weight) or not can_copy(hidden):
         return None
-    split_k, num_tiles = 1, triton.cdiv(weight.num_outputs, _BLOCK_N)
-    while num_tiles * split_k < _PROGRAMS * chip.num_sms:
+    wanted = _PROGRAMS * chip.num_sms
+    widths = (width for width in (_BLOCK_N, _SOME_N) if weight.num_outputs > width * (wanted - 1))
+    whole_n = next(widths, _FEW_N)
+    # Partials of few outputs cost less than narrow programs do.
+    split_n = whole_n if whole_n > _FEW_N else _BLOCK_N
+    split_k, num_tiles = 1, triton.cdiv(weight.num_outputs, split_n)
+    while num_tiles * split_k < wanted:
         share, rest = divmod(weight.num_inputs, 2 * split_k)
         if rest or share < _LEAST_SHARE or share % (2 * BLOCK):
             break
         split_k *= 2
-    return NibbleTiles(block_m=block_m, split_k=split_k)
+    return NibbleTiles(block_m=block_m, split_k=split_k, whole_n=whole_n)
 
 
 def multiply(hidden: Tensor, weight: Int4, output: Tensor, tiles: NibbleTiles) -> None:
     """`output` [T, O], or partials [S, T, O]: `hidden` [T, I] times `weight` [O, I] transposed."""
-    _gemm_kernel[(triton.cdiv(weight.num_outputs, _BLOCK_N), tiles.split_k)](
+    _gemm_kernel[(triton.cdiv(weight.num_outputs, tiles.block_n), tiles.split_k)](
         hidden,
         weight.packed,
         weight.scales,
@@ -92,11 +110,11 @@ def multiply(hidden: Tensor, weight: Int4, output: Tensor, tiles: NibbleTiles) -
         OUTPUTS=weight.num_outputs,
         GROUP=weight.group,
         BLOCK_M=tiles.block_m,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=tiles.block_n,
         BLOCKS=tiles.num_blocks,
         STEPS=weight.num_inputs // (tiles.split_k * tiles.num_blocks * BLOCK),
         STAGES=tiles.num_stages,
-        num_warps=4,
+        num_warps=tiles.num_warps,
         **OVERLAPPED,
     )
 
