@@ -130,6 +130,11 @@ class Attention(nn.Module):
         return replace(self.operation, only_ends=True)
 
     @property
+    def first(self) -> Linear | None:
+        """What may be multiplied in the launch of the norm ahead: see `Block`."""
+        return None if self.qkv_gate.is_raw else self.qkv_gate
+
+    @property
     def only_rounds(self) -> bool:
         """See `Block`."""
         return self.qkv_gate.only_rounds

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import linear, norm
+from milepost.kernels import linear, norm, quantised
 from milepost.layers.begun import Begun, find
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
@@ -100,16 +100,16 @@ class Linear(nn.Module):
     def forward(self, hidden: Tensor, *, lets_next_start: bool = True) -> Tensor:
         """See `linear.multiply`."""
         begun = find(hidden, self)
+        if begun is not None and (self._is_fused or begun.form is not None):
+            return begun.output
         if self._is_fused:
-            if begun is not None:
-                return begun.output
             return self._weight.multiply(hidden, self._bias, lets_next_start=lets_next_start)
         output = self._new_output(hidden) if begun is None else begun.output
         if begun is None and self._multiply_beside(output, hidden):
             return output
         biases = self.biases or [None] * len(self.weights)
         for group, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
-            if begun is not None and begun.group == group:
+            if begun is not None and group == len(self.weights) - 1:
                 continue
             own, start, count = self._place_of(group)
             if own[-1].start + own[-1].count == start + count:
@@ -135,9 +135,11 @@ class Linear(nn.Module):
         return self._weight.multiply_beside(output, hidden, values)
 
     def _new_output(self, hidden: Tensor) -> Tensor:
-        return hidden.new_empty(
-            *hidden.shape[:-1], self._sections[-1].start + self._sections[-1].count
-        )
+        return hidden.new_empty(*hidden.shape[:-1], self._num_outputs)
+
+    @property
+    def _num_outputs(self) -> int:
+        return self._sections[-1].start + self._sections[-1].count
 
     def _place_of(self, group: int) -> tuple[list[_Section], int, int]:
         """Sections of a matrix, where the first begins, and how many outputs they have."""
@@ -145,22 +147,27 @@ class Linear(nn.Module):
         return own, own[0].start, sum(section.count for section in own)
 
     def begin(self, hidden: Tensor) -> Begun | None:
-        """What the norm that makes one row like `hidden` multiplies on the way: the last matrix, if
-        it is small and raw and its outputs stand side by side. Before a large one of FP8 it would
-        cost more than behind it, where it runs while that one ends."""
+        """What the norm that makes one row like `hidden` multiplies on the way: all, if there is a
+        launch for it; or the last matrix, if it is small and raw and its outputs stand side by
+        side. Before a large one of FP8 that would cost more than behind it, where it runs while
+        that one ends."""
+        if self._has_bias or self.rounds_rows:
+            return None
         group = len(self.weights) - 1
         own, start, count = self._place_of(group)
-        weight = self.weights[group]
-        values = weight.values if isinstance(weight, RawWeight) else None
-        if values is None or self._has_bias or self.rounds_rows:
-            return None
-        if not norm.multiplies_too(hidden, values):
-            return None
         if own[-1].start + own[-1].count != start + count:
             return None
+        last = self.weights[group]
+        values = last.values if isinstance(last, RawWeight) else None
+        form = getattr(self._weight, "form", None)
+        has_others = group > 1 or start + count < self._num_outputs or (group and values is None)
+        if form is None or has_others or not quantised.norms_too(hidden, form, values):
+            form = None
+            if values is None or not norm.multiplies_too(hidden, values):
+                return None
         output = self._new_output(hidden)
         target = output.narrow(-1, start, count)
-        return Begun(owner=self, group=group, weight=values, target=target, output=output)
+        return Begun(owner=self, weight=values, target=target, output=output, form=form)
 
     def partials(self, hidden: Tensor) -> Tensor:
         """The same, or partials [T, P, O] of it, for whoever reads it to add up."""
@@ -189,6 +196,11 @@ class Linear(nn.Module):
     def rounds_rows(self) -> bool:
         """Whether its products round their rows to float8 in blocks."""
         return any(getattr(weight, "rounds_rows", False) for weight in self.weights)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether all of its weights are in the model's type."""
+        return all(isinstance(weight, RawWeight) for weight in self.weights)
 
     @property
     def only_rounds(self) -> bool:

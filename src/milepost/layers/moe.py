@@ -87,6 +87,8 @@ class MoE(nn.Module):
         )
         self.router = Linear(hidden_size, [each for each in sections if each[1]], kind)
         self.bias = kind.empty_precise(shapes.num_experts) if shapes.has_bias else None
+        is_softmax = shapes.scores.is_plain and shapes.normalise and self.bias is None
+        self._is_plain = is_softmax and self.cut.is_whole
         inner_size = shapes.latent_size or hidden_size
         sizes = ExpertSizes(
             hidden_size=inner_size,
@@ -126,20 +128,15 @@ class MoE(nn.Module):
         """`run`; tokens from `num_real` [1] on are padding."""
         is_precise = self.shapes.scores.kind == "sigmoid"
         logits = self.router.precise(hidden) if is_precise else self.router.partials(hidden)
-        shares, experts = moe.route(
-            logits[..., : self.num_logits],
-            self.shapes.num_chosen,
-            normalise=self.shapes.normalise,
-            num_shared=self.num_joint,
-            scores=self.shapes.scores,
-            bias=self.bias,
-            dtype=hidden.dtype,
-            num_real=num_real,
-        )
-        if not self.cut.is_whole:
-            shares, experts = self._own(shares, experts)
+        logits = logits[..., : self.num_logits]
         inputs = hidden if self.latent_in is None else self.latent_in(hidden)
-        partials = self.experts.mix(inputs, shares, experts)
+        partials = None
+        if self._is_plain:
+            how = self.shapes.num_chosen, self.num_joint
+            partials = self.experts.mix_by_logits(inputs, logits, *how)
+        if partials is None:
+            shares, experts = self._route(logits, hidden.dtype, num_real)
+            partials = self.experts.mix(inputs, shares, experts)
         if self.latent_out is not None:
             partials = self.latent_out(partials.sum(1))[:, None]
         if self.shared_gate is not None:
@@ -147,6 +144,22 @@ class MoE(nn.Module):
         elif self.shared is not None:
             partials[:, 0].add_(self.shared(hidden))
         return partials
+
+    def _route(
+        self, logits: Tensor, dtype: torch.dtype, num_real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Each token's shares and experts, by this rank's numbers."""
+        shares, experts = moe.route(
+            logits,
+            self.shapes.num_chosen,
+            normalise=self.shapes.normalise,
+            num_shared=self.num_joint,
+            scores=self.shapes.scores,
+            bias=self.bias,
+            dtype=dtype,
+            num_real=num_real,
+        )
+        return (shares, experts) if self.cut.is_whole else self._own(shares, experts)
 
     def _own(self, shares: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """By this rank's numbers. In place of another rank's expert stands one of its own that the

@@ -15,7 +15,8 @@ from milepost.kernels.moe.scores import SOFTMAX, Scores
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
 from milepost.kernels.tiles import next_power_of_2
 
-_LOWEST = tl.constexpr(-(2**31))
+LOWEST = tl.constexpr(-(2**31))
+"""Less than any key."""
 
 
 def route(
@@ -79,7 +80,7 @@ def _add_up(p_logits, part_stride, mask, dtype: tl.constexpr, PARTS: tl.constexp
 
 
 @triton.jit
-def _as_keys(b_logits, o_e, dtype: tl.constexpr):
+def as_keys(b_logits, o_e, dtype: tl.constexpr):
     """Integers in the order of logits of 16 bits, among equal ones the first column the greatest:
     a warp finds the greatest integer in one instruction."""
     b_bits = (b_logits + 0.0).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
@@ -87,7 +88,12 @@ def _as_keys(b_logits, o_e, dtype: tl.constexpr):
 
 
 @triton.jit
-def _logits_of(b_keys, dtype: tl.constexpr):
+def expert_of(b_keys):
+    return 0xFFFF - (b_keys & 0xFFFF)
+
+
+@triton.jit
+def logits_of(b_keys, dtype: tl.constexpr):
     b_bits = b_keys >> 16
     b_bits = b_bits ^ (b_bits >> 15 & 0x7FFF)
     return b_bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
@@ -144,14 +150,14 @@ def _route_kernel(
     b_logits = tl.zeros_like(o_n).to(tl.float32)
     b_experts = tl.zeros_like(o_n)
     if dtype.primitive_bitwidth == 16:
-        b_keys = tl.where(is_e, _as_keys(b_left, o_e, dtype), _LOWEST)
+        b_keys = tl.where(is_e, as_keys(b_left, o_e, dtype), LOWEST)
         b_best_keys = tl.zeros_like(o_n)
         for n in tl.static_range(CHOSEN):
             best_key = tl.max(b_keys)
-            b_keys = tl.where(b_keys == best_key, _LOWEST, b_keys)
+            b_keys = tl.where(b_keys == best_key, LOWEST, b_keys)
             b_best_keys = tl.where(o_n == n, best_key, b_best_keys)
-        b_experts = 0xFFFF - (b_best_keys & 0xFFFF)
-        b_logits = _logits_of(b_best_keys, dtype)
+        b_experts = expert_of(b_best_keys)
+        b_logits = logits_of(b_best_keys, dtype)
     else:
         is_left = is_e
         for n in tl.static_range(CHOSEN):

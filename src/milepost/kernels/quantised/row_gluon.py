@@ -94,31 +94,53 @@ def load_blocks(
 
 @gluon.jit
 def keep_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr, GROUP: gl.constexpr):
-    """In shared memory the row at `p_x` as it is multiplied [B, PARTS, K], and scales, or sums, of
-    its blocks [B, PARTS]."""
-    dtype: gl.constexpr = p_x.dtype.element_ty if GROUP else gl.float16
-    kept = gl.allocate_shared_memory(dtype, [B, _PARTS, _BLOCK], _KEPT)
-    sums = gl.allocate_shared_memory(gl.float32, [B, _PARTS], _KEPT_SUMS)
-    part = gl.arange(0, _PARTS, gl.SliceLayout(1, _ROW))[:, None]
-    o_k = gl.arange(0, _BLOCK, gl.SliceLayout(0, _ROW))[None, :]
+    """In shared memory the row at `p_x` as it is multiplied, B times [PARTS, K], and scales, or
+    sums, of its blocks, B times [PARTS]."""
+    kept, sums = keep_blocks(load_row(p_x, NUM_BLOCKS, B), GROUP)
+    thread_barrier()
+    return kept, sums
+
+
+@gluon.jit
+def load_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr):
+    """Its blocks [PARTS, BLOCK], B of each part."""
     blocks = ()
     for b in gl.static_range(B):
-        block = part * B + b
-        place = p_x + block * _BLOCK + o_k
+        column = row_columns(b, B)
         if NUM_BLOCKS == B * _PARTS:
-            blocks += (gl.load(place),)
+            blocks += (gl.load(p_x + column),)
         else:
-            blocks += (gl.load(place, mask=block + 0 * o_k < NUM_BLOCKS, other=0.0),)
-    for b in gl.static_range(B):
+            is_block = column < NUM_BLOCKS * _BLOCK
+            blocks += (gl.load(p_x + column, mask=is_block, other=0.0),)
+    return blocks
+
+
+@gluon.jit
+def row_columns(b: gl.constexpr, B: gl.constexpr):
+    """Of block b of each part of B, in the row [PARTS, BLOCK]."""
+    part = gl.arange(0, _PARTS, gl.SliceLayout(1, _ROW))[:, None]
+    return (part * B + b) * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, _ROW))[None, :]
+
+
+@gluon.jit
+def keep_blocks(blocks, GROUP: gl.constexpr):
+    """`keep_row` of what `load_row` returns; others may read it behind a barrier."""
+    dtype: gl.constexpr = blocks[0].dtype if GROUP else gl.float16
+    kept, sums = (), ()
+    for b in gl.static_range(len(blocks)):
+        # Memory of their own: stores to parts of one wait for each other.
+        place = gl.allocate_shared_memory(dtype, [_PARTS, _BLOCK], _KEPT)
+        p_sum = gl.allocate_shared_memory(gl.float32, [_PARTS], _KEPT_SUMS)
         wide = blocks[b].to(gl.float32)
         if GROUP:
-            kept.index(b).store(blocks[b])
-            sums.index(b).store(gl.sum(wide, 1))
+            place.store(blocks[b])
+            p_sum.store(gl.sum(wide, 1))
         else:
             rounded, scale = round_block(wide, 1)
-            kept.index(b).store(rounded.to(dtype))
-            sums.index(b).store(scale)
-    thread_barrier()
+            place.store(rounded.to(dtype))
+            p_sum.store(scale)
+        kept += (place,)
+        sums += (p_sum,)
     return kept, sums
 
 
@@ -142,7 +164,7 @@ def multiply_blocks(
         ahead = load_blocks(starts, i_b + HELD, HELD, B, GROUP)
         for b in gl.static_range(i_b, min(i_b + HELD, B)):
             b_w = held[b - i_b]
-            acc = add_block(acc, b_w, kept.index(b), sums.index(b), scales[b], zeros[b], GROUP)
+            acc = add_block(acc, b_w, kept[b], sums[b], scales[b], zeros[b], GROUP)
         held = ahead
     part = gl.arange(0, SIZE, gl.SliceLayout(1, _PRODUCTS)) // _TILE % _PARTS
     own = own_products(acc, part)

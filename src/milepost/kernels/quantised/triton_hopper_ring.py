@@ -127,7 +127,7 @@ def _ring_kernel(
             if ahead < count * B:
                 to = (first + ahead // B * step) * EACH
                 _fetch(weight, ring, bars, ahead, to, ahead % B, OUTPUTS, GATED, STAGES)
-            acc = add_block(acc, b_w, kept.index(b), sums.index(b), scale[b], 0, 0)
+            acc = add_block(acc, b_w, kept[b], sums[b], scale[b], 0, 0)
         total = gl.sum(gl.reshape(own_products(acc, part), [1, _TILE, _PARTS]), 2)
         _store(output, bias, total, at, GATED)
 

@@ -7,6 +7,8 @@ units of an expert, B blocks of a part.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -14,16 +16,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import Chip
+from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
+from milepost.kernels.quantised.routing_gluon import (
+    best_keys,
+    experts_of,
+    load_logits,
+    pick,
+)
 from milepost.kernels.quantised.row_gluon import (
     PARTS,
     TILE,
-    keep_row,
+    keep_blocks,
     load_blocks,
+    load_row,
     multiply_blocks,
     outputs_of,
     product_rows,
@@ -33,12 +43,38 @@ from milepost.kernels.quantised.row_gluon import (
     width_of,
 )
 from milepost.kernels.quantised.triton_step import constants, operands
+from milepost.kernels.tiles import next_power_of_2
 
 _HELD = 4
 """Blocks of a row that a thread holds at a time; of two rows, gate and up, half as many."""
-_PROGRAMS, _REGISTERS = 3, 80
+PROGRAMS, REGISTERS = 3, 80
 """Of four bits: programs that share an SM, and registers that leave it room for them."""
 _TILE = gl.constexpr(TILE)
+NOBODY = {"EXPERTS": 0, "COLUMNS": 0, "CHOSEN": 0, "SHARED": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRouting:
+    """Of one token, by whose logits every program finds out who is chosen."""
+
+    logits: Tensor
+    """[1, X], and behind them that of the shared experts, if there are some; 16 bits."""
+    num_chosen: int
+    num_shared: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.logits.shape[1] - (self.num_shared > 0)
+
+    @property
+    def given(self) -> tuple[Tensor, dict[str, int]]:
+        """What kernels are given."""
+        return self.logits, {
+            "EXPERTS": self.num_experts,
+            "COLUMNS": next_power_of_2(self.num_experts),
+            "CHOSEN": self.num_chosen,
+            "SHARED": self.num_shared,
+        }
 
 
 def form_of(weight: Quantised, chip: Chip) -> dict[str, int]:
@@ -68,17 +104,23 @@ def multiply(
 
 
 def project_up(
-    hidden: Tensor, experts: Tensor, up: Quantised, active: Tensor, chip: Chip, *, is_gated: bool
+    hidden: Tensor,
+    routing: Tensor | RowRouting,
+    up: Quantised,
+    active: Tensor,
+    chip: Chip,
+    *,
+    is_gated: bool,
 ) -> None:
     """`active` [P, S]: what `up` [X, 2 * S, I] and SwiGLU make of the routed tokens' `hidden`
-    [T, I], or `up` [X, S, I] and the square of a ReLU. The kernel behind may read `experts` [T, N]
-    and what was made with it as it begins."""
-    _launch(hidden, experts, up, None, active, chip, is_gated=is_gated, is_active=True)
+    [T, I], or `up` [X, S, I] and the square of a ReLU; `routing` are the experts [T, N]. The kernel
+    behind may read those and what was made with them, or logits, as it begins."""
+    _launch(hidden, routing, up, None, active, chip, is_gated=is_gated, is_active=True)
 
 
 def _launch(
     hidden: Tensor,
-    experts: Tensor | None,
+    routing: Tensor | RowRouting | None,
     weight: Quantised,
     bias: Tensor | None,
     output: Tensor,
@@ -89,7 +131,8 @@ def _launch(
 ) -> None:
     num_blocks = weight.num_inputs // BLOCK
     num_rows, num_outputs = output.shape
-    how = _cut(weight, num_outputs, chip, is_gated=is_gated, is_routed=experts is not None)
+    how = _cut(weight, num_outputs, chip, is_gated=is_gated, is_routed=routing is not None)
+    experts, constants = (routing, NOBODY) if not isinstance(routing, RowRouting) else routing.given
     _row_kernel[(triton.cdiv(num_outputs, how["TILES"] * TILE), num_rows)](
         hidden,
         experts,
@@ -97,7 +140,8 @@ def _launch(
         bias,
         output,
         hidden.stride(0),
-        TOP_K=1 if experts is None else experts.shape[1],
+        TOP_K=num_rows // len(hidden),
+        **constants,
         BLOCKS=num_blocks,
         OUTPUTS=num_outputs,
         GATED=is_gated,
@@ -114,11 +158,12 @@ def _cut(
     weight: Quantised, num_outputs: int, chip: Chip, *, is_gated: bool, is_routed: bool
 ) -> dict[str, int]:
     """How many tiles a program has, and blocks a thread. Four bits are cut so that all programs run
-    at once: most of the time of one goes by before it multiplies."""
+    at once: most of the time of one goes by before it multiplies. Experts have all registers: with
+    fewer, so that all of their programs run at once, a layer takes 1.5 us longer."""
     if not isinstance(weight, Int4) or is_gated or is_routed:
         return {"TILES": 1, "HELD": _HELD // (1 + is_gated)}
-    are_many = triton.cdiv(num_outputs, TILE) > _PROGRAMS * chip.num_sms
-    return {"TILES": 1 + are_many, "HELD": _HELD // 2, "maxnreg": _REGISTERS}
+    tiles = 1 + (triton.cdiv(num_outputs, TILE) > PROGRAMS * chip.num_sms)
+    return {"TILES": tiles, "HELD": _HELD // tiles, "maxnreg": REGISTERS}
 
 
 @quick
@@ -133,6 +178,10 @@ def _row_kernel(
     output,
     stride,
     TOP_K: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    CHOSEN: gl.constexpr,
+    SHARED: gl.constexpr,
     BLOCKS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     GATED: gl.constexpr,
@@ -145,7 +194,7 @@ def _row_kernel(
     SCALE_ROWS: gl.constexpr,
 ):
     """TILES of outputs of one row; with gates, one of them and one of ups, which stand behind all
-    gates."""
+    gates. Where there are numbers CHOSEN, `experts` are a token's logits."""
     WIDTH: gl.constexpr = width_of(GROUP)
     EACH: gl.constexpr = TILES * _TILE
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -156,7 +205,17 @@ def _row_kernel(
         # In this order: the kernel behind may read as it begins who was chosen.
         wait_for_inputs()
         let_next_start()
-        expert = gl.load(experts + number).to(gl.int64)
+        if CHOSEN:
+            b_logits = load_logits(experts, EXPERTS, COLUMNS)
+        else:
+            expert = gl.load(experts + number).to(gl.int64)
+        row_blocks = load_row(hidden + number // TOP_K * stride, BLOCKS, B)
+        # Both are asked for ahead of it: compilers would ask for the row once they need it.
+        thread_barrier()
+        kept, sums = keep_blocks(row_blocks, GROUP)
+        if CHOSEN:
+            keys = best_keys(b_logits, EXPERTS, CHOSEN)
+            expert = pick(experts_of(keys, EXPERTS, SHARED), number).to(gl.int64)
         weight += expert * (HALVES * OUTPUTS * BLOCKS * WIDTH)
         HEIGHT: gl.constexpr = (HALVES * OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
         p_scale = expert * (HEIGHT * DEPTHS)
@@ -179,7 +238,9 @@ def _row_kernel(
         zero += (gl.load(zeros + place) if GROUP else 0,)
     if experts is None:
         wait_for_inputs()
-    kept, sums = keep_row(hidden + number // TOP_K * stride, BLOCKS, B, GROUP)
+        kept, sums = keep_blocks(load_row(hidden, BLOCKS, B), GROUP)
+    # So are all weights.
+    thread_barrier()
     total = multiply_blocks(held, starts, kept, sums, scale, zero, B, HELD, GROUP)
     gates, ups = _parted(total, GATED)
     if ACTIVE:
