@@ -109,9 +109,9 @@ def test_partials(name: str, num_tokens: int, num_among: int) -> None:
     assert torch.equal(mix_all(tuple(each[-5:].contiguous() for each in given)), mixed[-5:])
 
 
-@pytest.mark.parametrize("num_tokens", [5, 64])
+@pytest.mark.parametrize("num_tokens", [5, 48])
 def test_a_graph_holds_it(num_tokens: int) -> None:
-    """Launches that overlap return the bits of one alone; `mix` launches it."""
+    """Launches that overlap return the bits of one alone; `mix` launches it of so few rows."""
     from milepost.kernels.quantised import triton_hopper_nibble_experts
 
     up, down = make("gates")
