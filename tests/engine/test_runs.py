@@ -84,7 +84,7 @@ class ScriptedRunner:
     def sample(self, flight: Flight, sampling: StepSampling) -> None:  # noqa: ARG002
         self.rows = {row.number: row for row in sampling.rows}
 
-    def mark(self) -> None:
+    def fence(self) -> None:
         raise AssertionError("nothing is fetched from elsewhere")
 
     def collect(self, flight: Flight) -> RunnerOutput:
