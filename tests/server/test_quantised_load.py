@@ -34,7 +34,13 @@ def token_ids(response):
     return response.json()["choices"][0]["token_ids"]
 
 
-@pytest.mark.parametrize("form", ["modelopt", "modelopt-nvfp4", "packed"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "modelopt",
+        *(pytest.param(form, marks=pytest.mark.nightly) for form in ("modelopt-nvfp4", "packed")),
+    ],
+)
 def test_load_changes_no_answer_and_leaves_nothing_behind(tmp_path, form):
     stored, _ = write("qwen3_5", tmp_path, form, **THREE_LAYERS, vocab_size=chatmodel.VOCAB_SIZE)
     chatmodel.make_tokenizer().save_pretrained(stored)
