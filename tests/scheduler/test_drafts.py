@@ -161,3 +161,30 @@ def test_nobody_gives_way_to_drafts_to_come():
     bench = Bench(max_tokens=37, num_pages=8, num_others=1, lookahead=16)
     bench.finish()
     assert bench.scheduler.stats.num_preemptions == 0
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_request_that_is_over_gives_nobody_its_memory_before_its_end_is_folded_in(is_aborted):
+    """Another request needs a page that is not there, in the step that folds; it waits for it."""
+    cache = Cache(num_pages=4, num_slots=6, page_size=PAGE_SIZE)
+    scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=128)
+    runner = FakeRunner(scheduler, page_size=PAGE_SIZE)
+    grows = make_request(cache, "grows", [1] * 31, max_tokens=12)
+    ends = make_request(cache, "ends", [2] * 20, max_tokens=9 if is_aborted else 5)
+    for request in (grows, ends):
+        scheduler.add(request)
+    step(scheduler, runner)
+    scheduler.propose(ends, cold_answer([2] * 20, 5, runner.vocab_size)[1:4])
+    step(scheduler, runner)
+    if is_aborted:
+        scheduler.finish(ends, FinishReason.ABORT)
+    assert ends.finish_reason is not None
+    assert ends in scheduler.running, "its end is to be folded in"
+    step(scheduler, runner)
+    assert ends not in [*scheduler.waiting, *scheduler.running]
+    assert ends.num_preemptions == 0
+    follow_up = cache.chain([*[2] * 20, *ends.output_token_ids, 0])
+    assert cache.match(follow_up).state_length >= 24
+    while scheduler.has_work:
+        step(scheduler, runner)
+    assert grows.output_token_ids == cold_answer([1] * 31, 12, runner.vocab_size)

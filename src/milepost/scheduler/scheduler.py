@@ -202,9 +202,12 @@ class Scheduler:
         return following if following.sequences or following.only_copies else None
 
     def _make_room(self, request: Request) -> None:
-        """Take memory for a request's next tokens from the youngest, itself perhaps, if need be."""
+        """Take memory for a request's next tokens from the youngest, itself perhaps, if need be.
+
+        Requests that are over keep their memory for the step that folds in their last tokens.
+        """
         while not self._planner.has_room(request):
-            self._preempt(max((r for r in self.running if not r.is_loading), key=lambda r: r.rank))
+            self._preempt(max(filter(_may_be_preempted, self.running), key=lambda r: r.rank))
 
     def _launched(self, plan: StepPlan) -> StepPlan:
         """Note that somebody runs a plan from now on; returns it."""
@@ -216,6 +219,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Turn the request's live state into a checkpoint and queue it again."""
+        assert request.finish_reason is None, "F5: a request that is over never waits again"
         self._release(request, Kind.PREEMPTED)
         self.waiting.add(request)
         request.num_preemptions += 1
@@ -340,6 +344,11 @@ class Scheduler:
             return
         self._release(request, Kind.ANSWER_END if keeps_end else None)
         del self._requests[request.number]
+
+
+def _may_be_preempted(request: Request) -> bool:
+    """Whether a running request has tokens to come, and nobody else writes what it holds."""
+    return request.finish_reason is None and not request.is_loading
 
 
 def _grows(request: Request) -> bool:
