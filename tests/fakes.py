@@ -224,6 +224,9 @@ class FakeRunner:
     def _check_kv(self, sequence: SequencePlan, history: list[bytes], length: int) -> None:
         """All that attention reads: the KV of every token so far, or in the first one's window."""
         first = max(sequence.start + 1 - self.window, 0) if self.window is not None else 0
+        allocation = self.scheduler.request(sequence.number).allocation
+        assert allocation is not None
+        assert HOLE not in allocation.page_table[first // self.page_size :], "what is read is held"
         for start in range(floor(first, self.page_size), length, self.page_size):
             end, skipped = min(start + self.page_size, length), max(first - start, 0)
             page = self.kv[self.tables[sequence.number][start // self.page_size]]

@@ -95,6 +95,8 @@ def test_pages_behind_the_window_are_free_where_nothing_is_kept():
         assert cache.extend(allocation, end)
         run(cache, allocation, end)
         assert cache.pages.num_used <= 40 // PAGE_SIZE + 2
+        first_read = end + 1 - 40
+        assert HOLE not in allocation.page_table[first_read // PAGE_SIZE :]
     cache.release(allocation)
     assert cache.pages.num_free == cache.pages.total
 

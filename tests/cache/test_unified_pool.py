@@ -94,6 +94,23 @@ def test_long_prompts_take_the_place_of_states_and_short_ones_take_it_back():
     assert again > few + 3, (many, few, again)
 
 
+def test_a_state_whose_pages_a_request_holds_frees_its_slot_alone():
+    """So it is worth more for its bytes than a fresher one that would free its pages too."""
+    cache = Cache(storage=UnifiedPool(12, 4), page_size=PAGE_SIZE)
+    chain = cache.chain([1] * (12 * PAGE_SIZE + 1))
+    running = cache.admit(chain, cache.match(chain))
+    exports = cache.take_exports(running, len(chain))
+    written = {export.slot: export.position for export in exports}
+    cache.commit(running, len(chain), {running.slot_out: len(chain)} | written)
+    serve(cache, 3, 12)
+    assert (hit(cache, 1, 12), hit(cache, 3, 12)) == (12 * PAGE_SIZE, 12 * PAGE_SIZE)
+    while hit(cache, 3, 12) == 12 * PAGE_SIZE:
+        serve(cache, 1000 + 2 * cache.score.clock, 2)
+    assert hit(cache, 1, 12) == 12 * PAGE_SIZE
+    cache.release(running, Kind.ANSWER_END)
+    check(cache)
+
+
 def test_a_request_that_is_alone_can_have_all_but_its_own_slot():
     cache = Cache(storage=UnifiedPool(6, 4), page_size=PAGE_SIZE)
     for seed in range(20):

@@ -101,6 +101,21 @@ def test_nothing_is_spared_where_nothing_returns(cache):
     assert run(cache, prompt(99), holds_back=True) == 0
 
 
+def test_whoever_waits_longer_has_its_turn_first_however_many_went_before(cache):
+    """Turns are counted from the request's arrival, not from the cache's first request."""
+    for seed in (1, 2, 3):
+        run(cache, prompt(seed))
+    first = cache.expect(cache.chain([*prompt(1), 0]), num_ahead=9)
+    for _ in range(8):
+        run(cache, prompt(3))
+    last = cache.expect(cache.chain([*prompt(2), 0]), num_ahead=5)
+    assert cache.score.of(first.checkpoint) == 64 / 2
+    assert cache.score.of(last.checkpoint) == 64 / 6
+    for seed in (4, 5):
+        run(cache, prompt(seed))
+    assert [cached(cache, prompt(seed)) for seed in (1, 2)] == [64, 0]
+
+
 @pytest.mark.parametrize("dues", [(5, 50), (50, 5)])
 def test_the_first_to_have_its_turn_counts(dues):
     """Whoever came first to wait."""

@@ -14,6 +14,7 @@ from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, Loop, cold_answer, make_request
 from tests.invariants import check
+from tests.scheduler.oracle import OracleSource
 
 
 def loop_of(*, num_pages: int = 32, num_slots: int = 8, mode: str = "auto", **options) -> Loop:
@@ -161,6 +162,20 @@ def test_waiting_requests_begin_however_long_others_decode(mode):
     assert second.report is not None
 
 
+def test_in_mode_align_a_request_begins_once_the_prefix_in_flight_is_cached():
+    """Beside the step that computes it, the request would compute it a second time."""
+    loop = loop_of(mode="align", num_pages=64, max_num_batched_tokens=256)
+    shared = [random.Random(3).randrange(4) for _ in range(130)]
+    add(loop, "a", shared)
+    plan = loop.scheduler.schedule()
+    result = loop.runner.run(plan)
+    other = add(loop, "b", [*shared, 9])
+    assert loop.scheduler.follow(plan) is None
+    loop.scheduler.update(plan, result)
+    run(loop)
+    assert other.report.reused == 128
+
+
 def test_states_of_answers_are_not_planned_ahead():
     loop = loop_of(mode="all")
     add(loop, "a", [1] * 20)
@@ -205,8 +220,8 @@ def test_what_ended_keeps_its_memory_until_the_step_ahead_is_over(ends_itself):
 # --- two steps taken back -------------------------------------------------------------------------
 
 
-def busy_unified_pool(seed: int) -> Loop:
-    """One memory, so small that pages are moved now and then."""
+def busy_unified_pool(seed: int, longest: int = 20) -> Loop:
+    """One memory, so small that pages are moved now and then; answers up to `longest` tokens."""
     cache = Cache(storage=UnifiedPool(14, 3), page_size=16)
     scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=128)
     loop = Loop(scheduler, FakeRunner(scheduler, page_size=16, pages_each=3))
@@ -216,7 +231,7 @@ def busy_unified_pool(seed: int) -> Loop:
         base = rng.choice(known)
         own = rng.choices(range(4), k=rng.randint(1, 90))
         known.append([*base[: rng.randint(0, 150)], *own])
-        add(loop, f"r{number}", known[-1], max_tokens=rng.randint(1, 20))
+        add(loop, f"r{number}", known[-1], max_tokens=rng.randint(1, longest))
     return loop
 
 
@@ -248,6 +263,46 @@ def test_moves_of_the_step_ahead_may_be_half_done_when_both_are_taken_back():
             assert not loop.scheduler.cache.tree.nodes, "nobody knows what is where"
             found += 1
     assert found >= 3
+
+
+def copies_beside_steps(loop: Loop, source: OracleSource) -> Iterator[tuple[StepPlan, StepPlan]]:
+    """Plans that move no pages, each with copies alone that were planned beside it and do."""
+    scheduler, runner = loop.scheduler, loop.runner
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        result = runner.run(plan)
+        source.launch(plan)
+        beside = scheduler.follow(plan) if plan.sequences else None
+        if beside is not None and beside.only_copies and beside.moves and not plan.moves:
+            yield plan, beside
+            continue
+        taken = [(plan, result)] if plan.sequences else []
+        if beside is not None:
+            taken.append((beside, runner.run(beside)))
+            source.launch(beside)
+        for step in taken:
+            if step[0].sequences:
+                scheduler.update(*step)
+        for number in list(source.under_way):
+            source.bring(number)
+
+
+def test_moves_of_copies_planned_beside_a_step_may_be_half_done_when_it_is_taken_back():
+    """The step itself moves nothing, and only it is taken back."""
+    found = 0
+    for seed in range(8):
+        loop = busy_unified_pool(seed, longest=1)
+        source = OracleSource(loop.runner, random.Random(seed), share=0.9)
+        loop.scheduler.outside.add_source(source)
+        for plan, _ in copies_beside_steps(loop, source):
+            for number in [*source.begun, *source.under_way]:
+                source.lose(number)
+            loop.scheduler.roll_back(plan)
+            check(loop.scheduler.cache)
+            assert not loop.scheduler.running
+            assert not loop.scheduler.cache.tree.nodes, "nobody knows what is where"
+            found += 1
+    assert found >= 2
 
 
 def test_both_steps_are_taken_back_together():

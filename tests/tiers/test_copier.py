@@ -174,6 +174,24 @@ def test_what_leaves_is_copied_before_the_plan_writes_over_it(late, tiny, monkey
         turns(llm, tiny)
 
 
+def test_stores_of_a_step_that_was_cut_short_are_not_kept(late, tiny, monkeypatch):
+    """Nobody knows what was copied: pages may have been moved, or half of it written over."""
+    llm, _ = late
+    copier = llm.llm_engine._tiering.copier
+    with monkeypatch.context() as during:
+        during.setattr(copier, "poll", lambda: False)
+        during.setattr(llm.llm_engine, "flush", lambda: None)
+        ask(llm, tokens(200))
+    assert copier._storing, "copies are on their way"
+    copier.end_loads()
+    assert not copier.is_busy
+    assert not len(copier._tiers.host)
+    assert llm.llm_engine.scheduler.cache.reset()
+    (output,) = ask(llm, tokens(200))
+    assert output.cache_report.loaded == {}
+    tiny.check([output])
+
+
 @pytest.fixture
 def alone(late, monkeypatch):
     """The same, with nothing to do but wait: steps are launched behind what comes up."""

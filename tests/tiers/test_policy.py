@@ -122,6 +122,23 @@ def test_a_restart_finds_what_was_written():
     assert third.report.reused == 103
 
 
+def test_a_state_is_written_behind_its_pages():
+    """An engine that ends in between, or another one that looks, finds no state without them."""
+    engine = Engine(host=(200, 20), disk=(400, 40))
+    written = []
+    engine.copier.write = lambda **_: None
+    first = engine.ask([1] * 100)
+    engine.ask([*prompt_of(first), *[2] * 60])
+    while writes := engine.tiers.writes.take(8):
+        for item, copy in writes:
+            is_first = item.position <= PAGE_SIZE if item.what == "page" else not item.position
+            assert is_first or ("page", item.parent) in written or item.position < PAGE_SIZE
+            assert item.what != "state" or not item.tokens or ("tail", item.key) in written
+            written.append((item.what, item.key))
+            engine.tiers.writes.written(item, copy, is_there=True)
+    assert {what for what, _ in written} == {"page", "tail", "state"}
+
+
 def test_a_file_that_is_gone_is_a_miss():
     files = Files({})
     first = Engine(disk=(200, 20), files=files).ask([1] * 100)
