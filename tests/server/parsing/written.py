@@ -64,10 +64,11 @@ def olmo3(name, arguments, **options):
 WRITERS = {"hermes": hermes, "qwen3_xml": xml}
 
 
-def parsed(form, pieces, tools, *, is_open=False):
+def parsed(form, pieces, tools, *, is_open=False, is_cut=False):
     """(reasoning, content, [[name, arguments]])"""
     parser = form.parser(tools=tools, is_open=is_open)
-    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish(is_cut=is_cut)
     reasoning, content, calls = "", "", []
     for event in events:
         match event:

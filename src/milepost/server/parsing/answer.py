@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
+from milepost.server.parsing.calls import CallReader, any_name
 from milepost.server.parsing.events import Content, Event, FoundEvents
 from milepost.server.parsing.formats import (
     CALLS_OF,
     REASONING,
     TOOL_CALLS,
-    CallReader,
     ToolCalls,
     told_by,
 )
-from milepost.server.parsing.reasoning import ThinkTags
+from milepost.server.parsing.reasoning import ThinkTags, lines
 from milepost.server.parsing.tape import Reading, Tape, tags, until
 
 
@@ -51,9 +51,14 @@ class AnswerParser:
             self._reading.send(None)
         return self._found.take()
 
-    def finish(self) -> list[Event]:
-        """What was still held. Nothing can be fed any more."""
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        """What was still held. Nothing can be fed any more.
+
+        Arguments that have no end are closed, so that they are an object; with `is_cut` (the answer
+        was cut off, not ended by the model) they stay as they are.
+        """
         self._tape.is_over = self._found.is_over = True
+        self._tape.is_cut = is_cut
         for _ in self._reading:
             raise AssertionError("a parser waits for text that cannot come")
         return self._found.take()
@@ -63,11 +68,13 @@ class AnswerParser:
     ) -> Reading[None]:
         tape, found = self._tape, self._found
         yield
-        if reasoning is not None:
-            ends = () if calls is None else calls.starts[:1]
-            yield from reasoning.read(tape, found, is_open=is_open, ends=ends)
+        late: tuple[str, ...] = ()
+        if reasoning is not None and (
+            yield from reasoning.read(tape, found, calls, is_open=is_open)
+        ):
+            late = reasoning.closes
         if calls is not None:
-            yield from _read_calls(tape, found, calls)
+            yield from _read_calls(tape, found, calls, late)
         else:
             found.plain(tape.rest())
             if not tape.is_over:
@@ -76,15 +83,24 @@ class AnswerParser:
         found.end()
 
 
-def _read_calls(tape: Tape, found: FoundEvents, calls: CallReader) -> Reading[None]:
-    starts = tags(*calls.starts)
-    with_close = tags(*calls.starts, calls.close) if calls.close else starts
-    is_call = False
-    while tag := (yield from until(tape, with_close if is_call else starts, found.content)):
-        is_close = tag not in calls.starts
-        if is_close:
+def _read_calls(
+    tape: Tape, found: FoundEvents, calls: CallReader, late: tuple[str, ...]
+) -> Reading[None]:
+    """With `late`, a call has ended the reasoning, whose own closing tag may still come."""
+    is_call = bool(late)
+    while True:
+        closes = (calls.close,) if is_call and calls.close else ()
+        tag = yield from until(tape, tags(*calls.starts, *closes, *late), found.content)
+        if not tag:
+            return
+        if tag in calls.starts:
+            is_call = yield from calls.read(tape, found, tag, found.content, any_name)
+        elif tag in late:
+            late = ()
+            yield from lines(tape)
+        else:
             found.end_call()
-        is_call = not is_close and (yield from calls.read(tape, found, tag))
+            is_call = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,20 +8,8 @@ from importlib import import_module
 from typing import Protocol, TypeVar
 
 from milepost.server.parsing import families, lark
-from milepost.server.parsing.events import FoundEvents
+from milepost.server.parsing.calls import CallReader
 from milepost.server.parsing.reasoning import ThinkTags
-from milepost.server.parsing.tape import Reading, Tape
-
-
-class CallReader(Protocol):
-    """Reads the calls of one answer."""
-
-    starts: tuple[str, ...]
-    """Tags with which a call may begin; the first as a rule."""
-    close: str
-
-    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
-        """Read on behind a tag of `starts`; whether it was a call. What was none is content."""
 
 
 class ToolCalls(Protocol):

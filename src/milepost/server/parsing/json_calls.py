@@ -4,8 +4,9 @@
     {"name": "f", "arguments": {"a": 1}}
     </tool_call>
 
-Arguments stream once the name is known. An object without a name is content, tags included. Several
-objects between two tags, in a list or run together, are several calls.
+Arguments stream once the name is known. An object without a name, or with arguments that are no
+object, is no call, tags included. Several objects between two tags, in a list or run together, are
+several calls.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
+from milepost.server.parsing.calls import IsKnown, any_name
 from milepost.server.parsing.events import FoundEvents
-from milepost.server.parsing.json_text import loaded, member, value
+from milepost.server.parsing.literals import loaded, object_of, value
+from milepost.server.parsing.strings import QUOTES, Give
 from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take
 
 _BETWEEN = re.compile(r"[\s,]*")
+_REST = re.compile(r"[\s,}\]]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +45,8 @@ class JsonCalls:
     """What stands behind the opening and before the closing tag."""
     signs: tuple[str, ...] = ("<tool_call>",)
 
-    def reader(self, tools: lark.Tools) -> _JsonReader:  # noqa: ARG002 - as other formats
-        return _JsonReader(self)
+    def reader(self, tools: lark.Tools) -> JsonReader:
+        return JsonReader(self, lark.names(tools))
 
     def grammar(self, tools: lark.Tools, tag: lark.Tag, *, is_single: bool) -> list[str]:
         """Rules of which `calls` is the whole."""
@@ -65,98 +69,118 @@ class JsonCalls:
         return f'{rule}: {lark.text(head)} {arguments} "}}"'
 
 
-class _JsonReader:
+class JsonReader:
     """Reads the calls of one answer."""
 
-    def __init__(self, form: JsonCalls) -> None:
+    def __init__(self, form: JsonCalls, names: frozenset[str]) -> None:
         self._form = form
+        self.names = names
         self.starts = (form.open, *form.others)
         self.close = form.close
 
-    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
-        seen = [start, (yield from spaces(tape))]
-        seen.append((yield from take(tape, tags("["))))
-        seen.append((yield from spaces(tape)))
+    def read(
+        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
+    ) -> Reading[bool]:
+        tape.keep(start)
+        yield from spaces(tape)
+        yield from take(tape, tags("["))
+        yield from spaces(tape)
         num_calls = 0
         while (yield from take(tape, tags("{"))):
-            if not (yield from _JsonCall(self._form, tape, found, ["".join(seen)]).read()):
-                return num_calls > 0
+            call = _JsonCall(self._form, tape, found, is_known)
+            if not (yield from call.read()):
+                break
             num_calls += 1
-            seen = [(yield from run(tape, _BETWEEN))]
-        if num_calls == 0:
-            found.content("".join(seen))
-            return False
-        yield from take(tape, tags("]"))
-        return True
+            aside, is_known = found.content, any_name
+            tape.keep()
+            yield from run(tape, _REST)
+        else:
+            if num_calls:
+                tape.kept()
+                return True
+        aside(tape.kept())
+        return num_calls > 0
 
 
 class _JsonCall:
     """Reads one object behind its opening brace."""
 
-    def __init__(self, form: JsonCalls, tape: Tape, found: FoundEvents, seen: list[str]) -> None:
+    def __init__(self, form: JsonCalls, tape: Tape, found: FoundEvents, is_known: IsKnown) -> None:
         self._form = form
         self._tape = tape
         self._found = found
-        self._seen = [*seen, "{"]
-        self._arguments: list[str] = []
+        self._is_known = is_known
+        self._ends = tuple(filter(None, (form.close, form.open, *form.others)))
+        self._arguments: str | None = None
         self._name: str | None = None
-        self._has_arguments = self._has_begun = False
+        self._has_begun = False
 
     def read(self) -> Reading[bool]:
-        """Whether it is a call. What is none has become content."""
-        is_whole = yield from self._members((self._form.close,) if self._form.close else ())
-        if not self._has_begun and (self._name is None or not is_whole):
-            self._found.content("".join(self._seen))
+        """Whether it is a call."""
+        is_whole = yield from self._members()
+        if self._has_begun:
+            return True
+        is_cut = self._tape.is_cut and self._tape.is_empty
+        if self._name is None or not (is_whole or self._arguments) or is_cut:
             return False
-        if not self._has_begun:
-            self._found.start(str(self._name))
-            self._found.arguments("".join(self._arguments) or "{}")
+        arguments = object_of(self._arguments or "")
+        if arguments is None:
+            return False
+        self._found.start(self._name)
+        self._found.arguments(arguments)
         return True
 
-    def _members(self, ends: tuple[str, ...]) -> Reading[bool]:
-        """Whether the object ended by itself."""
+    def _members(self) -> Reading[bool]:
+        """Whether the object ended by itself, as far as it can be a call's."""
         tape, form = self._tape, self._form
         while True:
-            self._see((yield from run(tape, _BETWEEN)))
+            yield from run(tape, _BETWEEN)
             if (yield from take(tape, tags("}"))):
-                self._see("}")
                 return True
-            key = yield from member(tape, self._see, ends)
+            key = yield from self._key()
             if key is None:
                 return False
             if key == form.name and self._name is None:
-                is_whole = yield from self._read_name(ends)
-            elif key in (form.arguments, "parameters") and not self._has_arguments:
-                is_whole = yield from self._read_arguments(ends)
+                self._name = name = loaded((yield from self._text()))
+                if not isinstance(name, str) or not name or not self._is_known(name):
+                    return False
+            elif key in (form.arguments, "parameters") and self._arguments is None:
+                yield from self._read_arguments()
             else:
-                is_whole = yield from value(tape, self._see, ends)
-            if not is_whole:
-                return False
+                yield from self._text()
 
-    def _read_name(self, ends: tuple[str, ...]) -> Reading[bool]:
+    def _key(self) -> Reading[str | None]:
+        """A key and its colon; None if there is none."""
+        tape = self._tape
+        quote = yield from take(tape, tags(*QUOTES))
+        if not quote:
+            return None
+        tape.unread(quote)
+        key = loaded((yield from self._text()))
+        yield from spaces(tape)
+        if not (yield from take(tape, tags(":"))):
+            return None
+        yield from spaces(tape)
+        return key if isinstance(key, str) else None
+
+    def _text(self) -> Reading[str]:
+        """The JSON of a value."""
         pieces: list[str] = []
-        is_whole = yield from value(self._tape, pieces.append, ends)
-        self._see("".join(pieces))
-        name = loaded("".join(pieces))
-        self._name = name if isinstance(name, str) else None
-        return is_whole and self._name is not None
+        yield from value(self._tape, pieces.append, self._ends)
+        return "".join(pieces)
 
-    def _read_arguments(self, ends: tuple[str, ...]) -> Reading[bool]:
-        self._has_arguments = True
-        if (yield from take(self._tape, tags("{"))):
-            self._tape.unread("{")
-            if self._name is not None:
-                self._found.start(self._name)
-                self._has_begun = True
-                return (yield from value(self._tape, self._found.arguments, ends))
-        is_whole = yield from value(self._tape, self._arguments.append, ends)
-        text = "".join(self._arguments)
-        self._see(text)
-        inner = loaded(text)
-        if inner is None or isinstance(inner, str):  # null, or an object written as a string
-            self._arguments = [inner or "{}"]
-        return is_whole
-
-    def _see(self, text: str) -> None:
-        if not self._has_begun:
-            self._seen.append(text)
+    def _read_arguments(self) -> Reading[None]:
+        tape = self._tape
+        if not (yield from take(tape, tags("{"))):
+            self._arguments = yield from self._text()
+            return
+        tape.unread("{")
+        give = None
+        if self._name is not None:
+            tape.kept()
+            self._has_begun = True
+            self._found.start(self._name)
+            give = self._found.arguments
+        pieces: list[str] = []
+        yield from value(tape, give or pieces.append, self._ends, is_object=True)
+        self._arguments = "".join(pieces)

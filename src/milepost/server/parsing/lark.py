@@ -65,3 +65,8 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 def parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of a tool's arguments."""
     return tool["function"].get("parameters") or {"type": "object"}
+
+
+def names(tools: Tools) -> frozenset[str]:
+    """Of the functions."""
+    return frozenset(tool["function"]["name"] for tool in tools)

@@ -4,7 +4,8 @@
     {"a": 1}<|tool_call_end|><|tool_calls_section_end|>
 
 The text before the arguments is also the call's id, which the model's template writes back, so
-clients get it as the id. Arguments stream. A section's tags may be missing.
+clients get it as the id. Arguments stream. A section's tags may be missing, and those that end a
+call. A call whose arguments are no object is no call.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
+from milepost.server.parsing.calls import IsKnown, any_name
 from milepost.server.parsing.events import FoundEvents
-from milepost.server.parsing.json_text import value
+from milepost.server.parsing.literals import object_of, value
+from milepost.server.parsing.strings import Give
 from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take, until
 
 MAX_ID_LEN = 1024
@@ -62,52 +65,69 @@ class _NamedReader:
 
     def __init__(self, form: NamedCalls, tools: lark.Tools) -> None:
         self._form = form
-        self._names = {tool["function"]["name"] for tool in tools}
+        self.names = lark.names(tools)
         self.starts = (form.open, form.call[0])
         self.close = form.close
+        self._ends = (*form.call[::-1], form.close, form.open)
+        """Tags that end a call, or begin what comes behind it."""
 
-    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
+    def read(
+        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
+    ) -> Reading[bool]:
         form = self._form
-        seen, begun = start, start == form.call[0]
+        tape.keep(start)
+        begun = start == form.call[0]
         if not begun:
-            seen += yield from spaces(tape)
-            mark = yield from take(tape, tags(form.call[0]))
-            seen, begun = seen + mark, bool(mark)
+            yield from spaces(tape)
+            begun = bool((yield from take(tape, tags(form.call[0]))))
         num_calls = 0
         while begun:
-            id_ = yield from run(tape, _ID, MAX_ID_LEN)
-            mark = "" if len(id_) > MAX_ID_LEN else (yield from take(tape, tags(form.arguments)))
-            name = self._name(id_.strip())
-            if not mark or not name:
-                found.content(seen + id_ + mark)
+            if not (yield from self._call(tape, found, is_known)):
+                aside(tape.kept())
                 return num_calls > 0
             num_calls += 1
-            found.start(name, id_.strip())
-            if not (yield from self._arguments(tape, found)):
-                return True
-            found.end_call()
-            seen = yield from spaces(tape)
-            begun = bool((yield from take(tape, tags(form.call[0]))))
-            seen += form.call[0]
+            aside, is_known = found.content, any_name
+            mark = yield from until(tape, tags(*self._ends), found.content)
+            if mark == form.call[1]:
+                found.end_call()
+                yield from spaces(tape)
+                mark = yield from take(tape, tags(form.call[0]))
+            begun = mark == form.call[0]
+            if begun:
+                tape.keep(mark)
+            else:
+                tape.unread(mark)
         if not num_calls:
-            found.content(seen)
+            aside(tape.kept())
         return num_calls > 0
+
+    def _call(self, tape: Tape, found: FoundEvents, is_known: IsKnown) -> Reading[bool]:
+        """Read one behind its opening tag, up to where its arguments end."""
+        id_ = yield from run(tape, _ID, MAX_ID_LEN)
+        if len(id_) > MAX_ID_LEN or not (yield from take(tape, tags(self._form.arguments))):
+            return False
+        id_ = id_.strip()
+        name = self._name(id_)
+        if not name or not is_known(name):
+            return False
+        yield from spaces(tape)
+        if (yield from peek(tape, tags("{"))):
+            tape.kept()
+            found.start(name, id_)
+            yield from value(tape, found.arguments, self._ends, is_object=True)
+            return True
+        pieces: list[str] = []
+        mark = yield from until(tape, tags(*self._ends), pieces.append)
+        tape.unread(mark)
+        arguments = object_of("".join(pieces))
+        if arguments is None or (not mark and tape.is_cut):
+            return False
+        tape.kept()
+        found.start(name, id_)
+        found.arguments(arguments)
+        return True
 
     def _name(self, id_: str) -> str:
         name = _NUMBER.sub("", id_)
         bare = name.removeprefix(self._form.prefix)
-        return name if name in self._names and bare not in self._names else bare
-
-    def _arguments(self, tape: Tape, found: FoundEvents) -> Reading[bool]:
-        """Pass on what is an object, as it comes; whether the call ended."""
-        end = tags(self._form.call[1])
-        yield from spaces(tape)
-        pieces: list[str] = []
-        if (yield from peek(tape, tags("{"))):
-            if not (yield from value(tape, found.arguments, (self._form.call[1],))):
-                return bool((yield from take(tape, end)))
-        else:
-            mark = yield from until(tape, end, pieces.append)
-            found.arguments("".join(pieces).strip() or "{}")
-            return bool(mark)
-        return bool((yield from until(tape, end, pieces.append)))
+        return name if name in self.names and bare not in self.names else bare

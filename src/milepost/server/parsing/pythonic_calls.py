@@ -1,15 +1,14 @@
-"""Calls written as in Python, with keywords.
+"""Calls written as in Python.
 
     <|tool_call_start|>[f(a=1, s='x'), g()]<|tool_call_end|>
 
 Values are literals of Python or JSON. Each is passed on when it is complete. In a required call
-they are JSON, which every reader understands.
+they are JSON, which every reader understands. A value without a keyword is that of the next
+parameter, in the order of the schema.
 """
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,15 +16,19 @@ from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
+from milepost.server.parsing.calls import IsKnown, any_name
 from milepost.server.parsing.events import FoundEvents
-from milepost.server.parsing.json_text import Give, loaded
+from milepost.server.parsing.literals import literal, loaded
+from milepost.server.parsing.scanning import argument
 from milepost.server.parsing.schemas import carried, required_of, resolved
-from milepost.server.parsing.tape import Reading, Tape, one, run, spaces, tags, take, until
+from milepost.server.parsing.strings import Give, quoted
+from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take
+from milepost.server.parsing.values import Functions, Parameters
 
 MAX_NAME_LEN = 1024
 _BETWEEN = re.compile(r"[\s,]*")
 _NAME = re.compile(r"[^\s=(),'\"\[\]{}<>]*")
-_WORDS = {"true": True, "false": False, "null": None}
+_REST = re.compile(r"[\s\]})]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,8 @@ class PythonicCalls:
     """What stands before the first call, between two, and behind the last."""
     signs: tuple[str, ...]
 
-    def reader(self, tools: lark.Tools) -> _PythonicReader:  # noqa: ARG002 - as other formats
-        return _PythonicReader(self)
+    def reader(self, tools: lark.Tools) -> _PythonicReader:
+        return _PythonicReader(self, tools)
 
     # --- grammar ----------------------------------------------------------------------------------
 
@@ -96,125 +99,130 @@ def _checked(name: str) -> str:
 class _PythonicReader:
     """Reads the calls of one answer."""
 
-    def __init__(self, form: PythonicCalls) -> None:
+    def __init__(self, form: PythonicCalls, tools: lark.Tools) -> None:
+        self._functions = Functions(tools)
+        self.names = self._functions.names
         self.starts = (form.open,)
         self.close = form.close
 
-    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
-        seen = start + (yield from spaces(tape))
-        seen += yield from take(tape, tags("["))
+    def read(
+        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
+    ) -> Reading[bool]:
+        tape.keep(start)
+        yield from spaces(tape)
+        yield from take(tape, tags("["))
         num_calls = 0
         while True:
-            seen += yield from run(tape, _BETWEEN)
+            yield from run(tape, _BETWEEN)
             name = yield from run(tape, _NAME, MAX_NAME_LEN)
-            is_name = 0 < len(name) <= MAX_NAME_LEN
-            mark = (yield from take(tape, tags("("))) if is_name else ""
-            if not mark:
-                found.content(name if num_calls else seen + name)
-                yield from take(tape, tags("]"))
-                return num_calls > 0
+            is_named = name and len(name) <= MAX_NAME_LEN and is_known(name)
+            if not is_named or not (yield from take(tape, tags("("))):
+                break
+            parameters = self._functions.parameters(name)
+            call = _PythonicCall(name, tape, found, parameters, (self.close, *self.starts))
+            if not (yield from call.read()):
+                break
             num_calls += 1
-            found.start(name)
-            if not (yield from self._arguments(tape, found)):
-                return True
-            found.end_call()
+            aside, is_known = found.content, any_name
+            tape.keep()
+        aside(tape.kept())
+        if num_calls:
+            yield from run(tape, _REST)
+        return num_calls > 0
 
-    def _arguments(self, tape: Tape, found: FoundEvents) -> Reading[bool]:
-        """Whether the call ended. One that is cut off, or has no keywords, stays unfinished."""
-        before = "{"
+
+class _PythonicCall:
+    """Reads one call behind its parenthesis."""
+
+    def __init__(
+        self,
+        name: str,
+        tape: Tape,
+        found: FoundEvents,
+        parameters: Parameters,
+        ends: tuple[str, ...],
+    ) -> None:
+        self._name = name
+        self._tape = tape
+        self._found = found
+        self._parameters = parameters
+        self._ends = ends
+        self._given: set[str] = set()
+        self._num_unnamed = 0
+        self._has_begun = False
+
+    def read(self) -> Reading[bool]:
+        """Whether it is a call, known to be one by its first value or its end."""
+        tape = self._tape
         while True:
             yield from run(tape, _BETWEEN)
             if (yield from take(tape, tags(")"))):
-                found.arguments("{}" if before == "{" else "}")
-                return True
-            key = yield from run(tape, _NAME, MAX_NAME_LEN)
-            yield from spaces(tape)
-            if not key or len(key) > MAX_NAME_LEN or not (yield from take(tape, tags("="))):
-                return False
-            pieces: list[str] = []
-            yield from spaces(tape)
-            is_whole = yield from _value(tape, pieces.append, self.close)
-            text = "".join(pieces)
-            found.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-            found.arguments(as_json(text) if is_whole else text)
-            if not is_whole:
-                return False
-            before = ", "
+                return self._end()
+            if (yield from take(tape, tags("]", "}", *self._ends))):
+                return self._end()
+            if tape.is_empty and tape.is_over:
+                return self._has_begun and (tape.is_cut or self._end())
+            yield from self._argument()
 
+    def _end(self) -> bool:
+        self._add("" if self._given else "{")
+        self._found.arguments("}")
+        return True
 
-def _value(tape: Tape, give: Give, close: str) -> Reading[bool]:
-    """Pass on a literal, up to the comma or parenthesis behind it; whether it ended there."""
-    marks = tags("'", '"', "(", "[", "{", ")", "]", "}", ",", close)
-    depth = 0
-    while mark := (yield from until(tape, marks, give)):
-        is_over = not depth and mark in ",)]}"
-        if mark == close or is_over:
-            tape.unread(mark)
-            return is_over and mark in ",)"
-        give(mark)
-        if mark in "'\"":
-            if not (yield from _string(tape, give, mark)):
-                return False
-        elif mark != ",":
-            depth += 1 if mark in "([{" else -1
-    return False
+    def _argument(self) -> Reading[None]:
+        """A value, with its keyword if it has one."""
+        tape, pieces = self._tape, []
+        word = yield from run(tape, _NAME, MAX_NAME_LEN)
+        gap = yield from spaces(tape)
+        is_keyword = word and (yield from take(tape, tags("=")))
+        if not is_keyword:
+            pieces.append(word + gap)
+        is_whole = yield from argument(tape, pieces.append, self._ends)
+        text, is_cut = "".join(pieces).strip(), tape.is_cut and not is_whole
+        if is_cut and not is_keyword:
+            return
+        if is_keyword:
+            self._keyword(word, text, is_cut=is_cut)
+        elif text.startswith("**"):
+            self._members(text[2:])
+        else:
+            self._unnamed(text)
 
+    def _keyword(self, name: str, text: str, *, is_cut: bool = False) -> None:
+        given = self._parameters.value(name).of_literal(text, is_cut=is_cut)
+        self._member(name, given)
 
-def _string(tape: Tape, give: Give, quote: str) -> Reading[bool]:
-    """A string behind its opening quote, the closing one included."""
-    marks = tags(quote, "\\")
-    while mark := (yield from until(tape, marks, give)):
-        give(mark)
-        if mark == quote:
-            return True
-        give((yield from one(tape)))
-    return False
+    def _member(self, name: str, json: str) -> None:
+        before = ", " if self._given else "{"
+        self._given.add(name)
+        self._add(f"{before}{quoted(name)}: {json}")
 
+    def _members(self, text: str) -> None:
+        """The keywords of an object."""
+        found = literal(text, is_python=True)
+        inner = "" if found is None else found.json.strip()
+        if not inner.startswith("{"):
+            self._unnamed(text)
+        elif inner := inner[1:-1].strip():
+            before = ", " if self._given else "{"
+            self._given.update(loaded(f"{{{inner}}}") or ("",))
+            self._add(before + inner)
 
-def as_json(text: str) -> str:
-    """The JSON of a literal; of what is none, a string."""
-    text = text.strip()
-    if loaded(text) is not None or text == "null":
-        return text
-    value = _read(text)
-    try:
-        told = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        told.encode()
-    except UnicodeEncodeError:  # half of a character
-        return json.dumps(value)
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)
-    return told
+    def _unnamed(self, text: str) -> None:
+        """The value of the next parameter, or those of an object that has their names."""
+        found = literal(text, is_python=True)
+        inner = None if found is None else loaded(found.json)
+        if isinstance(inner, dict) and inner and self._parameters.named.keys() >= inner.keys():
+            self._members(text)
+            return
+        self._num_unnamed += 1
+        free = (name for name in self._parameters.named if name not in self._given)
+        self._keyword(next(free, f"arg{self._num_unnamed}"), text)
 
-
-def _read(text: str) -> Any:
-    """The value of Python's literal, also of one with line breaks inside strings."""
-    for source in (text, text.replace("\r", "\\r").replace("\n", "\\n")):
-        try:
-            return _plain(ast.parse(source, mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-    return text
-
-
-def _plain(node: ast.expr) -> Any:
-    """The value of a literal. Raises ValueError for what is none."""
-    match node:
-        case ast.Constant(value=None | bool() | int() | float() | str() as constant):
-            return constant
-        case ast.Name(id=word) if word in _WORDS:
-            return _WORDS[word]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_plain(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): _plain(its) for key, its in zip(keys, values, strict=True)}
-    raise ValueError("no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    key = _plain(node) if node is not None else None
-    if not isinstance(key, str):
-        raise ValueError("no key of an object")
-    return key
+    def _add(self, text: str) -> None:
+        """The call is known to be one."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._tape.kept()
+            self._found.start(self._name)
+        self._found.arguments(text)

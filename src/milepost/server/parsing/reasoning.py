@@ -1,8 +1,9 @@
 """Reasoning between two tags, or two sentences that serve as tags.
 
 Where the template's generation prompt opens the reasoning, the answer has only the closing tag.
-Line breaks beside the tags belong to neither side. If reasoning is never closed, there is nothing
-else.
+Line breaks beside the tags belong to neither side. Models forget to close it before a call: so a
+call of a function that the request lists ends it too, wherever it begins. If neither comes, there
+is nothing else.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from milepost.server.parsing.calls import CallReader, any_name
 from milepost.server.parsing.events import FoundEvents
-from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take, until
+from milepost.server.parsing.tape import Reading, Tape, is_token, run, spaces, tags, take, until
 
 _LINES = re.compile(r"\n*")
+_QUOTES = ("`", "'", '"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class ThinkTags:
     others: tuple[tuple[str, str], ...] = ()
     """Further pairs that mean the same, of which any opening goes with any closing one."""
     is_always_open: bool = False
-    """Whether an answer begins inside the reasoning whatever its prompt says."""
+    """Whether an answer begins inside the reasoning, unless its prompt ends with a closing tag."""
     signs: tuple[str, ...] = ("</think>",)
 
     @property
@@ -42,33 +45,46 @@ class ThinkTags:
         opened, closed = (max(map(begun.rfind, own)) for own in (self.opens, self.closes))
         if opened != closed:
             return opened > closed
-        return self.is_always_open or prompt[-1024:].rstrip().endswith(self.open)
+        end = prompt.removesuffix(begun)[-1024:].rstrip()
+        if self.is_always_open:
+            return not end.endswith(self.closes)
+        return end.endswith(self.open)
 
     def read(
-        self, tape: Tape, found: FoundEvents, *, is_open: bool, ends: tuple[str, ...]
-    ) -> Reading[None]:
-        """Read the reasoning with which an answer begins, if it does.
+        self, tape: Tape, found: FoundEvents, calls: CallReader | None, *, is_open: bool
+    ) -> Reading[bool]:
+        """Read the reasoning with which an answer begins, if it does; whether a call ended it.
 
-        `is_open` if the prompt opened it. Models forget to close it before a call: so a tag of
-        `ends` at the beginning of a line ends it too, and is left to be read.
+        `is_open` if the prompt opened it.
         """
         before = yield from spaces(tape)
-        is_named = yield from take(tape, tags(*self.opens))
-        if not is_named and not is_open:
+        mark = yield from take(tape, tags(*self.opens, *self.closes))
+        if mark in self.closes:
+            yield from lines(tape)
+            return False
+        if not mark and not is_open:
             found.content(before)
-            return
+            return False
         text = _Lines(found)
-        text.give("" if is_named else before)
-        marks = tags(*self.closes, *ends)
+        text.give("" if mark else before)
+        marks = tags(*self.closes, *(() if calls is None else calls.starts))
         while mark := (yield from until(tape, marks, text.give)):
             if mark in self.closes:
-                yield from run(tape, _LINES)
-                return
-            if text.is_new:
-                tape.unread(mark)
-                return
-            text.give(mark)
+                yield from lines(tape)
+                return False
+            if calls is None or (text.quotes and not is_token(mark)):
+                text.give(mark)
+                continue
+            is_known = any_name if is_token(mark) else calls.names.__contains__
+            if (yield from calls.read(tape, found, mark, text.give, is_known)):
+                return True
         text.end()
+        return False
+
+
+def lines(tape: Tape) -> Reading[str]:
+    """Line breaks behind a tag."""
+    return (yield from run(tape, _LINES))
 
 
 class _Lines:
@@ -78,11 +94,12 @@ class _Lines:
         self._found = found
         self._held: list[str] = []
         self._has_text = False
+        self._last = ""
 
     @property
-    def is_new(self) -> bool:
-        """Whether a line begins here."""
-        return bool(self._held) or not self._has_text
+    def quotes(self) -> bool:
+        """Whether what comes next is only quoted."""
+        return not self._held and self._last in _QUOTES
 
     def give(self, text: str) -> None:
         text = text if self._has_text else text.lstrip("\n")
@@ -91,6 +108,7 @@ class _Lines:
             self._found.reasoning("".join(self._held) + kept)
             self._held.clear()
             self._has_text = True
+            self._last = kept[-1]
         if len(kept) < len(text):
             self._held.append(text[len(kept) :])
 

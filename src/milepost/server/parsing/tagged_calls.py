@@ -10,24 +10,27 @@
 
 A parameter's value is a text, read by its schema (`Value`); one line break beside each tag is not
 part of it. Strings stream as they come. A string may hold the format's own tags: it ends where a
-closing tag is followed by what can come then.
+closing tag is followed by what can come then. Models forget closing tags, too: so the opening tag
+of a parameter that is not given yet, at the beginning of a line, ends a value, and so does the end
+of the call, if another call or the end of the answer follows.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
+from milepost.server.parsing.calls import IsKnown
 from milepost.server.parsing.events import FoundEvents
-from milepost.server.parsing.json_text import value
-from milepost.server.parsing.schemas import Schema, required_of, resolved
+from milepost.server.parsing.literals import value
+from milepost.server.parsing.scanning import bracketed
+from milepost.server.parsing.strings import Give, inside, quoted
 from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take, until
-from milepost.server.parsing.values import Value
+from milepost.server.parsing.values import Functions, Parameters, Value
 
 MAX_NAME_LEN = 1024
 _NAME = re.compile(r"[^>\n]*")
@@ -49,9 +52,20 @@ class TaggedCalls:
     @property
     def barred(self) -> str:
         """A pattern of what would end a string."""
-        following = "|".join(map(re.escape, (self.parameter[0], self.function[1], self.close)))
-        ends = rf"{re.escape(self.parameter[1])}\s*(?:{following})"
-        return rf"{ends}|{re.escape(self.function[1])}\s*{re.escape(self.close)}"
+        ends = [
+            rf"{re.escape(end)}\s*(?:{'|'.join(map(re.escape, self.following(end)))})"
+            for end in (self.parameter[1], self.function[1])
+        ]
+        more = "|".join(map(re.escape, self.following(self.close)))
+        ends.append(rf"\n\s*{re.escape(self.close)}\s*(?:{more})")
+        return "|".join([*ends, rf"\n\s*{re.escape(self.parameter[0])}"])
+
+    def following(self, end: str) -> tuple[str, ...]:
+        """The tags that can come behind one that ends."""
+        new = (self.open, self.function[0])
+        if end == self.parameter[1]:
+            return (self.parameter[0], self.function[1], self.close, *new)
+        return (self.close, *new) if end == self.function[1] else new
 
     # --- grammar ----------------------------------------------------------------------------------
 
@@ -97,54 +111,49 @@ def _other_names(names: Mapping[str, Any]) -> str:
     return f"{free} & ~{lark.regex('|'.join(map(re.escape, names)))}" if names else free
 
 
-class Parameters:
-    """The schema of a function's arguments, by parameter."""
-
-    def __init__(self, schema: Schema) -> None:
-        whole = resolved(schema, schema)
-        given = whole.get("properties")
-        given = given if isinstance(given, Mapping) else {}
-        self.required = required_of(whole)
-        self.named = {name: Value(its, schema) for name, its in given.items()}
-        more = whole.get("additionalProperties", not given)
-        self.others = None if more is False else Value(more, schema)
-
-    def value(self, name: str) -> Value:
-        return self.named.get(name) or self.others or Value({}, {})
-
-
 class _TaggedReader:
     """Reads the calls of one answer. Models forget the first tag: a function's own will do."""
 
     def __init__(self, form: TaggedCalls, tools: lark.Tools) -> None:
         self._form = form
-        self._schemas = {t["function"]["name"]: lark.parameters(t) for t in tools}
-        self._known: dict[str, Parameters] = {}
+        self._functions = Functions(tools)
+        self.names = self._functions.names
         self.starts = (form.open, form.function[0])
         self.close = form.close
 
-    def read(self, tape: Tape, found: FoundEvents, start: str) -> Reading[bool]:
+    def read(
+        self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
+    ) -> Reading[bool]:
+        """A call is known to be one by its first parameter or its end."""
         form = self._form
-        seen = start
-        if start == form.open:
-            seen += yield from spaces(tape)
-            seen += yield from take(tape, tags(form.function[0]))
-        name = end = ""
-        if seen.endswith(form.function[0]):
-            name = yield from run(tape, _NAME, MAX_NAME_LEN)
-            end = "" if len(name) > MAX_NAME_LEN else (yield from take(tape, tags(">")))
-        known = name if name in self._schemas else name.strip()
-        if not known or not end or (start != form.open and known not in self._schemas):
-            found.content(seen + name + end)
+        tape.keep(start)
+        begun = start == form.function[0]
+        if not begun:
+            yield from spaces(tape)
+            begun = bool((yield from take(tape, tags(form.function[0]))))
+        name = (yield from self._name(tape)) if begun else ""
+        is_named = name and is_known(name) and (start == form.open or name in self.names)
+        if not is_named or not (yield from self._goes_on(tape)):
+            aside(tape.kept())
             return False
-        found.start(known)
-        yield from _TaggedCall(form, tape, found, self._parameters(known)).read()
+        tape.kept()
+        found.start(name)
+        yield from _TaggedCall(form, tape, found, self._functions.parameters(name)).read()
         return True
 
-    def _parameters(self, name: str) -> Parameters:
-        if name not in self._known:
-            self._known[name] = Parameters(self._schemas.get(name, {}))
-        return self._known[name]
+    def _name(self, tape: Tape) -> Reading[str]:
+        """A function's name and the end of its tag; "" if there is none."""
+        name = yield from run(tape, _NAME, MAX_NAME_LEN)
+        if len(name) > MAX_NAME_LEN or not (yield from take(tape, tags(">"))):
+            return ""
+        return name if name in self.names else name.strip()
+
+    def _goes_on(self, tape: Tape) -> Reading[bool]:
+        """Whether something of a call comes."""
+        yield from spaces(tape)
+        form = self._form
+        options = tags(form.parameter[0], form.function[1], form.close, "{")
+        return bool((yield from peek(tape, options)))
 
 
 class _TaggedCall:
@@ -157,32 +166,51 @@ class _TaggedCall:
         self._tape = tape
         self._found = found
         self._schema = schema
-        self._before = "{"
+        self._given: set[str] = set()
+        head = form.parameter[0]
+        names = [name for name in schema.named if _NAME.fullmatch(name)]
+        self._heads = {f"{head}{name}>": name for name in names} or {head: ""}
+        """Tags of parameters, by which a value ends that is not closed."""
 
     def read(self) -> Reading[None]:
-        """What is no parameter becomes content. A call that is cut off stays unfinished."""
-        form = self._form
-        marks = tags(form.parameter[0], form.function[1], form.close)
+        """What is no parameter becomes content."""
+        form, tape, found = self._form, self._tape, self._found
+        if (yield from peek(tape, tags("{"))):
+            yield from self._whole()
+            return
+        marks = tags(form.parameter[0], form.function[1], form.close, form.open, form.function[0])
         mark = form.parameter[0]
         while mark == form.parameter[0]:
-            mark = yield from until(self._tape, marks, self._found.content)
+            mark = yield from until(tape, marks, found.content)
             if mark == form.parameter[0]:
                 mark = yield from self._parameter()
-        if mark:
-            self._found.arguments("{}" if self._before == "{" else "}")
-        if mark == form.close:
+        if mark or not tape.is_cut:
+            found.arguments("}" if self._given else "{}")
+        self._end(mark)
+
+    def _whole(self) -> Reading[None]:
+        """Models also write all arguments as one object."""
+        form, tape, found = self._form, self._tape, self._found
+        ends = (form.function[1], form.close, form.open, form.function[0])
+        yield from value(tape, found.arguments, ends, is_object=True)
+        self._end((yield from until(tape, tags(*ends), found.content)))
+
+    def _end(self, mark: str) -> None:
+        if mark == self._form.close:
+            self._found.end_call()
+        elif mark != self._form.function[1]:
             self._tape.unread(mark)
 
     def _parameter(self) -> Reading[str]:
-        """The opening tag of what may come next, or the closing one that ended the call."""
+        """The opening tag of what may come next, or the tag that ended the call."""
         tape, form, found = self._tape, self._form, self._found
         name = yield from run(tape, _NAME, MAX_NAME_LEN)
         if len(name) > MAX_NAME_LEN or not (yield from take(tape, tags(">"))):
             found.content(form.parameter[0] + name)
             return form.parameter[0]
         name = name if name in self._schema.named else name.strip()
-        found.arguments(f"{self._before}{json.dumps(name, ensure_ascii=False)}: ")
-        self._before = ", "
+        found.arguments(f"{', ' if self._given else '{'}{quoted(name)}: ")
+        self._given.add(name)
         yield from take(tape, tags("\n"))
         its = self._schema.value(name)
         end = yield from (self._string() if its.is_text else self._other(its))
@@ -192,8 +220,9 @@ class _TaggedCall:
         """A string, as it comes; returns the tag that ended it."""
         give = self._found.arguments
         give('"')
-        end = yield from self._rest(_Text(lambda piece: give(_inside(piece))))
-        give('"' if end else "")
+        end = yield from self._rest(_Text(lambda piece: give(inside(piece))))
+        if end or not self._tape.is_cut:
+            give('"')
         return end
 
     def _other(self, its: Value) -> Reading[str]:
@@ -203,28 +232,35 @@ class _TaggedCall:
         text = _Text(pieces.append)
         text.give((yield from spaces(tape)))
         if its.brackets and (yield from peek(tape, tags(*its.brackets))):
-            yield from value(tape, text.give, (form.parameter[1], form.function[1]))
+            yield from bracketed(tape, text.give, (form.parameter[1], form.function[1]))
         end = yield from self._rest(text, has_tags=its.has_strings)
         whole = "".join(pieces)
-        self._found.arguments(its.as_json(whole) if end else whole.strip())
+        is_over = end or not tape.is_cut
+        self._found.arguments(its.of_text(whole) if is_over else whole.strip())
         return end
 
     def _rest(self, text: _Text, *, has_tags: bool = True) -> Reading[str]:
         """Pass on what is left of a value; returns the tag that ended it, "" if none did.
 
-        With `has_tags` a tag may be part of the value: what follows it tells.
+        With `has_tags` a tag may be part of the value: what is around it tells.
         """
-        tape, (_, closed), form = self._tape, self._form.function, self._form
-        following = {
-            form.parameter[1]: tags(form.parameter[0], closed, form.close),
-            closed: tags(form.close),
-        }
-        ends = tags(*following)
+        tape, form = self._tape, self._form
+        closes = (form.parameter[1], form.function[1], form.close)
+        following = {close: tags(*form.following(close)) for close in closes}
+        ends = tags(*closes, *self._heads)
         while mark := (yield from until(tape, ends, text.give)):
+            if mark in self._heads:
+                if not has_tags or (text.is_new and self._heads[mark] not in self._given):
+                    tape.unread(mark)
+                    return form.parameter[1]
+                text.give(mark)
+                continue
             if not has_tags:
                 return mark
             behind = yield from spaces(tape)
-            if (yield from peek(tape, following[mark])) or tape.may_start(following[mark]):
+            can_end = mark != form.close or text.is_new
+            options = following[mark]
+            if can_end and ((yield from peek(tape, options)) or tape.may_start(options)):
                 return mark
             text.give(mark + behind)
         return ""
@@ -233,18 +269,23 @@ class _TaggedCall:
 class _Text:
     """Passes on a value, but a line break at its end, which is not part of it."""
 
-    def __init__(self, give: Callable[[str], None]) -> None:
+    def __init__(self, give: Give) -> None:
         self._give = give
         self._held = ""
+        self._has_text = self._is_blank = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a line begins here, behind a text."""
+        return self._has_text and self._is_blank
 
     def give(self, text: str) -> None:
+        self._has_text |= not text.isspace()
+        line = text.rstrip(" \t\r")
+        if line:
+            self._is_blank = line.endswith("\n")
         text = self._held + text
         self._held = "\n" if text.endswith("\n") else ""
         text = text[: len(text) - len(self._held)]
         if text:
             self._give(text)
-
-
-def _inside(text: str) -> str:
-    """A text as it stands inside JSON's quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -25,9 +25,19 @@ class Tape:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self.is_over = False
+        self._kept: list[str] | None = None
+        self.is_over = self.is_cut = False
+        """Whether no more text comes; and whether its writer had not come to the end."""
         self.work = 0
         """Characters looked at or moved so far."""
+
+    @classmethod
+    def of(cls, text: str, *, is_cut: bool = False) -> Tape:
+        """A whole text."""
+        tape = cls()
+        tape.put(text)
+        tape.is_over, tape.is_cut = True, is_cut
+        return tape
 
     def put(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -90,9 +100,22 @@ class Tape:
     def unread(self, tag: str) -> None:
         """Put back what was read last."""
         self._at -= len(tag)
+        if self._kept and tag:
+            self._kept[-1] = self._kept[-1].removesuffix(tag)
+
+    def keep(self, start: str = "") -> None:
+        """Keep what is read from now on, behind `start`, which was."""
+        self._kept = [start]
+
+    def kept(self) -> str:
+        """What was kept; nothing more is."""
+        kept, self._kept = self._kept or (), None
+        return "".join(kept)
 
     def _read_to(self, end: int) -> None:
         self.work += end - self._at
+        if self._kept is not None and end > self._at:
+            self._kept.append(self._text[self._at : end])
         self._at = end
 
 
@@ -110,6 +133,11 @@ class Tags:
 @lru_cache(maxsize=256)
 def tags(*texts: str) -> Tags:
     return Tags(*texts)
+
+
+def is_token(tag: str) -> bool:
+    """Whether a tag is spelled as a special token, which no text quotes."""
+    return tag.startswith("<|")
 
 
 def _beginnings(text: str) -> str:

@@ -1,8 +1,9 @@
-"""Values written as text between two tags: strings as they are, all else as JSON.
+"""The parameters of a function, and what a text means as the value of one.
 
-What a text means depends on the parameter's schema: `123` is a number where numbers are allowed,
-and a string where only strings are. Where both are, it is the number. A literal of the schema is
-that literal; `True`, `False` and `None`, which templates write too, are what they say.
+Between two tags a string stands as it is, and all else as a literal. What such a text means depends
+on the parameter's schema: `123` is a number where numbers are allowed, and a string where only
+strings are. Where both are, it is the number. Literals may be JSON's or Python's; one that had to
+be guessed (`TRUE`, `+7`, a line break in a string) counts only where its type is asked for.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parsing.json_text import loaded
-from milepost.server.parsing.schemas import Leaf, Schema, carried, leaves
+from milepost.server.parsing.literals import literal, loaded
+from milepost.server.parsing.schemas import Leaf, Schema, carried, leaves, required_of, resolved
+from milepost.server.parsing.strings import quoted
 
 _PYTHON = {"None": "null", "True": "true", "False": "false"}
 _BRACKETS = {"array": "[", "object": "{"}
@@ -58,28 +60,36 @@ class Value:
         kinds = {leaf.kind for leaf in self._others}
         return "".join(mark for kind, mark in _BRACKETS.items() if kind in kinds)
 
-    def as_json(self, text: str) -> str:
-        """A text as the JSON of the value that it means; a string if it means no other."""
-        if self.is_text:
-            return _quoted(text)
-        plain = text.strip()
-        plain = _PYTHON.get(plain, plain)
-        value = loaded(plain)
-        is_json = value is not None or plain == "null"
-        if is_json and any(_fits(value, leaf) for leaf in self._others):
-            return plain
-        if self._strings:
-            return _quoted(text)
-        if not is_json:
-            return _mended(plain) or _quoted(text)
-        return plain
+    def of_text(self, text: str) -> str:
+        """The JSON of a text between two tags; a string if it means no other value."""
+        found = None if self.is_text else literal(text)
+        if found is None or not found.is_whole:
+            return quoted(text)
+        if self._takes(found.json) and (found.is_exact or not self._strings):
+            return found.json
+        return found.json if found.is_exact and not self._strings else quoted(text)
+
+    def of_literal(self, text: str, *, is_cut: bool = False) -> str:
+        """The JSON of a literal, which says itself what is a string; of what is none, a string."""
+        found = literal(text, is_python=True, is_cut=is_cut)
+        if found is None:
+            return quoted(text.strip())
+        is_sure = found.is_exact or not found.is_whole or self._takes(found.json)
+        return found.json if is_sure else quoted(text.strip())
+
+    def _takes(self, text: str) -> bool:
+        """Whether a JSON is one of the values that are no strings."""
+        value = loaded(text)
+        return any(_fits(value, leaf) for leaf in self._others) and (
+            value is not None or text == "null"
+        )
 
     # --- grammar ----------------------------------------------------------------------------------
 
     def rules(self, rule: str, end: str, barred: str, *, is_strict: bool) -> list[str]:
         """`rule` is a text of this value, followed by `end`; no string in it matches `barred`.
 
-        Whatever they accept, `as_json` reads as a value that the schema allows.
+        Whatever they accept, `of_text` reads as a value that the schema allows.
         """
         free = [leaf for leaf in self._strings if not leaf.is_literal]
         literals = [leaf.schema["const"] for leaf in self._strings if leaf.is_literal]
@@ -183,14 +193,31 @@ def _is_within(value: float, schema: Schema) -> bool:
     return all(type(b) not in (int, float) or holds(value, b) for holds, b in bounds)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+class Parameters:
+    """The schema of a function's arguments, by parameter."""
+
+    def __init__(self, schema: Schema) -> None:
+        whole = resolved(schema, schema)
+        given = whole.get("properties")
+        given = given if isinstance(given, Mapping) else {}
+        self.required = required_of(whole)
+        self.named = {name: Value(its, schema) for name, its in given.items()}
+        more = whole.get("additionalProperties", not given)
+        self.others = None if more is False else Value(more, schema)
+
+    def value(self, name: str) -> Value:
+        return self.named.get(name) or self.others or Value({}, {})
 
 
-def _mended(text: str) -> str | None:
-    """The JSON that a text means which has line breaks inside strings, as models write them."""
-    value = loaded(text, strict=False)
-    try:
-        return None if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return None
+class Functions:
+    """The functions that a request lists; of any other nothing is known."""
+
+    def __init__(self, tools: lark.Tools) -> None:
+        self._schemas = {tool["function"]["name"]: lark.parameters(tool) for tool in tools}
+        self._known: dict[str, Parameters] = {}
+        self.names = frozenset(self._schemas)
+
+    def parameters(self, name: str) -> Parameters:
+        if name not in self._known:
+            self._known[name] = Parameters(self._schemas.get(name, {}))
+        return self._known[name]

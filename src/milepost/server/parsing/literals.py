@@ -1,0 +1,357 @@
+"""Reads values as models write them, in JSON, in Python or between the two; writes JSON.
+
+JSON passes through as it is, piece by piece, each scalar once it is complete. Python's literals
+become JSON's, and what is missing or too much (commas, colons, brackets, quotes, line breaks in
+strings) is mended on the way, so whatever comes out is JSON. The work is linear in the text and
+nothing recurses, whatever a model writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from milepost.server.parsing.strings import QUOTES, Give, StringReader, quoted
+from milepost.server.parsing.tape import Reading, Tape, one, run, spaces, tags, take
+
+MAX_DEPTH = 128
+"""Most brackets in each other: readers of JSON have limits of their own."""
+_PAIRS = {"{": "}", "[": "]", "(": ")"}
+_MARKS = tags(*_PAIRS, *_PAIRS.values(), *QUOTES, ",", ":")
+_SCALAR = re.compile(r"[^\s,:\"'{}\[\]()<]*")
+_PREFIX = re.compile(r"[rRuUbBfF]{1,2}")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_LOOSE = re.compile(r"([-+]?)((?:0|[1-9][0-9_]*)?)(?:\.([0-9_]*))?((?:[eE][-+]?[0-9]+)?)")
+_BASED = re.compile(r"[-+]?0(?:[xX][0-9a-fA-F_]+|[oO][0-7_]+|[bB][01_]+)")
+_BARRED = re.compile(r'["\\]')
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_EXACT = frozenset(("true", "false", "null", "True", "False", "None"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Literal:
+    """What a text says."""
+
+    json: str
+    is_exact: bool
+    """Whether it was a literal of JSON or Python, so that nothing was guessed."""
+    is_whole: bool
+    """Whether it ended by itself."""
+
+
+def value(
+    tape: Tape, give: Give, ends: tuple[str, ...], *, is_object: bool = False
+) -> Reading[bool]:
+    """Pass on the JSON of the value that begins here; whether it ended by itself.
+
+    It did not if the text is over, or if one of `ends` (not read) comes where none can be. Then it
+    is closed, unless the whole answer was cut off there. With `is_object` it is an object whatever
+    its brace holds.
+    """
+    return (yield from _Reader(tape, give, ends, is_object=is_object).read())
+
+
+def literal(text: str, *, is_python: bool = False, is_cut: bool = False) -> Literal | None:
+    """What a whole text says; None for one that goes on behind its value, or has none."""
+    tape = Tape.of(text, is_cut=is_cut)
+    pieces: list[str] = []
+    reader = _Reader(tape, pieces.append, (), is_python=is_python)
+    is_whole = _result(reader.read())
+    if tape.rest().strip() or not pieces:
+        return None
+    is_exact = is_whole and not reader.has_guessed
+    return Literal(json="".join(pieces), is_exact=is_exact, is_whole=is_whole)
+
+
+def object_of(text: str) -> str | None:
+    """The JSON of the object that a text says, also one written into a string; None for what is
+    none. Nothing, and null, are an object without members."""
+    for _ in range(2):
+        text = text.strip()
+        if text in ("", "null", "None"):
+            return "{}"
+        if text.startswith("{"):
+            pieces: list[str] = []
+            _result(value(Tape.of(text), pieces.append, (), is_object=True))
+            return "".join(pieces)
+        found = literal(text)
+        inner = None if found is None else loaded(found.json)
+        if not isinstance(inner, str) or not text.startswith(QUOTES):
+            return None
+        text = inner
+    return None
+
+
+def loaded(text: str) -> Any:
+    """The value of a JSON text; None for what is none (and for null)."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _result(reading: Reading[bool]) -> bool:
+    """Of a reading whose text is over."""
+    try:
+        next(reading)
+    except StopIteration as end:
+        return bool(end.value)
+    raise AssertionError("a reader waits for text that cannot come")
+
+
+@dataclass(slots=True)
+class _Bracket:
+    """One that is open."""
+
+    mark: str
+    is_object: bool | None
+    """None of a brace that may still hold a set."""
+    place: int = 0
+    """Where its mark stands in the held text, while it may still change."""
+    is_held: bool = False
+    key: int = 0
+    """Where the last key begins there."""
+    has_key: bool = False
+    """Whether a key, or an item of a set, waits for what tells."""
+    has_colon: bool = False
+    num_items: int = 0
+    comma: str = ""
+    """Waits for the item behind it."""
+
+
+class _Reader:
+    """Reads one value."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        give: Give,
+        ends: tuple[str, ...],
+        *,
+        is_object: bool = False,
+        is_python: bool = False,
+    ) -> None:
+        self._tape = tape
+        self._give = give
+        self._ends = ends
+        self._is_object = is_object
+        self._is_python = is_python
+        self._open: list[_Bracket] = []
+        self._held: list[str] = []
+        """What may still change; only while something is held."""
+        self._num_holds = 0
+        self._strings = StringReader(tape, self._put, ends, is_python=is_python)
+        self._has_guessed = False
+
+    @property
+    def has_guessed(self) -> bool:
+        """Whether something was mended, not only written in JSON."""
+        return self._has_guessed or self._strings.has_guessed
+
+    def read(self) -> Reading[bool]:
+        tape = self._tape
+        while True:
+            space = yield from spaces(tape)
+            mark = yield from take(tape, _MARKS)
+            if not mark and not (yield from self._has_more()):
+                return self._give_up()
+            if mark and mark in ")]},:" and not self._open:
+                tape.unread(mark)
+                return self._give_up()
+            if mark and mark in ")]}":
+                self._close(mark, space)
+            elif mark == ",":
+                self._comma(space)
+            elif mark == ":":
+                self._colon(space)
+            else:
+                self._begin(space)
+                if mark in _PAIRS:
+                    self._push(mark)
+                    if len(self._open) > MAX_DEPTH:
+                        return self._give_up()
+                    continue
+                is_whole = yield from (self._strings.read(mark) if mark else self._scalar())
+                self._end()
+                if not is_whole:
+                    return self._give_up()
+            if not self._open:
+                return True
+
+    def _has_more(self) -> Reading[bool]:
+        """Whether a scalar can come here."""
+        tape = self._tape
+        if self._ends and (end := (yield from take(tape, tags(*self._ends)))):
+            tape.unread(end)
+            return False
+        return not tape.is_empty or not tape.is_over
+
+    # --- scalars ----------------------------------------------------------------------------------
+
+    def _scalar(self) -> Reading[bool]:
+        text = yield from run(self._tape, _SCALAR)
+        text = text or (yield from one(self._tape))
+        if _PREFIX.fullmatch(text) and (quote := (yield from take(self._tape, tags(*QUOTES)))):
+            return (yield from self._strings.read(quote, is_raw="r" in text.lower()))
+        if text in _EXACT or _NUMBER.fullmatch(text):
+            self._put(_WORDS.get(text.lower(), text))
+            return True
+        number = _number(text)
+        self._has_guessed |= number is None or not self._is_python
+        self._put(number or _WORDS.get(text.lower()) or quoted(text))
+        return True
+
+    # --- structure --------------------------------------------------------------------------------
+
+    def _begin(self, space: str) -> None:
+        """A value, an item or a key begins."""
+        if not self._open:
+            return
+        top = self._open[-1]
+        if top.has_colon:
+            self._put(space)
+            return
+        if top.has_key:  # its colon or the comma behind it is missing
+            self._comma("")
+        if top.num_items and not top.comma:
+            self._has_guessed = True
+            top.comma = ","
+            space = space or " "
+        if top.is_object:
+            self._hold()
+        self._put(top.comma + space)
+        top.comma = ""
+        top.key = len(self._held)
+
+    def _end(self) -> None:
+        """It is read."""
+        if not self._open:
+            return
+        top = self._open[-1]
+        top.has_key = top.is_object is not False and not top.has_colon
+        if not top.has_key:
+            top.has_colon = False
+            top.num_items += 1
+
+    def _push(self, mark: str) -> None:
+        is_root = not self._open
+        is_object = None if mark == "{" else False
+        if is_root and self._is_object:
+            is_object = True
+        bracket = _Bracket(mark, is_object)
+        if mark == "(" or is_object is None:
+            self._hold()
+            bracket.is_held = True
+            bracket.place = len(self._held)
+        self._put("{" if mark == "{" else "[")
+        self._open.append(bracket)
+
+    def _colon(self, space: str) -> None:
+        top = self._open[-1]
+        if not top.has_key:
+            self._has_guessed = True
+            return
+        key = "".join(self._held[top.key :])
+        del self._held[top.key :]
+        if not key.startswith('"'):
+            key = f'"{_BARRED.sub("", key)}"'  # not escaped: keys in keys would double with each
+        self._put(key + space + ":")
+        top.is_object, top.has_key, top.has_colon, top.is_held = True, False, True, False
+        self._release()
+
+    def _comma(self, space: str) -> None:
+        top = self._open[-1]
+        self._settle(top)
+        if top.mark == "(" and top.is_held and top.num_items:
+            top.is_held = False
+            self._release()
+        if top.comma or not top.num_items:
+            self._has_guessed = True
+        else:
+            top.comma = space + ","
+
+    def _settle(self, top: _Bracket) -> None:
+        """No colon comes behind the last key, and no value behind the last colon."""
+        if top.has_key and top.is_object is None:  # a set's first item
+            self._held[top.place] = "["
+            top.is_object, top.is_held, top.has_key = False, False, False
+            top.num_items = 1
+            self._release()
+            return
+        if top.has_key:
+            self._colon("")
+        if top.has_colon:
+            self._has_guessed = True
+            self._put(" null")
+            top.has_colon = False
+            top.num_items += 1
+
+    def _close(self, mark: str, space: str) -> None:
+        if all(_PAIRS[bracket.mark] != mark for bracket in reversed(self._open)):
+            self._has_guessed = True
+            return
+        while _PAIRS[self._open[-1].mark] != mark:
+            self._has_guessed = True
+            self._pop("")
+        self._pop(space)
+
+    def _pop(self, space: str) -> None:
+        top = self._open[-1]
+        self._settle(top)
+        self._open.pop()
+        closing = "]" if top.is_object is False else "}"
+        if top.mark == "(" and top.is_held and top.num_items:  # no tuple, but a value in brackets
+            self._held[top.place] = closing = space = ""
+        self._put(space + closing)
+        if top.is_held:
+            self._release()
+        self._end()
+
+    def _give_up(self) -> bool:
+        """The value has no end of its own."""
+        if not (self._tape.is_cut and self._tape.is_empty):
+            while self._open:
+                self._pop("")
+        self._num_holds = min(self._num_holds, 1)
+        if self._num_holds:
+            self._release()
+        return False
+
+    # --- output -----------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        self._num_holds += 1
+
+    def _release(self) -> None:
+        self._num_holds -= 1
+        if not self._num_holds:
+            text = "".join(self._held)
+            self._held.clear()
+            self._put(text)
+
+    def _put(self, text: str) -> None:
+        if self._num_holds:
+            self._held.append(text)
+        elif text:
+            self._give(text)
+
+
+def _number(text: str) -> str | None:
+    """The JSON of a number as Python has it, but JSON has not; None for what is none."""
+    if _BASED.fullmatch(text):
+        try:
+            return str(int(text, 0))
+        except ValueError:
+            return None
+    loose = _LOOSE.fullmatch(text)
+    if loose is None or not (loose[2] or loose[3]):
+        return None
+    fraction = "" if loose[3] is None else f".{loose[3] or 0}"
+    found = f"{loose[1].strip('+')}{loose[2] or 0}{fraction}{loose[4]}".replace("_", "")
+    return found if _NUMBER.fullmatch(found) else None
