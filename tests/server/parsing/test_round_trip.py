@@ -17,7 +17,7 @@ from milepost.server import forms
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.protocol import ChatRequest
 from tests import chatmodel
-from tests.server.parsing.written import WRITERS, Grammar, kimi, lfm2, olmo3, parsed, tool, xml
+from tests.server.parsing.written import WRITERS, Grammar, cut, kimi, lfm2, olmo3, parsed, tool, xml
 
 XML = AnswerFormat(reasoning="none", calls="qwen3_xml")
 NAMES = st.sampled_from(["a", "b", "füße", "x y", "name", "arguments", "function"])
@@ -128,11 +128,6 @@ def calls(draw):
         if name in parameters["required"] or draw(st.booleans())
     }
     return parameters, arguments, draw(st.randoms(use_true_random=False))
-
-
-def cut(text, pick):
-    places = sorted(pick.sample(range(len(text) + 1), min(len(text), pick.randint(0, 9))))
-    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 def same(left, right):

@@ -83,6 +83,12 @@ def parsed(form, pieces, tools, *, is_open=False, is_cut=False):
     return reasoning, content, calls
 
 
+def cut(text, pick):
+    """A text in up to ten pieces."""
+    places = sorted(pick.sample(range(len(text) + 1), min(len(text), pick.randint(0, 9))))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
 class Grammar:
     """Of demanded calls, with the embedded model's vocabulary."""
 

@@ -25,7 +25,7 @@ _PREFIX = re.compile(r"[rRuUbBfF]{1,2}")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LOOSE = re.compile(r"([-+]?)((?:0|[1-9][0-9_]*)?)(?:\.([0-9_]*))?((?:[eE][-+]?[0-9]+)?)")
 _BASED = re.compile(r"[-+]?0(?:[xX][0-9a-fA-F_]+|[oO][0-7_]+|[bB][01_]+)")
-_BARRED = re.compile(r'["\\]')
+_BARRED = re.compile(r'["\\\x00-\x1f]')
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _EXACT = frozenset(("true", "false", "null", "True", "False", "None"))
 
@@ -218,10 +218,12 @@ class _Reader:
             self._put(space)
             return
         if top.has_key:  # its colon or the comma behind it is missing
+            self._has_guessed = True
             self._comma("")
+            space = space or " "
         if top.num_items and not top.comma:
             self._has_guessed = True
-            top.comma = ","
+            self._comma("")
             space = space or " "
         if top.is_object:
             self._hold()

@@ -22,7 +22,7 @@ from milepost.server.parsing.literals import literal, loaded
 from milepost.server.parsing.scanning import argument
 from milepost.server.parsing.schemas import carried, required_of, resolved
 from milepost.server.parsing.strings import Give, quoted
-from milepost.server.parsing.tape import Reading, Tape, run, spaces, tags, take
+from milepost.server.parsing.tape import Reading, Tape, peek, run, spaces, tags, take
 from milepost.server.parsing.values import Functions, Parameters
 
 MAX_NAME_LEN = 1024
@@ -158,7 +158,9 @@ class _PythonicCall:
             yield from run(tape, _BETWEEN)
             if (yield from take(tape, tags(")"))):
                 return self._end()
-            if (yield from take(tape, tags("]", "}", *self._ends))):
+            if (yield from take(tape, tags("]", "}"))) or (
+                yield from peek(tape, tags(*self._ends))
+            ):
                 return self._end()
             if tape.is_empty and tape.is_over:
                 return self._has_begun and (tape.is_cut or self._end())

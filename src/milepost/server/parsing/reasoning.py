@@ -67,7 +67,8 @@ class ThinkTags:
             return False
         text = _Lines(found)
         text.give("" if mark else before)
-        marks = tags(*self.closes, *(() if calls is None else calls.starts))
+        starts = () if calls is None else (calls.starts[0], *filter(is_token, calls.starts[1:]))
+        marks = tags(*self.closes, *starts)
         while mark := (yield from until(tape, marks, text.give)):
             if mark in self.closes:
                 yield from lines(tape)

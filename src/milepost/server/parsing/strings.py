@@ -134,7 +134,7 @@ class StringReader:
             return "\\" + mark
         if mark == "'":
             return mark
-        if mark == "u" or (is_python and mark in "xU"):
+        if mark in "uxU":
             return (yield from self._code(mark))
         if is_python and mark in _OWN:
             return _OWN[mark]
