@@ -66,6 +66,24 @@ class StructuredOutputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningTokens:
+    """The tokens between which an answer reasons; raises InvalidRequestError."""
+
+    closes: int
+    opens: int | None = None
+    """None where only the prompt opens the reasoning."""
+    is_open: bool = False
+    """Whether the answer begins inside it."""
+
+    def __post_init__(self) -> None:
+        _check_int("reasoning.closes", self.closes, 0, "a token id")
+        if self.opens is not None:
+            _check_int("reasoning.opens", self.opens, 0, "a token id, or None")
+        if not isinstance(self.is_open, bool):
+            _refuse("reasoning.is_open", self.is_open, "True or False")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request; raises InvalidRequestError for values that contradict each other.
 
@@ -87,6 +105,8 @@ class SamplingParams:
     """Minimum length of the answer in tokens; before that only max_tokens ends it."""
     stop: Sequence[str] | str | None = None
     """Text that ends the answer when it appears."""
+    reasoning: ReasoningTokens | None = None
+    """Where the answer reasons: strings of `stop` count only behind that."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the answer, besides the model's own."""
     ignore_eos: bool = False
@@ -181,6 +201,8 @@ class SamplingParams:
             _refuse("logit_bias", self.logit_bias, "a mapping of token ids to numbers, or None")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             _refuse("structured_outputs", self.structured_outputs, "StructuredOutputs(...) or None")
+        if not isinstance(self.reasoning, ReasoningTokens | None):
+            _refuse("reasoning", self.reasoning, "ReasoningTokens(...) or None")
 
     def _check_shape_of_distribution(self) -> None:
         _check_number("temperature", self.temperature, 0, _LARGEST, "0 for greedy, or more")

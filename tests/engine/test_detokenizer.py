@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from milepost.engine.detokenizer import Detokenizer, NoText, detokenizer_for
 from milepost.engine.token_texts import TokenTexts
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import SamplingParams
+from milepost.sampling_params import ReasoningTokens, SamplingParams
+from tests import chatmodel
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -227,3 +228,63 @@ def test_bytes_that_never_become_a_character_do_not_pile_up(tokenizer):
     for _ in range(500):
         counted.append(byte)
     assert max(widths) < 50
+
+
+# --- stop strings and reasoning -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    tokenizer = chatmodel.make_tokenizer()
+    return tokenizer, tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "shown", "stop"),
+    [
+        ("hm\n\nso\n</think>\n\nyes\n\nno", True, "hm\n\nso\n</think>\n\nyes", "\n\n"),
+        (
+            "<think>\nhm\n\nso</think>\n\nyes\n\nno",
+            False,
+            "<think>\nhm\n\nso</think>\n\nyes",
+            "\n\n",
+        ),
+        ("\n<think>\nhm\n\nso</think>yes", False, "\n<think>\nhm\n\nso</think>yes", None),
+        ("hm\n\nso", True, "hm\n\nso", None),
+        ("yes\n\nno", False, "yes", "\n\n"),
+        ("yes <think>hm\n\nso", False, "yes <think>hm", "\n\n"),
+        ("hm</think>\n\n\n\nyes. STOP it", True, "hm</think>\n\n\n\nyes. ", "STOP"),
+        ("STO</think>P", True, "STO</think>P", None),
+        ("STOP</think>STOP", True, "STOP</think>", "STOP"),
+        ("hm</think>yes\n\n", True, "hm</think>yes", "\n\n"),
+    ],
+)
+def test_stop_strings_count_behind_the_reasoning(thinking, text, is_open, shown, stop):
+    tokenizer, (opens, closes) = thinking
+    reasoning = ReasoningTokens(closes=closes, opens=opens, is_open=is_open)
+    params = {"stop": ["\n\n", "STOP"], "reasoning": reasoning}
+    deltas, found = stream(tokenizer, tokenizer.encode(text), **params)
+    assert ("".join(deltas), found) == (shown, stop)
+
+
+def test_without_its_tokens_stop_strings_count_in_the_reasoning(thinking):
+    tokenizer, _ = thinking
+    assert stream(tokenizer, tokenizer.encode("hm\n\nso</think>"), stop="\n\n")[1] == "\n\n"
+
+
+def test_tags_that_are_not_shown_are_around_the_reasoning_all_the_same(thinking):
+    _, (opens, closes) = thinking
+    tokenizer = chatmodel.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    reasoning = ReasoningTokens(closes=closes, opens=opens)
+    token_ids = tokenizer.encode("<think>\n\nhm</think>\n\nyes\n\nno")
+    deltas, found = stream(tokenizer, token_ids, stop="\n\n", reasoning=reasoning)
+    assert ("".join(deltas), found) == ("\n\nhm\n\nyes", "\n\n")
+
+
+@pytest.mark.parametrize("own", [{"closes": -1}, {"closes": 1, "opens": "x"}, {"closes": True}])
+def test_tokens_of_the_reasoning_are_token_ids(own):
+    with pytest.raises(InvalidRequestError, match="reasoning"):
+        ReasoningTokens(**own)
+    with pytest.raises(InvalidRequestError, match="reasoning"):
+        SamplingParams(reasoning="</think>")

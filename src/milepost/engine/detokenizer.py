@@ -2,16 +2,18 @@
 
 Two things delay text: bytes that may be the beginning of a character, and text that may be the
 beginning of a stop string. Text is never retracted, and in the end all of it equals what decoding
-all tokens at once returns (cut at the stop string, if one ended the answer).
+all tokens at once returns (cut at the stop string, if one ended the answer). Stop strings count
+only behind the reasoning, where the request says which tokens are around it.
 """
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import Protocol
 
 from milepost.engine.token_texts import INCOMPLETE, TokenTexts
 from milepost.errors import InvalidRequestError
-from milepost.sampling_params import SamplingParams
+from milepost.sampling_params import ReasoningTokens, SamplingParams
 
 _MAX_PENDING = 32
 """Tokens that may wait for the rest of a character, which has four bytes at most."""
@@ -73,6 +75,9 @@ class Detokenizer:
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
         self._pieces = _Pieces(texts, params.skip_special_tokens)
         self._stops = [_Stop(text) for text in params.stop or ()]
+        self._behind = None
+        if self._stops and params.reasoning is not None:
+            self._behind = _BehindReasoning(params.reasoning)
         self._min_tokens = params.min_tokens
         self._keeps_stop = params.include_stop_str_in_output
         self._num_tokens = 0
@@ -104,6 +109,8 @@ class Detokenizer:
         if not self._stops:
             self._safe.append(piece)
             return None
+        if self._behind is not None:
+            piece = self._counted(token_id, piece)
         held = self._held + piece
         stop = self._find_stop(piece, held)
         if stop is None:
@@ -111,6 +118,19 @@ class Detokenizer:
             self._safe.append(held[: len(held) - num_held])
             self._held = held[len(held) - num_held :]
         return stop
+
+    def _counted(self, token_id: int, piece: str) -> str:
+        """The end of a piece, in which stop strings count; what is before it is safe."""
+        assert self._behind is not None, "stop strings count everywhere"
+        num_free = self._behind.num_free(token_id, piece)
+        if self._behind.is_settled:
+            self._behind = None
+        if num_free:
+            self._safe.append(self._held + piece[:num_free])
+            self._held = ""
+            for stop in self._stops:
+                stop.num_matched = 0
+        return piece[num_free:]
 
     def append_stop(self, token_id: int) -> None:
         """Add the token that ends the answer, and flush."""
@@ -137,6 +157,44 @@ class Detokenizer:
         self._held = ""
         self._has_ended = True
         return text
+
+
+class _Place(Enum):
+    START = auto()
+    """Nothing but white space has come."""
+    REASONING = auto()
+    GAP = auto()
+    """Behind the reasoning, and the line breaks that follow it."""
+    BEHIND = auto()
+
+
+class _BehindReasoning:
+    """Tells where in an answer stop strings count: not in its reasoning, with which it begins, nor
+    in the line breaks between that and the rest."""
+
+    def __init__(self, tokens: ReasoningTokens) -> None:
+        self._tokens = tokens
+        self._place = _Place.REASONING if tokens.is_open else _Place.START
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether they count in all that comes."""
+        return self._place is _Place.BEHIND
+
+    def num_free(self, token_id: int, piece: str) -> int:
+        """How much of the piece that comes with a token they do not count in, from its start."""
+        if self._place is _Place.START:
+            if token_id != self._tokens.opens:
+                if piece.strip():
+                    self._place = _Place.BEHIND
+                return 0
+            self._place = _Place.REASONING
+        elif self._place is _Place.REASONING and token_id == self._tokens.closes:
+            self._place = _Place.GAP
+        elif self._place is _Place.GAP and (rest := piece.lstrip("\n")):
+            self._place = _Place.BEHIND
+            return len(piece) - len(rest)
+        return len(piece)
 
 
 class _Stop:

@@ -66,6 +66,8 @@ async def _begin(
         params = replace(params, skip_special_tokens=False)
     prompt, rendered = await prompt_of(service, request, params, http)
     is_open = service.format.is_open(rendered.text, _begun(request))
+    if params.stop and service.reasoning_tokens is not None:
+        params = replace(params, reasoning=replace(service.reasoning_tokens, is_open=is_open))
     if request.response_format or request.structured_outputs or request.tool_choice:
         form = await service.encoder.with_tokenizer(
             lambda tokenizer: forms.of_chat(
@@ -96,12 +98,13 @@ async def _begin(
         field=field,
         is_enough=(lambda index: answers[index].is_enough) if has_one_call else None,
     )
+    tokens = service.reasoning_tokens
     return ChatTurn(
         prompt=prompt,
         breakpoints=rendered.breakpoints,
         generation=generation,
         answers=answers,
-        end_of_reasoning=service.end_of_reasoning,
+        end_of_reasoning=None if tokens is None else tokens.closes,
     )
 
 
@@ -213,7 +216,7 @@ class AnswerEvents:
         """What a delta adds."""
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
-            events += self._parser.finish()
+            events += self._parser.finish(is_cut=_is_cut(delta))
         if len(events) == 1 and type(events[0]) is Content:  # most deltas
             return events
         return [found for found in events if self._is_wanted(found)]
@@ -224,3 +227,9 @@ class AnswerEvents:
         self._num_calls += isinstance(found, CallStart)
         is_call = isinstance(found, CallStart | CallArguments)
         return not (is_call and self._has_one_call and self._num_calls > 1)
+
+
+def _is_cut(delta: Delta) -> bool:
+    """Whether an answer ended where the model had not ended it: at its greatest length, or at a
+    string of the request's `stop`."""
+    return delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)

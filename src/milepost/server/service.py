@@ -32,7 +32,7 @@ from milepost.server.config import ServerConfig, read_object
 from milepost.server.encoder import TOO_LONG, Encoder
 from milepost.server.errors import HttpError
 from milepost.server.metrics import RequestMetrics
-from milepost.server.parsing.answer import end_of_reasoning, find_format, special_tags
+from milepost.server.parsing.answer import find_format, reasoning_tokens, special_tags
 from milepost.server.submission import Submission
 from milepost.server.templates import check_template_kwargs, variables_of
 from milepost.server.unknown import UnknownFields
@@ -82,7 +82,7 @@ class Service:
             model_type=client.info.facts.model_type,
         )
         self._special_tags = special_tags(self.format, tokenizer)
-        self.end_of_reasoning = end_of_reasoning(self.format, tokenizer)
+        self.reasoning_tokens = reasoning_tokens(self.format, tokenizer)
         self._think_ids = think_ids(tokenizer)
         self.counts_thinking = None not in self._think_ids
         """Whether the engine can count the tokens of this model's reasoning."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from milepost.sampling_params import ReasoningTokens
 from milepost.server.parsing import lark
 from milepost.server.parsing.calls import CallReader, any_name
 from milepost.server.parsing.events import Content, Event, FoundEvents
@@ -162,8 +163,12 @@ def special_tags(format_: AnswerFormat, tokenizer: Any) -> set[str]:
     return {kind for kind, its in tags_of.items() if special.intersection(its)}
 
 
-def end_of_reasoning(format_: AnswerFormat, tokenizer: Any) -> int | None:
-    """The token that closes the reasoning; None where it is none, or more than one."""
+def reasoning_tokens(format_: AnswerFormat, tokenizer: Any) -> ReasoningTokens | None:
+    """The tokens around the reasoning; None where its end is none, or more than one."""
     if format_.thinking is None or tokenizer is None:
         return None
-    return tokenizer.get_added_vocab().get(format_.thinking.close)
+    added = tokenizer.get_added_vocab()
+    closes = added.get(format_.thinking.close)
+    if closes is None:
+        return None
+    return ReasoningTokens(closes=closes, opens=added.get(format_.thinking.open))
