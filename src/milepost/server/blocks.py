@@ -20,6 +20,8 @@ class AnswerBlock:
     index: int
     name: str = ""
     """Of the function that a call names."""
+    own_id: str = ""
+    """What the model calls a call; "" where it has no ids."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
     pieces: list[str] = field(default_factory=list)
 
@@ -27,6 +29,10 @@ class AnswerBlock:
     def text(self) -> str:
         """The reasoning, the text, or the arguments as JSON text."""
         return "".join(self.pieces)
+
+    def call_id(self, prefix: str) -> str:
+        """By which a call's result refers to it: the model's own, else one with this prefix."""
+        return self.own_id or f"{prefix}_{self.id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Blocks:
     def feed(self, events: Iterable[Event]) -> Iterator[Step]:
         for found in events:
             if isinstance(found, CallStart):
-                yield from self._begin("call", found.name)
+                yield from self._begin("call", found.name, found.id)
                 continue
             kind = _kind(found)
             if self._open is None or self._open.kind != kind:
@@ -73,9 +79,11 @@ class Blocks:
             yield Closed(self._open)
             self._open = None
 
-    def _begin(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> Iterator[Step]:
+    def _begin(
+        self, kind: Literal["reasoning", "text", "call"], name: str = "", own_id: str = ""
+    ) -> Iterator[Step]:
         yield from self.end()
-        self._open = AnswerBlock(kind, len(self.all), name)
+        self._open = AnswerBlock(kind, len(self.all), name, own_id)
         self.all.append(self._open)
         yield Opened(self._open)
 

@@ -52,6 +52,7 @@ class _Answer:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    _is_behind_call: bool = False
 
     def feed(self, delta: Delta) -> list[dict[str, Any]]:
         """Take over what the engine sent; returns what a stream says of it, piece by piece."""
@@ -68,9 +69,13 @@ class _Answer:
                 self.reasoning += text
                 return _reasoning(text)
             case Content(text):
+                if self.content and self._is_behind_call:
+                    text = "\n" + text  # what stood between is no part of the content
+                self._is_behind_call = False
                 self.content += text
                 return {"content": text}
             case CallStart(name, own):
+                self._is_behind_call = True
                 id_ = own or f"call_{uuid.uuid4().hex[:24]}"
                 call = {"id": id_, "type": "function"}
                 self.calls.append({**call, "function": {"name": name, "arguments": ""}})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -77,6 +79,29 @@ def _token(token_id: int, logprob: Logprob, octets: TokenBytes) -> dict[str, Any
         "logprob": _finite(logprob.logprob),
         "bytes": octets.of(token_id, text),
     }
+
+
+class TokensOfTexts:
+    """The tokens of one answer, handed out to the texts that are found in it, in their order."""
+
+    def __init__(self) -> None:
+        self._entries: list[dict[str, Any]] = []
+
+    def add(self, entries: Iterable[dict[str, Any]]) -> None:
+        self._entries += entries
+
+    def claim(self, text: str) -> list[dict[str, Any]] | None:
+        """The next tokens that spell a text, with all of one that is cut by its border. Those
+        before them are nobody's. None where the text is not spelled."""
+        octets = [bytes(entry["bytes"] or entry["token"].encode()) for entry in self._entries]
+        at = b"".join(octets).find(text.encode())
+        if at < 0:
+            return None
+        ends = list(accumulate(map(len, octets)))
+        start, end = bisect_right(ends, at), bisect_left(ends, at + len(text.encode())) + 1
+        claimed = self._entries[start:end]
+        del self._entries[:end]
+        return claimed
 
 
 def extend_completion(

@@ -186,7 +186,7 @@ class _MessageWriter:
 
 
 def _named(block: AnswerBlock) -> dict[str, Any]:
-    return {"id": f"toolu_{block.id}", "name": block.name} if block.kind == "call" else {}
+    return {"id": block.call_id("toolu"), "name": block.name} if block.kind == "call" else {}
 
 
 def _whole(block: AnswerBlock) -> dict[str, Any]:
@@ -201,9 +201,9 @@ def _whole(block: AnswerBlock) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Those of a call that was cut off are none."""
+    """Of a call that was cut off what is whole, as Anthropic's client reads the stream."""
     try:
-        found = from_json(text)
+        found = from_json(text, allow_partial=True)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -21,7 +21,8 @@ class CallStart:
 
     name: str
     id: str = ""
-    """What the model itself calls the call; "" in formats without ids."""
+    """What the model itself calls the call, unless it has called another so; "" in formats without
+    ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class FoundEvents:
         self._pieces: list[tuple[type[Event], str]] = []
         self._ids: list[str] = []
         """Of the calls among the pieces."""
+        self._all_ids: set[str] = set()
         self._spaces: list[str] = []
         self._has_calls = self._has_content = False
         self.has_ended_call = False
@@ -77,7 +79,8 @@ class FoundEvents:
     def start(self, name: str, id_: str = "") -> None:
         self.end_call()
         self._has_calls = True
-        self._ids.append(id_)
+        self._ids.append("" if id_ in self._all_ids else id_)
+        self._all_ids.add(id_)
         self._pieces.append((CallStart, name))
 
     def end_call(self) -> None:

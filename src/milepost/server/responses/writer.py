@@ -11,7 +11,7 @@ from milepost.engine.wire import Delta
 from milepost.server import errors, logprobs
 from milepost.server.blocks import AnswerBlock, Blocks, Closed, Gained, Opened, Step
 from milepost.server.conversation import ChatTurn
-from milepost.server.logprobs import TokenBytes
+from milepost.server.logprobs import TokenBytes, TokensOfTexts
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.stream import named_event
 
@@ -36,7 +36,9 @@ class Writer:
         self._octets = octets
         self._on_end = on_end
         self._blocks = Blocks()
-        self._logprobs: list[dict[str, Any]] = []
+        self._tokens = TokensOfTexts()
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+        """By block, of those that are text."""
         self._token_ids: list[int] = []
         self._num_before_others = 0
         """Tokens with which the last block was one of reasoning."""
@@ -77,14 +79,24 @@ class Writer:
     def _steps(self, delta: Delta) -> Iterator[Step]:
         if self._octets is not None:
             num_top = self._request.top_logprobs or 0
-            self._logprobs += logprobs.chat_content(delta, num_top, self._octets)
-        yield from self._blocks.feed(self._turn.answers[0].feed(delta))
+            self._tokens.add(logprobs.chat_content(delta, num_top, self._octets))
+        for step in self._blocks.feed(self._turn.answers[0].feed(delta)):
+            yield self._scored(step)
         self._token_ids += delta.token_ids
         if self._blocks.all and self._blocks.all[-1].kind == "reasoning":
             self._num_before_others = len(self._token_ids)
         if delta.finish_reason is not None:
             self._end = delta
-            yield from self._blocks.end()
+            for step in self._blocks.end():
+                yield self._scored(step)
+
+    def _scored(self, step: Step) -> Step:
+        """Also keeps the log-probabilities of a text that is over."""
+        if self._octets is not None and isinstance(step, Closed):
+            claimed = self._tokens.claim(step.block.text)
+            if step.block.kind == "text":
+                self._logprobs[step.block.index] = claimed or []
+        return step
 
     # --- the whole --------------------------------------------------------------------------------
 
@@ -135,7 +147,7 @@ class Writer:
         item: dict[str, Any] = {"id": _id(block), "status": status}
         if block.kind == "call":
             arguments = block.text if is_done else ""
-            call = {"call_id": f"call_{block.id}", "name": block.name, "arguments": arguments}
+            call = {"call_id": block.call_id("call"), "name": block.name, "arguments": arguments}
             return {**item, "type": "function_call", **call}
         content = [self._part(block)] if is_done else []
         if block.kind == "reasoning":
@@ -146,7 +158,7 @@ class Writer:
         text = block.text if text is None else text
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        own = self._logprobs if text else []
+        own = self._logprobs.get(block.index, []) if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": own}
 
     # --- its events -------------------------------------------------------------------------------
@@ -180,7 +192,7 @@ class Writer:
             name = "response.function_call_arguments.done"
             yield self._event(name, **place, arguments=block.text)
         else:
-            own = {"logprobs": self._logprobs} if block.kind == "text" else {}
+            own = {"logprobs": self._logprobs.get(block.index, [])} if block.kind == "text" else {}
             name = f"{_TEXTS[block.kind]}.done"
             yield self._event(name, **_place(block), text=block.text, **own)
             part = self._part(block)
