@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -86,21 +87,27 @@ class TokensOfTexts:
 
     def __init__(self) -> None:
         self._entries: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        """What each adds: a character comes with its last byte."""
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
 
     def add(self, entries: Iterable[dict[str, Any]]) -> None:
-        self._entries += entries
+        for entry in entries:
+            self._entries.append(entry)
+            self._texts.append(self._decode(bytes(entry["bytes"] or entry["token"].encode())))
 
     def claim(self, text: str) -> list[dict[str, Any]] | None:
         """The next tokens that spell a text, with all of one that is cut by its border. Those
         before them are nobody's. None where the text is not spelled."""
-        octets = [bytes(entry["bytes"] or entry["token"].encode()) for entry in self._entries]
-        at = b"".join(octets).find(text.encode())
+        at = "".join(self._texts).find(text)
         if at < 0:
             return None
-        ends = list(accumulate(map(len, octets)))
-        start, end = bisect_right(ends, at), bisect_left(ends, at + len(text.encode())) + 1
+        ends = list(accumulate(map(len, self._texts)))
+        start, end = bisect_right(ends, at), bisect_left(ends, at + len(text)) + 1
+        while start and not self._texts[start - 1]:  # the first bytes of a character
+            start -= 1
         claimed = self._entries[start:end]
-        del self._entries[:end]
+        del self._entries[:end], self._texts[:end]
         return claimed
 
 
