@@ -159,7 +159,7 @@ class Detokenizer:
         return text
 
 
-class _Place(Enum):
+class _Phase(Enum):
     START = auto()
     """Nothing but white space has come."""
     REASONING = auto()
@@ -174,25 +174,25 @@ class _BehindReasoning:
 
     def __init__(self, tokens: ReasoningTokens) -> None:
         self._tokens = tokens
-        self._place = _Place.REASONING if tokens.is_open else _Place.START
+        self._phase = _Phase.REASONING if tokens.is_open else _Phase.START
 
     @property
     def is_settled(self) -> bool:
         """Whether they count in all that comes."""
-        return self._place is _Place.BEHIND
+        return self._phase is _Phase.BEHIND
 
     def num_free(self, token_id: int, piece: str) -> int:
         """How much of the piece that comes with a token they do not count in, from its start."""
-        if self._place is _Place.START:
+        if self._phase is _Phase.START:
             if token_id != self._tokens.opens:
                 if piece.strip():
-                    self._place = _Place.BEHIND
+                    self._phase = _Phase.BEHIND
                 return 0
-            self._place = _Place.REASONING
-        elif self._place is _Place.REASONING and token_id == self._tokens.closes:
-            self._place = _Place.GAP
-        elif self._place is _Place.GAP and (rest := piece.lstrip("\n")):
-            self._place = _Place.BEHIND
+            self._phase = _Phase.REASONING
+        elif self._phase is _Phase.REASONING and token_id == self._tokens.closes:
+            self._phase = _Phase.GAP
+        elif self._phase is _Phase.GAP and (rest := piece.lstrip("\n")):
+            self._phase = _Phase.BEHIND
             return len(piece) - len(rest)
         return len(piece)
 

@@ -21,7 +21,7 @@ TOOLS = [tool(PARAMETERS), tool({"type": "object"}, "g")]
 def read(calls, text, *, is_open=False, is_cut=False, tools=TOOLS):
     """As `parsed`, the same however the text is cut."""
     form = AnswerFormat(reasoning="qwen3", calls=calls)
-    pieces = [[text], list(text), *(cut(text, random.Random(seed)) for seed in range(8))]
+    pieces = [[text], list(text), *(cut(text, random.Random(seed)) for seed in range(3))]
     found = [parsed(form, each, tools, is_open=is_open, is_cut=is_cut) for each in pieces]
     assert all(other == found[0] for other in found), found
     return found[0]
@@ -108,7 +108,7 @@ LITERALS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(LITERALS)
 def test_any_literal_of_python_or_json_is_read(value):
     plain = json.loads(json.dumps(value))
@@ -120,7 +120,7 @@ def test_any_literal_of_python_or_json_is_read(value):
     assert literal(json.dumps(value)).json == json.dumps(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.text(alphabet="{}[]()\"',:\\ \nab1+-.eurx<", max_size=24))
 def test_any_text_becomes_an_object_or_nothing(text):
     assert isinstance(json.loads(object_of("{" + text) or "{}"), dict)
@@ -307,8 +307,7 @@ def test_arguments_that_are_no_object_make_no_call(given):
     ],
 )
 def test_a_call_is_announced_once_it_is_one(calls, text):
-    is_complete = calls == "kimi_k2"  # its tags are tokens, and nothing else is missing
-    assert read(calls, text) == ("", "" if is_complete else text, [["f", "{}"]] * is_complete)
+    assert read(calls, text) == ("", text, [])
     form = AnswerFormat(reasoning="none", calls=calls)
     events = form.parser(tools=TOOLS, is_open=False).feed(text)
     assert not any(isinstance(event, CallStart) for event in events)
@@ -395,7 +394,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(sorted(set(TOOL_CALLS) - {"qwen3_coder", "granite4"})),
     st.lists(st.sampled_from(FRAGMENTS), max_size=16),

@@ -38,6 +38,16 @@ TEXTS = {
     "a keyword's string": ("<|tool_call_start|>[f(s='", "x\\' "),
     "a keyword's list": ("<|tool_call_start|>[f(s=", "['',"),
     "keywords": ("<|tool_call_start|>[f(", "a=1, "),
+    "scalars": ('<tool_call>{"name": "f", "arguments": {"l": [', "1 "),
+    "brackets that do not fit": ('<tool_call>{"name": "f", "arguments": {"l": [', "[}"),
+    "keys in keys": ('<tool_call>{"name": "f", "arguments": {"l": ', "{(1, 2): "),
+    "tags in an argument": ('<tool_call>{"name": "f", "arguments": {"l": [', "<"),
+    "parameters that are not closed": (f"{HEAD}s>\nx", "\n<parameter=l>\n"),
+    "calls that are not closed": ("", "<tool_call><function=f><parameter=s>\nx"),
+    "values without keywords": ("<|tool_call_start|>[f(", "'a', "),
+    "strings in a row": ("<|tool_call_start|>[f(s=", "'a' "),
+    "calls in reasoning": ("<think>", '<tool_call>{"name": "h"'),
+    "tokens in reasoning": ("<think>", "<|tool_call_begin|>"),
     "arguments before the name": ('<tool_call>{"arguments": {"s": "', "x "),
 }
 

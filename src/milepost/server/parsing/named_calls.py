@@ -119,8 +119,9 @@ class _NamedReader:
         pieces: list[str] = []
         mark = yield from until(tape, tags(*self._ends), pieces.append)
         tape.unread(mark)
-        arguments = object_of("".join(pieces))
-        if arguments is None or (not mark and tape.is_cut):
+        text = "".join(pieces).strip()
+        arguments = object_of(text)
+        if arguments is None or (not mark and (tape.is_cut or not text)):
             return False
         tape.kept()
         found.start(name, id_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from milepost.server.parsing.strings import QUOTES, Give, Line
+from milepost.server.parsing.strings import QUOTES, Give, TextLine
 from milepost.server.parsing.tape import Reading, Tape, is_token, one, tags, take, until
 
 _BRACKETS = (*"([{", *")]}")
@@ -22,7 +22,7 @@ def _scan(tape: Tape, give: Give, ends: tuple[str, ...], stops: str) -> Reading[
     """Pass on a text up to one of `stops` outside of brackets (not read); without any, up to the
     end of the bracket that begins it. Returns the mark that ended it, "" if none did."""
     marks = tags(*QUOTES, *_BRACKETS, *("," if stops else ""), *ends)
-    line = Line(give)
+    line = TextLine(give)
     depth = 0
     while mark := (yield from until(tape, marks, line.give)):
         if mark in ends or (not depth and mark in stops):
@@ -40,7 +40,7 @@ def _scan(tape: Tape, give: Give, ends: tuple[str, ...], stops: str) -> Reading[
     return "" if mark in ends else mark
 
 
-def _string(tape: Tape, line: Line, quote: str, ends: tuple[str, ...]) -> Reading[bool]:
+def _string(tape: Tape, line: TextLine, quote: str, ends: tuple[str, ...]) -> Reading[bool]:
     """Pass on a string behind its opening quote; whether it ended."""
     closing = quote
     if (yield from take(tape, tags(quote))):

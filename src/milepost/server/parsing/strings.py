@@ -32,7 +32,7 @@ _OWN = {"a": "\\u0007", "v": "\\u000b", "\n": ""}
 """Python's escapes that JSON does not have."""
 
 
-class Line:
+class TextLine:
     """Passes a text on; a line break at its end waits, with the white space behind it."""
 
     def __init__(self, give: Give) -> None:
@@ -101,7 +101,7 @@ class StringReader:
             if not (yield from take(tape, tags(quote))):
                 return True
             closing = quote * 3
-        line = Line(lambda text: self._plain(text, is_long=len(closing) > 1))
+        line = TextLine(lambda text: self._plain(text, is_long=len(closing) > 1))
         marks = tags(closing, "\\", *self._ends)
         while True:
             mark = yield from until(tape, marks, line.give)
