@@ -267,6 +267,25 @@ def test_stop_strings_count_behind_the_reasoning(thinking, text, is_open, shown,
     assert ("".join(deltas), found) == (shown, stop)
 
 
+@pytest.mark.parametrize("added", ["\n\n", "\n\nyes"])
+def test_line_breaks_behind_the_reasoning_are_no_stop_however_they_are_cut_into_tokens(added):
+    tokenizer = chatmodel.make_tokenizer()
+    tokenizer.add_tokens([added])
+    closes = tokenizer.convert_tokens_to_ids("</think>")
+    token_ids = tokenizer.encode("hm</think>\n\nyes\n\nno")
+    reasoning = ReasoningTokens(closes=closes, is_open=True)
+    deltas, found = stream(tokenizer, token_ids, stop="\n\n", reasoning=reasoning)
+    assert ("".join(deltas), found) == ("hm</think>\n\nyes", "\n\n")
+
+
+def test_a_stop_string_does_not_begin_before_the_reasoning_and_end_behind_it(thinking):
+    tokenizer, (opens, closes) = thinking
+    reasoning = ReasoningTokens(closes=closes, opens=opens)
+    token_ids = tokenizer.encode("\n<think>hm</think>yes")
+    deltas, found = stream(tokenizer, token_ids, stop="\nyes", reasoning=reasoning)
+    assert ("".join(deltas), found) == ("\n<think>hm</think>yes", None)
+
+
 def test_without_its_tokens_stop_strings_count_in_the_reasoning(thinking):
     tokenizer, _ = thinking
     assert stream(tokenizer, tokenizer.encode("hm\n\nso</think>"), stop="\n\n")[1] == "\n\n"

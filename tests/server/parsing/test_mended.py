@@ -288,6 +288,15 @@ def test_json_calls(written, arguments):
     assert called("hermes", two) == [("f", arguments), ("g", {})]
 
 
+@pytest.mark.parametrize("calls", ["lfm2", "olmo3"])
+def test_pythonic_tags_may_hold_json(calls):
+    objects = '{"name": "f", "arguments": {"s": "x)]"}}, {"name": "g"}'
+    form = TOOL_CALLS[calls]
+    for text in (f"[{objects}]", f"\n[\n{objects}\n]\n", objects):
+        found = called(calls, form.open + text + form.close)
+        assert found == [("f", {"s": "x)]"}), ("g", {})]
+
+
 @pytest.mark.parametrize("given", ["[1]", '"x"', "7", '"[1]"', "true"])
 def test_arguments_that_are_no_object_make_no_call(given):
     text = f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>'

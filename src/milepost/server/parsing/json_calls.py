@@ -84,6 +84,12 @@ class JsonReader:
         tape.keep(start)
         yield from spaces(tape)
         yield from take(tape, tags("["))
+        return (yield from self.objects(tape, found, aside, is_known))
+
+    def objects(
+        self, tape: Tape, found: FoundEvents, aside: Give, is_known: IsKnown
+    ) -> Reading[bool]:
+        """The same behind the bracket that may begin a list; what was read is kept."""
         yield from spaces(tape)
         num_calls = 0
         while (yield from take(tape, tags("{"))):

@@ -4,7 +4,8 @@
 
 Values are literals of Python or JSON. Each is passed on when it is complete. In a required call
 they are JSON, which every reader understands. A value without a keyword is that of the next
-parameter, in the order of the schema.
+parameter, in the order of the schema. Told to, LFM2 writes the objects of `JsonCalls` between its
+tags.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
 from milepost.server.parsing.calls import IsKnown, any_name
 from milepost.server.parsing.events import FoundEvents
+from milepost.server.parsing.json_calls import JsonCalls, JsonReader
 from milepost.server.parsing.literals import literal, loaded
 from milepost.server.parsing.scanning import argument
 from milepost.server.parsing.schemas import carried, required_of, resolved
@@ -104,6 +106,7 @@ class _PythonicReader:
         self.names = self._functions.names
         self.starts = (form.open,)
         self.close = form.close
+        self._json = JsonReader(JsonCalls(open=form.open, close=form.close), self.names)
 
     def read(
         self, tape: Tape, found: FoundEvents, start: str, aside: Give, is_known: IsKnown
@@ -111,6 +114,9 @@ class _PythonicReader:
         tape.keep(start)
         yield from spaces(tape)
         yield from take(tape, tags("["))
+        yield from spaces(tape)
+        if (yield from peek(tape, tags("{"))):
+            return (yield from self._json.objects(tape, found, aside, is_known))
         num_calls = 0
         while True:
             yield from run(tape, _BETWEEN)
