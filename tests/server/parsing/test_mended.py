@@ -11,7 +11,7 @@ from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parsing.events import CallArguments, CallStart
 from milepost.server.parsing.formats import TOOL_CALLS
 from milepost.server.parsing.literals import MAX_DEPTH, literal, object_of
-from tests.server.parsing.written import cut, parsed, tool
+from tests.server.parsing.written import Grammar, cut, parsed, tool
 
 KINDS = {"a": "integer", "s": "string", "l": "array", "b": "boolean", "o": "object"}
 PARAMETERS = {"type": "object", "properties": {name: {"type": k} for name, k in KINDS.items()}}
@@ -180,12 +180,25 @@ def test_a_call_that_is_not_closed_ends_with_the_next(between, last):
         assert called("qwen3_xml", whole) == [("f", {name: value}), ("g", {})], whole
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        *("x\n<parameter=a>\n2", "x\n</tool_call>\n<tool_call>", "x</function><function=f>"),
+        *("x</parameter><tool_call>", "x\n</tool_call>\n<function=g>"),
+    ],
+)
+def test_a_demanded_string_has_nothing_that_would_end_it(inner):
+    demanded = Grammar("qwen3_xml", [tool(PARAMETERS)])
+    assert not demanded.accepts(HEAD + parameter("s", inner) + END)
+    assert demanded.accepts(HEAD + parameter("s", "x </tool_call> <parameter=a>") + END)
+
+
 def test_the_end_of_the_answer_ends_a_call():
     for end in (END, "</function>", "</tool_call>", "</tool_call>\n", ""):
         assert called("qwen3_xml", HEAD + parameter("s", "x", "") + end) == [("f", {"s": "x"})]
     assert called("qwen3_xml", HEAD + parameter("s", "x")) == [("f", {"s": "x"})]
-    inside = "a\n</tool_call>\nb"
-    assert called("qwen3_xml", HEAD + parameter("s", inside) + END) == [("f", {"s": inside})]
+    for inside in ("a\n</tool_call>\nb", "a </tool_call><tool_call> b", "</tool_call>"):
+        assert called("qwen3_xml", HEAD + parameter("s", inside) + END) == [("f", {"s": inside})]
 
 
 def test_values_of_tagged_calls_follow_the_schema():
@@ -422,18 +435,23 @@ def test_no_answer_depends_on_how_it_is_cut_and_all_arguments_are_objects(
         assert isinstance(json.loads(arguments), dict)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(CALLS)), st.integers(0, 200))
-def test_a_call_that_is_cut_off_has_what_came_of_its_arguments(calls, length):
+@pytest.mark.parametrize("calls", CALLS)
+def test_a_call_that_is_cut_off_has_what_came_of_its_arguments(calls):
     """Closed, it could do what the model had not meant."""
     whole = CALLS[calls].replace("a=1", "s='xyz'").replace('"a": 1', '"s": "xyz"')
     whole = whole.replace("=a>\n1", "=s>\nxyz")
-    _, _, found = read(calls, whole[:length], is_cut=True)
-    given = "".join(arguments for _, arguments in found)
-    assert '{"s": "xyz"}'.startswith(given.partition("xyz")[0])
-    if given.endswith("}"):
-        assert given == '{"s": "xyz"}'
-        assert parsed(AnswerFormat(reasoning="none", calls=calls), [whole], TOOLS)[2] == found
+    form = AnswerFormat(reasoning="none", calls=calls)
+    expected = parsed(form, [whole], TOOLS)[2]
+    for length in range(len(whole)):
+        found = [
+            parsed(form, pieces, TOOLS, is_cut=True)[2]
+            for pieces in ([whole[:length]], list(whole[:length]))
+        ]
+        assert found[0] == found[1]
+        given = "".join(arguments for _, arguments in found[0])
+        assert '{"s": "xyz"}'.startswith(given.partition("xyz")[0])
+        if given.endswith("}"):
+            assert found[0] == expected
 
 
 def test_events_come_as_soon_as_they_are_known():

@@ -70,12 +70,15 @@ class Value:
         return found.json if found.is_exact and not self._strings else quoted(text)
 
     def of_literal(self, text: str, *, is_cut: bool = False) -> str:
-        """The JSON of a literal, which says itself what is a string; of what is none, a string."""
+        """The JSON of a literal, which says itself what is a string; of what is none, a string.
+        With `is_cut` it has no end where the text has none."""
         found = literal(text, is_python=True, is_cut=is_cut)
-        if found is None:
-            return quoted(text.strip())
-        is_sure = found.is_exact or not found.is_whole or self._takes(found.json)
-        return found.json if is_sure else quoted(text.strip())
+        if found is not None and (found.is_exact or not found.is_whole or self._takes(found.json)):
+            return found.json
+        text = text.strip()
+        if not is_cut:
+            return quoted(text)
+        return quoted(text)[:-1] if text else ""
 
     def _takes(self, text: str) -> bool:
         """Whether a JSON is one of the values that are no strings."""
