@@ -98,13 +98,12 @@ async def _begin(
         field=field,
         is_enough=(lambda index: answers[index].is_enough) if has_one_call else None,
     )
-    tokens = service.reasoning_tokens
     return ChatTurn(
         prompt=prompt,
         breakpoints=rendered.breakpoints,
         generation=generation,
         answers=answers,
-        end_of_reasoning=None if tokens is None else tokens.closes,
+        end_of_reasoning=service.end_of_reasoning,
     )
 
 

@@ -90,6 +90,11 @@ class Service:
         self.is_asleep = False
         self.encoder = Encoder(tokenizer, client.info.max_model_len)
 
+    @property
+    def end_of_reasoning(self) -> int | None:
+        """The token that closes the reasoning, if it is one."""
+        return None if self.reasoning_tokens is None else self.reasoning_tokens.closes
+
     def _check_template_defaults(self) -> None:
         """Raise ConfigError for what the chat template does not read."""
         try:
