@@ -4,8 +4,10 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 
 import pytest
+import uvloop
 
 from milepost.config import EngineConfig
 from milepost.engine import client as client_module
@@ -376,3 +378,38 @@ def test_open_streams_end_with_the_client(config):
         await closing
 
     run(config, scenario)
+
+
+def test_between_an_engines_end_and_the_notice_of_it_nothing_else_is_raised(config, monkeypatch):
+    """uvloop, which serves, raises RuntimeError for writes to a socket that it has closed."""
+
+    async def scenario():
+        client = EngineClient(config)
+        await client.start()
+        has_ended, may_notice = threading.Event(), threading.Event()
+        join = client._process.join
+
+        def slow_join(timeout):
+            join(timeout)
+            has_ended.set()
+            assert may_notice.wait(timeout)
+
+        monkeypatch.setattr(client._process, "join", slow_join)
+        first = client.add(PROMPT, LONG)
+        os.kill(client.pid, signal.SIGKILL)
+        await asyncio.to_thread(has_ended.wait)
+        client.add(PROMPT, SHORT).close()
+        while not client._writer.is_closing():
+            await asyncio.sleep(0)
+        second, question = client.add(PROMPT, SHORT), asyncio.create_task(client.metrics())
+        client.add(PROMPT, SHORT).close()
+        await asyncio.sleep(0)
+        may_notice.set()
+        for waiting in (take(first), take(second), question):
+            with pytest.raises(EngineDeadError, match="killed by signal 9"):
+                await waiting
+        assert client.num_in_flight == 0
+        await client.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

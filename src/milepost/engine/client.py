@@ -245,7 +245,9 @@ class EngineClient:
 
     def _send(self, message: object) -> None:
         assert self._writer is not None, "the engine has been started"
-        self._writer.write(frame(message))
+        data = frame(message)
+        if not self._writer.is_closing():  # else `_die` will fail whatever waits for an answer
+            self._writer.write(data)
 
     async def _ask(self, what: Question) -> Reply:
         self._check_alive()
