@@ -403,10 +403,14 @@ def test_defect_16_no_environment_variable_switches_anything():
                 found.append(f"{path.relative_to(SOURCE)}: {named}")
     assert found == ["cli/serve.py: environ"]
     serving = (SOURCE / "cli/serve.py").read_text(encoding="utf-8")
-    assert re.findall(r"\S*environ\b\S*", serving) == ["_keys_of(os.environ)"]
+    assert re.findall(r"\S*environ\b\S*", serving) == [
+        "_keys_of(os.environ)",
+        "_admin_keys_of(os.environ)",
+    ]
     assert set(re.findall(r"environment\.get\(\"(\w+)\"\)", serving)) == {
         "MILEPOST_API_KEY",
         "VLLM_API_KEY",
+        "MILEPOST_ADMIN_KEY",
     }
 
 

@@ -1,5 +1,7 @@
 """What is wrong with a server's files is said in a line, with the file's name once."""
 
+from functools import partial
+
 import pytest
 
 from milepost.errors import ConfigError
@@ -8,7 +10,7 @@ from milepost.server.config import ServerConfig, read_keys, read_template
 from tests.server.inprocess import answered, service
 
 
-@pytest.mark.parametrize("read", [read_keys, read_template])
+@pytest.mark.parametrize("read", [partial(read_keys, "key_file"), read_template])
 def test_a_file_that_is_not_there(read):
     with pytest.raises(ConfigError) as raised:
         read("/nope")

@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import io
+import json
 import logging
+import re
 import resource
 import signal
 import socket
@@ -14,6 +16,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from milepost.cli import serve
 from milepost.config import EngineConfig
@@ -21,7 +25,9 @@ from milepost.engine.client import EngineClient
 from milepost.engine.metrics import Metric
 from milepost.errors import ConfigError, EngineDeadError
 from milepost.server import connections, run, stats
+from milepost.server.callers import Keys
 from milepost.server.config import ServerConfig
+from milepost.server.gate import Gate
 from milepost.server.run import HttpServer
 from tests.server.conftest import ENVIRONMENT, Server, get, post, serving
 from tests.server.inprocess import service
@@ -182,6 +188,117 @@ def test_a_huge_body_is_refused_early_and_late(limited, connect):
     length = b"authorization: Bearer one\r\ncontent-length: %d\r\n\r\n" % 10**30
     sent(sock, POST + length)
     assert status(received(sock)) in (400, 413)
+
+
+KEY = b"authorization: Bearer one\r\n"
+CHUNKED = KEY + b"transfer-encoding: chunked\r\n\r\n"
+WHOLE = POST + KEY + b"content-length: 2\r\n\r\n{}"
+
+
+def responses(data):
+    """(status, whether the connection ends behind it, body) of each response."""
+    found = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        (length,) = re.findall(rb"(?mi)^content-length: (\d+)", head)
+        found.append((status(head), b"connection: close" in head.lower(), data[: int(length)]))
+        data = data[int(length) :]
+    return found
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [CHUNKED + b"zz\r\n"],
+        [CHUNKED + b"-1\r\n"],
+        [CHUNKED + b"f" * 40 + b"\r\n"],
+        [CHUNKED, b"5\r\n{}   XX\r\n"],
+        [CHUNKED + b"2\r\n{}\r\n", b"0\r\nno trailer\r\n\r\n"],
+        [KEY + b"transfer-encoding: gzip\r\n\r\n{}"],
+        [KEY + b"transfer-encoding: chunked, gzip\r\n\r\n{}"],
+        [KEY + b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}"],
+        [KEY + b"content-length: 2x\r\n\r\n{}"],
+        [KEY + b"no header\r\n\r\n{}"],
+    ],
+)
+def test_what_is_framed_wrongly_is_answered(connect, pieces):
+    sock = connect()
+    sent(sock, POST, *pieces)
+    ((code, is_last, body),) = responses(received(sock))
+    assert (code, is_last) == (400, True)
+    assert "chunk sizes" in json.loads(body)["error"]["message"]
+
+
+def test_trailers_that_are_too_long_are_answered(connect):
+    sock = connect()
+    sent(sock, POST + CHUNKED + b"0\r\n", LINE % 1 * 200)
+    ((code, is_last, _),) = responses(received(sock))
+    assert (code, is_last) == (431, True)
+
+
+def test_requests_before_what_cannot_be_read_have_their_answers(connect):
+    for end in (b"garbage\r\n\r\n", b"GET /health HTTP/1.1\r\nno header\r\n\r\n"):
+        sock = connect()
+        sent(sock, WHOLE * 2 + end)
+        first, second, third = responses(received(sock))
+        assert first == second
+        assert "prompt" in json.loads(first[2])["error"]["message"]
+        assert (third[0], third[1]) == (400, True)
+        assert "valid HTTP" in json.loads(third[2])["error"]["message"]
+
+
+def test_a_refusal_keeps_the_connection_of_a_body_that_has_come(connect):
+    sock = connect()
+    nowhere = WHOLE.replace(b"/v1/completions", b"/nowhere")
+    sent(sock, nowhere, nowhere + HEAD + b"connection: close\r\n\r\n")
+    assert [(code, is_last) for code, is_last, _ in responses(received(sock))] == [
+        (404, False),
+        (404, False),
+        (200, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (POST + CHUNKED + b"fffffff\r\n", 413),
+        (POST + KEY + b"content-length: 200000000\r\n\r\n", 413),
+        (POST + b"content-length: 200000000\r\n\r\n", 401),
+        (POST.replace(b"/v1/", b"/no/") + KEY + b"content-length: 200000000\r\n\r\n", 404),
+    ],
+)
+def test_behind_a_refusal_nobody_reads_on(connect, head, code):
+    """A client that sends first and reads later gets its answer, and one that never ends an end."""
+    sock = connect()
+    sock.sendall(head + b"a" * 4_000_000)
+    answer = sock.recv(4096, socket.MSG_PEEK)
+    assert status(answer) == code
+    assert b"connection: close" in answer
+    with pytest.raises(OSError, match="reset|[Pp]ipe"):
+        for _ in range(150):
+            sock.sendall(b"a" * 2**20)
+
+
+def test_who_says_no_more_behind_a_refusal_is_let_go(monkeypatch):
+    monkeypatch.setattr(connections, "LINGER_S", 0.0)
+    own = connections.protocol(max_connections=9, head_timeout_s=60.0)
+
+    async def open_behind_it():
+        state, loop = ServerState(), asyncio.get_running_loop()
+        config = uvicorn.Config(Gate(None, ServerConfig(access_log=False), Keys([], [])), ws="none")
+        config.load()
+        listening = await loop.create_server(lambda: own(config, state, {}), "127.0.0.1", 0)
+        async with listening:
+            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+            writer.write(b"POST /%0a HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+            answer = await reader.read()
+            async with asyncio.timeout(10):
+                while state.connections:
+                    await asyncio.sleep(0)
+            writer.close()
+            return answer
+
+    assert status(asyncio.run(open_behind_it())) == 400
 
 
 def test_a_priority_is_for_the_operator_to_allow(limited):

@@ -54,6 +54,8 @@ def serve_command(serve: Serve) -> Callable[..., int]:
         settings["model"] = one_model(checkpoint, settings.get("model"))
         if settings.get("api_key") is None and settings.get("key_file") is None:
             settings["api_key"] = _keys_of(os.environ)
+        if settings.get("admin_key") is None and settings.get("admin_key_file") is None:
+            settings["admin_key"] = _admin_keys_of(os.environ)
         server, engine = SERVER.build(settings), ENGINE.build(settings)
         log_to_stderr(verbose)
         if sys.stderr.isatty():
@@ -68,6 +70,11 @@ def _keys_of(environment: Mapping[str, str]) -> list[str] | None:
     """The key that stands there. Under vLLM's name too: a server that is started as before must
     not answer without it."""
     found = environment.get("MILEPOST_API_KEY") or environment.get("VLLM_API_KEY")
+    return [found] if found else None
+
+
+def _admin_keys_of(environment: Mapping[str, str]) -> list[str] | None:
+    found = environment.get("MILEPOST_ADMIN_KEY")
     return [found] if found else None
 
 

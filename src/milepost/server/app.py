@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +18,7 @@ from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.errors import body_for
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.bodies import JsonRoute
+from milepost.server.callers import Audience, Keys, admit, for_clients
 from milepost.server.chat import chat
 from milepost.server.completions import complete
 from milepost.server.config import read_keys
@@ -41,14 +43,27 @@ from milepost.server.ui import page
 
 def build(service: Service) -> Any:
     """The whole application around a service."""
+    config = service.config
+    keys = Keys(
+        [*(config.api_key or ()), *read_keys("key_file", config.key_file)],
+        [*(config.admin_key or ()), *read_keys("admin_key_file", config.admin_key_file)],
+    )
+    return cors.wrap(Gate(routed(service), config, keys), config)
+
+
+def routed(service: Service) -> FastAPI:
+    """Every route there is, each with its audience. Other paths are for clients, who get 404."""
     app = FastAPI(
         title="Milepost",
         version=milepost.__version__,
         description="OpenAI-compatible server for hybrid language models.",
-        redoc_url=None,
+        openapi_url=None,  # FastAPI's own routes for it state no audience
         strict_content_type=False,
     )
     app.router.route_class = JsonRoute
+    app.router.redirect_slashes = False  # the gate cuts them off
+    app.router.default = _nowhere
+    _add_docs(app)
     _add_openai(app, service)
     _add_anthropic(app, service)
     _add_responses(app, service)
@@ -57,23 +72,44 @@ def build(service: Service) -> Any:
     if service.config.ui:
         page.add(app, service.client)
     _add_errors(app, service)
-    config = service.config
-    gate = Gate(app, config, [*(config.api_key or ()), *read_keys(config.key_file)])
-    return cors.wrap(gate, config)
+    assert all(isinstance(route, JsonRoute) for route in app.routes), "each states its audience"
+    return app
+
+
+async def _nowhere(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001 - as ASGI has it
+    admit(scope, Audience.CLIENT)
+    raise HTTPException(404)
+
+
+def _add_docs(app: FastAPI) -> None:
+    @app.get("/openapi.json", include_in_schema=False)
+    @for_clients
+    async def description(request: Request) -> dict[str, Any]:
+        root = request.scope["root_path"]
+        return {**app.openapi(), **({"servers": [{"url": root}]} if root else {})}
+
+    @app.get("/docs", include_in_schema=False)
+    @for_clients
+    async def docs(request: Request) -> Response:
+        url = f"{request.scope['root_path']}/openapi.json"
+        return get_swagger_ui_html(openapi_url=url, title=f"{app.title} - Swagger UI")
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=errors.MEANINGS, response_class=Response)
+    @for_clients
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await complete(service, body, request)
 
     @app.post("/v1/chat/completions", responses=errors.MEANINGS, response_class=Response)
+    @for_clients
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await chat(service, body, request)
 
     @app.post("/invocations", responses=errors.MEANINGS, response_class=Response)
+    @for_clients
     async def invocations(body: Invocation, request: Request) -> Response:
         """Either of the two, as SageMaker sends both."""
         service.unknown.settle(body, request.scope)
@@ -82,12 +118,14 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         return await complete(service, body, request)
 
     @app.get("/v1/models")
+    @for_clients
     async def models(request: Request) -> dict[str, Any]:
         if anthropic.ANTHROPIC_VERSION in request.headers:
             return anthropic.models(service)
         return {"object": "list", "data": [_model(service, name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}", responses={404: errors.MEANINGS[404]})
+    @for_clients
     async def model(name: str, request: Request) -> dict[str, Any]:
         service.check_model(name)
         if anthropic.ANTHROPIC_VERSION in request.headers:
@@ -97,11 +135,13 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", responses=errors.MEANINGS, response_class=Response)
+    @for_clients
     async def messages(body: MessagesRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await anthropic.answer(service, body, request)
 
     @app.post("/v1/messages/count_tokens", responses=errors.MEANINGS)
+    @for_clients
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
         return await anthropic.count_tokens(service, body, request)
@@ -112,20 +152,24 @@ def _add_responses(app: FastAPI, service: Service) -> None:
     rendering.add(app, service, store)
 
     @app.post("/v1/responses", responses=errors.MEANINGS, response_class=Response)
+    @for_clients
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         return await responses.respond(service, store, body, request)
 
     @app.post("/v1/responses/input_tokens", responses=errors.MEANINGS)
+    @for_clients
     async def count_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
         return await responses.count_tokens(service, store, body, request)
 
     @app.get("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
+    @for_clients
     async def stored(id_: str, request: Request) -> dict[str, Any]:
         return responses.find(store, request, id_).body
 
     @app.get("/v1/responses/{id_}/input_items", responses={404: errors.MEANINGS[404]})
+    @for_clients
     async def input_items(id_: str, request: Request) -> dict[str, Any]:
         items = responses.find(store, request, id_).input_items
         ids = [item["id"] for item in items]
@@ -133,6 +177,7 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         return {"object": "list", "data": items, **ends}
 
     @app.delete("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
+    @for_clients
     async def delete(id_: str, request: Request) -> dict[str, Any]:
         return responses.delete(store, request, id_)
 
@@ -153,6 +198,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         responses={400: errors.MEANINGS[400], 404: errors.MEANINGS[404]},
         response_class=Response,
     )
+    @for_clients
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)
@@ -173,6 +219,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         return errors.json_response(found)
 
     @app.post("/detokenize", responses={400: errors.MEANINGS[400], 404: errors.MEANINGS[404]})
+    @for_clients
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
         service.check_model(body.model)

@@ -13,12 +13,12 @@ from email.message import Message
 from typing import Any, Final
 
 import numpy as np
-from fastapi.routing import APIRoute
 from pydantic import Field
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from milepost.server.callers import GuardedRoute
 from milepost.server.errors import ClientGoneError, HttpError
 
 MAX_VALUES: Final = 2**21
@@ -39,8 +39,8 @@ _KINDS: Final = (
 """Which characters stand for which kind."""
 
 
-class JsonRoute(APIRoute):
-    """A route whose bodies are JSON."""
+class JsonRoute(GuardedRoute):
+    """A route whose bodies are JSON, and that states its audience."""
 
     def get_route_handler(self) -> Any:
         handle = super().get_route_handler()

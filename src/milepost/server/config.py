@@ -35,7 +35,10 @@ class ServerConfig:
     VLLM_API_KEY, if there is one."""
     admin_key: Sequence[str] | None = None
     """Only these keys open /metrics, /reset_prefix_cache, /sleep, /wake_up and the page's view of
-    the cache; by default the API keys do. May be given several times."""
+    the cache; by default the API keys do. May be given several times; by default the key in the
+    environment variable MILEPOST_ADMIN_KEY, if there is one."""
+    admin_key_file: str | None = None
+    """Read more admin keys from this file, one per line."""
     key_file: str | None = None
     """Read more API keys from this file, one per line. A command line is visible to other users."""
     max_waiting: int = 1024
@@ -137,7 +140,8 @@ class ServerConfig:
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}: use 0 or more")
         for name in ("api_key", "admin_key", "served_model_name"):
-            _require(all(getattr(self, name) or ["-"]), f"{name}='': use text that is not empty")
+            has_text = all(text.strip() for text in getattr(self, name) or ())
+            _require(has_text, f"{name}='': use text that is not empty")
 
 
 _POSITIVE = (
@@ -186,16 +190,17 @@ def read_template(given: str | None) -> str | None:
         raise ConfigError(f"chat_template={given!r}: {_why(error)}") from error
 
 
-def read_keys(path: str | None) -> list[str]:
-    """The lines of a key file. Raises ConfigError for one that cannot be read or has none."""
+def read_keys(name: str, path: str | None) -> list[str]:
+    """The lines of the key file that a setting names. Raises ConfigError for a file that cannot be
+    read or has none."""
     if path is None:
         return []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key_file={path!r}: {_why(error)}") from error
+        raise ConfigError(f"{name}={path!r}: {_why(error)}") from error
     keys = [line.strip() for line in lines if line.strip()]
-    _require(bool(keys), f"key_file={path!r}: the file has no key")
+    _require(bool(keys), f"{name}={path!r}: the file has no key")
     return keys
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from milepost.server.errors import HttpError, body_of, json_response
+from milepost.server.incoming import Incoming
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,9 @@ MAX_HEAD_BYTES = 2**16
 much as the body itself."""
 MAX_PIPELINED = 32
 """Requests that a client may send ahead on one connection."""
+LINGER_S = 5.0
+LINGER_BYTES = 2**24
+"""How long, and for how many bytes, a client may go on sending what nobody reads any more."""
 RESERVED_FILES = 64
 """Descriptors for what is no connection."""
 
@@ -51,42 +57,105 @@ class _BoundedProtocol(HttpToolsProtocol):
     head_timeout_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        closing = _Lingering(transport, self._is_receiving, self._linger)
+        super().connection_made(closing)  # type: ignore[arg-type]
         self._head_bytes = 0
         self._body_bytes = 0
+        self._left_bytes = LINGER_BYTES
+        self._incoming = Incoming(is_whole=True)
+        self._refusal: HttpError | None = None
+        self._is_broken = False
         self._timer: asyncio.TimerHandle | None = None
         if len(self.connections) > self.max_connections:
-            self._refuse(503, f"{self.max_connections} connections are open: try again later")
+            message = f"{self.max_connections} connections are open: try again later"
+            self._answer(HttpError(503, message))
+            transport.close()
             return
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._incoming.is_whole = True
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_broken or self.transport.is_closing():
+            self._drop(data)
             return
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes - self._body_bytes > MAX_HEAD_BYTES + self._body_bytes:
-            self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
+            self._break(HttpError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes"))
         elif len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         self._head_bytes = self._body_bytes = 0
+        incoming = Incoming(abort=self.transport.abort)
+        self.scope["milepost.incoming"] = incoming  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        self._incoming = incoming
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         super().on_body(body)
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+    def on_message_complete(self) -> None:
+        self._incoming.is_whole = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            if self._refusal is not None:
+                self._refuse(self._refusal)
+            elif not self._incoming.is_whole:
+                self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's is shorter
+        self._break(HttpError(400, "this is no valid HTTP: check headers, lengths and chunk sizes"))
+
+    # --- what cannot be read on -------------------------------------------------------------------
+
+    def _break(self, error: HttpError) -> None:
+        """Read no further. Who sent it is told by the request that it is a part of, or else once
+        the requests before it are answered."""
+        if self._is_broken:
+            return
+        self._is_broken = True
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(error)
+        elif self._is_receiving():
+            self._incoming.problem = error
+            self.cycle.message_event.set()
+        else:
+            self._refusal = error
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer outside of any request, and close."""
+        self._stop_waiting()
+        if not self.transport.is_closing():
+            self._answer(error)
+            self._linger()
+
+    def _answer(self, error: HttpError) -> None:
+        status = error.status_code
+        body = json_response(body_of(error)).body
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+        head += "content-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + bytes(body))
+        logger.info("a connection is closed: %s", error.detail)
+
+    def _drop(self, data: bytes) -> None:
+        self._left_bytes -= len(data)
+        if self._left_bytes < 0:
+            self.transport.abort()
+
+    # --- time -------------------------------------------------------------------------------------
 
     def _wait_for_head(self) -> None:
         self._timer = self.loop.call_later(self.head_timeout_s, self._give_up)
@@ -98,28 +167,57 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         """One that has sent nothing is closed without a word, as after the last response."""
-        if self._head_bytes:
-            limit = self.head_timeout_s
-            self._refuse(408, f"the headers were not there within {limit:g} seconds")
-        self.transport.close()
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer outside of any request, and close."""
-        self._stop_waiting()
-        if self.transport.is_closing():
+        if not self._head_bytes:
+            self.transport.close()
             return
-        if self.cycle is None or self.cycle.response_complete:
-            body = json_response(body_of(HttpError(status, message))).body
-            head = f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
-            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            self.transport.write(head.encode() + bytes(body))
-        logger.info("a connection is closed: %s", message)
-        self.transport.close()
+        limit = self.head_timeout_s
+        self._refuse(HttpError(408, f"the headers were not there within {limit:g} seconds"))
+
+    def _is_receiving(self) -> bool:
+        """Whether a request's body is still coming."""
+        return not self._incoming.is_whole
+
+    def _linger(self) -> None:
+        """Close once the client has had time to read its answer."""
+        self._stop_waiting()
+        self.transport.finish()
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-_REASONS: dict[int, Any] = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
+class _Lingering:
+    """A transport for clients that may still be sending when it is closed.
+
+    A socket that is closed with unread bytes is reset, and a reset may reach the client before it
+    has read its answer. So such a connection is read for a while longer (RFC 9112, section 9.6).
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        is_receiving: Callable[[], bool],
+        linger: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._is_receiving, self._linger = is_receiving, linger
+        self._is_finished = False
+        self.write, self.abort = transport.write, transport.abort
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._is_finished or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close, after a while if the client is sending; at once if asked again."""
+        if self._is_receiving() and not self.is_closing():
+            self._linger()
+        else:
+            self._transport.close()
+
+    def finish(self) -> None:
+        """Write nothing more."""
+        self._is_finished = True
+        if self._transport.can_write_eof():
+            self._transport.write_eof()

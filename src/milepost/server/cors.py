@@ -7,7 +7,6 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from milepost.server.config import ServerConfig
-from milepost.server.gate import aborter
 
 EXPOSED = ("x-milepost-ignored", "x-request-id", "retry-after")
 
@@ -16,7 +15,7 @@ def wrap(app: Any, config: ServerConfig) -> Any:
     """Around everything else: a browser asks for leave without a key, and reads errors too."""
     if not config.allowed_origins:
         return app
-    cors = CORSMiddleware(
+    return CORSMiddleware(
         app,
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
@@ -24,10 +23,3 @@ def wrap(app: Any, config: ServerConfig) -> Any:
         allow_credentials=config.allow_credentials,
         expose_headers=EXPOSED,
     )
-
-    async def outermost(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            scope["milepost.abort"] = aborter(send)
-        await cors(scope, receive, send)
-
-    return outermost

@@ -13,6 +13,7 @@ from starlette.responses import Response
 import milepost
 from milepost.engine.metrics import Metric
 from milepost.errors import EngineAsleepError, EngineDeadError
+from milepost.server.callers import for_anyone, for_clients, for_operators
 from milepost.server.errors import MEANINGS, HttpError
 from milepost.server.metrics import CONTENT_TYPE
 from milepost.server.service import Service
@@ -30,6 +31,7 @@ def add(app: FastAPI, service: Service) -> None:
         _add_sleep(app, service)
 
     @app.post("/reset_prefix_cache", responses={409: {"description": "Requests are running."}})
+    @for_operators
     async def reset_prefix_cache() -> dict[str, Any]:
         if not await service.client.reset_prefix_cache(timeout_s=service.config.request_timeout_s):
             raise HttpError(409, "requests are running: try again when none are")
@@ -42,12 +44,14 @@ def _add_health(app: FastAPI, service: Service) -> None:
             raise EngineDeadError(service.client.death or "the server is shutting down")
 
     @app.get("/health", responses={503: MEANINGS[503]})
+    @for_anyone
     async def health() -> dict[str, Any]:
         check()
         return {"status": "ok"}
 
     @app.get("/ping", response_class=Response)
     @app.post("/ping", response_class=Response)
+    @for_clients
     async def ping() -> Response:
         """The same as /health, as SageMaker asks for it."""
         check()
@@ -58,6 +62,7 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
     engine: Sequence[Metric] = ()
 
     @app.get("/metrics", response_class=Response)
+    @for_operators
     async def metrics() -> Response:
         nonlocal engine
         with contextlib.suppress(TimeoutError):  # a step can take long; then the last figures
@@ -66,6 +71,7 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.expose(engine), media_type=CONTENT_TYPE)
 
     @app.get("/load")
+    @for_clients
     async def load() -> dict[str, int]:
         """How many answers are running or waiting."""
         return {"server_load": service.client.num_in_flight}
@@ -73,15 +79,18 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
 
 def _add_info(app: FastAPI, service: Service) -> None:
     @app.get("/version")
+    @for_clients
     async def version() -> dict[str, Any]:
         return {"version": milepost.__version__}
 
     @app.get("/server_info")
     @app.get("/get_server_info")
+    @for_clients
     async def server_info() -> dict[str, Any]:
         return _info(service)
 
     @app.get("/kv_event_sources")
+    @for_clients
     async def kv_event_sources() -> dict[str, Any]:
         """Where the cache's events are published, by rank."""
         config = service.client.config.kv_events_config
@@ -134,6 +143,7 @@ def _info(service: Service) -> dict[str, Any]:
 
 def _add_sleep(app: FastAPI, service: Service) -> None:
     @app.post("/sleep")
+    @for_operators
     async def sleep(
         level: Literal["0", "1"] = "1", mode: Literal["abort", "wait"] = "abort"
     ) -> dict[str, Any]:
@@ -154,10 +164,12 @@ def _add_sleep(app: FastAPI, service: Service) -> None:
         return {"status": "sleeping", "level": int(level)}
 
     @app.post("/wake_up")
+    @for_operators
     async def wake_up() -> dict[str, Any]:
         service.is_asleep = False
         return {"status": "awake"}
 
     @app.get("/is_sleeping")
+    @for_clients
     async def is_sleeping() -> dict[str, Any]:
         return {"is_sleeping": service.is_asleep}

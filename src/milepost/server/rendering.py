@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from milepost.engine.prompts import Prompt
 from milepost.server import completions, conversation, parameters
+from milepost.server.callers import for_clients
 from milepost.server.errors import json_response
 from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
 from milepost.server.responses import endpoint as responses
@@ -27,6 +28,7 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
     """/render below each path that takes prompts, with the bodies and answers that vLLM's has."""
 
     @app.post("/v1/completions/render", response_class=Response)
+    @for_clients
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         model = service.check_model(body.model)
@@ -52,12 +54,14 @@ def add(app: FastAPI, service: Service, store: ResponseStore) -> None:
         return json_response(_rendered(prompt, chat, model, id_))
 
     @app.post("/v1/chat/completions/render", response_class=Response)
+    @for_clients
     async def render_chat(body: ChatRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         model = service.check_model(body.model)
         return await rendered(body, model, request, field="messages", fits_max_tokens=False)
 
     @app.post("/v1/responses/render", response_class=Response)
+    @for_clients
     async def render_response(body: ResponsesRequest, request: Request) -> Response:
         service.unknown.settle(body, request.scope)
         model = service.check_model(body.model)

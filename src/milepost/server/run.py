@@ -64,7 +64,8 @@ def run(
 
     `announce` is called once requests are taken.
     """
-    read_keys(server_config.key_file)
+    read_keys("key_file", server_config.key_file)
+    read_keys("admin_key_file", server_config.admin_key_file)
     read_template(server_config.chat_template)
     given = read_object("override_generation_config", server_config.override_generation_config)
     overridden({}, given)
@@ -180,6 +181,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                ws="none",
                 **_tls(service.config),
                 http=protocol(
                     max_connections=service.config.max_connections or max_connections,

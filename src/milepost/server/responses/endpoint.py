@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.server import conversation, transfer
+from milepost.server.callers import Caller
 from milepost.server.errors import HttpError, json_response
 from milepost.server.protocol import ChatRequest
 from milepost.server.responses.convert import items_of, to_chat
@@ -89,8 +89,8 @@ def delete(store: ResponseStore, http: Request, id_: str) -> dict[str, Any]:
 
 def owner_of(http: Request) -> str:
     """Who asks, as far as the key says."""
-    key = http.headers.get("authorization") or http.headers.get("x-api-key") or ""
-    return hashlib.sha256(key.removeprefix("Bearer ").encode()).hexdigest()
+    caller: Caller = http.scope["milepost.caller"]
+    return caller.owner
 
 
 def _conversation_before(store: ResponseStore, owner: str, id_: str | None) -> Sequence[InputItem]:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from milepost.engine.client import EngineClient
 from milepost.errors import RequestTimeoutError
+from milepost.server.callers import for_anyone, for_operators
 
 STATE_PATH: Final = "/ui/state"
 FRESH_S = 0.5
@@ -77,6 +78,7 @@ def add(app: FastAPI, client: EngineClient) -> None:
         _add_file(app, path, file.read_bytes(), _TYPES[file.suffix])
 
     @app.get(STATE_PATH, include_in_schema=False)
+    @for_operators
     async def state() -> Response:
         try:
             content = await states.get()
@@ -88,5 +90,6 @@ def add(app: FastAPI, client: EngineClient) -> None:
 
 def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
     @app.get(path, include_in_schema=False)
+    @for_anyone
     async def file() -> Response:
         return Response(content, media_type=media_type, headers=HEADERS)
