@@ -149,3 +149,12 @@ def test_a_key_from_the_environment(name, monkeypatch):
     assert asked("--api-key", "other")[0].api_key == ["other"]
     monkeypatch.setenv(name, "")
     assert asked()[0].api_key is None
+
+
+def test_an_admin_key_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("MILEPOST_ADMIN_KEY", "secret")
+    assert asked()[0].admin_key == ["secret"]
+    assert asked("--admin-key", "other")[0].admin_key == ["other"]
+    assert asked("--admin-key-file", str(tmp_path / "keys"))[0].admin_key is None
+    monkeypatch.delenv("MILEPOST_ADMIN_KEY")
+    assert asked()[0].admin_key is None

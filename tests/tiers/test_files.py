@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from array import array
 from dataclasses import replace
@@ -64,6 +65,22 @@ def written(files, name=PAGE, tokens=TOKENS):
     held = contents()
     assert files.write(name, tokens, held)
     return held
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_directory_that_was_removed_is_made_again(files, depth, caplog):
+    """The folder of some files, the model's, and the one that the operator named."""
+    written(files)
+    files.look()
+    shutil.rmtree(files.path(PAGE).parents[depth])
+    assert files.look() == ([], [PAGE])
+    assert not files.read(PAGE, empty())
+    held, found = written(files), empty()
+    assert files.read(PAGE, found)
+    assert found == held
+    assert files.look() == ([PAGE], [])
+    assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("name", "tokens"), [(PAGE, TOKENS), (STATE, b""), (TAIL, TOKENS[:12])])
@@ -141,18 +158,6 @@ def test_a_file_that_is_gone_is_a_miss(files, caplog):
     assert not files.read(PAGE, empty())
     files.remove(PAGE)
     assert caplog.text == ""
-
-
-def test_a_directory_that_is_gone_holds_nothing(files, caplog):
-    written(files)
-    assert files.look() == ([PAGE], [])
-    files.path(PAGE).unlink()
-    files.path(PAGE).parent.rmdir()
-    files.path(PAGE).parent.parent.rmdir()
-    assert files.look() == ([], [PAGE])
-    assert not files.read(PAGE, empty())
-    assert not files.write(PAGE, TOKENS, contents())
-    assert caplog.text.count("No such file or directory") == 1
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])

@@ -130,13 +130,14 @@ class Files:
         return files
 
     def write(self, name: Name, tokens: bytes, contents: Sequence[memoryview]) -> bool:
-        """Whether the file is there; what stands in the way is said once."""
+        """Whether the file is there; what stands in the way is said once. A directory that somebody
+        has removed is made again."""
         path = self.path(name)
         aside = path.with_name(f".{token_hex(8)}")  # in containers process ids are the same
         try:
             if path.exists():
                 return True
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._make_folder(path.parent)
             head = self._head(name, tokens, contents)
             try:
                 self._write_aside(aside, [memoryview(head), *contents])
@@ -148,6 +149,13 @@ class Files:
             self._complain("written to", error)
             return False
         return True
+
+    def _make_folder(self, folder: Path) -> None:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            self.make()
+            folder.mkdir(mode=0o700, exist_ok=True)
 
     def _write_aside(self, path: Path, pieces: Sequence[memoryview]) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
