@@ -122,8 +122,9 @@ def _expected_pages(
         live.update(page for page in allocation.page_table if page != HOLE)
         live.update(allocation.path_pins)
         live.update(allocation.pinned_tail)
-    for loan in cache.loans:
-        live.update(loan.pages)
+    lent = Counter(page for loan in cache.loans for page in loan.pages)
+    assert lent == cache.loans._pages, "what is lent is what loans hold"
+    live.update(lent)
     cached = Counter(node.page for node in cache.tree.nodes.values())
     cached.update(c.tail_page for c in checkpoints if c.tail_page is not None)
     return live, cached

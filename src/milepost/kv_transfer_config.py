@@ -16,6 +16,7 @@ _EXTRA: Mapping[str, Any] = {
     "transport": "nixl",
     "backends": ("UCX",),
     "lease_s": 30.0,
+    "lend_share": 0.75,
     "timeout_s": 30.0,
     "max_transfers": 8,
 }
@@ -43,7 +44,7 @@ class KVTransferConfig:
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     """`transport`: `nixl`, or `socket` for machines without it and main memory only; `backends` of
     NIXL; `lease_s`: so long what was prefilled stays for who does not say that it still wants it;
-    `timeout_s` of an answer or a transfer; `max_transfers`: how many requests wait for one."""
+    `lend_share`: the part of the cache that may be lent at a time; `timeout_s` of an answer or a transfer; `max_transfers`: how many requests wait for one."""
     kv_buffer_device: str | None = None
     """As `kv_role`."""
     kv_buffer_size: float | None = None
@@ -75,6 +76,8 @@ class KVTransferConfig:
             if isinstance(_EXTRA[name], float | int) and not _is_positive(value):
                 raise ConfigError(f"{name}={value!r}: use more than 0")
         check_choice("transport", self.transport, ("nixl", "socket"))
+        if self.lend_share > 1:
+            raise ConfigError(f"lend_share={self.lend_share}: use 1 or less")
         if not isinstance(self._extra("max_transfers"), int):
             raise ConfigError(f"max_transfers={self._extra('max_transfers')!r}: use a whole number")
         backends = self._extra("backends")
@@ -95,6 +98,10 @@ class KVTransferConfig:
     @property
     def lease_s(self) -> float:
         return float(self._extra("lease_s"))
+
+    @property
+    def lend_share(self) -> float:
+        return float(self._extra("lend_share"))
 
     @property
     def timeout_s(self) -> float:

@@ -8,6 +8,7 @@ from milepost.cache import Cache, Kind
 from milepost.cache.allocation import State, Transition
 from milepost.cache.allocation.states import TRANSITIONS
 from milepost.cache.events import Cleared, Departure
+from milepost.cache.memory import Split, UnifiedPool
 from milepost.cache.tree import checkpoint_key
 from tests.follower import Follower
 from tests.invariants import check
@@ -242,3 +243,25 @@ def test_a_tail_that_is_lent_is_no_room(cache):
     cache.release(allocation)
     cache.take_back(loan)
     check(cache)
+
+
+@pytest.mark.parametrize(("storage", "each"), [(Split(20, 10), 0.1), (UnifiedPool(20, 4), 0.075)])
+def test_no_more_than_a_share_is_lent(storage, each):
+    """Each loan is of two pages and a slot; what two loans have in common is lent once."""
+    cache = Cache(storage=storage, page_size=PAGE_SIZE, grid=PAGE_SIZE)
+    prompts = [[first, *range(100, 147)] for first in range(4)]
+    for prompt in prompts:
+        serve(cache, prompt)
+    shares, loans = [], []
+    for prompt in [prompts[0], *prompts]:
+        loans.append(cache.lend(cache.chain(prompt), most=0.2))
+        check(cache)
+        shares.append(cache.loans.share)
+    assert shares == pytest.approx([each, each, 2 * each, 2 * each, 2 * each])
+    assert [loan is not None for loan in loans] == [True, True, True, False, False]
+    assert cache.loans.num_refused == 2
+    for loan in loans[:3]:
+        cache.take_back(loan)
+        check(cache)
+    assert cache.loans.share == 0
+    assert cache.lend(cache.chain(prompts[3]), most=0.2)

@@ -15,6 +15,7 @@ from milepost.errors import ConfigError
         ({"backends": []}, r"backends=\[\]: use a list"),
         ({"transport": "rdma"}, "transport='rdma': use one of nixl, socket"),
         ({"lease_s": 0}, "lease_s=0: use more than 0"),
+        ({"lend_share": 1.5}, r"lend_share=1\.5: use 1 or less"),
         ({"max_transfers": 0.5}, r"max_transfers=0\.5: use a whole number"),
     ],
 )

@@ -120,6 +120,28 @@ def test_an_engine_that_has_lent_its_memory_waits(tiny, transport, is_fetched):
         fleet.check()
 
 
+def test_prompts_that_nobody_reads_leave_room_for_others(tiny, transport):
+    """Only so many are lent; who would read the rest computes them, and all others run."""
+    first, second = (
+        open_engine(tiny.folder, transport, num_pages=16, max_model_len=300) for _ in "12"
+    )
+    with running(first, second) as fleet:
+        prompts = [tokens(200, seed) for seed in range(5)]
+        lent = [fleet.prefill(first, prompt) for prompt in prompts]
+        assert [params is None for params in lent] == [False] * 3 + [True] * 2
+        assert first.connector.counters["kv_leases_refused"] == 2
+        job = fleet.add(first, tokens(200, 9), None)
+        fleet.run(job)
+        assert job.answers[0].request.output_token_ids == tiny.expected(tokens(200, 9), greedy(4))
+        assert not first.awaits_others
+        assert is_computed(tiny, fleet, prompts[4], lent[4])
+        assert not is_computed(tiny, fleet, prompts[0], lent[0])
+        assert fleet.prefill(first, prompts[3]), "there is room again"
+        jump(first, 31.0)
+        fleet.until(lambda: first.poll() or not first.scheduler.cache.loans)
+        fleet.check()
+
+
 def test_engines_that_wait_for_each_other_do_not_for_ever(tiny, transport, monkeypatch):
     """Each has lent all its memory to a request that waits on the other, and keeps its lease."""
     engines = [open_engine(tiny.folder, transport, **LITTLE) for _ in range(2)]

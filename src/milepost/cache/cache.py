@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from milepost.cache.allocation import Admitter, Allocation, Loan, Running, lend, take_back
+from milepost.cache.allocation import Admitter, Allocation, Loan, Loans, Running
 from milepost.cache.events import Event
 from milepost.cache.eviction import Expected, Reclaimer, Score
 from milepost.cache.memory import Split, Storage
@@ -73,7 +73,7 @@ class Cache:
         self.tree = Tree(self.pages.capacity, self.outbox)
         self.stats = Stats()
         self.allocations: dict[Allocation, None] = {}
-        self.loans: dict[Loan, None] = {}
+        self.loans = Loans(storage)
         self.score: Score = score or Expected(storage.usual_slots, self.grid)
         self.reclaimer = Reclaimer(self.tree, storage, self.stats, self.score, page_size)
         self._finder = Finder(self.tree, self.config)
@@ -221,23 +221,20 @@ class Cache:
 
     # --- lend -------------------------------------------------------------------------------------
 
-    def lend(self, chain: Chain, limit: int | None = None) -> Loan | None:
+    def lend(self, chain: Chain, limit: int | None = None, most: float = 1.0) -> Loan | None:
         """Keep what a prompt would resume from where it is, for others to read, until `take_back`;
-        None if nothing is cached.
+        None if nothing is cached, or more than the part `most` of the memory would be lent.
         """
         match = self.match(chain, limit)
         if not match.state_length:
             return None
         self.reclaimer.change()
-        loan = lend(self.storage, match)
-        self.loans[loan] = None
-        return loan
+        return self.loans.lend(match, most)
 
     def take_back(self, loan: Loan) -> None:
         """Note that nobody reads on."""
         self.reclaimer.change()
-        del self.loans[loan]
-        take_back(self.storage, loan)
+        self.loans.take_back(loan)
 
     # --- events -----------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class Connector:
         self.engine_id, self._transport = access.engine_id, access.transport
         self._num_ranks = len(access.endpoints)
         self.leases = Leases(config.lease_s, clock)
+        self._lend_share = config.lend_share
         hello = Hello(
             version=VERSION,
             identity=cache.identity,
@@ -176,7 +177,7 @@ class Connector:
         return written(remote, granted.pages, granted.slot, self._num_ranks)
 
     def _grant(self, chain: Chain, least: int = 1) -> Granted | None:
-        loan = self._cache.lend(chain)
+        loan = self._cache.lend(chain, most=self._lend_share)
         if loan is None:
             return None
         if loan.position < least:
@@ -307,6 +308,7 @@ class Connector:
             "kv_transfer_failures": self.num_failed,
             "kv_leases_granted": self.leases.num_granted,
             "kv_leases_expired": self.leases.num_expired,
+            "kv_leases_refused": self._cache.loans.num_refused,
         }
 
     def close(self) -> None:

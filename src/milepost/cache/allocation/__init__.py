@@ -1,7 +1,7 @@
 """What a running request holds: how it is admitted, its states, and what it publishes."""
 
 from milepost.cache.allocation.admitting import Admitter
-from milepost.cache.allocation.lending import Loan, lend, take_back
+from milepost.cache.allocation.lending import Loan, Loans
 from milepost.cache.allocation.running import Running
 from milepost.cache.allocation.states import Allocation, State, Transition
 
@@ -9,9 +9,8 @@ __all__ = [
     "Admitter",
     "Allocation",
     "Loan",
+    "Loans",
     "Running",
     "State",
     "Transition",
-    "lend",
-    "take_back",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from milepost.cache.memory import Storage
@@ -20,18 +22,66 @@ class Loan:
     """None in models without states in slots."""
 
 
-def lend(storage: Storage, match: Match) -> Loan:
-    """Pin what a match would resume from, with the state's own tail even where a full page has its
-    KV too: it stays cached as long as the state, and so is no room for others."""
-    num_pages, tail = -(-match.state_length // match.path.chain.page_size), match.tail
-    pages = (*match.path.pages[: num_pages - len(tail)], *tail)
-    storage.pages.pin(pages)
-    storage.slots.pin(match.slots)
-    return Loan(position=match.state_length, pages=pages, slot=next(iter(match.slots), None))
+class Loans:
+    """The loans that were not given back yet, and the part of the memory that they hold."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._loans: dict[Loan, None] = {}
+        self._pages: Counter[int] = Counter()
+        self._slots: Counter[int] = Counter()
+        """Lent pages and slots, with the number of their loans."""
+        self.num_refused = 0
+
+    def __len__(self) -> int:
+        return len(self._loans)
+
+    def __iter__(self) -> Iterator[Loan]:
+        return iter(self._loans)
+
+    @property
+    def share(self) -> float:
+        """The part of the memory that is lent, 0 to 1: of pages or of slots, whichever is more, or
+        of a unified pool's units."""
+        pages = len(self._pages) / max(self._storage.pages.capacity, 1)
+        slots = len(self._slots) / max(self._storage.slots.capacity, 1)
+        return pages + slots if self._storage.pages_a_slot else max(pages, slots)
+
+    def lend(self, match: Match, most: float) -> Loan | None:
+        """Pin what a match would resume from, with the state's own tail even where a full page has
+        its KV too: it stays cached as long as the state, and so is no room for others. None if the
+        share would become more than `most`."""
+        num_pages, tail = -(-match.state_length // match.path.chain.page_size), match.tail
+        pages = (*match.path.pages[: num_pages - len(tail)], *tail)
+        slot = next(iter(match.slots), None)
+        loan = Loan(position=match.state_length, pages=pages, slot=slot)
+        self._pages.update(pages)
+        self._slots.update(match.slots)
+        if self.share > most:
+            self._forget(loan)
+            self.num_refused += 1
+            return None
+        self._storage.pages.pin(pages)
+        self._storage.slots.pin(match.slots)
+        self._loans[loan] = None
+        return loan
+
+    def take_back(self, loan: Loan) -> None:
+        """Unpin what was lent."""
+        del self._loans[loan]
+        self._forget(loan)
+        self._storage.pages.unpin(loan.pages)
+        if loan.slot is not None:
+            self._storage.slots.unpin((loan.slot,))
+
+    def _forget(self, loan: Loan) -> None:
+        for page in loan.pages:
+            _decrement(self._pages, page)
+        if loan.slot is not None:
+            _decrement(self._slots, loan.slot)
 
 
-def take_back(storage: Storage, loan: Loan) -> None:
-    """Unpin what was lent."""
-    storage.pages.unpin(loan.pages)
-    if loan.slot is not None:
-        storage.slots.unpin((loan.slot,))
+def _decrement(counts: Counter[int], id_: int) -> None:
+    counts[id_] -= 1
+    if not counts[id_]:
+        del counts[id_]
