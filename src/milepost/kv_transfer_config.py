@@ -44,7 +44,8 @@ class KVTransferConfig:
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
     """`transport`: `nixl`, or `socket` for machines without it and main memory only; `backends` of
     NIXL; `lease_s`: so long what was prefilled stays for who does not say that it still wants it;
-    `lend_share`: the part of the cache that may be lent at a time; `timeout_s` of an answer or a transfer; `max_transfers`: how many requests wait for one."""
+    `lend_share`: the part of the cache that may be lent at a time; `timeout_s` of an answer or a
+    transfer; `max_transfers`: how many requests wait for one."""
     kv_buffer_device: str | None = None
     """As `kv_role`."""
     kv_buffer_size: float | None = None

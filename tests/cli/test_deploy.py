@@ -8,7 +8,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
 from tests.cli.test_documented import DEPLOY, ROOT, served
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()

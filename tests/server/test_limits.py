@@ -274,9 +274,8 @@ def test_behind_a_refusal_nobody_reads_on(connect, head, code):
     answer = sock.recv(4096, socket.MSG_PEEK)
     assert status(answer) == code
     assert b"connection: close" in answer
-    with pytest.raises(OSError, match="reset|[Pp]ipe"):
-        for _ in range(150):
-            sock.sendall(b"a" * 2**20)
+    with pytest.raises(ConnectionError):
+        sock.sendall(b"a" * 150 * 2**20)
 
 
 def test_who_says_no_more_behind_a_refusal_is_let_go(monkeypatch):
