@@ -5,7 +5,7 @@ modules are:
     begin and end            run, config, started, stats
     paths                    app, operation, rendering
     OpenAI endpoints         completions, chat, conversation
-    before the application   gate, connections, cors
+    before the application   connections, incoming, cors, gate, callers
     a body, read             bodies, protocol, parts, unknown, messages, templates, forms,
                              parameters
     its way to the engine    service, encoder, tokenizing, submission, generation
