@@ -47,6 +47,14 @@ class Architecture:
     """Kinds of layers in configurations that `build` knows."""
     requirements: Mapping[str, Requirement] = field(default_factory=dict)
     """Settings besides those that are checked for every model (see `registry`)."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of settings -> that of the configuration class; `a.b` stands in the object a."""
+    spellings: tuple[tuple[str, ...], ...] = ()
+    """Names of settings that say the same in ways that differ: an override of one stands in place
+    of all."""
+    settle: Callable[[dict[str, Any]], None] | None = None
+    """Brings those in the settings of a text part to the configuration class's, in place; raises
+    ConfigError where they contradict each other."""
     prefixes: tuple[str, ...] = ("model.language_model", "model")
     """Where the text model may stand in a checkpoint; the first whose embedding is there."""
     embedding: str = "embed_tokens"

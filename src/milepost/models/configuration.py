@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +9,13 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from milepost.config import DType
-from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.errors import UnsupportedModelError
+from milepost.models.bounds import refuse_sizes
+from milepost.models.files import read_object, reading
+from milepost.models.names import TEXT, read_settings
 from milepost.models.quantization import quantization_settings, read_modelopt_file
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported
 
@@ -28,48 +30,43 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
     the object there. Raises ConfigError for one that the configuration does not have.
     """
     path = folder / "config.json"
-    try:
-        raw = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a configuration ({error})") from error
+    raw = read_object(path)
     architecture = find_architecture(raw.get("model_type"))
-    # Before they are read as a configuration, which renames some.
-    refuse_layer_types((raw.get("text_config") or raw).get("layer_types") or (), architecture)
-    try:
-        with warnings.catch_warnings():
-            # That a setting has another name by now is nothing that who runs the model can mend.
-            warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            if overrides:
-                _check_overrides(config, overrides)
-                config = type(config).from_dict(_merged(raw, overrides))
-    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
-    refuse_unsupported(config.get_text_config(), architecture)
-    if not quantization_settings(config) and (own := read_modelopt_file(folder)):
-        config.quantization_config = own
+    with reading(path):
+        kind = CONFIG_MAPPING[raw["model_type"]]
+        settings = read_settings(raw, overrides or {}, architecture, kind)
+        text = settings[TEXT] if TEXT in kind.sub_configs else settings
+        refuse_sizes(text)
+        # Before they are read as a configuration, which renames some.
+        refuse_layer_types(text.get("layer_types") or (), architecture)
+        _refuse_types(settings)
+        if text.get("per_layer_config"):
+            raise UnsupportedModelError("per_layer_config is not supported; layers are alike")
+        try:
+            with warnings.catch_warnings():
+                # Of a model without positions; whoever runs it can mend nothing.
+                warnings.filterwarnings("ignore", "`rope_scaling` is deprecated", FutureWarning)
+                config = kind.from_dict(settings)
+        except _INVALID as error:
+            raise UnsupportedModelError(f"{path}: not a valid configuration ({error})") from error
+        refuse_unsupported(config.get_text_config(), architecture)
+        if not quantization_settings(config) and (own := read_modelopt_file(folder)):
+            config.quantization_config = own
     return config
 
 
-def _check_overrides(config: PreTrainedConfig, overrides: Overrides, where: str = "") -> None:
-    """Raise ConfigError for a setting that nothing reads."""
-    for name, value in overrides.items():
-        if not hasattr(config, name):
-            inner = config.get_text_config()
-            hint = ": those of the text model stand in text_config" if inner is not config else ""
-            raise ConfigError(f"hf_overrides: config.json has no {where}{name} to override{hint}")
-        own = getattr(config, name)
-        if isinstance(own, PreTrainedConfig) and isinstance(value, Mapping):
-            _check_overrides(own, value, f"{where}{name}.")
+def _refuse_types(settings: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for weights in what no kernel multiplies."""
+    for name, holder in (("", settings), (f"{TEXT}.", settings.get(TEXT) or {})):
+        dtype = holder.get("dtype")
+        if dtype is not None and dtype not in _TYPES:
+            raise UnsupportedModelError(
+                f"{name}dtype={dtype!r} is not supported; supported are {', '.join(_TYPES)}"
+            )
 
 
-def _merged(own: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
-    found = dict(own)
-    for name, value in overrides.items():
-        inner = found.get(name)
-        are_objects = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        found[name] = _merged(inner, value) if are_objects else value
-    return found
+_TYPES = ("bfloat16", "float16", "float32", "float64")
+_INVALID = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError)
 
 
 def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch.dtype:

@@ -11,6 +11,7 @@ from pkgutil import iter_modules
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
+from milepost.layers.rotary import num_positions
 from milepost.models import architectures
 from milepost.models.architecture import (
     Architecture,
@@ -19,6 +20,7 @@ from milepost.models.architecture import (
     is_unset,
     refuse_uneven,
 )
+from milepost.models.bounds import refuse_missing, refuse_positions
 
 
 @lru_cache
@@ -37,15 +39,15 @@ def _declared() -> Iterator[Architecture]:
         yield from import_module(module.name).ARCHITECTURES
 
 
-def find_architecture(model_type: str | None) -> Architecture:
+def find_architecture(model_type: object) -> Architecture:
     """The architecture of a `config.json`; raises UnsupportedModelError that lists those there
     are."""
-    try:
-        return known()[model_type or ""]
-    except KeyError:
+    found = known().get(model_type) if isinstance(model_type, str) else None
+    if found is None:
         raise UnsupportedModelError(
             f"model_type={model_type!r} is not supported; supported are {', '.join(known())}"
-        ) from None
+        )
+    return found
 
 
 def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> None:
@@ -56,7 +58,14 @@ def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> 
         value = getattr(config, name, None)
         if not is_supported(value):
             raise UnsupportedModelError(f"{name}={value!r} is not supported; supported is {wanted}")
+    if config.layer_types is None:
+        raise UnsupportedModelError(
+            "layer_types is missing: it says which layers have attention, and there is no default"
+        )
     refuse_layer_types(config.layer_types, architecture)
+    refuse_missing(lambda name: getattr(config, name, False))
+    refuse_positions(num_positions(config))
+    _refuse_windows(config)
     refuse_uneven(config, "num_attention_heads", "num_key_value_heads")
     refuse_uneven(config, "linear_num_value_heads", "linear_num_key_heads")
     refuse_uneven(config, "mamba_n_heads", "mamba_n_groups")
@@ -70,6 +79,20 @@ def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> 
             )
         if num_experts:
             _refuse_groups(config, num_experts)
+
+
+def _refuse_windows(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError for attention that sees less than a whole prompt. A window that
+    is switched off, or as long as any prompt, changes nothing."""
+    for name in _WINDOWS:
+        size = getattr(config, name, None)
+        is_off = name == "sliding_window" and getattr(config, "use_sliding_window", None) is False
+        is_whole = type(size) is int and size >= num_positions(config)
+        if size and not is_off and not is_whole:
+            raise UnsupportedModelError(
+                f"{name}={size!r} is not supported; supported are none, one that "
+                "use_sliding_window=false switches off, and one as long as the longest prompt"
+            )
 
 
 def _refuse_groups(config: PreTrainedConfig, num_experts: int) -> None:
@@ -100,12 +123,8 @@ def refuse_layer_types(layer_types: Iterable[str], architecture: Architecture) -
 
 _REQUIREMENTS: dict[str, Requirement] = {
     "compression_config": (is_unset, "an unquantized checkpoint"),
-    "linear_conv_kernel_dim": (lambda value: value is None or value > 1, "2 or more"),
-    "mamba_d_conv": (lambda value: value is None or value > 1, "2 or more"),
     "hidden_act": (lambda value: value in ("silu", "swish"), "silu"),
     "use_sliding_window": (is_unset, "false"),
-    "sliding_window": (is_unset, "none"),
-    "attention_chunk_size": (is_unset, "none"),
     "attn_output_gate": (is_true_or_unset, "true"),
     "output_gate_type": (lambda value: value in (None, "silu", "swish"), "swish"),
     "attn_logit_softcapping": (is_unset, "none"),
@@ -113,3 +132,4 @@ _REQUIREMENTS: dict[str, Requirement] = {
     "is_encoder_decoder": (is_unset, "false"),
 }
 """Setting -> what holds for values that are run, and in words."""
+_WINDOWS = ("sliding_window", "attention_chunk_size")

@@ -3,6 +3,8 @@ behind each."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
@@ -15,6 +17,7 @@ from milepost.layers.parts import Block, Layer
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, is_unset, mamba2_shapes
 from milepost.models.decoder import DecoderParts
+from milepost.models.names import take_same
 
 
 def _parts(config: PreTrainedConfig, kind: ParameterKind) -> DecoderParts:
@@ -51,10 +54,29 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
 
 
+_LAYERS = ("attn_layer_indices", "layer_types", "layers_block_type")
+
+
+def _settle(settings: dict[str, Any]) -> None:
+    """Lists of layers in place of their indices; half of a head is turned, whatever is said."""
+    for name in _LAYERS[1:]:
+        kinds = settings.pop(name, None)
+        if kinds is not None:
+            indices = [i for i, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
+            take_same(settings, _LAYERS[0], name, indices)
+    share = (settings.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if share not in (None, 0.5):
+        raise UnsupportedModelError(
+            f"partial_rotary_factor={share} is not supported; supported is 0.5, half of a head"
+        )
+
+
 ARCHITECTURES = (
     Architecture(
         model_types=("bamba",),
         build=_parts,
         requirements={"mlp_bias": (is_unset, "false")},
+        spellings=(_LAYERS,),
+        settle=_settle,
     ),
 )

@@ -3,10 +3,13 @@ multipliers are multiplied into the weights that stand next to them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from milepost.errors import UnsupportedModelError
 from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
 from milepost.layers.mlp import MLP
@@ -77,11 +80,21 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
 
 
+def _settle(settings: dict[str, Any]) -> None:
+    """A list of layers says nothing: all of them have both mixers."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = settings.pop(name, None)
+        if kinds is not None and kinds != ["hybrid"] * len(kinds):
+            raise UnsupportedModelError(f"{name}={kinds!r} is not supported; all are 'hybrid'")
+
+
 ARCHITECTURES = (
     Architecture(
         model_types=("falcon_h1",),
         build=_parts,
         layer_types=("hybrid",),
+        spellings=(("layer_types", "layers_block_type"),),
+        settle=_settle,
         requirements={
             "attn_layer_indices": (is_unset, "none: every layer has both mixers"),
             "mamba_proj_bias": (is_unset, "false"),

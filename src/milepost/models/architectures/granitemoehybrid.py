@@ -91,6 +91,7 @@ ARCHITECTURES = (
         model_types=("granitemoehybrid",),
         build=_parts,
         layer_types=("full_attention", "linear_attention", "attention", "mamba"),
+        aliases={"layers_block_type": "layer_types"},
         requirements={
             "normalization_function": (lambda value: value in (None, "rmsnorm"), "rmsnorm"),
             "position_embedding_type": (

@@ -4,9 +4,11 @@ or so; experts behind all but the first layers, one of them shared."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedConfig
 
+from milepost.errors import UnsupportedModelError
 from milepost.kernels.moe import Scores
 from milepost.layers.kda import KDA, KDAShapes
 from milepost.layers.mla import MLA, MLAShapes
@@ -17,6 +19,7 @@ from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block, Layer
 from milepost.models.architecture import Architecture, is_true_or_unset, is_unset
 from milepost.models.decoder import DecoderParts
+from milepost.models.names import listed_layers, take_same
 
 _EXPERT_NAMES = ExpertNames(shared="shared_experts", projections=("w1", "w3", "w2"))
 
@@ -101,10 +104,55 @@ def _has_kda_alone(value: Mapping[str, object] | None) -> bool:
     return own.get("gate_lower_bound") is None and not own.get("use_full_rank_gate")
 
 
+_NESTED = "linear_attn_config"
+_ALIASES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    f"{_NESTED}.head_dim": "linear_head_dim",
+    f"{_NESTED}.num_heads": "linear_num_heads",
+    f"{_NESTED}.short_conv_kernel_size": "linear_conv_kernel_dim",
+    f"{_NESTED}.full_attn_layers": "full_attn_layers",
+    f"{_NESTED}.kda_layers": "kda_layers",
+}
+_SPELLINGS = (
+    ("layer_types", "full_attn_layers", "kda_layers"),
+    ("mlp_layer_types", "first_k_dense_replace"),
+)
+
+
+def _settle(settings: dict[str, Any]) -> None:
+    """Lists of layers, which count from 1, and the number of dense ones, in place of their kinds.
+    """
+    if not isinstance(settings.get(_NESTED, {}), dict):
+        raise UnsupportedModelError(f"{_NESTED}={settings[_NESTED]!r} is no object")
+    full, delta = (settings.pop(name, None) for name in _SPELLINGS[0][1:])
+    if full is not None or delta is not None:
+        count, every = settings.get("num_hidden_layers"), [*(full or ()), *(delta or ())]
+        if not isinstance(count, int) or sorted(every) != list(range(1, count + 1)):
+            raise UnsupportedModelError(
+                "full_attn_layers and kda_layers have to name each layer once, from 1 to "
+                f"num_hidden_layers={count}"
+            )
+        indices = [number - 1 for number in full or ()]
+        listed = listed_layers(settings, indices, "full_attn_layers", "linear_attention")
+        take_same(settings, "layer_types", "full_attn_layers", listed)
+    num_dense, count = settings.get("first_k_dense_replace"), settings.get("num_hidden_layers")
+    if num_dense is not None and isinstance(count, int):
+        kinds = ["dense" if index < num_dense else "sparse" for index in range(count)]
+        take_same(settings, "mlp_layer_types", "first_k_dense_replace", kinds)
+
+
 ARCHITECTURES = (
     Architecture(
         model_types=("kimi_linear",),
         build=_parts,
+        aliases=_ALIASES,
+        spellings=_SPELLINGS,
+        settle=_settle,
         requirements={
             "attention_bias": (is_unset, "false"),
             "attn_res_block_size": (is_unset, "none"),

@@ -4,8 +4,9 @@ heads; a feed-forward behind each, of experts in all layers but the first few.""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import Lfm2Config, PreTrainedConfig
 
 from milepost.kernels.moe import Scores
 from milepost.layers.attention import Attention, AttentionNames, AttentionShapes
@@ -18,6 +19,7 @@ from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
 from milepost.models.architecture import Architecture, is_true_or_unset
 from milepost.models.decoder import DecoderParts
+from milepost.models.names import listed_layers, take_same
 
 _NAMES = AttentionNames(out="out_proj", query_norm="q_layernorm", key_norm="k_layernorm")
 _GATE_UP_DOWN = "w1", "w3", "w2"
@@ -107,9 +109,40 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.norm_eps, kind)
 
 
+def _settle_dense(settings: dict[str, Any]) -> None:
+    """`block_ff_dim` is the size before it is adjusted, `intermediate_size` may be either."""
+    _settle(settings)
+    size = settings.pop("block_ff_dim", None)
+    if size is None:
+        return
+    own = settings.get("intermediate_size")
+    settings["intermediate_size"] = size
+    config = Lfm2Config(**{name: settings[name] for name in _SIZES if name in settings})
+    if own != _feed_forward_size(config):
+        take_same({"intermediate_size": own}, "intermediate_size", "block_ff_dim", size)
+
+
+def _settle_sparse(settings: dict[str, Any]) -> None:
+    _settle(settings)
+    take_same(settings, "intermediate_size", "block_ff_dim", settings.pop("block_ff_dim", None))
+
+
+def _settle(settings: dict[str, Any]) -> None:
+    """Indices of layers with attention in place of a list."""
+    indices = settings.pop("full_attn_idxs", None)
+    if indices is not None:
+        listed = listed_layers(settings, indices, "full_attn_idxs", "conv")
+        take_same(settings, "layer_types", "full_attn_idxs", listed)
+    for name in ("conv_dim", "conv_dim_out"):
+        take_same({name: settings.get("hidden_size")}, name, "hidden_size", settings.get(name))
+
+
+_SIZES = (
+    *("intermediate_size", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
+    "block_multiple_of",
+)
 _REQUIREMENTS = {
     "hidden_act": (lambda value: value in (None, "silu", "swish"), "silu"),
-    "conv_L_cache": (lambda value: value > 1, "2 or more"),
     "block_use_swiglu": (is_true_or_unset, "true"),
     "use_pos_enc": (is_true_or_unset, "true"),
 }
@@ -120,6 +153,17 @@ ARCHITECTURES = tuple(
         build=build,
         layer_types=("full_attention", "conv"),
         requirements=_REQUIREMENTS,
+        aliases={
+            "tie_embedding": "tie_word_embeddings",
+            "block_dim": "hidden_size",
+            "block_norm_eps": "norm_eps",
+            "num_heads": "num_attention_heads",
+        },
+        spellings=(("layer_types", "full_attn_idxs"), ("intermediate_size", "block_ff_dim")),
+        settle=settle,
     )
-    for model_type, build in (("lfm2", _dense), ("lfm2_moe", _sparse))
+    for model_type, build, settle in (
+        ("lfm2", _dense, _settle_dense),
+        ("lfm2_moe", _sparse, _settle_sparse),
+    )
 )

@@ -7,8 +7,11 @@ them by `time_step_min`, which is about how they began to be trained, and so cha
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
+from milepost.errors import UnsupportedModelError
 from milepost.kernels.moe import Scores
 from milepost.layers.attention import Attention, AttentionShapes
 from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
@@ -20,6 +23,7 @@ from milepost.layers.parts import Block, Layer, Part
 from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, is_unset
 from milepost.models.decoder import DecoderParts
+from milepost.models.names import take_same
 
 _NAMES = ExpertNames(
     projections=("up_proj", "down_proj"),
@@ -101,11 +105,47 @@ def _norm(config: PreTrainedConfig, kind: ParameterKind) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.layer_norm_epsilon, kind)
 
 
+_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _settle(settings: dict[str, Any]) -> None:
+    """Letters in place of a list of layers, whose length is the model's."""
+    kinds = settings.get("layers_block_type")
+    if kinds is not None:
+        settings["layers_block_type"] = [_OLDER.get(kind, kind) for kind in kinds]
+    pattern = settings.pop("hybrid_override_pattern", None)
+    if pattern is None:
+        return
+    unknown = sorted(set(pattern) - set(_LETTERS))
+    if unknown:
+        raise UnsupportedModelError(
+            f"hybrid_override_pattern has {unknown[0]!r}; supported are {', '.join(_LETTERS)}"
+        )
+    listed = [_LETTERS[letter] for letter in pattern]
+    take_same(settings, "layers_block_type", "hybrid_override_pattern", listed)
+
+
 ARCHITECTURES = (
     Architecture(
         model_types=("nemotron_h",),
         build=_parts,
         layer_types=tuple(_PARTS),
+        aliases={
+            "layer_types": "layers_block_type",
+            "num_local_experts": "n_routed_experts",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_expand": "expand",
+            "mamba_dt_min": "time_step_min",
+            "mamba_dt_max": "time_step_max",
+            "mamba_dt_limit": "time_step_limit",
+            "mamba_dt_init_floor": "time_step_floor",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_chunk_size": "chunk_size",
+        },
+        spellings=(("layers_block_type", "hybrid_override_pattern"),),
+        settle=_settle,
         requirements={
             "hidden_act": (is_unset, "none"),
             "mlp_hidden_act": (lambda value: value == "relu2", "relu2"),
@@ -114,7 +154,6 @@ ARCHITECTURES = (
             "mlp_bias": (is_unset, "false"),
             "mamba_proj_bias": (is_unset, "false"),
             "residual_in_fp32": (is_unset, "false"),
-            "conv_kernel": (lambda value: value > 1, "2 or more"),
             "n_shared_experts": (lambda value: value == 1, "1"),
         },
         prefixes=("backbone", "model"),

@@ -10,8 +10,14 @@ from milepost.layers.gated_delta import SEPARATE
 from milepost.layers.mtp import MTPHead
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.rotary import Rotary
-from milepost.models.architecture import Architecture
-from milepost.models.architectures.qwen3_next import expert_shapes, qwen_head, qwen_parts
+from milepost.models.architecture import Architecture, is_unset
+from milepost.models.architectures.qwen3_next import (
+    QWEN_SPELLINGS,
+    expert_shapes,
+    qwen_head,
+    qwen_parts,
+    settle_interval,
+)
 from milepost.models.decoder import DecoderParts
 
 
@@ -33,6 +39,19 @@ def _sparse_head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) 
 
 
 ARCHITECTURES = (
-    Architecture(model_types=("qwen3_5", "qwen3_5_text"), build=_dense, head=_dense_head),
-    Architecture(model_types=("qwen3_5_moe", "qwen3_5_moe_text"), build=_sparse, head=_sparse_head),
+    Architecture(
+        model_types=("qwen3_5", "qwen3_5_text"),
+        build=_dense,
+        head=_dense_head,
+        requirements={"num_experts": (is_unset, "none: those of model_type='qwen3_5_moe'")},
+        spellings=QWEN_SPELLINGS,
+        settle=settle_interval,
+    ),
+    Architecture(
+        model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+        build=_sparse,
+        head=_sparse_head,
+        spellings=QWEN_SPELLINGS,
+        settle=settle_interval,
+    ),
 )

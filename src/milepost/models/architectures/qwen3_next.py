@@ -3,6 +3,8 @@ configuration names."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from milepost.layers.attention import Attention
@@ -16,6 +18,7 @@ from milepost.layers.parts import Block, Layer, Part
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
 from milepost.models.decoder import DecoderParts
+from milepost.models.names import listed_layers, take_same
 
 
 def expert_shapes(config: PreTrainedConfig, *, normalise: bool) -> ExpertShapes:
@@ -98,4 +101,28 @@ def _head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPH
     return qwen_head(config, kind, rotary, shapes if config.num_experts > 0 else None)
 
 
-ARCHITECTURES = (Architecture(model_types=("qwen3_next",), build=_parts, head=_head),)
+def settle_interval(settings: dict[str, Any]) -> None:
+    """Every so many layers have attention, where no list says which."""
+    interval = settings.pop("full_attention_interval", None)
+    count = settings.get("num_hidden_layers")
+    if interval is None or not isinstance(count, int):
+        return
+    indices = range(interval - 1, count, interval)
+    own = listed_layers(settings, list(indices), "full_attention_interval", "linear_attention")
+    take_same(settings, "layer_types", f"full_attention_interval={interval}", own)
+
+
+QWEN_SPELLINGS = (
+    ("layer_types", "full_attention_interval"),
+    ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+)
+
+ARCHITECTURES = (
+    Architecture(
+        model_types=("qwen3_next",),
+        build=_parts,
+        head=_head,
+        spellings=QWEN_SPELLINGS,
+        settle=settle_interval,
+    ),
+)

@@ -1,0 +1,264 @@
+"""One name and one place for each setting, whatever a file or an override calls it.
+
+A configuration has old names and new ones, flat settings and nested ones, lists and rules that make
+them. All are brought to what transformers' class calls them before anything reads them. A setting
+that is given twice is one if both say the same, and refused if not; one that an override gives
+stands in place of every other name for it, and leaves its neighbours alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.models.architecture import Architecture
+
+Settings = dict[str, Any]
+
+TEXT = "text_config"
+_ROPE = "rope_parameters"
+_ALIASES = {"torch_dtype": "dtype"}
+_ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+"""What stood beside `rope_parameters`, or in its place, before transformers 5."""
+_ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+_ORIGINAL = "original_max_position_embeddings"
+_STRETCHED = ("llama3", "yarn", "longrope")
+"""Scalings that read the original length."""
+_UNREAD = {
+    *("num_labels", "id2label", "label2id", "problem_type", "configuration_files"),
+    *("_commit_hash", "_name_or_path", "name_or_path"),
+}
+"""Of tasks that are not run, and of where a file came from: left out, and not built from."""
+_WITHOUT_RESULT = {
+    *("use_cache", "attention_dropout", "initializer_range", "output_router_logits"),
+    *("router_aux_loss_coef", "bos_token_id", "eos_token_id", "pad_token_id", "model_type"),
+}
+"""What may differ between the outer configuration and the text part."""
+
+
+def read_settings(
+    raw: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    architecture: Architecture,
+    kind: type[PreTrainedConfig],
+) -> Settings:
+    """Settings by the names of `kind`, the architecture's configuration class, with `overrides` in
+    place. Raises ConfigError for a setting that is there twice with two values, and for an override
+    of one that the configuration does not have."""
+    inner = _inner(kind)
+    own = _renamed(_nested(_copied(raw), kind, inner), architecture, kind, "config.json")
+    given = _renamed(_copied(overrides), architecture, kind, "hf_overrides")
+    _check_known(given, own, architecture, kind)
+    _leave_out_others(own, given, architecture)
+    found = _merged(own, given)
+    text = found[TEXT] if inner is not None else found
+    if architecture.settle is not None:
+        architecture.settle(text)
+    _check_lengths(text)
+    _drop_unread_length(text)
+    return found
+
+
+def take_same(settings: Settings, name: str, other: str, value: Any, where: str = "") -> None:
+    """Set `name` to a value that stands as `other`; raises ConfigError if it has another already.
+    What is null says nothing."""
+    if settings.get(name) is None:
+        settings[name] = value
+    elif value is not None and settings[name] != value:
+        _refuse_two(where or "config.json", name, settings[name], other, value)
+
+
+def _refuse_two(where: str, name: str, value: Any, other: str, another: Any) -> None:
+    raise ConfigError(
+        f"{where}: {name}={value!r} and {other}={another!r} are one setting with two values: "
+        "leave one out"
+    )
+
+
+def _inner(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig] | None:
+    """The class of the text part, where a configuration has one."""
+    found = kind.sub_configs.get(TEXT)
+    return found if found is None or isinstance(found, type) else None
+
+
+def _fields(kind: type[PreTrainedConfig]) -> set[str]:
+    return {each.name for each in fields(kind)}  # type: ignore[arg-type]
+
+
+def _copied(value: Any) -> Any:
+    """Objects and lists are changed below; what is no object or list is not."""
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items() if key not in _UNREAD}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def _nested(
+    raw: Settings, kind: type[PreTrainedConfig], inner: type[PreTrainedConfig] | None
+) -> Settings:
+    """Settings of the text part below `text_config`, also where a file has them flat."""
+    if inner is None:
+        return raw
+    text = raw.get(TEXT)
+    if text is not None and not isinstance(text, dict):
+        raise ConfigError(f"config.json: {TEXT}={text!r} is no object")
+    outer = _fields(kind) | {"quantization_config", "compression_config", "torch_dtype"}
+    if not text:
+        flat = {name: value for name, value in raw.items() if name not in outer}
+        kept = {name: value for name, value in raw.items() if name in outer}
+        flat.pop("model_type", None)
+        if not _fields(inner) & set(flat) - _WITHOUT_RESULT:
+            raise ConfigError(f"config.json: {TEXT} is missing, so the model has no sizes")
+        return {**kept, "model_type": raw.get("model_type"), TEXT: flat}
+    readable = _fields(inner) | set(_ROPE_NAMES)
+    for name in sorted(set(raw) & (readable - outer - _WITHOUT_RESULT)):
+        if name not in text or text[name] != raw[name]:
+            _refuse_two("config.json", name, raw[name], f"{TEXT}.{name}", text.get(name))
+    # The outer one says whether a head is tied; where it does not, the text part does.
+    take = text.get("tie_word_embeddings")
+    if take is not None and raw.get("tie_word_embeddings") is None:
+        raw["tie_word_embeddings"] = take
+    return raw
+
+
+def _renamed(
+    settings: Settings, architecture: Architecture, kind: type[PreTrainedConfig], where: str
+) -> Settings:
+    """By the names of the class, and of the class of the text part."""
+    inner = _inner(kind)
+    if inner is None:
+        _rename(settings, _ALIASES | dict(architecture.aliases), where)
+        if _ROPE in _fields(kind):
+            _gather_rope(settings, where)
+        return settings
+    _rename(settings, _ALIASES, where)
+    text = settings.get(TEXT)
+    if isinstance(text, dict):
+        _refuse_other_type(text, architecture, where)
+        _renamed(text, architecture, inner, where)
+    return settings
+
+
+def _refuse_other_type(text: Settings, architecture: Architecture, where: str) -> None:
+    own = text.get("model_type")
+    if own is not None and own not in architecture.model_types:
+        raise UnsupportedModelError(
+            f"{where}: {TEXT}.model_type={own!r} does not belong to "
+            f"{' or '.join(architecture.model_types)}"
+        )
+
+
+def _rename(settings: Settings, aliases: Mapping[str, str], where: str) -> None:
+    """Put values under the names that aliases stand for; `a.b` is b in the object a."""
+    for alias, name in aliases.items():
+        owner, _, last = alias.rpartition(".")
+        holder = settings.get(owner) if owner else settings
+        if isinstance(holder, dict) and last in holder:
+            take_same(settings, name, alias, holder.pop(last), where)
+
+
+def _gather_rope(settings: Settings, where: str) -> None:
+    """Everything about rotary positions, in `rope_parameters`."""
+    given = [name for name in (_ROPE, *_ROPE_NAMES, _ORIGINAL) if name in settings]
+    if not given or (given == [_ROPE] and settings[_ROPE] is None):
+        return
+    found: Settings = {}
+    for name in given:
+        value = settings.pop(name)
+        if name in (_ROPE, "rope_scaling"):
+            if value is None and where == "hf_overrides":
+                value = {"rope_type": "default"}
+            if not isinstance(value, dict | None):
+                raise ConfigError(f"{where}: {name}={value!r} is no object")
+            for key, each in (value or {}).items():
+                _take_rope(found, key, f"{name}.{key}", each, where)
+        else:
+            _take_rope(found, name, name, value, where)
+    settings[_ROPE] = found
+
+
+def _take_rope(found: Settings, key: str, other: str, value: Any, where: str) -> None:
+    if key in ("type", "rope_type"):
+        key, value = "rope_type", _ROPE_TYPES.get(value, value) if value else value
+    take_same(found, key, other, value, where)
+
+
+def _check_known(
+    given: Settings, own: Settings, architecture: Architecture, kind: type[PreTrainedConfig]
+) -> None:
+    """Raise ConfigError for an override of a setting that nothing reads."""
+    inner = _inner(kind)
+    spelled = {name for names in architecture.spellings for name in names}
+    for name in given:
+        known = _fields(kind) | set(own) | (spelled if inner is None else {TEXT})
+        if name in known:
+            continue
+        hint = ": those of the text model stand in text_config" if inner is not None else ""
+        raise ConfigError(f"hf_overrides: config.json has no {name} to override{hint}")
+    if given.get("model_type", own["model_type"]) != own["model_type"]:
+        raise ConfigError(
+            f"hf_overrides: model_type={given['model_type']!r}: the file's is "
+            f"{own['model_type']!r}, and its settings are that model's; edit config.json in a copy "
+            "of the checkpoint"
+        )
+    text = given.get(TEXT)
+    if inner is None or text is None:
+        return
+    if not isinstance(text, dict):
+        raise ConfigError(f"hf_overrides: {TEXT}={text!r} is no object")
+    for name in text:
+        if name not in _fields(inner) | set(own[TEXT]) | spelled:
+            raise ConfigError(f"hf_overrides: config.json has no {TEXT}.{name} to override")
+
+
+def _leave_out_others(own: Settings, given: Settings, architecture: Architecture) -> None:
+    """Of settings that say the same, leave out the file's where an override has one."""
+    if isinstance(given.get(TEXT), dict):
+        _leave_out_others(own[TEXT], given[TEXT], architecture)
+    for names in architecture.spellings:
+        if any(name in given for name in names):
+            for name in names:
+                own.pop(name, None)
+
+
+def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> Settings:
+    found = dict(own)
+    for name, value in overrides.items():
+        inner = found.get(name)
+        are_objects = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        found[name] = _merged(inner, value) if are_objects else value
+    return found
+
+
+def _check_lengths(text: Settings) -> None:
+    """Raise ConfigError if lists of layers are not as long as the model is deep."""
+    count = text.get("num_hidden_layers")
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        listed = text.get(name)
+        if isinstance(listed, list) and isinstance(count, int) and len(listed) != count:
+            raise UnsupportedModelError(
+                f"{name} has {len(listed)} layers and num_hidden_layers={count}: they are one "
+                "setting with two values"
+            )
+
+
+def _drop_unread_length(text: Settings) -> None:
+    rope = text.get(_ROPE)
+    if isinstance(rope, dict) and rope.get("rope_type", "default") not in _STRETCHED:
+        rope.pop(_ORIGINAL, None)
+
+
+def listed_layers(settings: Settings, indices: Iterable[Any], name: str, others: str) -> list[str]:
+    """Kinds of all layers, of which those with attention are listed by their index; raises
+    ConfigError for an index that no layer has."""
+    count = settings.get("num_hidden_layers")
+    if not isinstance(count, int):
+        raise ConfigError(f"{name} needs num_hidden_layers, which is {count!r}")
+    chosen = list(indices) if isinstance(indices, list | tuple) else [indices]
+    for index in chosen:
+        if type(index) is not int or not 0 <= index < count:
+            raise ConfigError(f"{name} has {index!r}: use indices from 0 to {count - 1}")
+    return ["full_attention" if index in chosen else others for index in range(count)]
