@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.errors import ConfigError
-from milepost.json_settings import read_json
+from milepost.json_settings import decode_floats, encode_floats, read_json
 from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config
@@ -228,7 +228,9 @@ class EngineConfig:
     @property
     def overrides(self) -> dict[str, Any]:
         """`hf_overrides` as an object."""
-        return json.loads(self.hf_overrides or "{}")
+        found: dict[str, Any] = json.loads(self.hf_overrides or "{}")
+        decode_floats(found)
+        return found
 
     @property
     def has_tiers(self) -> bool:
@@ -261,14 +263,16 @@ def _overrides(given: object) -> str | None:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"hf_overrides={given!r}: not JSON ({error})") from error
     if given is None:
         return None
     _require(isinstance(given, Mapping), f"hf_overrides={given!r}: use a JSON object")
     try:
-        return json.dumps(given, sort_keys=True, allow_nan=False) if given else None
-    except (TypeError, ValueError) as error:
+        text = json.dumps(encode_floats(given), sort_keys=True, allow_nan=False)
+        decode_floats(json.loads(text))
+        return text if given else None
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"hf_overrides={given!r}: not JSON ({error})") from error
 
 

@@ -6,20 +6,24 @@ Knows folders in Hugging Face format; does not know models.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from milepost.config import GenerationConfig
 from milepost.errors import ConfigError, InvalidRequestError
+from milepost.models.files import read_object, reading
 from milepost.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 FILE = "generation_config.json"
 
+_MAX_IDS = 2**24
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that have the same name in SamplingParams."""
 
@@ -32,18 +36,30 @@ def end_token_ids(
     """The ids that end an answer, sorted: those of generation_config.json and the tokenizer's own.
 
     A checkpoint without generation_config.json is asked through config.json; what `overrides`
-    says, which stands in place of config.json, comes before both. Raises ConfigError for a file
-    that is no JSON object, and for overrides that are no token ids.
+    says, which stands in place of config.json, comes before both. A token may be named by its text.
+    Raises ConfigError for a file that is no JSON object, and for what is no token.
     """
-    ids = _overridden_ids(overrides or {})
+    ids = _overridden_ids(overrides or {}, tokenizer)
     if not ids:
-        ids = _listed_ids(_read(folder / FILE))
+        path = folder / FILE
+        ids = _listed_ids(_read(path), path, tokenizer)
     if not ids:
-        config = _read(folder / "config.json")
-        ids = _listed_ids(config) or _listed_ids(config.get("text_config") or {})
+        path = folder / "config.json"
+        config = _read(path)
+        inner = config.get("text_config")
+        for each in (config, inner if isinstance(inner, Mapping) else {}):
+            ids = ids or _listed_ids(each, path, tokenizer)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids = {*ids, tokenizer.eos_token_id}
     return tuple(sorted(ids))
+
+
+def within(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Those of the ids that a model of so many tokens can answer with; warns of others."""
+    others = [id_ for id_ in ids if id_ >= vocab_size]
+    if others:
+        logger.warning("end tokens %s are left out: the model has %d tokens", others, vocab_size)
+    return tuple(id_ for id_ in ids if id_ < vocab_size)
 
 
 def sampling_defaults(folder: Path, wanted: GenerationConfig) -> dict[str, int | float]:
@@ -54,13 +70,16 @@ def sampling_defaults(folder: Path, wanted: GenerationConfig) -> dict[str, int |
     """
     if wanted != "auto":
         return {}
-    config = _read(folder / FILE)
+    path = folder / FILE
+    config = _read(path)
     found = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     try:
-        SamplingParams(**found)
-    except InvalidRequestError as error:
+        with reading(path):
+            SamplingParams(**found)
+    except (InvalidRequestError, ConfigError) as error:
+        why = str(error).removeprefix(f"{path}: ")
         raise ConfigError(
-            f"{folder / FILE}: {error}; generation_config='none' leaves its sampling out"
+            f"{path}: {why}; generation_config='none' leaves its sampling out"
         ) from error
     return found
 
@@ -86,35 +105,46 @@ def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Samp
 
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}: it should be a JSON object")
-    return content
+    return read_object(path) if path.exists() else {}
 
 
-def _overridden_ids(overrides: Mapping[str, Any]) -> set[int]:
+def _overridden_ids(
+    overrides: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> set[int]:
     inner = overrides.get("text_config")
     for given in (overrides, inner if isinstance(inner, Mapping) else {}):
-        try:
-            found = _listed_ids(given)
-        except TypeError:  # a list of lists
-            found = {-1}
-        if any(type(id_) is not int or id_ < 0 for id_ in found):
-            raise ConfigError(
-                f"hf_overrides: eos_token_id={given['eos_token_id']!r}: use a token id, or a list"
-            )
+        found = _listed_ids(given, "hf_overrides", tokenizer)
         if found:
             return found
     return set()
 
 
-def _listed_ids(config: Mapping[str, Any]) -> set[int]:
-    ids = config.get("eos_token_id")
-    if ids is None:
+def _listed_ids(
+    config: Mapping[str, Any], where: Path | str, tokenizer: PreTrainedTokenizerBase | None
+) -> set[int]:
+    """Ids of what ends an answer: a token's id or its text, or a list of these."""
+    given = config.get("eos_token_id")
+    if given is None:
         return set()
-    return set(ids) if isinstance(ids, list) else {ids}
+    return {
+        _id_of(each, given, where, tokenizer)
+        for each in (given if isinstance(given, list) else [given])
+    }
+
+
+def _id_of(
+    each: Any, given: Any, where: Path | str, tokenizer: PreTrainedTokenizerBase | None
+) -> int:
+    if type(each) is int and 0 <= each < _MAX_IDS:
+        return each
+    why = "use a token id, or a list"
+    if isinstance(each, str):
+        if tokenizer is None:
+            why = "use a token id: its text needs a tokenizer, and there is none"
+        elif each in (vocabulary := tokenizer.get_vocab()):
+            return int(vocabulary[each])
+        else:
+            why = f"{each!r} is no token; use a token id"
+    shown = repr(given)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    raise ConfigError(f"{where}: eos_token_id={shown}: {why}")

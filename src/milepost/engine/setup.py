@@ -18,15 +18,18 @@ from milepost.disaggregation.access import Access
 from milepost.engine.auto import device_of, folder_of, load_options_of, runs_ahead
 from milepost.engine.drafting import speculation_of
 from milepost.engine.facts import Facts
-from milepost.engine.generation_config import end_token_ids, sampling_defaults
+from milepost.engine.generation_config import end_token_ids, sampling_defaults, within
 from milepost.engine.rank import RankParts, build_rank
+from milepost.engine.sizing import check_length
 from milepost.engine.team import Team
 from milepost.engine.tiering import Tiering, tiering_of
 from milepost.engine.tokenizer import load_tokenizer
 from milepost.errors import ConfigError
+from milepost.layers.rotary import num_positions, run_up_to
 from milepost.models.configuration import load_config
 from milepost.models.decoder import Decoder
-from milepost.models.loading import check_split
+from milepost.models.loading import check_quantization, check_split
+from milepost.models.quantization import has_fp8_kv
 from milepost.parallel import ALONE, Ranks
 from milepost.runner.memory import OneMemory
 from milepost.runner.recording import PlanLog
@@ -63,15 +66,13 @@ class EngineParts:
 def build(config: EngineConfig) -> EngineParts:
     """Load and allocate everything. Raises ConfigError, UnsupportedModelError and WeightsError."""
     folder = folder_of(config)
+    _check_settings(config, folder)
     tokenizer = None
     if not config.skip_tokenizer_init:
         source = config.tokenizer or folder
         tokenizer = load_tokenizer(source, config.revision, config.download_dir, config.hf_token)
     log = PlanLog(config.record_plans, config) if config.record_plans else None
-    team = None
-    if config.tensor_parallel_size > 1:
-        _check_split(config, folder)
-        team = Team(config)
+    team = Team(config) if config.tensor_parallel_size > 1 else None
     try:
         own = build_rank(config, ALONE if team is None else team.ranks, log=log, team=team)
     except Exception as error:
@@ -82,6 +83,7 @@ def build(config: EngineConfig) -> EngineParts:
     if team is not None:
         team.be_prompt()
     model = own.model
+    ends = within(end_token_ids(folder, tokenizer, config.overrides), model.vocab_size)
     scheduler = Scheduler(
         own.cache,
         max_num_seqs=config.max_num_seqs,
@@ -101,7 +103,7 @@ def build(config: EngineConfig) -> EngineParts:
             has_head=model.mtp is not None,
         ),
         tokenizer=tokenizer,
-        end_token_ids=end_token_ids(folder, tokenizer, config.overrides),
+        end_token_ids=ends,
         sampling_defaults=sampling_defaults(folder, config.generation_config),
         vocab_size=model.vocab_size,
         max_model_len=own.max_model_len,
@@ -110,6 +112,21 @@ def build(config: EngineConfig) -> EngineParts:
         team=team,
         access=own.access,
     )
+
+
+def _check_settings(config: EngineConfig, folder: Path) -> None:
+    """Raise what settings and `config.json` alone are refused for, before anything is loaded."""
+    whole = load_config(folder, config.overrides)
+    text = whole.get_text_config()
+    run_up_to(text, config.max_model_len)
+    check_length(config.max_model_len, num_positions(text))
+    if config.kv_cache_dtype == "auto":
+        has_fp8_kv(whole)
+    sampling_defaults(folder, config.generation_config)
+    if config.tensor_parallel_size > 1:
+        _check_split(config, folder)
+    else:
+        check_quantization(whole, config.quantization)
 
 
 def _check_split(config: EngineConfig, folder: Path) -> None:

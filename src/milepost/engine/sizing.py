@@ -68,19 +68,23 @@ def _sizes_of(
     return TwoPools(num_pages=num_pages or sizes.num_pages, num_slots=num_slots)
 
 
-def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:
-    """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
-    `capacity` tokens.
-    """
-    limit = model.num_positions
-    asked = config.max_model_len
-    if asked is None:
-        return min(limit, capacity)
-    if asked > limit:
+def check_length(asked: int | None, limit: int) -> None:
+    """Raise ConfigError for a length that the model's positions do not reach."""
+    if asked is not None and asked > limit:
         raise ConfigError(
             f"max_model_len={asked}: the model's own limit is {limit} positions; lower it, or "
             "stretch them with hf_overrides, as the model's card says"
         )
+
+
+def max_model_len_of(config: EngineConfig, model: Decoder, shape: PoolShape, capacity: int) -> int:
+    """The longest prompt plus answer: as asked, or what the model and the cache both hold, which is
+    `capacity` tokens.
+    """
+    asked = config.max_model_len
+    check_length(asked, model.num_positions)
+    if asked is None:
+        return min(model.num_positions, capacity)
     if asked > capacity:
         missing = (asked - capacity) / shape.page_size * shape.page_bytes / GIB
         halves = "" if shape.dtype_of_kv == FP8 else "use kv_cache_dtype='fp8' or more GPUs, "

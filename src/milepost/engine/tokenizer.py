@@ -8,14 +8,20 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from milepost.errors import ConfigError
+from milepost.models.files import read_object, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_CONFIG = "config.json"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_MAX_IDS = 2**24
+_SAMPLE = "Tokens of a text."
+"""Some broken vocabularies fail with the first text only."""
 
 
 def without_torch() -> None:
@@ -41,27 +47,71 @@ def load_tokenizer(
     Raises ConfigError, naming the source, if there is none or it cannot be read.
     """
     folder = Path(source)
-    if folder.exists():
-        _check_folder(folder)
-    elif folder.is_absolute() or str(source).startswith("."):
+    if not folder.exists() and (folder.is_absolute() or str(source).startswith(".")):
         raise _no_tokenizer(source, "there is no such folder")
-    from transformers import AutoTokenizer  # the import takes seconds; token-id engines skip it
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(source), revision=revision, cache_dir=download_dir, token=token
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _no_tokenizer(source, _first_line(error)) from error
+        with reading(source):
+            if folder.exists():
+                _check_folder(folder)
+            tokenizer = _load(
+                str(source), folder, revision=revision, cache_dir=download_dir, token=token
+            )
+            _check(tokenizer)
+    except ConfigError as error:
+        raise _no_tokenizer(source, str(error)) from error
     # It would foretell "indexing errors" of prompts that the engine takes, or refuses by itself.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
+def _load(source: str, folder: Path, **options: str | None) -> PreTrainedTokenizerBase:
+    """Code that a checkpoint brings is not run, and nobody is asked whether it should be."""
+    # The import takes seconds; engines that are given token ids skip it.
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+
+    known: dict[str, Any] = {}
+    if (folder / _CONFIG).exists():
+        # transformers would read all of it, which may be made to take for ever, to find its type.
+        told = read_object(folder / _CONFIG)
+        model_type = told.get("model_type")
+        is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+        config = CONFIG_MAPPING[model_type]() if is_known else PreTrainedConfig()
+        config.name_or_path = source
+        if isinstance(told.get("tokenizer_class"), str):
+            config.tokenizer_class = told["tokenizer_class"]
+        known["config"] = config
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **known, **options)
+
+
 def _check_folder(folder: Path) -> None:
     """Without a vocabulary file, transformers would make up an empty tokenizer."""
     if not any((folder / name).exists() for name in _VOCABULARIES):
-        raise _no_tokenizer(folder, f"the folder has none of {', '.join(_VOCABULARIES)}")
+        raise ConfigError(f"the folder has none of {', '.join(_VOCABULARIES)}")
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"{path}: is no regular file")
+    for name in _SETTINGS:
+        if (folder / name).exists():
+            read_object(folder / name)
+
+
+def _check(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for what would fail with the first request; let nothing be cut off or
+    filled up, which a vocabulary's file may ask for."""
+    template = tokenizer.chat_template
+    named = template.values() if isinstance(template, dict) else [template]
+    for each in named:
+        if not isinstance(each, str | None):
+            raise ConfigError(f"chat_template is {type(each).__name__}: it should be text")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= _MAX_IDS:
+        raise ConfigError(f"a token has id {largest}: no vocabulary has {_MAX_IDS} tokens")
+    ids = tokenizer.encode(_SAMPLE)
+    tokenizer.decode(ids)
 
 
 def _no_tokenizer(source: str | Path, why: str) -> ConfigError:
@@ -69,8 +119,3 @@ def _no_tokenizer(source: str | Path, why: str) -> ConfigError:
         f"no tokenizer in {str(source)!r}: {why}. Name one with tokenizer=..., or use "
         "skip_tokenizer_init=True and give prompts as token ids"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -188,7 +188,7 @@ class MoE(nn.Module):
         placements = {}
         if self.bias is not None:
             placements[self.kind.full(self.names.bias)] = place_whole(self.bias)
-        if self.shapes.shared_size or not self.kind.has("shared_expert_gate.weight"):
+        if self.shapes.shared_size:
             return placements
         shapes = {
             "shared_expert.gate_proj.weight": (0, self.hidden_size),
@@ -196,8 +196,11 @@ class MoE(nn.Module):
             "shared_expert.down_proj.weight": (self.hidden_size, 0),
             "shared_expert_gate.weight": (1, self.hidden_size),
         }
-        empty = {self.kind.full(name): Placement(shape, len) for name, shape in shapes.items()}
-        return placements | empty
+        return placements | {
+            self.kind.full(name): Placement(shape, len)
+            for name, shape in shapes.items()
+            if self.kind.has(name)
+        }
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         """Of what it holds itself."""

@@ -12,7 +12,7 @@ from milepost.kernels.precision import accumulation_dtype
 from milepost.layers.weights import RAW, Precision
 from milepost.parallel import ALONE, Ranks
 
-_VALUES = ("weight", "qweight", "weight_packed")
+VALUES = ("weight", "qweight", "weight_packed")
 """What forms call a projection's values."""
 
 
@@ -54,7 +54,7 @@ class ParameterKind:
 
     def has_projection(self, name: str) -> bool:
         """Whether the checkpoint has the projection of this name, in whichever form."""
-        return any(self.has(f"{name}.{values}") for values in _VALUES)
+        return any(self.has(f"{name}.{values}") for values in VALUES)
 
     def precision(self, name: str) -> Precision:
         """Of the module's projection of this name."""

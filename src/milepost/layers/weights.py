@@ -309,20 +309,21 @@ class RawExperts(nn.Module):
         names, sizes, full = self.names, self.sizes, self.kind.full
         placements = self._shared() if sizes.num_shared else {}
         *up, down = names.projections
-        if self.kind.has(names.stacked[0]):
-            first, last = (place_rows(each, 0, sizes.num_experts) for each in (self.up, self.down))
-            own = (
-                cut_all(first, join(*[sizes.units] * len(up)), 1),
-                cut_all(last, sizes.units, 2),
-            )
-            stacked = zip(names.stacked, own, strict=True)
-            return placements | {full(name): cut_all(each, sizes.experts) for name, each in stacked}
+        stacked = [self.kind.has(name) for name in names.stacked]
+        cuts = join(*[sizes.units] * len(up)), sizes.units
+        for dim, values in enumerate((self.up, self.down)):
+            if stacked[dim]:
+                place = place_rows(values, 0, sizes.num_experts)
+                place = cut_all(cut_all(place, cuts[dim], dim + 1), sizes.experts)
+                placements[full(names.stacked[dim])] = place
         for expert, number in sizes.numbers:
             prefix = full(f"{names.single}.{number}")
-            for name, part in zip(up, self.up[expert].chunk(len(up)), strict=True):
+            parts = () if stacked[0] else zip(up, self.up[expert].chunk(len(up)), strict=True)
+            for name, part in parts:
                 placements[f"{prefix}.{name}.weight"] = cut_all(place_whole(part), sizes.units)
-            whole = place_whole(self.down[expert])
-            placements[f"{prefix}.{down}.weight"] = cut_all(whole, sizes.units, 1)
+            if not stacked[1]:
+                whole = place_whole(self.down[expert])
+                placements[f"{prefix}.{down}.weight"] = cut_all(whole, sizes.units, 1)
         return placements
 
     def _shared(self) -> Placements:

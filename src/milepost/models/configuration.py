@@ -31,8 +31,8 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
     """
     path = folder / "config.json"
     raw = read_object(path)
-    architecture = find_architecture(raw.get("model_type"))
     with reading(path):
+        architecture = find_architecture(raw.get("model_type"))
         kind = CONFIG_MAPPING[raw["model_type"]]
         settings = read_settings(raw, overrides or {}, architecture, kind)
         text = settings[TEXT] if TEXT in kind.sub_configs else settings

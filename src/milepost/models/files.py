@@ -8,24 +8,18 @@ files too.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from milepost.errors import ConfigError, MilepostError, WeightsError
+from milepost.errors import ConfigError, MilepostError, UnsupportedModelError, WeightsError
+from milepost.json_settings import decode_floats
 
 MAX_BYTES = 2**28
 """An index of a million tensors is half as large."""
-MAX_DEPTH = 64
-"""Of objects and lists inside each other: published files have six."""
 
 Kind = type[ConfigError] | type[WeightsError]
-
-_FLOAT = "__float__"
-"""How transformers writes numbers that JSON does not have."""
-_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 @contextmanager
@@ -34,6 +28,10 @@ def reading(what: Path | str, kind: Kind = ConfigError) -> Iterator[None]:
     may fail in any way. What a library in Rust panics with is no Exception."""
     try:
         yield
+    except UnsupportedModelError as error:
+        if str(what) in str(error):
+            raise
+        raise UnsupportedModelError(f"{what}: {error}") from error
     except MilepostError:
         raise
     except BaseException as error:
@@ -55,40 +53,7 @@ def read_object(path: Path, kind: Kind = ConfigError) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise kind(f"{path} holds a {type(content).__name__}: it should be a JSON object")
         decode_floats(content)
-        return content
-    raise AssertionError("reading returns or raises")
-
-
-def decode_floats(content: dict[str, Any]) -> None:
-    """Put numbers in place of their names, in all of a JSON object; raises ValueError for one that
-    is nested too deeply."""
-    todo: list[tuple[Any, int]] = [(content, 1)]
-    while todo:
-        holder, depth = todo.pop()
-        if depth > MAX_DEPTH:
-            raise ValueError(f"objects and lists are nested more than {MAX_DEPTH} deep")
-        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-            if isinstance(value, dict) and list(value) == [_FLOAT]:
-                holder[key] = _float(value[_FLOAT])
-            elif isinstance(value, dict | list):
-                todo.append((value, depth + 1))
-
-
-def encode_floats(value: Any) -> Any:
-    """A copy of JSON values, in which infinity is what `decode_floats` reads."""
-    if isinstance(value, Mapping):
-        return {key: encode_floats(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [encode_floats(each) for each in value]
-    if isinstance(value, float) and math.isinf(value):
-        return {_FLOAT: "Infinity" if value > 0 else "-Infinity"}
-    return value
-
-
-def _float(name: object) -> float:
-    if not isinstance(name, str) or name not in _FLOATS:
-        raise ValueError(f"{_FLOAT} is {name!r}: it should be one of {', '.join(_FLOATS)}")
-    return _FLOATS[name]
+    return content
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import HEAD, Architecture
 from milepost.models.configuration import Overrides, load_config, resolve_dtype
 from milepost.models.decoder import Decoder
+from milepost.models.files import reading
 from milepost.models.head import check_head, why_no_head
 from milepost.models.quantization import (
     SKIPPED,
@@ -28,7 +29,7 @@ from milepost.models.quantization import (
 )
 from milepost.models.registry import find_architecture
 from milepost.models.room import check_room
-from milepost.models.weights import WeightFiles, fill_from_files
+from milepost.models.weights import DERIVED, WeightFiles, fill_from_files
 from milepost.parallel import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,11 @@ def load_model(
 
     Raises UnsupportedModelError, ConfigError, WeightsError.
     """
-    plan = _plan(folder, options or LoadOptions())
-    check_room(plan.outline(), plan.kind, is_quantised=plan.is_quantised)
+    options = options or LoadOptions()
+    with reading(folder):
+        plan = _plan(folder, options)
+        outline = plan.outline()
+    check_room(outline, plan.kind, is_quantised=plan.is_quantised)
     loaded = plan.decoder().eval()
     if plan.files is None:
         loaded.fill(plan.seed)
@@ -86,10 +90,18 @@ def load_model(
 def check_split(folder: Path, options: LoadOptions) -> None:
     """Raise ConfigError if the model cannot be split among `options.ranks`, before anything is
     allocated."""
-    plan = _plan(folder, options)
-    model = plan.outline()
-    if plan.files is not None:
-        model.placements()
+    with reading(folder):
+        plan = _plan(folder, options)
+        model = plan.outline()
+        if plan.files is not None:
+            model.placements()
+
+
+def check_quantization(config: PreTrainedConfig, method: str | None) -> None:
+    """Raise ConfigError for a quantization that is not run, or not with this `method`; reads no
+    weights."""
+    with reading("config.json"):
+        _find_forms(config, method, (), has_files=False)
 
 
 def outline(
@@ -98,7 +110,9 @@ def outline(
     """The model with parameters that have shapes and no memory; needs the folder's `config.json`
     alone. Raises what `load_model` raises."""
     options = LoadOptions(dtype=dtype, quantization=quantization, load_format="dummy")
-    return _plan(folder, options).outline()
+    with reading(folder):
+        found = _plan(folder, options).outline()
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +173,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         is_tied=config.tie_word_embeddings and not kind.has_projection("lm_head"),
         has_head=has_head,
         is_quantised=forms is not None,
-        skipped=(*architecture.skipped, *skipped),
+        skipped=(*architecture.skipped, *DERIVED, *skipped),
     )
 
 

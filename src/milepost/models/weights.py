@@ -7,7 +7,7 @@ parameter is filled, or loading fails.
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +20,25 @@ from torch import Tensor
 from tqdm import tqdm
 
 from milepost.errors import WeightsError
+from milepost.layers.parameters import VALUES
 from milepost.layers.placements import Placement, Placements
 from milepost.models.decoder import Decoder
+from milepost.models.files import read_object, reading
 from milepost.models.reading import Header, Reader, read_extents, read_header
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _SINGLE = "model.safetensors"
 _SHOWN_BYTES = 2**28
 """Less is read in a moment."""
+_OTHERS = ("adapter_model.safetensors", "consolidated*.safetensors")
+"""Patterns of files beside a checkpoint's own: adapters, and copies under the maker's names."""
+_ZEROS = ("bias", "weight_zero_point", "input_zero_point")
+"""Tensors that change nothing where they are zeros beside a projection that has none."""
+DERIVED = (r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",)
+"""Patterns of tensors that old tools saved and that are made of the configuration."""
 
 
 class WeightFiles:
@@ -78,14 +88,14 @@ class WeightFiles:
             for name, file in self.by_name.items()
             if name.startswith(prefix) and not pattern.match(name)
         }
-        for name, file in own.items():
-            if name not in placements:
-                raise _no_place(file, name)
         for file in sorted(set(own.values())):
             with _open(file) as tensors:
                 held = set(tensors.keys())
-                for name in [name for name in own if own[name] == file and name in held]:
-                    _check_fits(file, name, tensors, placements[name])
+                for name in [name for name in own if own[name] == file]:
+                    if name in placements and name in held:
+                        _check_fits(file, name, tensors, placements[name])
+                    elif name not in placements:
+                        _refuse_unplaced(file, name, tensors, placements)
 
     def _refuse_missing(self, placements: Placements) -> None:
         for name in placements:
@@ -120,7 +130,7 @@ class WeightFiles:
                     else:
                         placed.append(name)
                 elif not skipped.match(name):
-                    raise _no_place(file, name)
+                    _refuse_unplaced(file, name, tensors, placements)
             self._refuse_others(file, held, skipped)
         if reader is None:
             return
@@ -157,8 +167,16 @@ def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) 
         files.read_into(model.placements(), others, device if device.type == "cuda" else None)
 
 
-def _no_place(file: Path, name: str) -> WeightsError:
-    return WeightsError(
+def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: Placements) -> None:
+    """Raise WeightsError for a tensor that would change an answer: zeros that some tools write for
+    every projection do not."""
+    path, _, last = name.rpartition(".")
+    is_beside = any(f"{path}.{values}" in placements for values in VALUES)
+    # Packed zero points are zeros in another place.
+    may_be_zeros = last in _ZEROS and tensors.get_slice(name).get_dtype() != "I32"
+    if is_beside and may_be_zeros and not tensors.get_tensor(name).float().any():
+        return
+    raise WeightsError(
         f"{file}: tensor {name!r} has no place in the model; the checkpoint "
         "doesn't fit its config.json"
     )
@@ -194,26 +212,63 @@ def _check_fits(file: Path, name: str, tensors: safe_open, placement: Placement)
 
 
 def _read_names(folder: Path) -> dict[str, Path]:
+    """Tensor's name -> its file: by the index, or by all of the files where there is none. An
+    index whose files are gone, beside a file that is there, is left from other weights."""
     index, single = folder / _INDEX, folder / _SINGLE
-    if index.is_file():
-        try:
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {file: folder / file for file in set(named.values())}
-            return {name: files[file] for name, file in named.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise WeightsError(f"{index}: not an index of safetensors files ({error!r})") from error
-    if single.is_file():
-        with _open(single) as tensors:
-            return dict.fromkeys(tensors.keys(), single)
+    if index.exists():
+        indexed = _read_index(folder, index)
+        files = set(indexed.values())
+        if single in files or not single.is_file():
+            return indexed
+        if all(file.is_file() for file in files):
+            raise WeightsError(
+                f"{folder}: {_SINGLE} and the files that {_INDEX} names are both there; remove "
+                "those that are not the model's"
+            )
+        logger.warning("%s: names files that are not there, so %s is loaded", index, _SINGLE)
+    found: dict[str, Path] = {}
+    for file in [single] if single.is_file() else _own_files(folder):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name in found:
+                    raise WeightsError(f"tensor {name!r} is in two files, {found[name]} and {file}")
+                found[name] = file
+    return found
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """Files of a folder without an index, as some quantisers write it."""
+    every = sorted(folder.glob("*.safetensors"))
+    own = [file for file in every if not any(file.match(other) for other in _OTHERS)]
+    if own:
+        return own
+    is_adapter = any(file.match(_OTHERS[0]) for file in every)
+    advice = "it is an adapter: merge it into its model" if is_adapter else "download it again"
     raise WeightsError(
-        f"{folder}: neither {_SINGLE} nor {_INDEX} is there; download the checkpoint again, or "
-        "save its weights as safetensors"
+        f"{folder}: neither {_SINGLE} nor {_INDEX} is there; {advice}, or save the checkpoint's "
+        "weights as safetensors"
     )
+
+
+def _read_index(folder: Path, index: Path) -> dict[str, Path]:
+    with reading(index, WeightsError):
+        named = read_object(index, WeightsError).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(f, str) for f in named.values()):
+            raise WeightsError(f"{index}: weight_map is no object of files' names")
+        files = {file: folder / file for file in set(named.values())}
+        for file in files:
+            if not file or "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
+                raise WeightsError(
+                    f"{index}: {file!r} is no file in this folder; link it here under another name"
+                )
+    return {name: files[file] for name, file in named.items()}
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[safe_open]:
     """Open one file on the CPU; raises WeightsError if it is missing or truncated."""
+    if file.exists() and not file.is_file():
+        raise WeightsError(f"{file}: is no regular file")
     try:
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
             yield tensors

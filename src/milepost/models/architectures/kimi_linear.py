@@ -125,8 +125,7 @@ _SPELLINGS = (
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """Lists of layers, which count from 1, and the number of dense ones, in place of their kinds.
-    """
+    """Lists of layers, which count from 1, and the number of dense ones become layers' kinds."""
     if not isinstance(settings.get(_NESTED, {}), dict):
         raise UnsupportedModelError(f"{_NESTED}={settings[_NESTED]!r} is no object")
     full, delta = (settings.pop(name, None) for name in _SPELLINGS[0][1:])

@@ -8,10 +8,10 @@ configuration's lists do.
 
 from __future__ import annotations
 
-import json
 import re
+import time
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.quantised import Fp8Precision
 from milepost.layers.weights import RAW, Precision
+from milepost.models.files import read_object
 from milepost.models.quantization.compressed import read_compressed
 from milepost.models.quantization.methods import (
     read_autoround,
@@ -47,6 +48,8 @@ _STAY_RAW = re.compile(
 """Projections that are not rounded on the fly: small, and answers depend on them most; `kv_b_proj`
 is kept raw whatever the checkpoint has."""
 
+_SEARCH_S = 10.0
+"""For all projections of a model: a hundred times what any takes."""
 _MODELOPT_FILE = "hf_quant_config.json"
 _FOUR_BIT_METHODS = ("mxfp4", "petit_nvfp4")
 _READERS = {
@@ -59,6 +62,25 @@ _READERS = {
 }
 
 
+@dataclass(slots=True)
+class Stopwatch:
+    """Bounds how long projections are looked up in lists that anybody may have written."""
+
+    spent_s: float = 0.0
+    began_s: float = 0.0
+
+    def __enter__(self) -> None:
+        self.began_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.spent_s += time.monotonic() - self.began_s
+        if self.spent_s > _SEARCH_S:
+            raise UnsupportedModelError(
+                "quantization_config: its lists of layers take more than "
+                f"{_SEARCH_S:g} s to search; shorten them"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """The forms of a checkpoint's projections."""
@@ -69,9 +91,15 @@ class Quantization:
     names: Container[str] = ()
     """Of the checkpoint's tensors; none where there are no files."""
     has_files: bool = False
+    watch: Stopwatch = field(default_factory=Stopwatch, compare=False)
 
     def precision_of(self, path: str) -> Precision:
-        """The form of the projection at `path`, or of the experts below it."""
+        """The form of the projection at `path`, or of the experts below it. Raises
+        UnsupportedModelError if the configuration's lists take too long to search."""
+        with self.watch:
+            return self._precision_of(path)
+
+    def _precision_of(self, path: str) -> Precision:
         examples = [path]
         if path.endswith(".experts"):
             examples = [f"{path}.0.{each}" for each in ("gate_proj", "up_proj", "w1")]
@@ -111,19 +139,22 @@ def quantization_settings(config: PreTrainedConfig) -> Mapping[str, Any]:
     """The configuration's `quantization_config`; empty if it has none. Of a multimodal checkpoint
     it is set on the outer one."""
     own = getattr(config, "quantization_config", None)
-    return own or getattr(config.get_text_config(), "quantization_config", None) or {}
+    own = own or getattr(config.get_text_config(), "quantization_config", None) or {}
+    if not isinstance(own, Mapping):
+        raise UnsupportedModelError(f"quantization_config={own!r} is no object")
+    return own
 
 
 def read_modelopt_file(folder: Path) -> Mapping[str, Any]:
     """What ModelOpt's older checkpoints say in a file beside `config.json`; empty without it.
     Raises ConfigError."""
     path = folder / _MODELOPT_FILE
-    if not path.is_file():
+    if not path.exists():
         return {}
-    try:
-        return {"quant_method": "modelopt", **json.loads(path.read_text("utf-8"))["quantization"]}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: not ModelOpt's configuration ({error!r})") from error
+    own = read_object(path).get("quantization")
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{path}: not ModelOpt's configuration: quantization={own!r}")
+    return {"quant_method": "modelopt", **own}
 
 
 def has_fp8_kv(config: PreTrainedConfig) -> bool:

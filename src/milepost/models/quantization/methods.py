@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 from milepost.models.quantization.rules import (
     FOUR_BIT_FLOATS,
     USE_INSTEAD,
+    Expression,
     Form,
     Group,
     Read,
@@ -156,7 +156,7 @@ def _check_packed(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _left_out(settings: Mapping[str, Any]) -> list[re.Pattern[str]]:
+def _left_out(settings: Mapping[str, Any]) -> list[Expression]:
     """GPTQModel's rules for single layers. Some that leave nothing out say nothing: `lm_head: {}`
     in Qwen's own checkpoints."""
     left = []

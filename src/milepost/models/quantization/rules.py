@@ -7,10 +7,11 @@ have added, are refused unless they say nothing: an unread setting could change 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import regex
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
@@ -25,6 +26,8 @@ FOUR_BIT_FLOATS = (
     "of 4-bit floats NVFP4 is read as ModelOpt and compressed-tensors write it, MXFP4 as "
     f"compressed-tensors does; {USE_INSTEAD}"
 )
+_MATCH_S = 1.0
+"""For one expression and one path: thousands of times what any takes."""
 NOTHING = (None, False, "", 0, [], {})
 """Values of settings that say nothing."""
 
@@ -90,11 +93,30 @@ def any_of(patterns: Iterable[str] | None, what: str) -> Rule:
     return lambda path: any(rule(path) for rule in rules)
 
 
-def expression(pattern: str, what: str) -> re.Pattern[str]:
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A checkpoint's regular expression, which may be made to match for ever."""
+
+    pattern: regex.Pattern[str]
+    what: str
+
+    def match(self, path: str) -> bool:
+        """Whether it matches the path's beginning; raises UnsupportedModelError if that takes too
+        long to tell."""
+        try:
+            return self.pattern.match(path, timeout=_MATCH_S) is not None
+        except TimeoutError:
+            raise UnsupportedModelError(
+                f"quantization_config: {self.what} has {self.pattern.pattern!r}, which takes more "
+                f"than {_MATCH_S:g} s to match {path!r}"
+            ) from None
+
+
+def expression(pattern: str, what: str) -> Expression:
     """Refuses what is no regular expression."""
     try:
-        return re.compile(pattern)
-    except re.error as error:
+        return Expression(regex.compile(pattern), what)
+    except regex.error as error:
         raise UnsupportedModelError(
             f"quantization_config: {what} has {pattern!r}, which is no regular expression: {error}"
         ) from error
@@ -113,5 +135,5 @@ def _ends(path: str) -> list[int]:
 def _matcher(pattern: str, what: str) -> Rule:
     if pattern.startswith("re:"):
         found = expression(pattern[3:], what)
-        return lambda path: found.match(path) is not None
+        return found.match
     return lambda path: f".{pattern}." in f".{path}."
