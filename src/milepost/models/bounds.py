@@ -69,6 +69,8 @@ _NULL = {"head_dim", "q_lora_rank", "moe_latent_size", "topk_group", "n_group"}
 _LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
 _LENGTHS = {"time_step_limit": 2, "mlp_multipliers": 2, "ssm_multipliers": 5}
 _EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "initializer_range")
+_MOST = 1e30
+"""What float32 holds, and a product with it does too."""
 _INFINITE = ("time_step_limit",)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DIVISORS = ("logits_scaling",)
@@ -112,13 +114,12 @@ def refuse_positions(count: float) -> None:
 
 
 def _refuse_numbers(settings: Mapping[str, Any]) -> None:
-    """Numbers with a fraction, wherever they stand in the text part."""
+    """Numbers of any setting; infinity, and what is none, are not below anything."""
     for name, value in settings.items():
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, float) and not (math.isfinite(each) or name in _INFINITE):
-                raise _not_supported(name, each, "a finite number")
-            if isinstance(each, float) and math.isnan(each):
-                raise _not_supported(name, each, "a number")
+            is_infinite = name in _INFINITE and each in (math.inf, -math.inf)
+            if _is_number(each) and not is_infinite and not abs(each) < _MOST:
+                raise _not_supported(name, each, f"a number below {_MOST:g}")
     for name in _EPS:
         value = settings.get(name)
         if value is not None and not (_is_number(value) and 0 <= value <= 1):
@@ -139,8 +140,10 @@ def _refuse_rotary(parameters: object) -> None:
     for name, value in parameters.items():
         is_list = isinstance(value, list)
         for each in value if is_list else [value]:
-            if isinstance(each, float) and not math.isfinite(each):
-                raise _not_supported(f"rope_parameters.{name}", each, "a finite number")
+            if _is_number(each) and not abs(each) < _MOST:
+                raise _not_supported(f"rope_parameters.{name}", each, f"a number below {_MOST:g}")
+        if name == "rope_type" and not isinstance(value, str):
+            raise _not_supported(f"rope_parameters.{name}", value, "a name")
         if name in _ROTARY and value is not None:
             is_fit, wanted = _ROTARY[name]
             if not _is_number(value) or not is_fit(value):

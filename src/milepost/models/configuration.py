@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from milepost.config import DType
 from milepost.errors import UnsupportedModelError
-from milepost.models.bounds import refuse_sizes
 from milepost.models.files import read_object, reading
 from milepost.models.names import TEXT, read_settings
 from milepost.models.quantization import quantization_settings, read_modelopt_file
@@ -36,7 +35,6 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
         kind = CONFIG_MAPPING[raw["model_type"]]
         settings = read_settings(raw, overrides or {}, architecture, kind)
         text = settings[TEXT] if TEXT in kind.sub_configs else settings
-        refuse_sizes(text)
         # Before they are read as a configuration, which renames some.
         refuse_layer_types(text.get("layer_types") or (), architecture)
         _refuse_types(settings)
@@ -58,6 +56,9 @@ def load_config(folder: Path, overrides: Overrides | None = None) -> PreTrainedC
 def _refuse_types(settings: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError for weights in what no kernel multiplies."""
     for name, holder in (("", settings), (f"{TEXT}.", settings.get(TEXT) or {})):
+        own = holder.get("quantization_config")
+        if not isinstance(own, Mapping | None):
+            raise UnsupportedModelError(f"{name}quantization_config={own!r} is no object")
         dtype = holder.get("dtype")
         if dtype is not None and dtype not in _TYPES:
             raise UnsupportedModelError(

@@ -111,8 +111,9 @@ def outline(
     alone. Raises what `load_model` raises."""
     options = LoadOptions(dtype=dtype, quantization=quantization, load_format="dummy")
     with reading(folder):
-        found = _plan(folder, options).outline()
-    return found
+        plan = _plan(folder, options)
+        model = plan.outline()
+    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,12 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.models.architecture import Architecture
+from milepost.models.bounds import refuse_sizes
 
 Settings = dict[str, Any]
 
 TEXT = "text_config"
+_OVERRIDES = "hf_overrides"
 _ROPE = "rope_parameters"
 _ALIASES = {"torch_dtype": "dtype"}
 _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
@@ -47,17 +49,19 @@ def read_settings(
     kind: type[PreTrainedConfig],
 ) -> Settings:
     """Settings by the names of `kind`, the architecture's configuration class, with `overrides` in
-    place. Raises ConfigError for a setting that is there twice with two values, and for an override
-    of one that the configuration does not have."""
+    place. Raises ConfigError for a setting that is there twice with two values, for an override of
+    one that the configuration does not have, and for numbers that no model has."""
     inner = _inner(kind)
-    own = _renamed(_nested(_copied(raw), kind, inner), architecture, kind, "config.json")
-    given = _renamed(_copied(overrides), architecture, kind, "hf_overrides")
+    own = _renamed(_nested(_copied(raw), kind, inner), architecture, kind, "")
+    given = _renamed(_copied(overrides), architecture, kind, _OVERRIDES)
     _check_known(given, own, architecture, kind)
     _leave_out_others(own, given, architecture)
     found = _merged(own, given)
     text = found[TEXT] if inner is not None else found
+    refuse_sizes(text)
     if architecture.settle is not None:
         architecture.settle(text)
+        refuse_sizes(text)
     _check_lengths(text)
     _drop_unread_length(text)
     return found
@@ -69,14 +73,19 @@ def take_same(settings: Settings, name: str, other: str, value: Any, where: str 
     if settings.get(name) is None:
         settings[name] = value
     elif value is not None and settings[name] != value:
-        _refuse_two(where or "config.json", name, settings[name], other, value)
+        _refuse_two(where, name, settings[name], other, value)
 
 
 def _refuse_two(where: str, name: str, value: Any, other: str, another: Any) -> None:
-    raise ConfigError(
-        f"{where}: {name}={value!r} and {other}={another!r} are one setting with two values: "
-        "leave one out"
+    raise _error(
+        where,
+        f"{name}={value!r} and {other}={another!r} are one setting with two values: leave one out",
     )
+
+
+def _error(where: str, message: str) -> ConfigError:
+    """Of an override, or of the file, whose path is named by whoever reads it."""
+    return ConfigError(f"{where}: {message}") if where else UnsupportedModelError(message)
 
 
 def _inner(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig] | None:
@@ -104,19 +113,19 @@ def _nested(
         return raw
     text = raw.get(TEXT)
     if text is not None and not isinstance(text, dict):
-        raise ConfigError(f"config.json: {TEXT}={text!r} is no object")
+        raise UnsupportedModelError(f"{TEXT}={text!r} is no object")
     outer = _fields(kind) | {"quantization_config", "compression_config", "torch_dtype"}
     if not text:
         flat = {name: value for name, value in raw.items() if name not in outer}
         kept = {name: value for name, value in raw.items() if name in outer}
         flat.pop("model_type", None)
         if not _fields(inner) & set(flat) - _WITHOUT_RESULT:
-            raise ConfigError(f"config.json: {TEXT} is missing, so the model has no sizes")
+            raise UnsupportedModelError(f"{TEXT} is missing, so the model has no sizes")
         return {**kept, "model_type": raw.get("model_type"), TEXT: flat}
     readable = _fields(inner) | set(_ROPE_NAMES)
     for name in sorted(set(raw) & (readable - outer - _WITHOUT_RESULT)):
         if name not in text or text[name] != raw[name]:
-            _refuse_two("config.json", name, raw[name], f"{TEXT}.{name}", text.get(name))
+            _refuse_two("", name, raw[name], f"{TEXT}.{name}", text.get(name))
     # The outer one says whether a head is tied; where it does not, the text part does.
     take = text.get("tie_word_embeddings")
     if take is not None and raw.get("tie_word_embeddings") is None:
@@ -145,10 +154,8 @@ def _renamed(
 def _refuse_other_type(text: Settings, architecture: Architecture, where: str) -> None:
     own = text.get("model_type")
     if own is not None and own not in architecture.model_types:
-        raise UnsupportedModelError(
-            f"{where}: {TEXT}.model_type={own!r} does not belong to "
-            f"{' or '.join(architecture.model_types)}"
-        )
+        known = " or ".join(architecture.model_types)
+        raise _error(where, f"{TEXT}.model_type={own!r} does not belong to {known}")
 
 
 def _rename(settings: Settings, aliases: Mapping[str, str], where: str) -> None:
@@ -169,10 +176,10 @@ def _gather_rope(settings: Settings, where: str) -> None:
     for name in given:
         value = settings.pop(name)
         if name in (_ROPE, "rope_scaling"):
-            if value is None and where == "hf_overrides":
+            if value is None and where == _OVERRIDES:
                 value = {"rope_type": "default"}
             if not isinstance(value, dict | None):
-                raise ConfigError(f"{where}: {name}={value!r} is no object")
+                raise _error(where, f"{name}={value!r} is no object")
             for key, each in (value or {}).items():
                 _take_rope(found, key, f"{name}.{key}", each, where)
         else:
@@ -183,7 +190,9 @@ def _gather_rope(settings: Settings, where: str) -> None:
 def _take_rope(found: Settings, key: str, other: str, value: Any, where: str) -> None:
     if key in ("type", "rope_type"):
         key, value = "rope_type", _ROPE_TYPES.get(value, value) if value else value
-    take_same(found, key, other, value, where)
+    if key in found and None not in (found[key], value) and found[key] != value:
+        _refuse_two(where, f"{_ROPE}.{key}", found[key], other, value)
+    found[key] = value if found.get(key) is None else found[key]
 
 
 def _check_known(
@@ -192,6 +201,7 @@ def _check_known(
     """Raise ConfigError for an override of a setting that nothing reads."""
     inner = _inner(kind)
     spelled = {name for names in architecture.spellings for name in names}
+    spelled.add("num_hidden_layers")  # of some it is as long as a list
     for name in given:
         known = _fields(kind) | set(own) | (spelled if inner is None else {TEXT})
         if name in known:
@@ -253,12 +263,12 @@ def _drop_unread_length(text: Settings) -> None:
 
 def listed_layers(settings: Settings, indices: Iterable[Any], name: str, others: str) -> list[str]:
     """Kinds of all layers, of which those with attention are listed by their index; raises
-    ConfigError for an index that no layer has."""
+    UnsupportedModelError for an index that no layer has."""
     count = settings.get("num_hidden_layers")
     if not isinstance(count, int):
-        raise ConfigError(f"{name} needs num_hidden_layers, which is {count!r}")
-    chosen = list(indices) if isinstance(indices, list | tuple) else [indices]
+        raise UnsupportedModelError(f"{name} needs num_hidden_layers, which is {count!r}")
+    chosen = dict.fromkeys(indices if isinstance(indices, list | tuple) else [indices])
     for index in chosen:
         if type(index) is not int or not 0 <= index < count:
-            raise ConfigError(f"{name} has {index!r}: use indices from 0 to {count - 1}")
+            raise UnsupportedModelError(f"{name} has {index!r}: use indices from 0 to {count - 1}")
     return ["full_attention" if index in chosen else others for index in range(count)]

@@ -261,6 +261,7 @@ def _read_index(folder: Path, index: Path) -> dict[str, Path]:
                 raise WeightsError(
                     f"{index}: {file!r} is no file in this folder; link it here under another name"
                 )
+            files[file].exists()  # raises for a name that no system has
     return {name: files[file] for name, file in named.items()}
 
 

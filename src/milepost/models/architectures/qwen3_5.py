@@ -16,7 +16,7 @@ from milepost.models.architectures.qwen3_next import (
     expert_shapes,
     qwen_head,
     qwen_parts,
-    settle_interval,
+    settle_qwen,
 )
 from milepost.models.decoder import DecoderParts
 
@@ -45,13 +45,13 @@ ARCHITECTURES = (
         head=_dense_head,
         requirements={"num_experts": (is_unset, "none: those of model_type='qwen3_5_moe'")},
         spellings=QWEN_SPELLINGS,
-        settle=settle_interval,
+        settle=settle_qwen,
     ),
     Architecture(
         model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
         build=_sparse,
         head=_sparse_head,
         spellings=QWEN_SPELLINGS,
-        settle=settle_interval,
+        settle=settle_qwen,
     ),
 )

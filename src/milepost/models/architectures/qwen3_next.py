@@ -101,8 +101,10 @@ def _head(config: PreTrainedConfig, kind: ParameterKind, rotary: Rotary) -> MTPH
     return qwen_head(config, kind, rotary, shapes if config.num_experts > 0 else None)
 
 
-def settle_interval(settings: dict[str, Any]) -> None:
-    """Every so many layers have attention, where no list says which."""
+def settle_qwen(settings: dict[str, Any]) -> None:
+    """Every so many layers have attention, where no list says which; the head has two names."""
+    name, other = QWEN_SPELLINGS[1]
+    take_same({name: settings.get(name)}, name, other, settings.get(other))
     interval = settings.pop("full_attention_interval", None)
     count = settings.get("num_hidden_layers")
     if interval is None or not isinstance(count, int):
@@ -123,6 +125,6 @@ ARCHITECTURES = (
         build=_parts,
         head=_head,
         spellings=QWEN_SPELLINGS,
-        settle=settle_interval,
+        settle=settle_qwen,
     ),
 )

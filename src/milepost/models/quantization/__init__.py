@@ -186,7 +186,7 @@ def read_quantization(
 ) -> Quantization:
     """What `quantization_config` says; raises UnsupportedModelError for what is not supported."""
     method = settings.get("quant_method")
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         advice = FOUR_BIT_FLOATS if method in _FOUR_BIT_METHODS else USE_INSTEAD
         raise UnsupportedModelError(
             f"quant_method={method!r} is not supported; supported are {', '.join(_READERS)}; "
