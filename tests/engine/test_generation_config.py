@@ -5,9 +5,10 @@ import json
 import pytest
 
 from milepost import LLM, SamplingParams
-from milepost.engine.generation_config import end_token_ids, sampling_defaults
+from milepost.engine.generation_config import end_token_ids, sampling_defaults, within
 from milepost.errors import ConfigError
 from tests import chatmodel
+from tests.mutations import copy
 
 
 def write(folder, name, content):
@@ -44,11 +45,48 @@ def test_an_override_that_is_no_token_id_is_refused(tmp_path, given):
         end_token_ids(tmp_path, None, {"eos_token_id": given})
 
 
-@pytest.mark.parametrize("content", ["{", "[1]"])
+@pytest.mark.parametrize(
+    "given", ["<x>", "70", -1, [1, "<x>"], [[1]], True, {"a": 1}, 2**40, 1.0, [None]]
+)
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_an_end_token_that_is_none_is_refused(name, given, tokenizer, tmp_path):
+    write(tmp_path, name, {"eos_token_id": given})
+    for own in (None, tokenizer):
+        with pytest.raises(ConfigError) as caught:
+            end_token_ids(tmp_path, own)
+        for word in (str(tmp_path / name), "eos_token_id=", "use a token id"):
+            assert word in str(caught.value)
+
+
+def test_an_end_token_may_be_named_by_its_text(tokenizer, tmp_path):
+    end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    write(tmp_path, "generation_config.json", {"eos_token_id": ["<|endoftext|>", 70]})
+    assert end_token_ids(tmp_path, tokenizer) == tuple(sorted({other, 70, end}))
+    assert end_token_ids(tmp_path, tokenizer, {"eos_token_id": "<|im_end|>"}) == (end,)
+
+
+def test_a_text_part_that_is_none_says_nothing(tmp_path):
+    write(tmp_path, "config.json", {"text_config": [1]})
+    assert end_token_ids(tmp_path, None) == ()
+
+
+def test_end_tokens_that_the_model_does_not_have_are_left_out(caplog):
+    assert within((3, 99, 100), 100) == (3, 99)
+    assert "[100] are left out: the model has 100 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
 def test_a_config_that_is_no_object_is_refused(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         end_token_ids(tmp_path, None)
+
+
+@pytest.mark.parametrize("given", [{"top_p": "much"}, {"top_k": [1]}, {"temperature": {}}])
+def test_a_default_of_another_type_is_refused(given, tmp_path):
+    write(tmp_path, "generation_config.json", given)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: .*'none'"):
+        sampling_defaults(tmp_path, "auto")
 
 
 OWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
@@ -95,6 +133,15 @@ def test_an_override_ends_answers(folder):
     before = answer(LLM(folder, cpu_cache_gib=0.02), params)
     llm = LLM(folder, cpu_cache_gib=0.02, hf_overrides={"eos_token_id": before[2]})
     assert answer(llm, params) == before[: before.index(before[2]) + 1]
+
+
+def test_an_end_token_beyond_the_vocabulary_is_no_matter(folder, tmp_path):
+    copy(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "generation_config.json").unlink()
+    write(tmp_path / "copy", "generation_config.json", {"eos_token_id": [7, 2**20]})
+    llm = LLM(tmp_path / "copy", cpu_cache_gib=0.02)
+    assert max(llm.llm_engine._intake._end_token_ids) < llm.llm_engine.vocab_size
+    assert answer(llm, SamplingParams(max_tokens=2, min_tokens=1, structured_outputs=None))
 
 
 def test_they_can_be_left_out(folder):

@@ -68,7 +68,7 @@ def _ends_what_hangs() -> Iterator[None]:
 
 
 def read(folder: Path, **options: Any) -> str:
-    """Read all of a checkpoint and answer with it; returns the error's message, if it is refused."""
+    """Read all of a checkpoint and answer with it; returns the error's message, if there is one."""
     faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
     try:
         llm = LLM(folder, num_pages=24, num_slots=8, max_num_seqs=2, **options)

@@ -47,7 +47,7 @@ SIZES = {
     ("name", "size"), [(name, size) for name, sizes in SIZES.items() for size in sizes]
 )
 def test_a_size_that_no_model_has_is_refused(name, size, value, tmp_path):
-    refused(tmp_path, name, {size: value}, f"{size}=", "is not supported")
+    refused(tmp_path, name, {size: value}, f"{size}=")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,7 @@ def test_a_missing_size_is_named(name, size, tmp_path):
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers="),
         ("falcon_h1", {"ssm_multipliers": ["x"] * 5}, "ssm_multipliers="),
         ("falcon_h1", {"embedding_multiplier": float("inf")}, "embedding_multiplier="),
+        ("falcon_h1", {"embedding_multiplier": 1e308}, "embedding_multiplier="),
         ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling="),
         ("bamba", {"time_step_limit": [0.0]}, "time_step_limit="),
         ("bamba", {"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit="),
@@ -104,7 +105,7 @@ def test_what_transformers_would_count_to_is_not_given_to_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["re:(.*)*!", "re:(a|a?)+$", "re:^(([a-z_0-9.])+.)+[A-Z]([a-z])+$"]
+    "pattern", [r"re:((.|.)+)+[A-Z]$", r"re:(\w|\.|[a-z])*[A-Z]", r"re:(([a-z]|[a-z_.0-9])+)+[A-Z]"]
 )
 def test_an_expression_without_end_is_refused(pattern, tmp_path, monkeypatch):
     monkeypatch.setattr("milepost.models.quantization.rules._MATCH_S", 0.05)
@@ -114,7 +115,7 @@ def test_an_expression_without_end_is_refused(pattern, tmp_path, monkeypatch):
         "input_activations": {"type": "float", "num_bits": 8, "dynamic": True},
     }
     settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-    settings |= {"format": "float-quantized", "ignore": [pattern.replace("a|a?", ".|.?")]}
+    settings |= {"format": "float-quantized", "ignore": [pattern]}
     word = "takes more than 0.05 s to match"
     refused(tmp_path, "qwen3_next", {"quantization_config": settings}, word)
 

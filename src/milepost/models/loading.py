@@ -112,8 +112,8 @@ def outline(
     options = LoadOptions(dtype=dtype, quantization=quantization, load_format="dummy")
     with reading(folder):
         plan = _plan(folder, options)
-        model = plan.outline()
-    return model
+        return plan.outline()
+    raise AssertionError("an error is raised again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ def _gather_rope(settings: Settings, where: str) -> None:
 
 def _take_rope(found: Settings, key: str, other: str, value: Any, where: str) -> None:
     if key in ("type", "rope_type"):
-        key, value = "rope_type", _ROPE_TYPES.get(value, value) if value else value
+        key, value = "rope_type", _ROPE_TYPES.get(value, value) if isinstance(value, str) else value
     if key in found and None not in (found[key], value) and found[key] != value:
         _refuse_two(where, f"{_ROPE}.{key}", found[key], other, value)
     found[key] = value if found.get(key) is None else found[key]

@@ -131,21 +131,36 @@ class WeightFiles:
                         placed.append(name)
                 elif not skipped.match(name):
                     _refuse_unplaced(file, name, tensors, placements)
-            self._refuse_others(file, held, skipped)
+            self._refuse_others(file, tensors, held, skipped)
         if reader is None:
             return
         for extent, tensor in reader.read(file, read_extents(file, placed)):
             _place(tensor, placements[extent.name])
             note_bytes(tensor.nbytes)
 
-    def _refuse_others(self, file: Path, held: set[str], skipped: re.Pattern[str]) -> None:
-        """What a file holds besides the tensors that the index names there."""
+    def _refuse_others(
+        self, file: Path, tensors: safe_open, held: set[str], skipped: re.Pattern[str]
+    ) -> None:
+        """What a file holds besides the tensors that the index names there, but for copies."""
         for name in sorted(held):
             holder = self.by_name.get(name)
             if holder is None and not skipped.match(name):
                 raise WeightsError(f"{file}: tensor {name!r} is in the file but not in {_INDEX}")
-            if holder not in (None, file):
+            if holder not in (None, file) and not _is_copy(name, tensors, holder):
                 raise WeightsError(f"tensor {name!r} is in two files, {holder} and {file}")
+
+
+def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
+    """Whether the holder's tensor of this name has the same bytes."""
+    with _open(holder) as others:
+        if name not in others.keys():  # noqa: SIM118
+            return False
+        views = tensors.get_slice(name), others.get_slice(name)
+        told = [(view.get_shape(), view.get_dtype()) for view in views]
+        if told[0] != told[1]:
+            return False
+        own, other = (each.get_tensor(name).contiguous() for each in (tensors, others))
+        return own.flatten().view(torch.uint8).equal(other.flatten().view(torch.uint8))
 
 
 @contextmanager
