@@ -13,7 +13,7 @@ import pytest
 
 from milepost import LLM, SamplingParams
 from milepost.engine.lengths import FewestTokens
-from milepost.errors import MilepostError
+from milepost.errors import ConfigError, MilepostError
 from tests import chatmodel, checkpoints, mutations
 
 HANG_S = 20
@@ -104,6 +104,7 @@ def fuzz(folders: list[Path], tmp_path: Path, seeds: range) -> dict[str, int]:
 @pytest.mark.parametrize("part", range(2))
 def test_changed_checkpoints_are_read_or_refused_by_name(part, folders, tmp_path):
     refused = fuzz(folders, tmp_path, range(part * 150, part * 150 + 150))
+    refused.pop("chat_template.jinja")  # almost any text is one
     assert all(refused.values()), refused
 
 
@@ -112,3 +113,39 @@ def test_changed_checkpoints_are_read_or_refused_by_name(part, folders, tmp_path
 @pytest.mark.parametrize("part", range(8))
 def test_many_changed_checkpoints_are_read_or_refused_by_name(part, folders, tmp_path):
     fuzz(folders, tmp_path, range(1000 + part * 1000, 2000 + part * 1000))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "word"),
+    [
+        ({}, {"max_model_len": 2000}, "max_model_len=2000: the model's own limit is 1024"),
+        ({"max_position_embeddings": 0}, {}, "max_position_embeddings=0"),
+        ({"quantization_config": {"quant_method": "gguf"}}, {}, "quant_method='gguf'"),
+        ({}, {"quantization": "awq"}, "quantization='awq'"),
+        ({}, {"tensor_parallel_size": 5}, "5"),
+        ({"kv_cache_dtype": 1, "hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}},
+            {},
+            "kv_cache_quant_algo='INT8'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_settings_alone_are_refused_for_is_found_first(changes, options, word, tmp_path):
+    """Before there is a tokenizer, weights or other ranks, none of which this folder has."""
+    raw = json.loads(checkpoints.build("qwen3_next").config.to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ConfigError) as failure:
+        LLM(tmp_path, load_format="dummy", **options)
+    assert word in str(failure.value)
+    assert "tokenizer" not in str(failure.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_default_that_no_request_could_have_is_found_before_weights_are(name, tmp_path):
+    raw = checkpoints.build(name).config.to_json_string(use_diff=False)
+    (tmp_path / "config.json").write_text(raw)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p=7"):
+        LLM(tmp_path)
