@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -236,10 +236,8 @@ def _read_names(folder: Path) -> dict[str, Path]:
         if single in files or not single.is_file():
             return indexed
         if all(file.is_file() for file in files):
-            raise WeightsError(
-                f"{folder}: {_SINGLE} and the files that {_INDEX} names are both there; remove "
-                "those that are not the model's"
-            )
+            _refuse_two_sets(folder, indexed)
+            return indexed
         logger.warning("%s: names files that are not there, so %s is loaded", index, _SINGLE)
     found: dict[str, Path] = {}
     for file in [single] if single.is_file() else _own_files(folder):
@@ -251,9 +249,20 @@ def _read_names(folder: Path) -> dict[str, Path]:
     return found
 
 
+def _refuse_two_sets(folder: Path, indexed: Mapping[str, Path]) -> None:
+    """Raise WeightsError if a single file holds what the index finds in others."""
+    with _open(folder / _SINGLE) as tensors:
+        twice = next((name for name in tensors.keys() if name in indexed), None)  # noqa: SIM118
+    if twice is not None:
+        raise WeightsError(
+            f"{folder}: {_SINGLE} and the files that {_INDEX} names are both there, with "
+            f"{twice!r} in both; remove those that are not the model's"
+        )
+
+
 def _own_files(folder: Path) -> list[Path]:
     """Files of a folder without an index, as some quantisers write it."""
-    every = sorted(folder.glob("*.safetensors"))
+    every = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     own = [file for file in every if not any(file.match(other) for other in _OTHERS)]
     if own:
         return own
