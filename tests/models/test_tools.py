@@ -140,7 +140,9 @@ def test_an_index_that_is_left_from_other_weights(tmp_path, caplog):
     assert "names files that are not there" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "", "a\0b", "x" * 5000, 7])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/x.safetensors", "", "a\0b", "\ud800", "x" * 5000, 7]
+)
 def test_an_index_names_files_of_its_folder(name, tmp_path):
     index = save_sharded(tmp_path)
     changed = index | {"lm_head.weight": name}

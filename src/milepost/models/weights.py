@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -285,7 +286,9 @@ def _read_index(folder: Path, index: Path) -> dict[str, Path]:
                 raise WeightsError(
                     f"{index}: {file!r} is no file in this folder; link it here under another name"
                 )
-            files[file].exists()  # raises for a name that no system has
+            # Both raise for a name that no file can have.
+            os.fsencode(file)
+            files[file].exists()
     return {name: files[file] for name, file in named.items()}
 
 
