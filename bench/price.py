@@ -1,0 +1,362 @@
+"""What each special kernel earns in whole models: steps with all kernels, and with one taken away.
+
+    python bench/price.py [--model bench/models/hybrid-35b-a3b] [--option 'quantization="fp8"']
+        [--only NAME ...] [--seconds 200] [--out FILE]
+
+One engine with dummy weights. For each kernel the graphs of a decode of 1, 16 and 64 sequences and
+of short prompts are captured again without it; then both are timed in turn, and prompts of 512 to
+32,000 tokens too. A row for each kernel and step: milliseconds with it and without, and the median
+ratio of the pairs (1.03: without it the step takes 3 % longer). Rows that a kernel cannot change
+are left out. What is not measured after --seconds is named at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import rows
+import torch
+from triton.runtime.jit import JITFunction
+
+from milepost import LLM, SamplingParams
+from milepost.engine import rank
+from milepost.kernels import device, norm, quantised
+from milepost.kernels.batch import Capacity
+from milepost.kernels.linear import hopper_tiles
+from milepost.kernels.linear import triton as linear_triton
+from milepost.kernels.moe import few, tall
+from milepost.kernels.quantised import (
+    rounded,
+    triton,
+    triton_gemv,
+    triton_hopper_experts,
+    triton_hopper_nibble_experts,
+    triton_hopper_nibble_rows,
+    triton_hopper_nibbles_tall,
+    triton_hopper_ring,
+    triton_hopper_rows,
+    triton_mix,
+    triton_tall,
+)
+from milepost.kernels.quantised.forms import Fp8, Int4
+from milepost.layers.quantised.base import QuantisedMatrix
+from milepost.runner import graphs as runner_graphs
+from milepost.runner.graphs import Graphs, largest_step
+
+Row = dict[str, Any]
+DECODES = {1: 40, 16: 15, 64: 10}
+"""Sequences, and replays of a step at a time."""
+PROMPTS = {512: 6, 2048: 6, 8192: 4, 32_000: 2}
+"""Tokens, and pairs."""
+ROUNDS = 5
+ONE, FEW, MANY = (1,), (16, 64), tuple(PROMPTS)
+FORMS = "raw", "fp8", "int4"
+_LAUNCH = JITFunction.run
+
+
+def _never(*_arguments: Any, **_named: Any) -> bool:
+    return False
+
+
+def _nothing(*_arguments: Any, **_named: Any) -> None:
+    """No tiles, no result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What is taken away, and where that can be seen."""
+
+    forms: tuple[str, ...]
+    steps: tuple[int, ...]
+    without: Callable[[], AbstractContextManager[Any]]
+    beside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Taken away from both."""
+
+
+def _put(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(owner, name, value)
+
+
+@contextmanager
+def _no_hopper() -> Iterator[None]:
+    device.allow_hopper_kernels(False)
+    try:
+        yield
+    finally:
+        device.allow_hopper_kernels(True)
+
+
+@contextmanager
+def _no_begun() -> Iterator[None]:
+    with (
+        mock.patch.object(norm, "multiplies_too", _never),
+        mock.patch.object(quantised, "norms_too", _never),
+    ):
+        yield
+
+
+@contextmanager
+def _no_hopper_row() -> Iterator[None]:
+    def by_gemv(
+        output: Any, hidden: Any, weight: Any, bias: Any, chip: Any, *, is_gated: bool
+    ) -> None:
+        assert not is_gated
+        triton_gemv.multiply(hidden, weight, bias, output, chip)
+
+    with (
+        mock.patch.object(triton, "_multiply_row", by_gemv),
+        mock.patch.object(triton, "multiply_gated", _nothing),
+        mock.patch.object(quantised, "norms_too", _never),
+    ):
+        yield
+
+
+@contextmanager
+def _portable_tall() -> Iterator[None]:
+    mix_tall = triton_mix._mix_tall
+
+    def portable(*arguments: Any) -> None:
+        with mock.patch.object(triton_mix, "runs_gluon", _never):
+            mix_tall(*arguments)
+
+    with mock.patch.object(triton_mix, "_mix_tall", portable):
+        yield
+
+
+@contextmanager
+def _ordinary_launches() -> Iterator[None]:
+    launch = JITFunction.run
+
+    def ordinary(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        return launch(kernel, *arguments, **options)
+
+    with mock.patch.object(JITFunction, "run", ordinary):
+        yield
+
+
+KERNELS: dict[str, Kernel] = {
+    "begun": Kernel(forms=FORMS, steps=ONE, without=_no_begun),
+    "row_normed": Kernel(forms=("int4",), steps=ONE, without=_put(quantised, "norms_too", _never)),
+    "mix_by_logits": Kernel(
+        forms=("int4",), steps=ONE, without=_put(quantised, "mix_by_logits", _nothing)
+    ),
+    "row_experts": Kernel(
+        forms=("fp8", "int4"), steps=ONE, without=_put(triton_mix, "runs_hopper", _never)
+    ),
+    "hopper_row": Kernel(forms=("fp8", "int4"), steps=ONE, without=_no_hopper_row),
+    "ring": Kernel(forms=("fp8",), steps=ONE, without=_put(triton_hopper_ring, "suits", _never)),
+    "linear_hopper": Kernel(
+        forms=FORMS, steps=FEW, without=_put(hopper_tiles, "find_tiles", _nothing)
+    ),
+    "linear_gated": Kernel(
+        forms=("raw",), steps=FEW, without=_put(linear_triton, "multiply_gated", _nothing)
+    ),
+    "beside": Kernel(forms=("fp8",), steps=FEW, without=_put(quantised, "multiply_beside", _never)),
+    "hopper_rows": Kernel(
+        forms=("fp8",), steps=FEW, without=_put(triton_hopper_rows, "find_tiles", _nothing)
+    ),
+    "nibble_rows": Kernel(
+        forms=("int4",), steps=FEW, without=_put(triton_hopper_nibble_rows, "find_tiles", _nothing)
+    ),
+    "hopper_experts": Kernel(
+        forms=("fp8",), steps=FEW, without=_put(triton_hopper_experts, "suits", _never)
+    ),
+    "nibble_experts": Kernel(
+        forms=("int4",), steps=FEW, without=_put(triton_hopper_nibble_experts, "suits", _never)
+    ),
+    "nibbles_tall": Kernel(
+        forms=("int4",),
+        steps=FEW + MANY,
+        without=_put(triton_hopper_nibbles_tall, "suits", _never),
+    ),
+    "tall_hopper": Kernel(forms=("fp8",), steps=MANY, without=_portable_tall),
+    "tall": Kernel(
+        forms=("fp8",),
+        steps=MANY,
+        without=_put(triton_tall, "suits", _never),
+        beside=_no_hopper,
+    ),
+    "rounded": Kernel(
+        forms=("fp8",), steps=FEW + MANY, without=_put(rounded, "room_for", _nothing)
+    ),
+    "of_gated": Kernel(
+        forms=("fp8",), steps=FEW + MANY, without=_put(QuantisedMatrix, "takes_gated", _never)
+    ),
+    "raw_few": Kernel(forms=("raw",), steps=FEW, without=_put(few, "suits", _never)),
+    "raw_tall": Kernel(forms=("raw",), steps=MANY, without=_put(tall, "suits", _never)),
+    "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),
+    "hopper": Kernel(forms=FORMS, steps=(*ONE, *FEW, *MANY), without=_no_hopper),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
+    parser.add_argument("--only", nargs="*", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no kernel after these")
+    rows.add_option(parser)
+    parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "price.jsonl")
+    arguments = parser.parse_args()
+    begun = time.perf_counter()
+    options = dict(arguments.option)
+    with mock.patch.object(rank, "ladder", _short_ladder):
+        llm = LLM(
+            arguments.model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=40960,
+            max_num_seqs=64,
+            max_num_batched_tokens=8192,
+            **options,
+        )
+    print(f"started in {time.perf_counter() - begun:.0f} s", flush=True)
+    price = Price(llm)
+    common = {**rows.provenance(), "model": Path(arguments.model).name, "options": options}
+    found: list[Row] = []
+    left = [name for name in arguments.only if price.form in KERNELS[name].forms]
+    while left and time.perf_counter() - begun < arguments.seconds:
+        name = left.pop(0)
+        for row in price.of(name, KERNELS[name]):
+            print(json.dumps(row), flush=True)
+            found.append(common | row)
+    rows.write(arguments.out, found)
+    print(f"took {time.perf_counter() - begun:.0f} s; not measured:", *(left or ["none"]))
+    return 0
+
+
+def _short_ladder(**limits: Any) -> list[Capacity]:
+    """The graphs that the measured steps use, and no others."""
+    return [
+        each
+        for each in runner_graphs.ladder(**limits)
+        if (each.num_tokens in DECODES if each.decodes else each.num_tokens >= min(PROMPTS))
+    ]
+
+
+class Price:
+    """An engine, whose graphs change places with others."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._rng = llm, random.Random(0)
+        self._executor: Any = llm.llm_engine.runner.executor
+        self._whole: Graphs = self._executor._graphs
+        forms = {type(getattr(each, "form", None)) for each in self._executor.model.modules()}
+        self.form = "fp8" if Fp8 in forms else "int4" if Int4 in forms else "raw"
+        for num in DECODES:
+            self._fill(num)
+        for length in PROMPTS:
+            self._ask(length)
+
+    def of(self, name: str, kernel: Kernel) -> Iterator[Row]:
+        begun = time.perf_counter()
+        with kernel.beside():
+            base = self._whole if kernel.beside is nullcontext else self._captured(kernel.steps)
+            with kernel.without():
+                others = self._captured(kernel.steps)
+            spent = time.perf_counter() - begun
+            for step in kernel.steps:
+                pairs = self._decode if step in DECODES else self._prompt
+                with_it, without = pairs(step, base, others, kernel)
+                yield {
+                    "kernel": name,
+                    "form": self.form,
+                    "step": f"{'decode' if step in DECODES else 'cold'} {step}",
+                    "with_ms": round(1e3 * statistics.median(with_it), 3),
+                    "without_ms": round(1e3 * statistics.median(without), 3),
+                    "ratio": round(rows.paired_ratio(without, with_it), 4),
+                    "capture_s": round(spent, 1),
+                }
+
+    def _captured(self, steps: tuple[int, ...]) -> Graphs:
+        """The graphs of these steps, captured as kernels are chosen now."""
+        graphs = Graphs()
+        graphs._pool = self._whole._pool
+        sizes = [each for each in self._whole._graphs if self._is_used(each, steps)]
+        self._executor._graphs = graphs
+        largest = largest_step(max_num_seqs=64, max_num_batched_tokens=8192)
+        if JITFunction.run is _LAUNCH:  # or launches are what is taken away
+            self._executor.compile([*([largest] if MANY[0] in steps else []), *sizes])
+        try:
+            self._executor.capture(sizes)
+        finally:
+            self._executor._graphs = self._whole
+        return graphs
+
+    def _is_used(self, capacity: Capacity, steps: tuple[int, ...]) -> bool:
+        if capacity.decodes:
+            return capacity.num_tokens in steps
+        return any(step in PROMPTS for step in steps)
+
+    def _decode(
+        self,
+        num: int,
+        base: Graphs,
+        others: Graphs,
+        kernel: Kernel,  # noqa: ARG002
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of a step, by replays of the last one of a real answer."""
+        self._fill(num)
+        capacity = next(c for c in self._whole._graphs if c.decodes and c.num_tokens == num)
+        spent: tuple[list[float], list[float]] = ([], [])
+        for index in range(ROUNDS + 1):
+            for way in (0, 1) if index % 2 else (1, 0):
+                graphs = (base, others)[way]
+                graphs.replay(capacity)
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for _ in range(DECODES[num]):
+                    graphs.replay(capacity)
+                end.record()
+                torch.cuda.synchronize()
+                spent[way].append(1e-3 * start.elapsed_time(end) / DECODES[num])
+        return spent[0][1:], spent[1][1:]
+
+    def _prompt(
+        self, length: int, base: Graphs, others: Graphs, kernel: Kernel
+    ) -> tuple[list[float], list[float]]:
+        """Seconds from a cold prompt to its first token."""
+        spent: tuple[list[float], list[float]] = ([], [])
+        for index in range(PROMPTS[length] + 1):
+            for way in (0, 1) if index % 2 else (1, 0):
+                self._executor._graphs = (base, others)[way]
+                with ExitStack() as stack:
+                    if way:
+                        stack.enter_context(kernel.without())
+                    spent[way].append(self._ask(length))
+                self._executor._graphs = self._whole
+        return spent[0][1:], spent[1][1:]
+
+    def _fill(self, num: int) -> None:
+        """Have so many sequences decode, so that the step's inputs are theirs."""
+        self._generate([self._tokens(128) for _ in range(num)], 8)
+
+    def _ask(self, length: int) -> float:
+        return self._generate([self._tokens(length)], 1)
+
+    def _generate(self, prompts: list[list[int]], num_out: int) -> float:
+        params = SamplingParams(
+            temperature=0, max_tokens=num_out, ignore_eos=True, detokenize=False
+        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        self._llm.generate(given, params, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    def _tokens(self, num: int) -> list[int]:
+        return self._rng.choices(range(10, self._llm.llm_engine.vocab_size), k=num)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
