@@ -210,13 +210,13 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
     engine = bench.llm.llm_engine
     if engine.config.tensor_parallel_size > 1 or not hasattr(engine.runner.executor, "_graphs"):
         return {}  # other ranks would go on with their graphs; a CPU has none
-    from milepost.kernels import moe, quantised
+    from milepost.kernels import moe
     from milepost.layers.moe import MoE
     from milepost.runner.graphs import Graphs
 
     executor = bench.llm.llm_engine.runner.executor
     counts: list[int] = []  # of the steps with all of them
-    route, graphs, mix = moe.route, executor._graphs, quantised.mix_by_logits
+    route, graphs = moe.route, executor._graphs
 
     def note(*arguments: Any, **options: Any) -> Any:
         weights, experts = route(*arguments, **options)
@@ -225,11 +225,10 @@ def _experts_touched(bench: Bench, prompts: list[Prompt]) -> Row:
         return weights, experts
 
     moe.route, executor._graphs = note, Graphs()
-    quantised.mix_by_logits = lambda *_: None  # of one token products choose, and tell nobody
     try:
         _, _, answers = bench.generate(prompts, 64)
     finally:
-        moe.route, executor._graphs, quantised.mix_by_logits = route, graphs, mix
+        moe.route, executor._graphs = route, graphs
     last = {"distinct_tokens": len({answer[-1] for answer in answers})}
     parts = [part for layer in executor.model.layers for b in layer.blocks for part in b.parts]
     num_layers = sum(isinstance(part, MoE) for part in parts)

@@ -34,8 +34,7 @@ from milepost.engine import rank
 from milepost.kernels import device, norm, quantised
 from milepost.kernels.batch import Capacity
 from milepost.kernels.linear import hopper_tiles
-from milepost.kernels.linear import triton as linear_triton
-from milepost.kernels.moe import few, tall
+from milepost.kernels.moe import tall
 from milepost.kernels.quantised import (
     rounded,
     triton,
@@ -99,10 +98,7 @@ def _no_hopper() -> Iterator[None]:
 
 @contextmanager
 def _no_begun() -> Iterator[None]:
-    with (
-        mock.patch.object(norm, "multiplies_too", _never),
-        mock.patch.object(quantised, "norms_too", _never),
-    ):
+    with mock.patch.object(norm, "multiplies_too", _never):
         yield
 
 
@@ -117,7 +113,6 @@ def _no_hopper_row() -> Iterator[None]:
     with (
         mock.patch.object(triton, "_multiply_row", by_gemv),
         mock.patch.object(triton, "multiply_gated", _nothing),
-        mock.patch.object(quantised, "norms_too", _never),
     ):
         yield
 
@@ -147,10 +142,6 @@ def _ordinary_launches() -> Iterator[None]:
 
 KERNELS: dict[str, Kernel] = {
     "begun": Kernel(forms=FORMS, steps=ONE, without=_no_begun),
-    "row_normed": Kernel(forms=("int4",), steps=ONE, without=_put(quantised, "norms_too", _never)),
-    "mix_by_logits": Kernel(
-        forms=("int4",), steps=ONE, without=_put(quantised, "mix_by_logits", _nothing)
-    ),
     "row_experts": Kernel(
         forms=("fp8", "int4"), steps=ONE, without=_put(triton_mix, "runs_hopper", _never)
     ),
@@ -158,9 +149,6 @@ KERNELS: dict[str, Kernel] = {
     "ring": Kernel(forms=("fp8",), steps=ONE, without=_put(triton_hopper_ring, "suits", _never)),
     "linear_hopper": Kernel(
         forms=FORMS, steps=FEW, without=_put(hopper_tiles, "find_tiles", _nothing)
-    ),
-    "linear_gated": Kernel(
-        forms=("raw",), steps=FEW, without=_put(linear_triton, "multiply_gated", _nothing)
     ),
     "beside": Kernel(forms=("fp8",), steps=FEW, without=_put(quantised, "multiply_beside", _never)),
     "hopper_rows": Kernel(
@@ -193,7 +181,6 @@ KERNELS: dict[str, Kernel] = {
     "of_gated": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(QuantisedMatrix, "takes_gated", _never)
     ),
-    "raw_few": Kernel(forms=("raw",), steps=FEW, without=_put(few, "suits", _never)),
     "raw_tall": Kernel(forms=("raw",), steps=MANY, without=_put(tall, "suits", _never)),
     "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),
     "hopper": Kernel(forms=FORMS, steps=(*ONE, *FEW, *MANY), without=_no_hopper),

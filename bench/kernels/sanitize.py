@@ -48,7 +48,7 @@ from tests.numbers import relative_error
 from milepost.kernels import attention, linear, moe
 from milepost.kernels.attention import triton_prepare as preparation
 from milepost.kernels.device import probe
-from milepost.kernels.moe import few, reference
+from milepost.kernels.moe import gemv, reference
 
 DTYPE, BOUND = torch.bfloat16, 1e-2
 HIDDEN, SIZE, EXPERTS, CHOSEN = 256, 128, 8, 4
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def check_experts() -> None:
-    """Alone, few (a part of a tile and a whole one), grouped, tall."""
+    """Alone, grouped (a part of a tile and a whole one), tall."""
     for num_tokens in (1, 9, 16, 33, 100):
         hidden, weights, experts, gate_up, down = make_experts(num_tokens)
         output = moe.apply(*(each.cuda() for each in (hidden, weights, experts, gate_up, down)))
@@ -110,10 +110,6 @@ def check_gemms() -> None:
             output = linear.multiply(hidden.cuda(), weight.cuda())
             expected = F.linear(hidden.float(), weight.float())
             compare(f"{num_tokens} by {num_inputs} by {num_outputs}", output, expected)
-        hidden, weight = draw(num_tokens, 256), draw(2 * 8200, 256)
-        output = linear.multiply_gated(hidden.cuda(), weight.cuda())
-        gate, up = F.linear(hidden.float(), weight.float()).chunk(2, 1)
-        compare(f"{num_tokens}, gated", output, F.silu(gate) * up)
 
 
 def check_decode() -> None:
@@ -208,7 +204,9 @@ def _count(output, first: gl.constexpr, num_warps: gl.constexpr):
 def check_planted() -> None:
     hidden, weights, experts, _, down = (each.cuda() for each in make_experts(16))
     active = hidden.new_zeros(experts.numel(), SIZE)
-    few.project_down(active, weights, experts, down, hidden.new_empty(15, CHOSEN + 1, HIDDEN))
+    output = hidden.new_empty(15, CHOSEN + 1, HIDDEN)
+    how = {"block_n": 8, "block_k": 512, "num_warps": 4}
+    gemv.project_down(active, weights, experts, down, output, **how)
 
 
 def compare(name: str, actual: Tensor, expected: Tensor) -> None:

@@ -12,12 +12,9 @@ from milepost.kernels import moe, norm
 from milepost.kernels.device import probe
 from milepost.kernels.quantised import (
     Quantised,
-    add_norm_and_multiply,
     mix,
-    mix_by_logits,
     multiply,
     multiply_gated,
-    norms_too,
     partials_of_gated,
     rounded,
     triton,
@@ -271,121 +268,6 @@ def test_a_chain_of_single_rows(form: str) -> None:
             each.fill_(-1)
         graph.replay()
         assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="kernels for Hopper",
-)
-@pytest.mark.parametrize(
-    ("num_experts", "num_chosen", "num_shared"), [(32, 4, 0), (50, 10, 2), (256, 8, 1)]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_choose_their_experts(
-    num_experts: int, num_chosen: int, num_shared: int, dtype: torch.dtype
-) -> None:
-    """The bits of a launch that routes and of products behind it, one by one; also where launches
-    overlap, and among equal logits. Padding behind the logits is read by nobody."""
-    make, size = CHAINS["int4"]
-    count = num_experts + num_shared
-    up, down = to("cuda", make(count, 256, 512)), to("cuda", make(count, 512, 128))
-    for weight in (up, down):
-        weight.scales.mul_(weight.num_inputs**-0.5 / size)
-    first = torch.randn(1, 512, device="cuda").to(dtype)
-    router = torch.randn(num_experts + (num_shared > 0), 512, device="cuda").to(dtype) / 16
-    router[3], router[7] = router[5], router[5]
-    scale, padded = torch.ones(512, device="cuda"), len(router) + 5
-
-    def run(pause: Callable[[], object], *, apart: bool) -> list[torch.Tensor]:
-        hidden, delta, kept = first, None, []
-        for _ in range(12):
-            wide = hidden.new_full((1, padded), torch.inf)
-            logits = wide[:, : len(router)]
-            how = scale, 1e-6, 1.0, router, logits
-            hidden, normed = norm.add_norm_and_multiply(hidden, delta, *how)
-            pause()
-            if apart:
-                how = {"normalise": True, "num_shared": num_shared}
-                delta = mix(normed, *moe.route(logits, num_chosen, **how), up, down)
-            else:
-                delta = mix_by_logits(normed, logits, num_chosen, num_shared, up, down)
-                assert delta is not None
-            pause()
-            kept += [normed, logits, delta]
-        return kept
-
-    expected = run(torch.cuda.synchronize, apart=True)
-    assert all(each.isfinite().all() for each in expected)
-    assert all(map(torch.equal, run(torch.cuda.synchronize, apart=False), expected))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(lambda: None, apart=False)
-    for _ in range(10):
-        for each in found:
-            each.fill_(-1)
-        graph.replay()
-        assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="a kernel for Hopper",
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("shape", "num_raw", "num_parts"),
-    [((12288, 2048), 64, 1), ((200, 1024), 0, 3), ((2064, 2048), 16, 0)],
-)
-def test_a_norm_and_products(shape: tuple[int, int], num_raw: int, num_parts: int, dtype) -> None:
-    """Of one row, as they are apart; nothing else is written. Chains whose launches overlap return
-    the bits of launches one by one."""
-    num_outputs, size = shape
-    weight, back = to("cuda", make_int4(*shape, group=128)), torch.randn(size, num_outputs)
-    raw = (torch.randn(num_raw, size) / 8).cuda().to(dtype) if num_raw else None
-    back = (back * num_outputs**-0.5).cuda().to(dtype)
-    scale, first = torch.rand(size, device="cuda"), torch.randn(1, size, device="cuda").to(dtype)
-    assert norms_too(first, weight, raw)
-
-    def run(pause: Callable[[], object]) -> list[torch.Tensor]:
-        hidden, delta, kept = first.clone(), None, []
-        for _ in range(8):
-            wide = hidden.new_full((1, num_outputs + num_raw + 9), torch.nan)
-            output = wide[:, :-9]
-            how = scale, 1e-6, 0.5, weight, raw, output
-            hidden, normed = add_norm_and_multiply(hidden, delta, *how)
-            pause()
-            kept += [hidden, normed, wide]
-            if num_parts:
-                part = torch.tanh(output[:, :num_outputs]) @ back.T
-                delta = part if num_parts == 1 else part[:, None].float().repeat(1, num_parts, 1)
-            pause()
-        return kept
-
-    expected = run(torch.cuda.synchronize)
-    before, delta = first, None
-    for total, normed, wide in zip(*[iter(expected)] * 3, strict=True):
-        plain = norm.add_norm(before, delta, scale, 1e-6, 0.5)
-        assert torch.equal(total, plain[0])
-        assert (normed - plain[1]).norm() / plain[1].norm() < 2e-3
-        check(wide[:, :num_outputs].float(), normed, weight, torch.zeros(num_outputs).cuda(), 5e-3)
-        if raw is not None:
-            exact = normed.double() @ raw.double().T
-            error = (wide[:, num_outputs:-9] - exact).norm() / exact.norm()
-            assert error < 4e-3
-        assert wide[:, -9:].isnan().all()
-        before = total
-        if num_parts:
-            part = torch.tanh(wide[:, :num_outputs]) @ back.T
-            delta = part if num_parts == 1 else part[:, None].float().repeat(1, num_parts, 1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(lambda: None)
-    for _ in range(10):
-        for each in found:
-            each[:] = torch.nan
-        graph.replay()
-        pairs = zip(found, expected, strict=True)
-        assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in pairs)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 30, 64, 301])

@@ -1,9 +1,8 @@
 """What Hopper's GEMMs of few rows have in common, in Gluon: one warp has TMA load the steps of the
 weights and of the inputs, while the others multiply.
 
-The stages are `inputs` [STAGES, BLOCK_M, BLOCK_K] and `weights` [STAGES * PARTS, MMA_M, BLOCK_K] in
-shared memory, and `bars`: those that are loaded, then those that are used up. PARTS is 2 where a
-tile of outputs has gates beside it, in rows OUTPUTS before its own.
+The stages are `inputs` [STAGES, BLOCK_M, BLOCK_K] and `weights` [STAGES, MMA_M, BLOCK_K] in
+shared memory, and `bars`: those that are loaded, then those that are used up.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ def open_stages(
     MMA_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
     CONSUMERS: gl.constexpr = 1,
 ):
     """Shared memory for the stages, and their barriers."""
     dtype: gl.constexpr = weight.dtype
     inputs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
-    weights = gl.allocate_shared_memory(dtype, [STAGES * PARTS, MMA_M, BLOCK_K], weight.layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES, MMA_M, BLOCK_K], weight.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for bar in gl.static_range(STAGES):
         mbarrier.init(bars.index(bar), count=1)
@@ -41,12 +39,10 @@ def open_stages(
 @gluon.jit
 def produce(
     produced,
-    OUTPUTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     TILES: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
 ):
     """Load every step as soon as there is room: of the first ones the weights, then, once there
     are any, the inputs."""
@@ -56,7 +52,7 @@ def produce(
     num_ahead = gl.minimum(num_steps, STAGES)
     for number in range(num_ahead):
         tile, step = _locate(number, first, stride, TILES, STEPS)
-        _fetch_weights(produced, tile, step, number, OUTPUTS, BLOCK_N, PARTS)
+        _fetch_weights(produced, tile, step, number, BLOCK_N)
     wait_for_inputs()
     for number in range(num_ahead):
         _, step = _locate(number, first, stride, TILES, STEPS)
@@ -65,7 +61,7 @@ def produce(
         tile, step = _locate(number, first, stride, TILES, STEPS)
         stage = number % STAGES
         mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
-        _fetch_weights(produced, tile, step, stage, OUTPUTS, BLOCK_N, PARTS)
+        _fetch_weights(produced, tile, step, stage, BLOCK_N)
         _fetch_inputs(produced, step, stage)
 
 
@@ -77,15 +73,7 @@ def _locate(number, first, stride, TILES: gl.constexpr, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_weights(
-    produced,
-    tile,
-    step,
-    stage,
-    OUTPUTS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    PARTS: gl.constexpr,
-):
+def _fetch_weights(produced, tile, step, stage, BLOCK_N: gl.constexpr):
     """Have a step's weights loaded; its barrier waits for the inputs too."""
     hidden, weight, weights, bars = produced[0], produced[1], produced[4], produced[5]
     ROWS: gl.constexpr = hidden.block_type.shape[0]
@@ -94,12 +82,11 @@ def _fetch_weights(
     bar = bars.index(stage)
     BYTES: gl.constexpr = weights.dtype.primitive_bitwidth // 8
     SCALES: gl.constexpr = 4 * ROWS if len(produced) > 6 else 0
-    mbarrier.expect(bar, (PARTS * BLOCK_N + ROWS) * BLOCK_K * BYTES + SCALES)
-    for part in gl.static_range(PARTS):
-        place = weights.index(stage * PARTS + part)
-        for first in gl.static_range(0, BLOCK_N, BOX):
-            at = [part * OUTPUTS + tile * BLOCK_N + first, step * BLOCK_K]
-            load_box(weight, at, bar, place.slice(first, BOX))
+    mbarrier.expect(bar, (BLOCK_N + ROWS) * BLOCK_K * BYTES + SCALES)
+    place = weights.index(stage)
+    for first in gl.static_range(0, BLOCK_N, BOX):
+        at = [tile * BLOCK_N + first, step * BLOCK_K]
+        load_box(weight, at, bar, place.slice(first, BOX))
 
 
 @gluon.jit

@@ -9,23 +9,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from milepost.kernels.quantised import Quantised
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Begun:
-    """A projection that has room for its output, of which the last matrix is to be multiplied, or
-    all of them."""
+    """A projection that has room for its output, of which the last matrix is to be multiplied."""
 
     owner: object
     """The projection."""
-    weight: Tensor | None
-    """The last matrix [O, I], if it is raw."""
+    weight: Tensor
+    """The last matrix [O, I], raw."""
     target: Tensor
     """[1, O], its part of the output."""
     output: Tensor
-    form: Quantised | None = None
-    """The first matrix, if all are multiplied."""
 
     def ride_on(self, rows: Tensor) -> None:
         """Have the input `rows` bring it along once the target is filled. Views and copies of them

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import linear, norm, quantised
+from milepost.kernels import linear, norm
 from milepost.layers.begun import Begun, find
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
@@ -100,7 +100,7 @@ class Linear(nn.Module):
     def forward(self, hidden: Tensor, *, lets_next_start: bool = True) -> Tensor:
         """See `linear.multiply`."""
         begun = find(hidden, self)
-        if begun is not None and (self._is_fused or begun.form is not None):
+        if begun is not None and self._is_fused:
             return begun.output
         if self._is_fused:
             return self._weight.multiply(hidden, self._bias, lets_next_start=lets_next_start)
@@ -147,10 +147,9 @@ class Linear(nn.Module):
         return own, own[0].start, sum(section.count for section in own)
 
     def begin(self, hidden: Tensor) -> Begun | None:
-        """What the norm that makes one row like `hidden` multiplies on the way: all, if there is a
-        launch for it; or the last matrix, if it is small and raw and its outputs stand side by
-        side. Before a large one of FP8 that would cost more than behind it, where it runs while
-        that one ends."""
+        """What the norm that makes one row like `hidden` multiplies on the way: the last matrix,
+        if it is small and raw and its outputs stand side by side. Before a large one of FP8 that
+        would cost more than behind it, where it runs while that one ends."""
         if self._has_bias or self.rounds_rows:
             return None
         group = len(self.weights) - 1
@@ -159,15 +158,11 @@ class Linear(nn.Module):
             return None
         last = self.weights[group]
         values = last.values if isinstance(last, RawWeight) else None
-        form = getattr(self._weight, "form", None)
-        has_others = group > 1 or start + count < self._num_outputs or (group and values is None)
-        if form is None or has_others or not quantised.norms_too(hidden, form, values):
-            form = None
-            if values is None or not norm.multiplies_too(hidden, values):
-                return None
+        if values is None or not norm.multiplies_too(hidden, values):
+            return None
         output = self._new_output(hidden)
         target = output.narrow(-1, start, count)
-        return Begun(owner=self, weight=values, target=target, output=output, form=form)
+        return Begun(owner=self, weight=values, target=target, output=output)
 
     def partials(self, hidden: Tensor) -> Tensor:
         """The same, or partials [T, P, O] of it, for whoever reads it to add up."""

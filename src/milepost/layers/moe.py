@@ -87,8 +87,6 @@ class MoE(nn.Module):
         )
         self.router = Linear(hidden_size, [each for each in sections if each[1]], kind)
         self.bias = kind.empty_precise(shapes.num_experts) if shapes.has_bias else None
-        is_softmax = shapes.scores.is_plain and shapes.normalise and self.bias is None
-        self._is_plain = is_softmax and self.cut.is_whole
         inner_size = shapes.latent_size or hidden_size
         sizes = ExpertSizes(
             hidden_size=inner_size,
@@ -130,13 +128,8 @@ class MoE(nn.Module):
         logits = self.router.precise(hidden) if is_precise else self.router.partials(hidden)
         logits = logits[..., : self.num_logits]
         inputs = hidden if self.latent_in is None else self.latent_in(hidden)
-        partials = None
-        if self._is_plain:
-            how = self.shapes.num_chosen, self.num_joint
-            partials = self.experts.mix_by_logits(inputs, logits, *how)
-        if partials is None:
-            shares, experts = self._route(logits, hidden.dtype, num_real)
-            partials = self.experts.mix(inputs, shares, experts)
+        shares, experts = self._route(logits, hidden.dtype, num_real)
+        partials = self.experts.mix(inputs, shares, experts)
         if self.latent_out is not None:
             partials = self.latent_out(partials.sum(1))[:, None]
         if self.shared_gate is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from milepost.kernels import norm, quantised
+from milepost.kernels import norm
 from milepost.kernels.precision import cast
 from milepost.layers.begun import Begun
 from milepost.layers.parameters import ParameterKind
@@ -70,12 +70,7 @@ class RMSNorm(nn.Module):
             return self.ranks.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
         how = self.scale, self.eps, self.multiplier
         if first is not None:
-            if first.form is not None:
-                weights = first.form, first.weight, first.output
-                both = quantised.add_norm_and_multiply(hidden, delta, *how, *weights)
-            else:
-                assert first.weight is not None, "one is multiplied"
-                both = norm.add_norm_and_multiply(hidden, delta, *how, first.weight, first.target)
+            both = norm.add_norm_and_multiply(hidden, delta, *how, first.weight, first.target)
             first.ride_on(both[1])
             return both
         return norm.add_norm(hidden, delta, *how, rounds=rounds, keeps_rows=keeps_rows)

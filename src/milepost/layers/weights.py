@@ -111,13 +111,6 @@ class Experts(Protocol):
         [T, P, I]: see `moe.partials`."""
         ...
 
-    def mix_by_logits(
-        self, hidden: Tensor, logits: Tensor, num_chosen: int, num_shared: int
-    ) -> Tensor | None:
-        """`mix` of what `moe.route` makes of `logits` where shares add up to 1, if that takes no
-        launch of its own; else None."""
-        ...
-
     def placements(self) -> Placements:
         """By full names."""
         ...
@@ -294,16 +287,6 @@ class RawExperts(nn.Module):
 
     def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         return moe.partials(hidden, shares, experts, self.up, self.down)
-
-    def mix_by_logits(
-        self,
-        hidden: Tensor,  # noqa: ARG002
-        logits: Tensor,  # noqa: ARG002
-        num_chosen: int,  # noqa: ARG002
-        num_shared: int,  # noqa: ARG002
-    ) -> Tensor | None:
-        """They have no such kernel."""
-        return None
 
     def placements(self) -> Placements:
         names, sizes, full = self.names, self.sizes, self.kind.full

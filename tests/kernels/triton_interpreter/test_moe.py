@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.moe import few, gemv, grouped_gemm, reference, tall, triton
+from milepost.kernels.moe import gemv, grouped_gemm, reference, tall, triton
 from milepost.kernels.moe.grouping import group_few, group_many
 from milepost.kernels.moe.scores import Scores
 from milepost.kernels.tiles import Tiles
@@ -255,25 +255,7 @@ def test_tall_blocks(num_tokens: int) -> None:
     assert relative_error(output.float().sum(1), expected) < 5e-3
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9, 16])
-def test_few_tokens(num_tokens: int) -> None:
-    """One expert that nobody chose, and every output written."""
-    hidden, logits, gate_up, down = (tensor.half() for tensor in make(num_tokens, 5, 256, 128))
-    logits[:, 2] = -torch.inf
-    gate_up[2] = down[2] = torch.nan
-    weights, experts = triton.route(logits, 2, normalise=True, num_shared=1)
-    assert few.suits(hidden, 128)
-    active = torch.full((experts.numel(), 128), torch.nan, dtype=torch.half)
-    output = torch.full((num_tokens, 3, 256), torch.nan, dtype=torch.half)
-    few.project_up(hidden, experts, gate_up / 16, active)
-    few.project_down(active, weights, experts, down / 16, output)
-    expected = reference.apply(
-        hidden.float(), weights.float(), experts.long(), gate_up.float() / 16, down.float() / 16
-    )
-    assert relative_error(output.float().sum(1), expected) < 5e-3
-
-
-@pytest.mark.parametrize("kernel", ["gemv", "few", "grouped_gemm", "swapped", "tall"])
+@pytest.mark.parametrize("kernel", ["gemv", "grouped_gemm", "swapped", "tall"])
 def test_experts_without_gates(kernel: str) -> None:
     """Of a size that is an odd multiple of 64; every output written."""
     num_tokens = {"tall": 70, "gemv": 3}.get(kernel, 9)
@@ -286,10 +268,6 @@ def test_experts_without_gates(kernel: str) -> None:
     if kernel == "gemv":
         gemv.project_up(hidden, experts, up, active, **small)
         gemv.project_down(active, weights, experts, down, output, **small)
-    elif kernel == "few":
-        assert few.suits(hidden, 192)
-        few.project_up(hidden, experts, up, active)
-        few.project_down(active, weights, experts, down, output)
     elif kernel == "tall":
         assert tall.suits(hidden, 192)
         groups = group_many(experts, 4, tall.BLOCK_M)

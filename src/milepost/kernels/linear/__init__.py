@@ -121,12 +121,6 @@ def _multiply(
 def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor:
     """SiLU(gate) * up [T, O]: gates and up are the halves of `multiply(hidden, weight)`, in this
     order; `weight` [2 * O, I]."""
-    if _are_few(hidden):
-        from milepost.kernels.linear import triton
-
-        result = triton.multiply_gated(hidden, weight)
-        if result is not None:
-            return result
     return norm.silu_mul(multiply(hidden, weight))
 
 

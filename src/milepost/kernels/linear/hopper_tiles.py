@@ -27,7 +27,7 @@ class HopperTiles:
     block_m: int
     """Tokens; what others in a tile come to is dropped."""
     block_n: int
-    """Outputs of a tile, and as many gates: a multiple of 8."""
+    """Outputs of a tile: a multiple of 8."""
     num_stages: int
     """Steps that are under way at a time."""
     max_warps: int
@@ -53,8 +53,6 @@ class LinearRegime:
 
     wide: HopperTiles
     """Many outputs. A tile is at most so wide."""
-    gated: HopperTiles
-    """Many outputs with gates. A tile is at most so wide."""
     long: HopperTiles
     """Many inputs, few outputs."""
     square: HopperTiles
@@ -66,21 +64,18 @@ class LinearRegime:
 _REGIMES = (
     LinearRegime(
         wide=HopperTiles(block_m=16, block_n=128, num_stages=12, max_warps=4),
-        gated=HopperTiles(block_m=16, block_n=128, num_stages=6, max_warps=8),
         long=HopperTiles(block_m=16, block_n=64, num_stages=10, max_warps=4, programs=2, split_k=4),
         square=HopperTiles(block_m=16, block_n=64, num_stages=8, max_warps=4, split_k=2),
         small=None,
     ),
     LinearRegime(
         wide=HopperTiles(block_m=32, block_n=128, num_stages=11, max_warps=8),
-        gated=HopperTiles(block_m=32, block_n=128, num_stages=6, max_warps=8),
         long=HopperTiles(block_m=32, block_n=64, num_stages=8, max_warps=4, programs=2, split_k=4),
         square=HopperTiles(block_m=32, block_n=64, num_stages=6, max_warps=4, split_k=2),
         small=HopperTiles(block_m=32, block_n=64, num_stages=10, max_warps=4, split_k=4),
     ),
     LinearRegime(
         wide=HopperTiles(block_m=64, block_n=128, num_stages=9, max_warps=8),
-        gated=HopperTiles(block_m=64, block_n=128, num_stages=5, max_warps=8),
         long=HopperTiles(block_m=64, block_n=64, num_stages=12, max_warps=4, split_k=2),
         square=HopperTiles(block_m=64, block_n=64, num_stages=12, max_warps=4, split_k=2),
         small=HopperTiles(block_m=64, block_n=64, num_stages=10, max_warps=4, split_k=4),
@@ -91,23 +86,19 @@ _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 <
 with fewer of both, `triton`'s tiles are as fast."""
 
 
-def find_tiles(
-    hidden: Tensor, weight: Tensor, *, is_gated: bool = False, is_whole: bool = False
-) -> HopperTiles | None:
+def find_tiles(hidden: Tensor, weight: Tensor, *, is_whole: bool = False) -> HopperTiles | None:
     """Tiles of the GEMM if this kernel can do it and is the faster one. Where the result `is_whole`
     nobody adds up split-K partials on the way.
     """
     num_tokens, num_inputs = hidden.shape
-    num_outputs = len(weight) // (2 if is_gated else 1)
+    num_outputs = len(weight)
     regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.block_m), None)
     if regime is None or not (_can_copy(hidden) and _can_copy(weight)):
         return None
     tiles: HopperTiles | None = None
     is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
     if num_outputs in _MANY or is_wide:
-        tiles = _spread(regime.gated if is_gated else regime.wide, num_outputs, hidden.device)
-    elif is_gated:
-        return None
+        tiles = _spread(regime.wide, num_outputs, hidden.device)
     elif num_inputs in _MANY and (num_outputs in _FEW or num_outputs in _SOME):
         tiles = regime.long
     elif num_inputs in _SOME and num_outputs in _SOME:

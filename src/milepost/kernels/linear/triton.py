@@ -80,17 +80,6 @@ def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor | None:
     return multiply(hidden, weight, None, tiles, split_k, dtype=torch.float32)
 
 
-def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor | None:
-    """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
-    gates, if that is faster here than two launches, else None."""
-    if not runs_gluon(hidden):
-        return None
-    from milepost.kernels.linear import hopper_tiles, triton_hopper
-
-    tiles = hopper_tiles.find_tiles(hidden, weight, is_gated=True)
-    return None if tiles is None else triton_hopper.multiply(hidden, weight, tiles, is_gated=True)
-
-
 def _choose_split_k(weight: Tensor, tiles: Tiles) -> int:
     return choose_split_k(*weight.shape, tiles, num_sms(weight.device))
 

@@ -40,16 +40,14 @@ def multiply(
     weight: Tensor,
     tiles: HopperTiles,
     *,
-    is_gated: bool = False,
     lets_next_start: bool = True,
 ) -> Tensor:
     """`hidden` [T, I] times `weight` [O, I] transposed: [T, O].
 
-    Cut along I in S > 1 parts they stay apart: [T, S, O] in float32. Where `is_gated`, the weight
-    is [2 * O, I] and the outputs are SiLU(first half) * second half.
+    Cut along I in S > 1 parts they stay apart: [T, S, O] in float32.
     """
     num_tokens, num_inputs = hidden.shape
-    num_outputs = len(weight) // (2 if is_gated else 1)
+    num_outputs = len(weight)
     if tiles.split_k == 1:
         output = hidden.new_empty(num_tokens, num_outputs)
     else:
@@ -70,19 +68,18 @@ def multiply(
         BLOCK_K=BLOCK_K,
         SPLIT_K=tiles.split_k,
         STAGES=tiles.num_stages,
-        GATED=is_gated,
         LETS_NEXT_START=lets_next_start,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=tiles.num_warps,
-        maxnreg=_registers(tiles, is_gated),
+        maxnreg=_registers(tiles),
         **OVERLAPPED,
     )
     return output if tiles.split_k == 1 else output.transpose(0, 1)
 
 
-def _registers(tiles: HopperTiles, is_gated: bool) -> int:
+def _registers(tiles: HopperTiles) -> int:
     """Of a thread on average: few, so that what runs before and behind finds room beside it."""
-    held = tiles.block_m * tiles.mma_m * (1 + is_gated) // (32 * tiles.num_warps)
+    held = tiles.block_m * tiles.mma_m // (32 * tiles.num_warps)
     return 48 if held <= 16 else 64 if held <= 32 else 96
 
 
@@ -101,15 +98,13 @@ def _gemm_kernel(
     BLOCK_K: gl.constexpr,
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
-    GATED: gl.constexpr,
     LETS_NEXT_START: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Every so many units, each a tile of outputs and a share of the inputs."""
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK_K)
-    PARTS: gl.constexpr = 2 if GATED else 1
-    inputs, weights, bars = open_stages(hidden, weight, BLOCK_M, MMA_M, BLOCK_K, STAGES, PARTS)
+    inputs, weights, bars = open_stages(hidden, weight, BLOCK_M, MMA_M, BLOCK_K, STAGES)
     num_units = TILES * SPLIT_K
     if LETS_NEXT_START:
         let_next_start()
@@ -117,8 +112,8 @@ def _gemm_kernel(
     produced = (hidden, weight, num_units, inputs, weights, bars)
     gl.warp_specialize(
         [
-            (_consume, (consumed, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, PARTS)),
-            (produce, (produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, PARTS)),
+            (_consume, (consumed, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES)),
+            (produce, (produced, BLOCK_N, TILES, STEPS, STAGES)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -134,7 +129,6 @@ def _consume(
     STEPS: gl.constexpr,
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
 ):
     """Multiply what is loaded. The weights are the left operand: they fill the tensor cores' tall
     side. A step is used up once the multiplications of the next are under way."""
@@ -149,35 +143,19 @@ def _consume(
     number = 0
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
         result = gl.zeros([MMA_M, BLOCK_M], gl.float32, layout=RESULT)
-        gated = result
         for step in range(STEPS):
             stage = number % STAGES
             mbarrier.wait(bars.index(stage), number // STAGES & 1)
             right = inputs.index(stage).permute((1, 0))
-            result = warpgroup_mma(weights.index(stage * PARTS), right, result, is_async=True)
-            if PARTS == 2:
-                left = weights.index(stage * PARTS + 1)
-                gated = warpgroup_mma(left, right, gated, is_async=True)
-            result, gated = _finish(result, gated, PARTS, PARTS)
+            result = warpgroup_mma(weights.index(stage), right, result, is_async=True)
+            result = warpgroup_mma_wait(1, [result])
             if step > 0:
                 _give_back(bars, number - 1, STAGES)
             number += 1
-        result, gated = _finish(result, gated, 0, PARTS)
+        result = warpgroup_mma_wait(0, [result])
         _give_back(bars, number - 1, STAGES)
-        if PARTS == 2:
-            result = result / (1 + gl.exp(-result)) * gated
         values = gl.convert_layout(result.to(output.dtype.element_ty), STORED)
         store_tile(output, values, unit, num_tokens, OUTPUTS, BLOCK_N, TILES, STORED)
-
-
-@gluon.jit
-def _finish(result, gated, pending: gl.constexpr, PARTS: gl.constexpr):
-    """Wait until no more than so many multiplications are under way."""
-    if PARTS == 2:
-        result, gated = warpgroup_mma_wait(pending, [result, gated])
-    else:
-        result = warpgroup_mma_wait(pending, [result])
-    return result, gated
 
 
 @gluon.jit

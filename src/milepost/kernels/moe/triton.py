@@ -1,9 +1,8 @@
-"""Routed experts on a GPU: `reference`'s functions, in four regimes by the number of tokens.
+"""Routed experts on a GPU: `reference`'s functions, in three regimes by the number of tokens.
 
-Very few tokens: each routed token reads its expert by itself (`gemv`). As many as fit a tile: every
-expert's weights are read once, for all of them (`few`). More: routed tokens are grouped by expert
-(`grouped_gemm`). Many: blocks so tall that the arithmetic is what costs (`tall`). Launches depend
-on shapes alone, never on what was chosen.
+Very few tokens: each routed token reads its expert by itself (`gemv`). More: routed tokens are
+grouped by expert (`grouped_gemm`). Many: blocks so tall that the arithmetic is what costs (`tall`).
+Launches depend on shapes alone, never on what was chosen.
 
 Legend: T tokens, X experts, N experts of a token, P = T * N routed tokens, H hidden size, I an
 expert's size.
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.device import probe
-from milepost.kernels.moe import few, gemv, grouped_gemm, tall
+from milepost.kernels.moe import gemv, grouped_gemm, tall
 from milepost.kernels.moe.activation import is_gated
 from milepost.kernels.moe.grouping import MANY_ROUTED, group_few, group_many
 from milepost.kernels.moe.routing import route
@@ -90,10 +89,6 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
         block_n, block_k = (8, 512) if down.shape[2] <= _SMALL else (2, 2048)
         how = {"block_n": block_n, "block_k": block_k, "num_warps": 4}
         gemv.project_down(active, weights, experts, down, output, **how)
-        return output
-    if few.suits(hidden, down.shape[2]):
-        few.project_up(hidden, experts, up, active)
-        few.project_down(active, weights, experts, down, output)
         return output
     num_experts = up.shape[0]
     if num_routed > _TALL_ROUTED * num_experts and tall.suits(hidden, down.shape[2]):

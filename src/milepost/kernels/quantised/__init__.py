@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from milepost.kernels import norm
-from milepost.kernels.device import probe, runs_gluon, runs_triton
+from milepost.kernels.device import runs_triton
 from milepost.kernels.quantised import reference
 from milepost.kernels.quantised.forms import (
     BLOCK,
@@ -36,15 +36,12 @@ __all__ = [
     "Fp8",
     "Int4",
     "Quantised",
-    "add_norm_and_multiply",
     "lane_of",
     "mix",
-    "mix_by_logits",
     "multiply",
     "multiply_beside",
     "multiply_gated",
     "multiply_into",
-    "norms_too",
     "pack",
     "partials",
     "partials_of_gated",
@@ -104,35 +101,6 @@ def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor:
     return norm.silu_mul(partials(hidden, weight))
 
 
-def norms_too(hidden: Tensor, weight: Quantised, raw: Tensor | None) -> bool:
-    """Whether one launch norms `hidden` [T, H] and multiplies it with `weight` [O, H] and `raw`
-    [R, H]."""
-    if not isinstance(weight, Int4) or len(hidden) != 1 or not runs_gluon(hidden):
-        return False
-    from milepost.kernels.quantised import triton_hopper_row_normed
-
-    return triton_hopper_row_normed.suits(hidden, weight, raw)
-
-
-def add_norm_and_multiply(
-    hidden: Tensor,
-    delta: Tensor | None,
-    scale: Tensor,
-    eps: float,
-    multiplier: float,
-    weight: Quantised,
-    raw: Tensor | None,
-    output: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `norm.add_norm` of `hidden` [1, H], where it `norms_too`; `output` [1, O + R] becomes what
-    `weight` [O, H] and `raw` [R, H] make of the norm."""
-    from milepost.kernels.quantised import triton_hopper_row_normed
-
-    assert isinstance(weight, Int4), "the form that norms too"
-    how = scale, eps, multiplier, weight, raw, output, probe(hidden.device)
-    return triton_hopper_row_normed.add_norm_and_multiply(hidden, delta, *how)
-
-
 def partials(
     hidden: Tensor, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
 ) -> Tensor:
@@ -167,20 +135,3 @@ def mix(hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Qu
         if mixed is not None:
             return mixed
     return reference.mix(hidden, shares, experts, up, down)
-
-
-def mix_by_logits(
-    hidden: Tensor,
-    logits: Tensor,
-    num_chosen: int,
-    num_shared: int,
-    up: Quantised,
-    down: Quantised,
-) -> Tensor | None:
-    """`mix` [1, 1, H] of what `moe.route` makes of a token's `logits`, with shares that add up to
-    1 but for the shared experts', if it takes no launch of its own to choose; else None."""
-    if len(hidden) != 1 or not runs_triton(hidden):
-        return None
-    from milepost.kernels.quantised import triton_mix
-
-    return triton_mix.mix_by_logits(hidden, logits, num_chosen, num_shared, up, down)

@@ -106,7 +106,7 @@ def load_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr):
     """Its blocks [PARTS, BLOCK], B of each part."""
     blocks = ()
     for b in gl.static_range(B):
-        column = row_columns(b, B)
+        column = _row_columns(b, B)
         if NUM_BLOCKS == B * _PARTS:
             blocks += (gl.load(p_x + column),)
         else:
@@ -116,7 +116,7 @@ def load_row(p_x, NUM_BLOCKS: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def row_columns(b: gl.constexpr, B: gl.constexpr):
+def _row_columns(b: gl.constexpr, B: gl.constexpr):
     """Of block b of each part of B, in the row [PARTS, BLOCK]."""
     part = gl.arange(0, _PARTS, gl.SliceLayout(1, _ROW))[:, None]
     return (part * B + b) * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, _ROW))[None, :]

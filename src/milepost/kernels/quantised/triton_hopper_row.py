@@ -7,8 +7,6 @@ units of an expert, B blocks of a part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
@@ -22,12 +20,6 @@ from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Int4, Quantised
-from milepost.kernels.quantised.routing_gluon import (
-    best_keys,
-    experts_of,
-    load_logits,
-    pick,
-)
 from milepost.kernels.quantised.row_gluon import (
     PARTS,
     TILE,
@@ -43,38 +35,12 @@ from milepost.kernels.quantised.row_gluon import (
     width_of,
 )
 from milepost.kernels.quantised.triton_step import constants, operands
-from milepost.kernels.tiles import next_power_of_2
 
 _HELD = 4
 """Blocks of a row that a thread holds at a time; of two rows, gate and up, half as many."""
-PROGRAMS, REGISTERS = 3, 80
+_PROGRAMS, _REGISTERS = 3, 80
 """Of four bits: programs that share an SM, and registers that leave it room for them."""
 _TILE = gl.constexpr(TILE)
-NOBODY = {"EXPERTS": 0, "COLUMNS": 0, "CHOSEN": 0, "SHARED": 0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRouting:
-    """Of one token, by whose logits every program finds out who is chosen."""
-
-    logits: Tensor
-    """[1, X], and behind them that of the shared experts, if there are some; 16 bits."""
-    num_chosen: int
-    num_shared: int
-
-    @property
-    def num_experts(self) -> int:
-        return self.logits.shape[1] - (self.num_shared > 0)
-
-    @property
-    def given(self) -> tuple[Tensor, dict[str, int]]:
-        """What kernels are given."""
-        return self.logits, {
-            "EXPERTS": self.num_experts,
-            "COLUMNS": next_power_of_2(self.num_experts),
-            "CHOSEN": self.num_chosen,
-            "SHARED": self.num_shared,
-        }
 
 
 def form_of(weight: Quantised, chip: Chip) -> dict[str, int]:
@@ -105,7 +71,7 @@ def multiply(
 
 def project_up(
     hidden: Tensor,
-    routing: Tensor | RowRouting,
+    experts: Tensor,
     up: Quantised,
     active: Tensor,
     chip: Chip,
@@ -113,14 +79,14 @@ def project_up(
     is_gated: bool,
 ) -> None:
     """`active` [P, S]: what `up` [X, 2 * S, I] and SwiGLU make of the routed tokens' `hidden`
-    [T, I], or `up` [X, S, I] and the square of a ReLU; `routing` are the experts [T, N]. The kernel
-    behind may read those and what was made with them, or logits, as it begins."""
-    _launch(hidden, routing, up, None, active, chip, is_gated=is_gated, is_active=True)
+    [T, I], or `up` [X, S, I] and the square of a ReLU. The kernel behind may read `experts` [T, N],
+    and what was made with them, as it begins."""
+    _launch(hidden, experts, up, None, active, chip, is_gated=is_gated, is_active=True)
 
 
 def _launch(
     hidden: Tensor,
-    routing: Tensor | RowRouting | None,
+    experts: Tensor | None,
     weight: Quantised,
     bias: Tensor | None,
     output: Tensor,
@@ -131,8 +97,7 @@ def _launch(
 ) -> None:
     num_blocks = weight.num_inputs // BLOCK
     num_rows, num_outputs = output.shape
-    how = _cut(weight, num_outputs, chip, is_gated=is_gated, is_routed=routing is not None)
-    experts, constants = (routing, NOBODY) if not isinstance(routing, RowRouting) else routing.given
+    how = _cut(weight, num_outputs, chip, is_gated=is_gated, is_routed=experts is not None)
     _row_kernel[(triton.cdiv(num_outputs, how["TILES"] * TILE), num_rows)](
         hidden,
         experts,
@@ -141,7 +106,6 @@ def _launch(
         output,
         hidden.stride(0),
         TOP_K=num_rows // len(hidden),
-        **constants,
         BLOCKS=num_blocks,
         OUTPUTS=num_outputs,
         GATED=is_gated,
@@ -162,8 +126,8 @@ def _cut(
     fewer, so that all of their programs run at once, a layer takes 1.5 us longer."""
     if not isinstance(weight, Int4) or is_gated or is_routed:
         return {"TILES": 1, "HELD": _HELD // (1 + is_gated)}
-    tiles = 1 + (triton.cdiv(num_outputs, TILE) > PROGRAMS * chip.num_sms)
-    return {"TILES": tiles, "HELD": _HELD // tiles, "maxnreg": REGISTERS}
+    tiles = 1 + (triton.cdiv(num_outputs, TILE) > _PROGRAMS * chip.num_sms)
+    return {"TILES": tiles, "HELD": _HELD // tiles, "maxnreg": _REGISTERS}
 
 
 @quick
@@ -178,10 +142,6 @@ def _row_kernel(
     output,
     stride,
     TOP_K: gl.constexpr,
-    EXPERTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    CHOSEN: gl.constexpr,
-    SHARED: gl.constexpr,
     BLOCKS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     GATED: gl.constexpr,
@@ -194,7 +154,7 @@ def _row_kernel(
     SCALE_ROWS: gl.constexpr,
 ):
     """TILES of outputs of one row; with gates, one of them and one of ups, which stand behind all
-    gates. Where there are numbers CHOSEN, `experts` are a token's logits."""
+    gates."""
     WIDTH: gl.constexpr = width_of(GROUP)
     EACH: gl.constexpr = TILES * _TILE
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -205,17 +165,11 @@ def _row_kernel(
         # In this order: the kernel behind may read as it begins who was chosen.
         wait_for_inputs()
         let_next_start()
-        if CHOSEN:
-            b_logits = load_logits(experts, EXPERTS, COLUMNS)
-        else:
-            expert = gl.load(experts + number).to(gl.int64)
+        expert = gl.load(experts + number).to(gl.int64)
         row_blocks = load_row(hidden + number // TOP_K * stride, BLOCKS, B)
         # Both are asked for ahead of it: compilers would ask for the row once they need it.
         thread_barrier()
         kept, sums = keep_blocks(row_blocks, GROUP)
-        if CHOSEN:
-            keys = best_keys(b_logits, EXPERTS, CHOSEN)
-            expert = pick(experts_of(keys, EXPERTS, SHARED), number).to(gl.int64)
         weight += expert * (HALVES * OUTPUTS * BLOCKS * WIDTH)
         HEIGHT: gl.constexpr = (HALVES * OUTPUTS + SCALE_ROWS - 1) // SCALE_ROWS
         p_scale = expert * (HEIGHT * DEPTHS)

@@ -20,13 +20,6 @@ from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Quantised
-from milepost.kernels.quantised.routing_gluon import (
-    best_keys,
-    experts_of,
-    load_logits,
-    pick,
-    shares_of,
-)
 from milepost.kernels.quantised.row_gluon import (
     PARTS,
     TILE,
@@ -40,13 +33,7 @@ from milepost.kernels.quantised.row_gluon import (
     weight_rows,
     width_of,
 )
-from milepost.kernels.quantised.triton_hopper_row import (
-    NOBODY,
-    RowRouting,
-    form_of,
-    project_up,
-    values_of,
-)
+from milepost.kernels.quantised.triton_hopper_row import form_of, project_up, values_of
 
 _HELD = 5
 """Blocks of a row that a thread holds at a time."""
@@ -57,42 +44,18 @@ def mix(
     hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised, chip: Chip
 ) -> Tensor:
     """[T, 1, H]: see `reference.mix`."""
-    size = down.num_inputs
+    num_tokens, num_chosen = experts.shape
+    size, num_outputs = down.num_inputs, down.num_outputs
     active = hidden.new_empty(experts.numel(), size)
     project_up(hidden, experts, up, active, chip, is_gated=up.num_outputs == 2 * size)
-    return _project_down(active, shares, experts, len(experts), down, chip, NOBODY)
-
-
-def mix_by_logits(
-    hidden: Tensor, routing: RowRouting, up: Quantised, down: Quantised, chip: Chip
-) -> Tensor:
-    """`mix` [1, 1, H] of one token and who is chosen by its logits, in two launches."""
-    size, num_rows = down.num_inputs, routing.num_chosen + routing.num_shared
-    active = hidden.new_empty(num_rows, size)
-    project_up(hidden, routing, up, active, chip, is_gated=up.num_outputs == 2 * size)
-    logits, constants = routing.given
-    return _project_down(active, None, logits, 1, down, chip, constants)
-
-
-def _project_down(
-    active: Tensor,
-    shares: Tensor | None,
-    experts: Tensor,
-    num_tokens: int,
-    down: Quantised,
-    chip: Chip,
-    constants: dict[str, int],
-) -> Tensor:
-    size, num_outputs = down.num_inputs, down.num_outputs
     output = active.new_empty(num_tokens, 1, num_outputs)
-    num_blocks = len(active) // num_tokens * (size // BLOCK)
+    num_blocks = num_chosen * (size // BLOCK)
     _down_kernel[(triton.cdiv(num_outputs, TILE), num_tokens)](
         active,
         shares,
         experts,
         *values_of(down, chip),
         output,
-        **constants,
         BLOCKS=num_blocks,
         EACH=size // BLOCK,
         OUTPUTS=num_outputs,
@@ -115,10 +78,6 @@ def _down_kernel(
     scales,
     zeros,
     output,
-    EXPERTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    CHOSEN: gl.constexpr,
-    SHARED: gl.constexpr,
     BLOCKS: gl.constexpr,
     EACH: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -128,30 +87,21 @@ def _down_kernel(
     DEPTHS: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
 ):
-    """A tile of one token's outputs; an expert has EACH blocks. Where there are numbers CHOSEN,
-    `experts` are the token's logits."""
+    """A tile of one token's outputs; an expert has EACH blocks."""
     let_next_start()
     WIDTH: gl.constexpr = width_of(GROUP)
     token = gl.program_id(1).to(gl.int64)
     first = gl.program_id(0) * _TILE
     # Who was chosen was so before the kernel ahead let this one start. The caches nearby may not
     # know it yet.
-    who, how_much = (), ()
-    if CHOSEN:
-        keys = best_keys(load_logits(experts, EXPERTS, COLUMNS), EXPERTS, CHOSEN)
-        who, how_much = experts_of(keys, EXPERTS, SHARED), shares_of(keys, experts, EXPERTS, SHARED)
-    else:
-        experts += token * (BLOCKS // EACH)
-        shares += token * (BLOCKS // EACH)
+    experts += token * (BLOCKS // EACH)
+    shares += token * (BLOCKS // EACH)
     row, part = weight_rows(_TILE, GROUP)
     row = (first + row) % OUTPUTS
     starts = ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, BLOCKS - 1)
-        if CHOSEN:
-            expert = pick(who, block // EACH).to(gl.int64)
-        else:
-            expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
+        expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
         starts += (weight + ((expert * OUTPUTS + row) * EACH + block % EACH) * WIDTH,)
     held = load_blocks(starts, 0, HELD, B, GROUP)
     row, part = product_rows(_TILE)
@@ -160,12 +110,8 @@ def _down_kernel(
     scale, zero = (), ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, BLOCKS - 1)
-        if CHOSEN:
-            expert = pick(who, block // EACH).to(gl.int64)
-            share = pick(how_much, block // EACH)
-        else:
-            expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
-            share = gl.load(shares + block // EACH, cache_modifier=".cg").to(gl.float32)
+        expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
+        share = gl.load(shares + block // EACH, cache_modifier=".cg").to(gl.float32)
         place = (expert * HEIGHT + row // SCALE_ROWS) * DEPTHS + scale_place(block % EACH, GROUP)
         scale += (gl.load(scales + place).to(gl.float32) * share,)
         zero += (gl.load(zeros + place) if GROUP else 0,)

@@ -169,7 +169,7 @@ def _gemm_kernel(
     outputs."""
     TILES: gl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = INPUTS // (SPLIT_K * BLOCK)
-    inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 1, 2)
+    inputs, weights, bars = open_stages(rows, weight, MMA_M, MMA_N, BLOCK, STAGES, 2)
     num_units = TILES * SPLIT_K
     let_next_start()
     # TMA writes from whole lines of 128 bytes on.
@@ -189,7 +189,7 @@ def _gemm_kernel(
                 _consume,
                 (consumed, 1, OUTPUTS, BLOCK_N, TILES, STEPS, SPLIT_K, STAGES, SWAPPED, RAW),
             ),
-            (_produce, (produced, INPUTS, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, RAW)),
+            (_produce, (produced, INPUTS, BLOCK_N, TILES, STEPS, STAGES, RAW)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -200,7 +200,6 @@ def _gemm_kernel(
 def _produce(
     produced,
     INPUTS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     TILES: gl.constexpr,
     STEPS: gl.constexpr,
@@ -211,7 +210,7 @@ def _produce(
     num_ahead = 0
     if RAW:
         num_ahead = begin_beside(produced, INPUTS, STAGES, RAW)
-    produce(produced, OUTPUTS, BLOCK_N, TILES, STEPS, STAGES, 1)
+    produce(produced, BLOCK_N, TILES, STEPS, STAGES)
     if RAW:
         produce_beside(produced, num_ahead, INPUTS, STEPS, STAGES, RAW)
 

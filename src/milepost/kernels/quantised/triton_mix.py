@@ -92,32 +92,6 @@ def mix(
     return output
 
 
-def mix_by_logits(
-    hidden: Tensor,
-    logits: Tensor,
-    num_chosen: int,
-    num_shared: int,
-    up: Quantised,
-    down: Quantised,
-) -> Tensor | None:
-    """See `quantised.mix_by_logits`; on Hopper alone, of four bits and whole logits. In FP8 a layer
-    would take 1.3 us longer than with a launch that routes."""
-    if not isinstance(up, Int4):
-        return None
-    is_row = logits.dim() == 2 and logits.dtype == hidden.dtype and logits.stride(1) == 1
-    is_suited = suits(hidden, up, down) and triton_gemv.suits(up, down)
-    if not (is_row and is_suited and runs_hopper(hidden, up, down)):
-        return None
-    from milepost.kernels.quantised import triton_hopper_row_experts
-    from milepost.kernels.quantised.routing_gluon import MOST_EXPERTS
-    from milepost.kernels.quantised.triton_hopper_row import RowRouting
-
-    routing = RowRouting(logits=logits, num_chosen=num_chosen, num_shared=num_shared)
-    if routing.num_experts > MOST_EXPERTS or num_chosen + num_shared > _FEWEST_ROUTED:
-        return None
-    return triton_hopper_row_experts.mix_by_logits(hidden, routing, up, down, probe(hidden.device))
-
-
 def _mix_nibbles(
     hidden: Tensor,
     shares: Tensor,

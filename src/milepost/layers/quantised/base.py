@@ -136,12 +136,6 @@ class QuantisedExperts(nn.Module):
     def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
 
-    def mix_by_logits(
-        self, hidden: Tensor, logits: Tensor, num_chosen: int, num_shared: int
-    ) -> Tensor | None:
-        how = num_chosen, num_shared, self.up.form, self.down.form
-        return quantised.mix_by_logits(hidden, logits, *how)
-
     def placements(self) -> Placements:
         return place_experts(self.sizes, self.names, self.kind, self.up, self.down)
 
