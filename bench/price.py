@@ -31,12 +31,11 @@ from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
 from milepost.engine import rank
-from milepost.kernels import device, norm, quantised
+from milepost.kernels import device, emit, norm, quantised
 from milepost.kernels.batch import Capacity
 from milepost.kernels.linear import hopper_tiles
 from milepost.kernels.moe import tall
 from milepost.kernels.quantised import (
-    rounded,
     triton,
     triton_gemv,
     triton_hopper_experts,
@@ -49,7 +48,6 @@ from milepost.kernels.quantised import (
     triton_tall,
 )
 from milepost.kernels.quantised.forms import Fp8, Int4
-from milepost.layers.quantised.base import QuantisedMatrix
 from milepost.runner import graphs as runner_graphs
 from milepost.runner.graphs import Graphs, largest_step
 
@@ -175,11 +173,9 @@ KERNELS: dict[str, Kernel] = {
         without=_put(triton_tall, "suits", _never),
         beside=_no_hopper,
     ),
-    "rounded": Kernel(
-        forms=("fp8",), steps=FEW + MANY, without=_put(rounded, "room_for", _nothing)
-    ),
-    "of_gated": Kernel(
-        forms=("fp8",), steps=FEW + MANY, without=_put(QuantisedMatrix, "takes_gated", _never)
+    "rounded": Kernel(forms=("fp8",), steps=FEW + MANY, without=_put(emit, "runs_gluon", _never)),
+    "round_gated": Kernel(
+        forms=("fp8",), steps=FEW + MANY, without=_put(quantised, "can_round_gated", _never)
     ),
     "raw_tall": Kernel(forms=("raw",), steps=MANY, without=_put(tall, "suits", _never)),
     "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +34,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from milepost import LLM, SamplingParams
-from milepost.kernels.quantised import rounded
+from milepost.kernels import emit
+from milepost.kernels.attention import triton as attention_triton
+from milepost.kernels.gated_delta import triton_chunk_o, triton_hopper
+from milepost.kernels.norm import triton as norm_triton
 from milepost.layers.context import Context
 from milepost.layers.parts import Block
 from milepost.runner.graphs import Graphs
@@ -78,12 +81,14 @@ def main() -> int:
 @contextmanager
 def by_launches() -> Iterator[None]:
     """Inside, many rows are rounded by launches of their own."""
-    room_for = rounded.room_for
+    room_for = emit.room_for
 
     def few(num_tokens: int, *args: Any, **how: Any) -> Any:
         return None if num_tokens > _FEW else room_for(num_tokens, *args, **how)
 
-    with mock.patch.object(rounded, "room_for", few):
+    with ExitStack() as stack:
+        for producer in (attention_triton, triton_chunk_o, triton_hopper, norm_triton):
+            stack.enter_context(mock.patch.object(producer, "room_for", few))
         yield
 
 

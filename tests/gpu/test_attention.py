@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import probe
-from milepost.kernels.quantised import rounded, triton_rounding
+from milepost.kernels.emit import Emit
+from milepost.kernels.quantised import triton_rounding
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
 
@@ -107,15 +109,14 @@ def test_results_bring_their_rounding_along(name: str) -> None:
         "narrow_decodes": replace(CASES["decodes"], head_dim=128, num_heads=32),
     }
     step = Step(others.get(name) or CASES[name], "cuda")
-    plain, output = attend(step), attend(step, rounds=True)
-    assert rounded.find(plain) is None
-    assert rounded.is_filled(output) == (step.num_tokens <= 64)
-    if rounded.is_filled(output):
-        assert torch.equal(output, plain)
-    own = rounded.find(output).of(step.num_tokens)
+    plain, output = attend(step), attend(step, emit=Emit.FP8)
+    assert (output.values is not None) == (step.num_tokens <= 64)
+    if output.values is not None:
+        assert torch.equal(output.values[: step.num_tokens], plain)
+    own = [each[: step.num_tokens] for each in (output.fp8.values, output.fp8.scales.mT)]
     values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
     assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(own[1], scales)
+    assert torch.equal(own[1], scales.mT)
 
 
 DECODES = replace(CASES["decodes"], starts=(0, 1, 63, 64, 65, 1000, 90_000), lengths=(1,) * 7)
@@ -179,12 +180,12 @@ def test_a_graph_serves_other_steps_of_its_capacity(name: str) -> None:
     assert relative_error(output[: step.num_tokens], step.expected()) < 1e-2
 
 
-def attend(step: Step, *, rounds: bool = False) -> torch.Tensor:
+def attend(step: Step, *, emit: Emit = Emit.VALUES) -> Any:
     items = step.on_device(step.items())
     tables, scale = step.device_tables(), step.case.head_dim**-0.5
     read = step.pool, tables, items, scale, step.kv_scales
-    output = attention.attend(step.query, step.gate, *read, rounds=rounds)
-    return output if rounds else output[: step.num_tokens]
+    output = attention.attend(step.query, step.gate, *read, emit=emit)
+    return output if emit is Emit.FP8 else output[: step.num_tokens]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

@@ -10,7 +10,8 @@ import torch
 
 from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import probe, runs_gluon
-from milepost.kernels.quantised import rounded, triton_rounding
+from milepost.kernels.emit import Emit
+from milepost.kernels.quantised import triton_rounding
 from tests.kernels.mixers import (
     LONG_BATCHES,
     ODD,
@@ -56,11 +57,10 @@ def test_decode_brings_its_rounding_along(num_sequences: int) -> None:
     pools.conv[3:], pools.recurrent[3:] = pools.conv[1], pools.recurrent[1]
     others = pools.clone(0)
     plain = fused_decode(projected, weights, pools, batch)
-    output = fused_decode(projected, weights, others, batch, rounds=True)
-    assert torch.equal(output, plain)
+    output = fused_decode(projected, weights, others, batch, emit=Emit.FP8)
+    assert torch.equal(output.values, plain)
     assert torch.equal(others.recurrent, pools.recurrent)
-    assert rounded.find(plain) is None
-    own = rounded.find(output)
+    own = output.fp8
     values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
     assert torch.equal(own.values[:num_sequences].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(own.scales[:, :num_sequences], scales)
@@ -80,12 +80,12 @@ def test_prefill_brings_its_rounding_along(num_tokens: int) -> None:
     others = pools.clone(0)
     room = {"max_tokens": num_tokens, "max_sequences": 3, "max_exports": 0}
     plain = fused_prefill(projected, weights, pools, batch, **room)
-    output = fused_prefill(projected, weights, others, batch, rounds=True, **room)
+    output = fused_prefill(projected, weights, others, batch, emit=Emit.FP8, **room)
     assert_pools_equal(others, pools)
-    assert rounded.is_filled(output) == (num_tokens == 50)
+    assert (output.values is not None) == (num_tokens == 50)
     if num_tokens == 50:
-        assert torch.equal(output, plain)
-    own = rounded.find(output).of(num_tokens)
+        assert torch.equal(output.values, plain)
+    own = output.fp8.filled
     values, scales = triton_rounding.quantise(plain, 128, probe(plain.device))
     assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(own[1], scales)

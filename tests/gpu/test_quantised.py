@@ -8,15 +8,16 @@ from functools import partial
 import pytest
 import torch
 
-from milepost.kernels import moe, norm
+from milepost.kernels import moe, norm, products
 from milepost.kernels.device import probe
+from milepost.kernels.emit import Emit, as_activations, values_of
+from milepost.kernels.products import Epilogue
 from milepost.kernels.quantised import (
     Quantised,
     mix,
     multiply,
-    multiply_gated,
-    partials_of_gated,
-    rounded,
+    partials,
+    reads,
     triton,
     triton_mix,
 )
@@ -56,7 +57,7 @@ def test_gemm(num_tokens: int, name: str) -> None:
     weight = to("cuda", DENSE[name]())
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
     bias = torch.randn(weight.num_outputs, device="cuda")
-    product = triton.multiply(hidden, weight, bias, lets_next_start=True)
+    product = triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True)
     check(product, hidden, weight, bias, bound=5e-3)
 
 
@@ -74,10 +75,12 @@ def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], ro
     weight = to("cuda", make_fp8(*shape, rows=rows))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
     nothing = torch.zeros(weight.num_outputs, device="cuda")
-    product = triton.multiply(hidden, weight, None, lets_next_start=True)
+    product = triton.multiply(as_activations(hidden), weight, None, lets_next_start=True)
     check(product, hidden, weight, nothing, bound=5e-3)
     wide = hidden.new_zeros(num_tokens, weight.num_outputs + 8)
-    assert triton.multiply_into(wide[:, :-8], hidden, weight, None, lets_next_start=True)
+    assert triton.multiply_into(
+        wide[:, :-8], as_activations(hidden), weight, None, lets_next_start=True
+    )
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
 
 
@@ -102,11 +105,11 @@ def test_raw_weights_beside(shape: tuple[int, int], num_raw: int, num_tokens: in
     raw = torch.randn(num_raw, shape[1], device="cuda").to(dtype)
     hidden = make_rows(num_tokens, shape[1]).cuda().to(dtype)
     alone = hidden.new_empty(num_tokens, shape[0])
-    assert triton.multiply_into(alone, hidden, weight, None, lets_next_start=True)
+    assert triton.multiply_into(alone, as_activations(hidden), weight, None, lets_next_start=True)
     wide = hidden.new_full((num_tokens + 1, shape[0] + num_raw + 1), float("nan"))
     for _ in range(3):
         output = wide[:num_tokens, :-1].fill_(float("nan"))
-        assert triton.multiply_beside(output, hidden, weight, raw)
+        assert triton.multiply_beside(output, as_activations(hidden), weight, raw)
         assert torch.equal(output[:, : shape[0]], alone)
         expected = hidden.double() @ raw.double().T
         error = (output[:, shape[0] :] - expected).norm(dim=1) / expected.norm(dim=1)
@@ -132,14 +135,14 @@ def test_a_chain_of_rows_and_raw_weights_beside(num_tokens: int) -> None:
     def run(pause: Callable[[], object]) -> list[torch.Tensor]:
         hidden, delta, kept = first, None, []
         for _ in range(12):
-            hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6, rounds=True)
+            hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6, emit=Emit.BOTH)
             pause()
             wide = hidden.new_empty(num_tokens, 12288 + 64)
-            assert triton.multiply_beside(wide, normed, enter, raw)
+            assert triton.multiply_beside(wide, as_activations(normed), enter, raw)
             pause()
             delta = multiply(wide[:, 8256:].contiguous(), leave)
             pause()
-            kept += [normed, wide, delta]
+            kept += [values_of(normed), wide, delta]
         return kept
 
     expected = run(torch.cuda.synchronize)
@@ -179,11 +182,15 @@ def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dt
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().to(dtype)
     assert triton_hopper_nibble_rows.find_tiles(hidden, weight, probe(hidden.device))
     nothing = torch.zeros(weight.num_outputs, device="cuda")
-    product = triton.multiply(hidden, weight, None, lets_next_start=True)
+    product = triton.multiply(as_activations(hidden), weight, None, lets_next_start=True)
     check(product, hidden, weight, nothing, bound=5e-3)
-    assert torch.equal(product[:2], triton.multiply(hidden[:2], weight, None, lets_next_start=True))
+    assert torch.equal(
+        product[:2], triton.multiply(as_activations(hidden[:2]), weight, None, lets_next_start=True)
+    )
     wide = hidden.new_full((num_tokens, weight.num_outputs + 8), float("nan"))
-    assert triton.multiply_into(wide[:, :-8], hidden, weight, None, lets_next_start=True)
+    assert triton.multiply_into(
+        wide[:, :-8], as_activations(hidden), weight, None, lets_next_start=True
+    )
     check(wide[:, :-8].float(), hidden, weight, nothing, bound=5e-3)
     assert wide[:, -8:].isnan().all()
 
@@ -217,12 +224,13 @@ def test_one_row(name: str, dtype: torch.dtype) -> None:
     bias = torch.randn(weight.num_outputs, device="cuda")
     wide = hidden.new_full((1, weight.num_outputs + 9), float("nan"))
     row = wide[:, :-9]
-    assert triton.multiply_into(row, hidden, weight, bias, lets_next_start=True)
+    assert triton.multiply_into(row, as_activations(hidden), weight, bias, lets_next_start=True)
     check(row.float(), hidden, weight, bias, bound=5e-3)
     assert wide[:, -9:].isnan().all()
     gates, ups = multiply(hidden, weight).float().chunk(2, 1)
     expected = torch.nn.functional.silu(gates) * ups
-    error = (multiply_gated(hidden, weight) - expected).norm() / expected.norm()
+    gated = products.multiply(hidden, weight, epilogue=Epilogue.GATED)
+    error = (gated - expected).norm() / expected.norm()
     assert error < 1e-2
 
 
@@ -275,7 +283,8 @@ def test_a_chain_of_single_rows(form: str) -> None:
 def test_gemm_of_gated_rows(num_tokens: int, name: str) -> None:
     weight = to("cuda", DENSE[name]())
     gate_up = make_rows(num_tokens, 2 * weight.num_inputs).cuda().bfloat16()
-    product = partials_of_gated(gate_up, weight)
+    gated = products.gate(gate_up, reads(weight))
+    product = partials(gated, weight)
     active = norm.silu_mul(gate_up)
     check(product, active, weight, torch.zeros(weight.num_outputs, device="cuda"), bound=2e-2)
 
@@ -288,15 +297,14 @@ def test_products_of_what_a_norm_rounded(num_tokens: int) -> None:
     up, down = to("cuda", make_fp8(16, 512, 2048)), to("cuda", make_fp8(16, 2048, 256, seed=2))
     hidden = make_rows(num_tokens, 2048).cuda().bfloat16()
     scale = torch.rand(2048, device="cuda")
-    normed = norm.add_norm(hidden, None, scale, 1e-6, rounds=True)[1]
-    plain = normed.clone()
+    normed = norm.add_norm(hidden, None, scale, 1e-6, emit=Emit.BOTH)[1]
+    plain = values_of(normed)
     assert torch.equal(multiply(normed, weight), multiply(plain, weight))
     shares, experts = route(num_tokens, 16)[1:]
     given = shares.cuda().bfloat16(), experts.cuda(), up, down
     assert torch.equal(mix(normed, *given), mix(plain, *given))
-    alone = norm.add_norm(hidden, None, scale, 1e-6, rounds=True, keeps_rows=False)[1]
-    if not rounded.is_filled(alone):
-        alone.fill_(torch.nan)
+    alone = norm.add_norm(hidden, None, scale, 1e-6, emit=Emit.FP8)[1]
+    assert (as_activations(alone).values is None) == (num_tokens > 64)
     bias = torch.randn(12288, device="cuda").bfloat16()
     assert torch.equal(multiply(alone, weight, bias), multiply(plain, weight, bias))
     others = to("cuda", make_fp8(384, 2048, rows=1))  # torch's GEMM takes blocks alone

@@ -18,6 +18,7 @@ from milepost.kernels.batch import Operation
 from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 from milepost.kernels.chunks import ChunkLayout, lay_out
 from milepost.kernels.decode_layout import DecodeLayout
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta import (
     CHUNK,
     GatedDeltaOperation,
@@ -283,13 +284,13 @@ def fused_prefill(
     pools: Pools,
     batch: Batch,
     *,
-    rounds: bool = False,
+    emit: Emit = Emit.VALUES,
     **capacities: int,
 ) -> Tensor:
     """`gated_delta.mix`, padded to `capacities`."""
     chunks, slots = _laid_out(batch, projected.device, capacities)
     return gated_delta.mix(
-        projected, weights, pools.conv, pools.recurrent, *slots, chunks, rounds=rounds
+        projected, weights, pools.conv, pools.recurrent, *slots, chunks, emit=emit
     )
 
 
@@ -353,8 +354,8 @@ def fused_decode(
     batch: Batch,
     layout: DecodeLayout | None = None,
     *,
-    rounds: bool = False,
-) -> Tensor:
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
     slots = batch.slots(projected.device)
     both = pools.conv, pools.recurrent
-    return gated_delta.mix(projected, weights, *both, *slots, layout, rounds=rounds)
+    return gated_delta.mix(projected, weights, *both, *slots, layout, emit=emit)

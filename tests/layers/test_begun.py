@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import norm
+from milepost.kernels.emit import Emit
 from milepost.layers.linear import Linear, Sections
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block
-from milepost.layers.weights import RAW, Raw, RawWeight
+from milepost.layers.weights import RAW, RawPrecision, RawWeight
 
 KIND = ParameterKind(
     dtype=torch.float32,
@@ -23,7 +24,7 @@ KIND = ParameterKind(
 
 
 @dataclass(frozen=True)
-class Other(Raw):
+class Other(RawPrecision):
     """Raw, and yet of another precision."""
 
 
@@ -31,6 +32,7 @@ class Projecting(nn.Module):
     """A part that is one projection."""
 
     spec = operation = rotary = None
+    reads = Emit.VALUES
 
     def __init__(self, sections: Sections, *, bias: bool = False) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from milepost.kernels.emit import Emit
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.parts import Block
 from milepost.models.configuration import load_config
@@ -17,7 +18,8 @@ from milepost.models.registry import find_architecture
 
 MODELS = Path(__file__).parents[2] / "bench" / "models"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-GATES = ["linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "shared_expert_gate"]
+GATES = [*(f"linear_attn.in_proj_{each}" for each in ("a", "b", "ba"))]
+GATES += ["mlp.gate", "shared_expert_gate"]
 
 
 class Norm(nn.Module):
@@ -26,20 +28,20 @@ class Norm(nn.Module):
     ranks = ParameterKind(dtype=torch.float32, device=torch.device("cpu")).ranks
 
     def add(
-        self, hidden: Tensor, delta: Tensor | None, *, first: Any, **how: bool
+        self, hidden: Tensor, delta: Tensor | None, *, emit: Emit, begun: Any
     ) -> tuple[Tensor, Tensor]:
         assert delta is None
-        assert first is None
-        self.how = how
+        assert begun is None
+        self.emit = emit
         return hidden, hidden
 
 
 class Part(nn.Module):
-    """Of which somebody may round rows, and nobody may do anything else with them."""
+    """Reads its rows so."""
 
-    def __init__(self, *, rounds_rows: bool, only_rounds: bool) -> None:
+    def __init__(self, reads: Emit) -> None:
         super().__init__()
-        self.rounds_rows, self.only_rounds = rounds_rows, only_rounds
+        self.reads = reads
 
     def run(self, hidden: Tensor, ctx: object, number: int) -> Tensor:  # noqa: ARG002
         return hidden
@@ -48,19 +50,18 @@ class Part(nn.Module):
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        (((True, True), (True, True)), (True, False)),
-        (((True, True), (True, False)), (True, True)),
-        (((True, True), (False, False)), (True, True)),
-        (((False, False),), (False, True)),
+        ((Emit.FP8, Emit.FP8), Emit.FP8),
+        ((Emit.FP8, Emit.BOTH), Emit.BOTH),
+        ((Emit.FP8, Emit.VALUES), Emit.BOTH),
+        ((Emit.VALUES,), Emit.VALUES),
     ],
 )
 def test_rows_are_left_out_where_all_parts_read_their_rounding(
-    parts: tuple[tuple[bool, bool], ...], expected: tuple[bool, bool]
+    parts: tuple[Emit, ...], expected: Emit
 ) -> None:
     norm = Norm()
-    given = (Part(rounds_rows=rounds, only_rounds=only) for rounds, only in parts)
-    Block(*given, pre=norm).run(torch.ones(3, 2), None, None, (0,) * len(parts))
-    assert norm.how == dict(zip(("rounds", "keeps_rows"), expected, strict=True))
+    Block(*map(Part, parts), pre=norm).run(torch.ones(3, 2), None, None, (0,) * len(parts))
+    assert norm.emit is expected
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_rows_are_left_out_where_all_parts_read_their_rounding(
     [
         ("hybrid-35b-a3b", GATES, {"GatedDelta": True, "Attention": False, "MoE": True}),
         ("hybrid-9b", GATES, {"GatedDelta": True, "Attention": False, "MLP": False}),
+        ("hybrid-9b", [], {"GatedDelta": False, "Attention": False, "MLP": False}),
         ("hybrid-9b", [*GATES, "self_attn.k_proj"], {"Attention": True, "MLP": False}),
         ("hybrid-9b", [*GATES, "mlp.up_proj"], {"Attention": False, "MLP": True}),
     ],
@@ -85,5 +87,5 @@ def test_who_needs_a_norms_rows(name: str, left: list[str], expected: dict[str, 
     )
     decoder = find_architecture(config.model_type).decoder(text, kind, is_tied=False)
     blocks = [block for layer in decoder.layers for block in layer.blocks]
-    found = {type(block.parts[0]).__name__: block._keeps_rows for block in blocks}
+    found = {type(block.parts[0]).__name__: block._emit is not Emit.FP8 for block in blocks}
     assert {part: found[part] for part in expected} == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from milepost.errors import WeightsError
-from milepost.kernels import norm
+from milepost.kernels import products
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placements, place_scattered, place_whole, scale
-from milepost.layers.weights import RAW, Raw
+from milepost.layers.weights import RAW, RawPrecision
 from milepost.models import load_config
 from milepost.models.registry import find_architecture
 from milepost.models.weights import WeightFiles, fill_from_files
@@ -36,25 +37,9 @@ class Int8Weight(nn.Module):
         self.values = torch.zeros(num_outputs, num_inputs, dtype=torch.int8)
         self.scales = torch.full((num_outputs, 1), torch.nan)
 
-    def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:  # noqa: ARG002
-        return F.linear(hidden, self.values * self.scales, bias)
-
-    def multiply_into(
-        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
-    ) -> None:
-        output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
-
-    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:  # noqa: ARG002
-        return False
-
-    def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        return self.multiply(hidden, bias, lets_next_start=True)
-
-    def multiply_gated(self, hidden: Tensor) -> Tensor:
-        return norm.silu_mul(self.partials(hidden, None))
-
-    def takes_gated(self, num_tokens: int) -> bool:  # noqa: ARG002
-        return False
+    @property
+    def form(self) -> products.Raw:
+        return products.Raw(values=self.values * self.scales)
 
     def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
         return {
@@ -67,7 +52,7 @@ class Int8Weight(nn.Module):
 
 
 @dataclass(frozen=True)
-class Int8(Raw):
+class Int8(RawPrecision):
     """Experts stay raw."""
 
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> Int8Weight:  # noqa: ARG002
@@ -77,7 +62,7 @@ class Int8(Raw):
 QUANTISED = ("q_proj", "k_proj", "v_proj", "in_proj_qkvz", "gate_proj", "up_proj")
 
 
-def precision_of(path: str) -> Raw:
+def precision_of(path: str) -> RawPrecision:
     return Int8() if path.rpartition(".")[2] in QUANTISED else RAW
 
 
@@ -158,17 +143,24 @@ def test_outputs_stand_in_the_sections_order_whatever_holds_them() -> None:
         assert torch.allclose(found, expected + biases)
 
 
-class BesideWeight(Int8Weight):
-    """Notes the raw weights that it multiplies too."""
+class OwnForm(products.Packed):
+    """Multiplies by itself."""
 
-    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:
-        self.beside = raw
-        output.copy_(hidden @ torch.cat((self.values * self.scales, raw)).T)
-        return True
+    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(rows, self.values, bias)
+
+
+class BesideWeight(Int8Weight):
+    """Of a form that is not raw."""
+
+    @property
+    def form(self) -> products.Packed:
+        values = self.values * self.scales
+        return OwnForm(values=values, num_outputs=len(values), num_inputs=values.shape[1])
 
 
 @dataclass(frozen=True)
-class Beside(Raw):
+class Beside(RawPrecision):
     def matrix(self, num_outputs: int, num_inputs: int, kind: ParameterKind) -> BesideWeight:  # noqa: ARG002
         return BesideWeight(num_outputs, num_inputs)
 
@@ -184,8 +176,15 @@ class Beside(Raw):
     ],
 )
 def test_raw_weights_are_multiplied_beside_others_that_they_stand_behind(
-    sections: str, bias: bool, is_beside: bool
+    monkeypatch, sections: str, bias: bool, is_beside: bool
 ) -> None:
+    found, multiply = [], products.multiply
+
+    def note(*given: Any, beside: products.Raw | None = None, **how: Any) -> Any:
+        found.append(beside)
+        return multiply(*given, beside=beside, **how)
+
+    monkeypatch.setattr(products, "multiply", note)
     precisions = {"q": Beside(), "i": Int8(), "r": RAW}
     kind = replace(KIND, precision_of=lambda path: precisions[path[0]])
     names = [(f"{letter}{number}", 2) for number, letter in enumerate(sections)]
@@ -197,18 +196,18 @@ def test_raw_weights_are_multiplied_beside_others_that_they_stand_behind(
     for values in layer.biases or ():
         values.data.zero_()
     hidden = torch.randn(3, 5)
-    alone = [weight.multiply(hidden, None, lets_next_start=True) for weight in layer.weights]
+    alone = [multiply(hidden, weight.form) for weight in layer.weights]
     groups = {
         letter: list(part.split(2, 1))
         for letter, part in zip(dict.fromkeys(sections), alone, strict=True)
     }
     expected = torch.cat([groups[letter].pop(0) for letter in sections], 1)
     assert torch.allclose(layer(hidden), expected)
-    assert any(hasattr(weight, "beside") for weight in layer.weights) == is_beside
+    assert any(beside is not None for beside in found) == is_beside
 
 
 @dataclass(frozen=True)
-class Twin(Raw):
+class Twin(RawPrecision):
     """Raw, and yet of another precision."""
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from milepost.kernels.emit import Emit
 from milepost.layers.attention import Attention, AttentionShapes
 from milepost.layers.context import AttentionSpec, RecurrentSpec
 from milepost.layers.gated_delta import SEPARATE, GatedDelta, GatedDeltaShapes
@@ -150,6 +151,8 @@ def test_partials_leave_the_stream_in_its_type():
     """Of a block without a norm before it; fused GEMMs leave partials in float32."""
 
     class Adds(torch.nn.Module):
+        reads = Emit.VALUES
+
         def run(self, hidden, _ctx, _number):
             assert hidden.dtype == torch.bfloat16
             return hidden.new_ones(len(hidden), 2, SIZE, dtype=torch.float32)

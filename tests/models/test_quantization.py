@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
-from milepost.kernels import norm
+from milepost.kernels.products import Packed
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
@@ -28,8 +28,8 @@ from milepost.layers.weights import (
     USUAL_NAMES,
     ExpertNames,
     ExpertSizes,
-    Raw,
     RawExperts,
+    RawPrecision,
     RawWeight,
 )
 from milepost.models import load_config
@@ -66,7 +66,7 @@ def round_inputs(hidden: Tensor, depth: int | None, scale: float | None) -> Tens
 
 
 @dataclass(frozen=True)
-class Rounding(Raw):
+class Rounding(RawPrecision):
     """Raw weights, and activations as the quantised ones have them."""
 
     depth: int | None = None
@@ -86,30 +86,33 @@ class RoundingWeight(RawWeight):
         super().__init__(values)
         self.rounding = rounding
 
-    def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:  # noqa: ARG002
-        rounded = round_inputs(hidden, self.rounding.depth, self.rounding.scale)
+    @property
+    def form(self) -> Packed:
+        return RoundingForm(
+            values=self.values,
+            num_outputs=self.values.shape[0],
+            num_inputs=self.values.shape[1],
+            rounding=self.rounding,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingForm(Packed):
+    rounding: Rounding
+
+    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = round_inputs(rows, self.rounding.depth, self.rounding.scale)
         return F.linear(rounded, self.values, bias)
-
-    def multiply_into(
-        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
-    ) -> None:
-        output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
-
-    def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        return self.multiply(hidden, bias, lets_next_start=True)
-
-    def multiply_gated(self, hidden: Tensor) -> Tensor:
-        return norm.silu_mul(self.partials(hidden, None))
 
 
 class RoundingExperts(RawExperts):
     rounding: Rounding
 
-    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+    def mix(self, rows: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         depth, scale = self.rounding.depth, self.rounding.scale
-        output = torch.zeros_like(hidden)
+        output = torch.zeros_like(rows)
         has_gate = self.up.shape[1] > self.down.shape[2]
-        for token, (row, chosen, weights) in enumerate(zip(hidden, experts, shares, strict=True)):
+        for token, (row, chosen, weights) in enumerate(zip(rows, experts, shares, strict=True)):
             for expert, share in zip(chosen.tolist(), weights, strict=True):
                 first = round_inputs(row[None], depth, scale) @ self.up[expert].T
                 gate, up = first.chunk(2, 1)
@@ -119,7 +122,9 @@ class RoundingExperts(RawExperts):
         return output.unsqueeze(1)
 
 
-def load_meant(folder: Path, stored: Path, rounding: Raw, *, has_head: bool = False) -> Any:
+def load_meant(
+    folder: Path, stored: Path, rounding: RawPrecision, *, has_head: bool = False
+) -> Any:
     """The raw checkpoint, with activations rounded where the stored one is quantised."""
     config, files = load_config(folder), WeightFiles(folder)
     settings = json.loads((stored / "config.json").read_text())["quantization_config"]
@@ -129,7 +134,7 @@ def load_meant(folder: Path, stored: Path, rounding: Raw, *, has_head: bool = Fa
         device=torch.device("cpu"),
         names=files.by_name,
         precision_of=lambda path: (
-            rounding if isinstance(forms.precision_of(path), Fp8Precision) else Raw()
+            rounding if isinstance(forms.precision_of(path), Fp8Precision) else RawPrecision()
         ),
     )
     architecture = find_architecture(config.model_type)
@@ -210,7 +215,7 @@ def test_a_checkpoint_answers_as_the_values_that_it_means(
     # In float64, where rounding differences seldom put an activation on the other side of a bound.
     stored, meant = write(name, tmp_path, form, **sizes)
     model, _ = load_model(stored, LoadOptions(dtype="float64"))
-    expected = logits(load_meant(meant, stored, ROUNDINGS.get(form, Raw())))
+    expected = logits(load_meant(meant, stored, ROUNDINGS.get(form, RawPrecision())))
     assert relative_error(logits(model), expected) < 1e-4
     raw_bytes = load_model(meant, LoadOptions(dtype="float64"))[0].num_bytes
     assert model.num_bytes < 0.5 * raw_bytes, "they are kept quantised"
@@ -222,7 +227,7 @@ def test_groups_zero_points_and_versions_are_read(form: str, tmp_path: Path) -> 
     sizes = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
     stored, meant = write("qwen3_5_moe", tmp_path, form, **(EXPERTS | sizes))
     model, _ = load_model(stored, LoadOptions(dtype="float64"))
-    rounding = Rounding(128) if form.startswith("fp8") else Raw()
+    rounding = Rounding(128) if form.startswith("fp8") else RawPrecision()
     assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
 
 
@@ -274,7 +279,7 @@ def test_experts_of_any_size_are_whole_blocks(
     own = (NEMOTRON if name == "nemotron_h" else EXPERTS) | sizes
     stored, meant = write(name, tmp_path, form, **own)
     model, _ = load_model(stored, LoadOptions(dtype="float64"))
-    rounding = ROUNDINGS.get(form, Raw())
+    rounding = ROUNDINGS.get(form, RawPrecision())
     assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
     dummy, _ = load_model(stored, LoadOptions(dtype="float64", load_format="dummy"))
     experts = [each for each in dummy.modules() if isinstance(each, QuantisedExperts)]
@@ -379,7 +384,7 @@ def test_a_head_has_a_precision_of_its_own(case: str, tmp_path: Path) -> None:
     name, form, left, sizes = HEADS[case]
     stored, meant = write(name, tmp_path, form, left=left, has_head=True, **sizes)
     model, _ = load_model(stored, LoadOptions(dtype="float64", head="mtp"))
-    expected = load_meant(meant, stored, ROUNDINGS.get(form, Raw()), has_head=True)
+    expected = load_meant(meant, stored, ROUNDINGS.get(form, RawPrecision()), has_head=True)
     (_, logits), (_, wanted) = (drafted(each, TOKENS, [0, 69]) for each in (model, expected))
     assert relative_error(logits, wanted) < 1e-4
 
@@ -525,12 +530,12 @@ def test_dummy_weights_follow_the_configurations_lists() -> None:
         "modules_to_not_convert": left,
     }
     forms = read_quantization(settings, (), has_files=False)
-    quantised: Callable[[str], bool] = lambda path: forms.precision_of(path) != Raw()  # noqa: E731
+    quantised: Callable[[str], bool] = lambda path: forms.precision_of(path) != RawPrecision()  # noqa: E731
     assert not quantised("model.layers.0.mlp.gate")
     assert not quantised("lm_head")
     assert quantised("model.layers.0.mlp.gate_proj")
     assert quantised("model.layers.0.mlp.experts")
-    assert replace(Rounding(), depth=1) != Raw()
+    assert replace(Rounding(), depth=1) != RawPrecision()
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

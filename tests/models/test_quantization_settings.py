@@ -10,7 +10,7 @@ from transformers import Qwen3NextConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
-from milepost.layers.weights import Raw
+from milepost.layers.weights import RawPrecision
 from milepost.models.quantization import has_fp8_kv, read_quantization
 
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64}
@@ -271,7 +271,7 @@ def test_how_numbers_were_found_is_passed_over(method: str) -> None:
     settings = {"quant_method": method, **_AS_WRITTEN[method]}
     forms = read_quantization(settings, (), has_files=False)
     assert isinstance(forms.precision_of("model.layers.0.mlp.up_proj"), Int4Precision)
-    assert forms.precision_of("model.layers.0.mlp.gate") == Raw()
+    assert forms.precision_of("model.layers.0.mlp.gate") == RawPrecision()
 
 
 @pytest.mark.parametrize(("method", "changes", "named"), _UNREAD, ids=lambda e: str(e)[:40])
@@ -309,7 +309,7 @@ def _compressed(changes: dict[str, Any], of_group: dict[str, Any]) -> dict[str, 
 def test_a_class_among_targets_is_every_projection() -> None:
     settings = _compressed({}, {"targets": ["Linear", "re:.*q_proj"]})
     forms = read_quantization(settings, (), has_files=False)
-    assert forms.precision_of("model.layers.0.mlp.up_proj") != Raw()
+    assert forms.precision_of("model.layers.0.mlp.up_proj") != RawPrecision()
 
 
 @pytest.mark.parametrize("names", [["any", "some"], ["some", "any"]])

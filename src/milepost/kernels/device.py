@@ -109,10 +109,20 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and triton_version() != (0, 0)
 
 
-def runs_gluon(tensor: Tensor) -> bool:
+class Placed(Protocol):
+    """A tensor, or several on one device."""
+
+    @property
+    def is_cuda(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def runs_gluon(placed: Placed) -> bool:
     """Whether kernels in Gluon for Hopper run where the tensor is. Asked before such a kernel is
     imported."""
-    return tensor.is_cuda and not why_no_gluon(probe(tensor.device))
+    return placed.is_cuda and not why_no_gluon(probe(placed.device))
 
 
 def why_no_gluon(chip: Chip) -> str:

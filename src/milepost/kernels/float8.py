@@ -8,6 +8,10 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest value of float8_e4m3fn."""
+BLOCK = 128
+"""Inputs that share a scale, of weights and of activations, in the published block format."""
+LEAST_SCALE = 1e-12
+"""Of activations that are all zeros, so that nothing is divided by zero."""
 
 
 def round_fp8(values: Tensor) -> Tensor:

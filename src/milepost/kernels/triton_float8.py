@@ -5,9 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.float8 import FP8_MAX
+from milepost.kernels.float8 import FP8_MAX, LEAST_SCALE
 
 LARGEST = tl.constexpr(FP8_MAX)
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+
+
+@triton.jit
+def scale_of(x, AXIS: tl.constexpr):
+    """Of numbers that share one along an axis."""
+    return tl.maximum(tl.max(tl.abs(x), AXIS) / LARGEST, _LEAST_SCALE)
 
 
 @triton.jit

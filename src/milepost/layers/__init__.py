@@ -4,6 +4,6 @@ has weights in other forms:
     putting together   parts, context, parameters
     mixers             attention, mla, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
-    around them        embedding, norm, rotary, begun, mtp
+    around them        embedding, norm, rotary, mtp
     weights            weights, linear, placements, kv_scales
 """

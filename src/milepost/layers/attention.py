@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from milepost.kernels import attention
 from milepost.kernels.attention import AttentionLayout, AttentionOperation
+from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.products import Epilogue
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
@@ -135,21 +137,21 @@ class Attention(nn.Module):
         return None if self.qkv_gate.is_raw else self.qkv_gate
 
     @property
-    def only_rounds(self) -> bool:
-        """See `Block`."""
-        return self.qkv_gate.only_rounds
+    def reads(self) -> Emit:
+        """See `Part`."""
+        return self.qkv_gate.reads
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         layout = ctx.step.layouts[self.operation]
-        query, projected = self._prepare(hidden, ctx, number, layout)
+        query, projected = self._prepare(rows, ctx, number, layout)
         return self._attend(query, self._gate(projected), ctx, number, layout)
 
-    def run_ends(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    def run_ends(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """The output of the rows that are sampled behind, or partials of it; KV is written of
         all."""
         step = ctx.step
-        query, projected = self._prepare(hidden, ctx, number, step.layouts[self.operation])
+        query, projected = self._prepare(rows, ctx, number, step.layouts[self.operation])
         gate = self._gate(projected)
         gate = None if gate is None else gate[step.last_tokens]
         layout = step.layouts[self.ending]
@@ -169,21 +171,20 @@ class Attention(nn.Module):
         shapes = self.shapes
         scale = shapes.head_dim**-0.5 if shapes.scale is None else shapes.scale
         pages, scales = (ctx.kv[number], ctx.tables), self.kv_scales.values
-        rounds = self.out.rounds_rows
-        return self.out.partials(
-            attention.attend(query, gate, *pages, layout, scale, scales, rounds=rounds)
-        )
+        how = scale, scales
+        attended = attention.attend(query, gate, *pages, layout, *how, emit=self.out.reads)
+        return self.out(attended, epilogue=Epilogue.PARTIALS)
 
-    def store(self, hidden: Tensor, ctx: Context, number: int) -> None:
+    def store(self, rows: Inputs, ctx: Context, number: int) -> None:
         """Only write the KV of the step's tokens; they are laid out as for the model's layers."""
-        self._prepare(hidden, ctx, number, ctx.step.layouts[replace(self.operation, first_row=0)])
+        self._prepare(rows, ctx, number, ctx.step.layouts[replace(self.operation, first_row=0)])
 
     def _prepare(
-        self, hidden: Tensor, ctx: Context, number: int, layout: AttentionLayout
+        self, rows: Inputs, ctx: Context, number: int, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor]:
         """Queries [T, H, E] and all that is projected; KV is written."""
         norms = self.norms
-        projected = self.qkv_gate(hidden, lets_next_start=ctx.decodes)
+        projected = self.qkv_gate(rows, lets_next_start=ctx.decodes)
         if norms is not None and norms.is_whole:
             self._norm_whole(projected, norms)
             norms = None

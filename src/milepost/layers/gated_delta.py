@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import gated_delta
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta import GatedDeltaOperation, GatedDeltaWeights
+from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
@@ -150,7 +152,12 @@ class GatedDelta(nn.Module):
         """What may be multiplied in the launch of the norm ahead: see `Block`."""
         return self.projection
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    @property
+    def reads(self) -> Emit:
+        """See `Part`."""
+        return self.projection.reads
+
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         state, step = ctx.states[number], ctx.step
         weights = GatedDeltaWeights(
@@ -162,7 +169,7 @@ class GatedDelta(nn.Module):
             max_beta=self.shapes.max_beta,
         )
         mixed = gated_delta.mix(
-            self.projection(hidden, lets_next_start=ctx.decodes),
+            self.projection(rows, lets_next_start=ctx.decodes),
             weights,
             state.conv,
             state.recurrent,
@@ -170,9 +177,9 @@ class GatedDelta(nn.Module):
             step.slot_out,
             step.layouts[self.operation],
             state.records,
-            rounds=self.out.rounds_rows,
+            emit=self.out.reads,
         )
-        return self.out.partials(mixed)
+        return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> Placements:
         heads = self._segments(self.full.num_value_heads)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import kda
+from milepost.kernels import kda, products
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.kda import KDAOperation, KDAWeights
+from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
@@ -98,7 +100,12 @@ class KDA(nn.Module):
             record_size=4 * shapes.size + shapes.num_heads,
         )
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    @property
+    def reads(self) -> Emit:
+        """See `Part`."""
+        return self.projection.reads
+
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         state, step, shapes = ctx.states[number], ctx.step, self.shapes
         weights = KDAWeights(
@@ -108,12 +115,11 @@ class KDA(nn.Module):
             norm=self.norm_weight,
             norm_eps=shapes.norm_eps,
         )
-        projected = self.projection(hidden)
+        projected = self.projection(rows)
         first, rank = 3 * shapes.size + shapes.num_heads, shapes.head_dim
-        decays, gates = self.decay.both(
-            projected[:, first : first + rank],
-            self.gate,
-            projected[:, first + rank : first + 2 * rank],
+        decays, gates = products.multiply_both(
+            (projected[:, first : first + rank], projected[:, first + rank : first + 2 * rank]),
+            (self.decay.form, self.gate.form),
             lets_next_start=ctx.decodes,
         )
         mixed = kda.mix(
@@ -128,7 +134,7 @@ class KDA(nn.Module):
             step.layouts[self.operation],
             state.records,
         )
-        return self.out.partials(mixed)
+        return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> Placements:
         tensors = {

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import linear, norm
-from milepost.layers.begun import Begun, find
+from milepost.kernels import norm, products
+from milepost.kernels.emit import Activations, Emit, Inputs, Projected, as_activations
+from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import (
     Placement,
@@ -41,8 +42,20 @@ class _Section:
     count: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Begun:
+    """A product that is made in the launch of the norm ahead."""
+
+    weight: Tensor
+    """[O, I]"""
+    target: Tensor
+    """[1, O], its place among the projection's outputs."""
+    projected: Projected
+    """What the row is handed on with."""
+
+
 class Linear(nn.Module):
-    """`hidden` [T, I] to [T, O], with an optional bias.
+    """Rows [T, I] to [T, O], with an optional bias.
 
     Projections of equal precision stand in one matrix, section after section. `orders` are for
     projections that the checkpoint has in another order: its output i is the order[i]-th of its
@@ -82,6 +95,7 @@ class Linear(nn.Module):
             self._sections.append(_Section(name, group, sizes[group], start, count))
             sizes[group] += count
             start += count
+        self._num_outputs = start
         made = [
             precision.matrix(size, num_inputs, kind) if weight is None else weight
             for precision, size in zip(precisions, sizes, strict=True)
@@ -93,140 +107,104 @@ class Linear(nn.Module):
         self.biases = nn.ParameterList(kind.empty(size) for size in sizes) if bias else None
         self._weight, self._bias = made[0], self.biases[0] if bias else None
         self._is_fused = len(made) == 1
+        self.reads = Emit.joined(products.reads(each.form) for each in made)
+        """What its products read of their rows."""
+        self.is_raw = all(isinstance(each, RawWeight) for each in made)
+        """Whether all of its weights are in the model's type."""
         for section in self._sections:
             if section.name is None:
                 made[section.group].clear(section.first, section.count)
 
-    def forward(self, hidden: Tensor, *, lets_next_start: bool = True) -> Tensor:
-        """See `linear.multiply`."""
-        begun = find(hidden, self)
-        if begun is not None and self._is_fused:
-            return begun.output
-        if self._is_fused:
-            return self._weight.multiply(hidden, self._bias, lets_next_start=lets_next_start)
-        output = self._new_output(hidden) if begun is None else begun.output
-        if begun is None and self._multiply_beside(output, hidden):
-            return output
-        biases = self.biases or [None] * len(self.weights)
-        for group, (weight, bias) in enumerate(zip(self.weights, biases, strict=True)):
-            if begun is not None and group == len(self.weights) - 1:
-                continue
-            own, start, count = self._place_of(group)
-            if own[-1].start + own[-1].count == start + count:
-                target = output.narrow(-1, start, count)
-                weight.multiply_into(target, hidden, bias, lets_next_start=lets_next_start)
-                continue
-            product = weight.multiply(hidden, bias, lets_next_start=lets_next_start)
-            for section in own:
-                piece = product.narrow(-1, section.first, section.count)
-                output.narrow(-1, section.start, section.count).copy_(piece)
-        return output
+    def multiply(
+        self,
+        rows: Inputs,
+        *,
+        epilogue: Epilogue = Epilogue.NONE,
+        emit: Emit = Emit.VALUES,
+        lets_next_start: bool = True,
+    ) -> Inputs:
+        """`rows` [T, I] through the projection and the epilogue: see `products.multiply`. Where
+        projections have several matrices the outputs are whole."""
+        if self.form is not None and self._made_of(rows) is None:
+            return products.multiply(
+                rows,
+                self.form,
+                self._bias,
+                epilogue=epilogue,
+                emit=emit,
+                lets_next_start=lets_next_start,
+            )
+        output = self._multiply_apart(rows, lets_next_start=lets_next_start)
+        return products.gate(output, emit) if epilogue is Epilogue.GATED else output
 
-    def _multiply_beside(self, output: Tensor, hidden: Tensor) -> bool:
-        """Whether one launch multiplied both of two matrices, the second of which is raw and has
-        the last outputs. Of three the second has not."""
-        last = self.weights[-1]
-        values = last.values if isinstance(last, RawWeight) else None
-        if values is None or self._has_bias:
-            return False
-        _, start, count = self._place_of(1)
-        if start + count != output.shape[-1]:
-            return False
-        return self._weight.multiply_beside(output, hidden, values)
-
-    def _new_output(self, hidden: Tensor) -> Tensor:
-        return hidden.new_empty(*hidden.shape[:-1], self._num_outputs)
-
-    @property
-    def _num_outputs(self) -> int:
-        return self._sections[-1].start + self._sections[-1].count
-
-    def _place_of(self, group: int) -> tuple[list[_Section], int, int]:
-        """Sections of a matrix, where the first begins, and how many outputs they have."""
-        own = [section for section in self._sections if section.group == group]
-        return own, own[0].start, sum(section.count for section in own)
-
-    def begin(self, hidden: Tensor) -> Begun | None:
-        """What the norm that makes one row like `hidden` multiplies on the way: the last matrix,
-        if it is small and raw and its outputs stand side by side. Before a large one of FP8 that
-        would cost more than behind it, where it runs while that one ends."""
-        if self._has_bias or self.rounds_rows:
-            return None
-        group = len(self.weights) - 1
-        own, start, count = self._place_of(group)
-        if own[-1].start + own[-1].count != start + count:
-            return None
-        last = self.weights[group]
-        values = last.values if isinstance(last, RawWeight) else None
-        if values is None or not norm.multiplies_too(hidden, values):
-            return None
-        output = self._new_output(hidden)
-        target = output.narrow(-1, start, count)
-        return Begun(owner=self, weight=values, target=target, output=output)
-
-    def partials(self, hidden: Tensor) -> Tensor:
-        """The same, or partials [T, P, O] of it, for whoever reads it to add up."""
-        if self._is_fused and find(hidden, self) is None:
-            return self._weight.partials(hidden, self._bias)
-        return self.forward(hidden)
-
-    def precise(self, hidden: Tensor) -> Tensor:
-        """The same without a bias, unrounded, or partials of it."""
-        if self._is_fused:
-            return self._weight.multiply_precise(hidden)
-        return self.forward(hidden)
-
-    def gated(self, hidden: Tensor) -> Tensor:
-        """SiLU of the first half of the outputs times the other half: [T, O / 2]."""
-        if not self._is_fused or self._bias is not None:
-            return norm.silu_mul(self.forward(hidden))
-        return self._weight.multiply_gated(hidden)
-
-    def takes_gated(self, num_tokens: int) -> bool:
-        """Whether `partials_of_gated` costs less than `gated` before it."""
-        is_plain = self._is_fused and self._bias is None
-        return is_plain and self._weight.takes_gated(num_tokens)
-
-    @property
-    def rounds_rows(self) -> bool:
-        """Whether its products round their rows to float8 in blocks."""
-        return any(getattr(weight, "rounds_rows", False) for weight in self.weights)
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether all of its weights are in the model's type."""
-        return all(isinstance(weight, RawWeight) for weight in self.weights)
-
-    @property
-    def only_rounds(self) -> bool:
-        """Whether all of them do, so that rounded rows are enough."""
-        return all(getattr(weight, "rounds_rows", False) for weight in self.weights)
-
-    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
-        """`partials` of SiLU of the first half of `gate_up` [T, 2 * I] times the other half."""
-        return self._weight.partials_of_gated(gate_up)
-
-    __call__ = forward
+    __call__ = multiply
     """There are no hooks to run, and a module's own call costs as much as a small operation."""
 
-    def both(
-        self, hidden: Tensor, other: Linear, other_hidden: Tensor, *, lets_next_start: bool
-    ) -> tuple[Tensor, Tensor]:
-        """What this and another Linear make of inputs of their own, in one launch where there is
-        one."""
-        values, others = self._values, other._values
-        if values is not None and others is not None:
-            both = linear.multiply_both((hidden, other_hidden), (values, others))
-            if both is not None:
-                return both
-        return self(hidden), other(other_hidden, lets_next_start=lets_next_start)
+    def _multiply_apart(self, rows: Inputs, *, lets_next_start: bool) -> Tensor:
+        """By one matrix after the other, but for what was made with the rows."""
+        output, groups = self._made_of(rows), list(range(len(self.weights)))
+        if output is not None:
+            groups.pop()
+        else:
+            made = as_activations(rows)
+            output = made.new_empty(*made.shape[:-1], self._num_outputs)
+        biases = self.biases or [None] * len(self.weights)
+        how = {"lets_next_start": lets_next_start}
+        beside = self._beside if len(groups) > 1 else None
+        if beside is not None:
+            products.multiply(rows, self._weight.form, into=output, beside=beside, **how)
+            return output
+        for group in groups:
+            form, bias = self.weights[group].form, biases[group]
+            place = self._place_of(group)
+            if place is not None:
+                products.multiply(rows, form, bias, into=output.narrow(-1, *place), **how)
+                continue
+            product = products.multiply(rows, form, bias, **how)
+            for section in self._sections:
+                if section.group == group:
+                    piece = product.narrow(-1, section.first, section.count)
+                    output.narrow(-1, section.start, section.count).copy_(piece)
+        return output
+
+    def _made_of(self, rows: Inputs) -> Tensor | None:
+        """The outputs, of which the last matrix's were made with the rows."""
+        projected = rows.projected if isinstance(rows, Activations) else None
+        return projected.output if projected is not None and projected.owner is self else None
+
+    def begin(self, row: Tensor) -> Begun | None:
+        """What the norm that makes one row like `row` multiplies on the way: the last matrix, if it
+        is small and raw and its outputs stand side by side. Before a large one of FP8 that would
+        cost more than behind it, where it runs while that one ends."""
+        place, form = self._place_of(len(self.weights) - 1), self.weights[-1].form
+        if place is None or not isinstance(form, Raw) or self._has_bias:
+            return None
+        if self.reads is not Emit.VALUES or not norm.multiplies_too(row, form.values):
+            return None
+        output = row.new_empty(*row.shape[:-1], self._num_outputs)
+        projected = Projected(owner=self, output=output)
+        return Begun(weight=form.values, target=output.narrow(-1, *place), projected=projected)
 
     @property
-    def _values(self) -> Tensor | None:
-        """Of the one matrix, if it is no more than these."""
-        weight, has_bias = self._weight, self._bias is not None
-        is_plain = self._is_fused and not has_bias and isinstance(weight, RawWeight)
-        return weight.values if is_plain else None
+    def form(self) -> Form | None:
+        """Of the one matrix, if there are not several."""
+        return self._weight.form if self._is_fused else None
+
+    @property
+    def _beside(self) -> Raw | None:
+        """The second of two matrices, which is raw and has the last outputs. Of three it has
+        not."""
+        form, place = self.weights[-1].form, self._place_of(1)
+        is_last = place is not None and sum(place) == self._num_outputs
+        is_plain = len(self.weights) == 2 and not self._has_bias
+        return form if is_plain and is_last and isinstance(form, Raw) else None
+
+    def _place_of(self, group: int) -> tuple[int, int] | None:
+        """The first of a matrix's outputs among all, and how many they are, if they stand side by
+        side."""
+        own = [section for section in self._sections if section.group == group]
+        start, count = own[0].start, sum(section.count for section in own)
+        return (start, count) if own[-1].start + own[-1].count == start + count else None
 
     def pack(self) -> None:
         """See `Weight.pack`."""

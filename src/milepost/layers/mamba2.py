@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from milepost.errors import ConfigError
 from milepost.kernels import mamba2
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.mamba2 import Mamba2Operation, Mamba2Weights
+from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import NormedPart, norm_over_ranks
@@ -126,7 +128,12 @@ class Mamba2(nn.Module):
             record_size=shapes.channels + shapes.num_heads,
         )
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    @property
+    def reads(self) -> Emit:
+        """See `Part`."""
+        return self.projection.reads
+
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, Q, C] of it."""
         state, step = ctx.states[number], ctx.step
         weights = Mamba2Weights(
@@ -141,7 +148,7 @@ class Mamba2(nn.Module):
             dt_limit=self.shapes.time_step_limit,
         )
         mixed = mamba2.mix(
-            self.projection(hidden, lets_next_start=ctx.decodes),
+            self.projection(rows, lets_next_start=ctx.decodes),
             weights,
             state.conv,
             state.recurrent,
@@ -152,7 +159,7 @@ class Mamba2(nn.Module):
         )
         if self._shares_group and self.norm_weight is not None:
             mixed = self._norm(mixed, self.norm_weight)
-        return self.out.partials(mixed)
+        return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
     def _norm(self, mixed: Tensor, scale: Tensor) -> Tensor:
         """Of a group that several ranks have heads of."""

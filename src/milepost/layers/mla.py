@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import linear, mla
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.mla import MLAOperation
+from milepost.kernels.products import Epilogue
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
@@ -84,10 +86,15 @@ class MLA(nn.Module):
         size = self.shapes.latent_dim + self.shapes.shared_dim
         return AttentionSpec(num_kv_heads=1, head_dim=size, rows_each=1)
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    @property
+    def reads(self) -> Emit:
+        """See `Part`."""
+        return self.projection.reads
+
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, S, C] of it."""
         shapes, pool, layout = self.shapes, ctx.kv[number], ctx.step.layouts[self.operation]
-        projected = self.projection(hidden, lets_next_start=ctx.decodes)
+        projected = self.projection(rows, lets_next_start=ctx.decodes)
         latents = projected[:, shapes.num_heads * shapes.key_dim :]
         # A latent makes keys and values, and has the keys' scale.
         kv_scale, *_ = self.kv_scales.values
@@ -98,7 +105,7 @@ class MLA(nn.Module):
         scale = shapes.key_dim**-0.5
         attended = mla.attend(query, shared, pool, ctx.tables, layout, scale, kv_scale)
         output = linear.multiply_heads(attended, self.up_value.mT)
-        return self.out.partials(output.flatten(1))
+        return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> Placements:
         """Head by head, the checkpoint's matrix makes its key and then its value."""

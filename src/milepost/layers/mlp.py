@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from milepost.kernels import norm
+from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterKind
@@ -41,19 +43,19 @@ class MLP(nn.Module):
         self.down = Linear(own.size, ((down, hidden_size),), kind, inputs=own)
 
     @property
-    def only_rounds(self) -> bool:
-        """See `Block`."""
-        return self.up.only_rounds
+    def reads(self) -> Emit:
+        """See `Part`."""
+        return self.up.reads
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(self._units(hidden))
+    def forward(self, rows: Inputs) -> Tensor:
+        return self.down(self._units(rows))
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """The same, or partials [T, P, H] of it, for whoever reads it to add up. Padding costs
         nothing here, so it does not matter which tokens are real."""
-        if self.is_gated and self.down.takes_gated(len(hidden)):
-            return self.down.partials_of_gated(self.up(hidden))
-        return self.down.partials(self._units(hidden))
+        return self.down(self._units(rows), epilogue=Epilogue.PARTIALS)
 
-    def _units(self, hidden: Tensor) -> Tensor:
-        return self.up.gated(hidden) if self.is_gated else norm.relu_squared(self.up(hidden))
+    def _units(self, rows: Inputs) -> Inputs:
+        if self.is_gated:
+            return self.up(rows, epilogue=Epilogue.GATED, emit=self.down.reads)
+        return norm.relu_squared(self.up(rows))

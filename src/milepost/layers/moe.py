@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from milepost.errors import ConfigError
 from milepost.kernels import moe
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.moe import SOFTMAX, Scores
+from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
@@ -118,24 +120,31 @@ class MoE(nn.Module):
         """What may be multiplied in the launch of the norm ahead: see `Block`."""
         return None if self.shapes.scores.kind == "sigmoid" else self.router
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
-        """The output in partials, for whoever reads it to add up."""
-        return self.partials(hidden, ctx.num_real)
+    @property
+    def reads(self) -> Emit:
+        """See `Part`."""
+        inputs = self.experts if self.latent_in is None else self.latent_in
+        readers = self.router, inputs, self.shared, self.shared_gate
+        return Emit.joined(each.reads for each in readers if each is not None)
 
-    def partials(self, hidden: Tensor, num_real: Tensor | None = None) -> Tensor:
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
+        """The output in partials, for whoever reads it to add up."""
+        return self.partials(rows, ctx.num_real)
+
+    def partials(self, rows: Inputs, num_real: Tensor | None = None) -> Tensor:
         """`run`; tokens from `num_real` [1] on are padding."""
         is_precise = self.shapes.scores.kind == "sigmoid"
-        logits = self.router.precise(hidden) if is_precise else self.router.partials(hidden)
-        logits = logits[..., : self.num_logits]
-        inputs = hidden if self.latent_in is None else self.latent_in(hidden)
-        shares, experts = self._route(logits, hidden.dtype, num_real)
+        epilogue = Epilogue.FLOAT32 if is_precise else Epilogue.PARTIALS
+        logits = self.router(rows, epilogue=epilogue)[..., : self.num_logits]
+        inputs = rows if self.latent_in is None else self.latent_in(rows)
+        shares, experts = self._route(logits, rows.dtype, num_real)
         partials = self.experts.mix(inputs, shares, experts)
         if self.latent_out is not None:
             partials = self.latent_out(partials.sum(1))[:, None]
         if self.shared_gate is not None:
-            partials[:, 0].addcmul_(self.shared_gate(hidden).sigmoid_(), self.shared(hidden))
+            partials[:, 0].addcmul_(self.shared_gate(rows).sigmoid_(), self.shared(rows))
         elif self.shared is not None:
-            partials[:, 0].add_(self.shared(hidden))
+            partials[:, 0].add_(self.shared(rows))
         return partials
 
     def _route(

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels import norm
+from milepost.kernels.emit import Activations, Emit, Inputs
 from milepost.kernels.precision import cast
-from milepost.layers.begun import Begun
+from milepost.layers.linear import Begun
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, cut_all
 from milepost.parallel import Cut, Ranks
@@ -55,13 +56,11 @@ class RMSNorm(nn.Module):
         hidden: Tensor,
         delta: Tensor | None,
         *,
-        rounds: bool = False,
-        keeps_rows: bool = True,
-        first: Begun | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Add a layer's output to the residual stream: the sum [T, N] and its norm, which products
-        with float8 read if it `rounds`, and nobody else does unless it `keeps_rows`. The product
-        that comes `first` is made in the same launch, and the norm brings it along.
+        emit: Emit = Emit.VALUES,
+        begun: Begun | None = None,
+    ) -> tuple[Tensor, Inputs]:
+        """Add a layer's output to the residual stream: the sum [T, N] and its norm, handed on as
+        `emit` asks, with the product that was `begun` in the same launch.
 
         `hidden` [T, N]; `delta` [T, N], or partials [T, P, N] of it, or None. Partials of several
         ranks are those of them all.
@@ -69,11 +68,11 @@ class RMSNorm(nn.Module):
         if not self.ranks.is_alone and delta is not None and delta.dim() == 3:
             return self.ranks.add_norm(hidden, delta, self.scale, self.eps, self.multiplier)
         how = self.scale, self.eps, self.multiplier
-        if first is not None:
-            both = norm.add_norm_and_multiply(hidden, delta, *how, first.weight, first.target)
-            first.ride_on(both[1])
-            return both
-        return norm.add_norm(hidden, delta, *how, rounds=rounds, keeps_rows=keeps_rows)
+        if begun is not None:
+            product = begun.weight, begun.target
+            total, normed = norm.add_norm_and_multiply(hidden, delta, *how, *product)
+            return total, Activations(values=normed, projected=begun.projected)
+        return norm.add_norm(hidden, delta, *how, emit=emit)
 
     def placements(self) -> Placements:
         return {self.kind.full("weight"): place_scale(self.scale, self.offset)}

@@ -10,8 +10,9 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from milepost.kernels.batch import Operation
-from milepost.layers.begun import Begun
+from milepost.kernels.emit import Emit, Inputs
 from milepost.layers.context import Context, LayerSpec
+from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
 from milepost.layers.rotary import Rotary
 from milepost.parallel import ALONE
@@ -35,9 +36,14 @@ class Part(Protocol):
         """The positions that it turns by."""
         ...
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
-        """`hidden` [T, C] to the output [T, C], or partials [T, P, C] of it; `number` is that of
-        its cache. What all ranks return adds up to the output."""
+    @property
+    def reads(self) -> Emit:
+        """What it reads of its rows."""
+        ...
+
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
+        """`rows` [T, C] to the output [T, C], or partials [T, P, C] of it; `number` is that of its
+        cache. What all ranks return adds up to the output."""
         ...
 
 
@@ -50,7 +56,7 @@ class EndingPart(Protocol):
         """What it needs laid out for that besides."""
         ...
 
-    def run_ends(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    def run_ends(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """As `run`, but the output [R, C] of those rows."""
         ...
 
@@ -71,11 +77,9 @@ class Block(nn.Module):
         self.pre, self.post = pre, post
         norm = pre or post
         self._ranks = ALONE if norm is None else norm.ranks
-        self._rounds = any(
-            getattr(module, "rounds_rows", False) for part in parts for module in part.modules()
-        )
-        # All that such parts do with rows is multiply them with float8.
-        self._keeps_rows = not all(getattr(part, "only_rounds", False) for part in parts)
+        self._emit = Emit.joined(part.reads for part in parts)
+        self._first: Linear | None = getattr(parts[0], "first", None)
+        """What the first part begins with: see `Linear.begin`."""
 
     def run(
         self,
@@ -89,16 +93,17 @@ class Block(nn.Module):
         """The residual stream [T, C] with `delta` [T, C], or partials of it, added; and what is to
         be added next, which the norm that follows does for less than a pass of its own costs.
         Where it `ends`, the rows of both are those behind which is sampled."""
+        rows: Inputs
         if self.pre is not None:
-            first = self._begin(hidden) if len(hidden) == 1 else None
-            how = {"rounds": self._rounds, "keeps_rows": self._keeps_rows}
-            hidden, normed = self.pre.add(hidden, delta, **how, first=first)
+            is_row = self._first is not None and len(hidden) == 1
+            begun = self._first.begin(hidden) if is_row else None
+            hidden, rows = self.pre.add(hidden, delta, emit=self._emit, begun=begun)
         else:
             if delta is not None:  # partials are float32, the residual stream is not
                 hidden = (hidden + self._whole(delta)).to(hidden.dtype)
-            normed = hidden
+            rows = hidden
         outputs = [
-            self._run(part, normed, ctx, number, ends=ends)
+            self._run(part, rows, ctx, number, ends=ends)
             for part, number in zip(self.parts, numbers, strict=True)
         ]
         if ends:
@@ -110,16 +115,11 @@ class Block(nn.Module):
             added = self.post(self._whole(added))
         return hidden, added
 
-    def _run(self, part: Part, normed: Tensor, ctx: Context, number: int, *, ends: bool) -> Tensor:
+    def _run(self, part: Part, rows: Inputs, ctx: Context, number: int, *, ends: bool) -> Tensor:
         if ends and isinstance(part, EndingPart):
-            return part.run_ends(normed, ctx, number)
-        output = part.run(normed, ctx, number)
+            return part.run_ends(rows, ctx, number)
+        output = part.run(rows, ctx, number)
         return output[ctx.step.last_tokens] if ends else output
-
-    def _begin(self, hidden: Tensor) -> Begun | None:
-        """A small product that the first part begins with."""
-        first = getattr(self.parts[0], "first", None)
-        return None if first is None else first.begin(hidden)
 
     def _whole(self, partials: Tensor) -> Tensor:
         """[T, C] of partials [T, P, C], over all ranks; of [T, C] itself."""

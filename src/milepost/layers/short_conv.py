@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import short_conv
+from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.products import Epilogue
 from milepost.kernels.short_conv import ShortConvOperation
 from milepost.layers.context import Context, ShortConvSpec
 from milepost.layers.linear import Linear
@@ -43,17 +45,22 @@ class ShortConv(nn.Module):
         size, conv_width = self.conv_weight.shape
         return ShortConvSpec(conv_shape=(size, conv_width - 1))
 
-    def run(self, hidden: Tensor, ctx: Context, number: int) -> Tensor:
+    @property
+    def reads(self) -> Emit:
+        """See `Part`."""
+        return self.projection.reads
+
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """The output, or partials [T, P, C] of it."""
         mixed = short_conv.mix(
-            self.projection(hidden, lets_next_start=ctx.decodes),
+            self.projection(rows, lets_next_start=ctx.decodes),
             self.conv_weight,
             self.conv_bias,
             ctx.conv_states[number],
             ctx.step.layouts[self.operation],
             ctx.conv_records.get(number),
         )
-        return self.out.partials(mixed)
+        return self.out(mixed, epilogue=Epilogue.PARTIALS)
 
     def placements(self) -> Placements:
         tensors = {"conv.weight": cut_all(place_whole(self.conv_weight.unsqueeze(1)), self.cut)}

@@ -1,10 +1,10 @@
-"""A weight is an object that can multiply: raw values here; others keep theirs quantised, or a
-rank's part of them.
+"""A weight is a module that holds a matrix in some form: raw values here; others keep theirs
+quantised, or a rank's part of them.
 
 A `Precision` makes weights of one form. Each weight has a place for every tensor that its form has
-in a checkpoint (values, scales ...), under the projection's name. Layers ask for weights and
-multiply; which form they have is none of their business. Projections of equal precision share a
-matrix.
+in a checkpoint (values, scales ...), under the projection's name. Layers ask for weights and have
+`products` multiply by their form; which it is is none of their business. Projections of equal
+precision share a matrix.
 
 Legend: T tokens, I inputs, O outputs, X experts, N experts for each token, P split-K partials.
 """
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import linear, moe, norm
+from milepost.kernels import products
+from milepost.kernels.emit import Emit, Inputs
+from milepost.kernels.products.forms import Form, Packed, RawForm, pack
 from milepost.layers.placements import (
     Placement,
     Placements,
@@ -35,9 +37,6 @@ from milepost.parallel.cut import join
 if TYPE_CHECKING:
     from milepost.layers.parameters import ParameterKind
 
-_PACKED_ROWS = 16
-"""Rows of the GEMMs that a packed weight is arranged for; others are right too."""
-
 
 class Weight(Protocol):
     """A matrix of O rows and I columns; a module."""
@@ -47,39 +46,9 @@ class Weight(Protocol):
         """Where outputs and inputs lie in each of a projection's tensors."""
         ...
 
-    def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:
-        """`hidden` [T, I] to [T, O]: see `linear.multiply`."""
-        ...
-
-    def multiply_into(
-        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
-    ) -> None:
-        """`output` [T, O], whose rows may lie apart, becomes the same."""
-        ...
-
-    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:
-        """Whether one launch made `output` [T, O + R] the same, and behind it what the raw weights
-        [R, I] make of `hidden`."""
-        ...
-
-    def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """The same, or partials [T, P, O] of it: see `linear.partials`."""
-        ...
-
-    def multiply_precise(self, hidden: Tensor) -> Tensor:
-        """Unrounded: see `linear.multiply_precise`."""
-        ...
-
-    def multiply_gated(self, hidden: Tensor) -> Tensor:
-        """SiLU of the first half of the outputs times the other half: [T, O / 2]."""
-        ...
-
-    def takes_gated(self, num_tokens: int) -> bool:
-        """Whether `partials_of_gated` costs less than `multiply_gated` before it."""
-        ...
-
-    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
-        """`partials` of SiLU of the first half of `gate_up` [T, 2 * I] times the other half."""
+    @property
+    def form(self) -> Form:
+        """What products read."""
         ...
 
     def place(self, rows: Tensor, path: str) -> Placements:
@@ -106,9 +75,14 @@ class Experts(Protocol):
 
     sizes: ExpertSizes
 
-    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        """`hidden` [T, I] through each token's `experts` [T, N], times their `shares`, in partials
-        [T, P, I]: see `moe.partials`."""
+    @property
+    def reads(self) -> Emit:
+        """What they read of their rows."""
+        ...
+
+    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
+        """`rows` [T, I] through each token's `experts` [T, N], times their `shares`, in partials
+        [T, P, I]: see `products.mix`."""
         ...
 
     def placements(self) -> Placements:
@@ -188,7 +162,7 @@ class Precision(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawPrecision:
     """Weights in the model's type."""
 
     max_shared: ClassVar[int] = 4
@@ -200,7 +174,7 @@ class Raw:
         return RawExperts(sizes, names, kind)
 
 
-RAW = Raw()
+RAW = RawPrecision()
 
 
 class RawWeight(nn.Module):
@@ -211,45 +185,11 @@ class RawWeight(nn.Module):
     def __init__(self, values: nn.Parameter) -> None:
         super().__init__()
         self.values: nn.Parameter | None = values
-        self._packed: Tensor | None = None
+        self._packed: Packed | None = None
 
-    def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:
-        if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, bias, "none", [], "")
-        return linear.multiply(hidden, self.values, bias, lets_next_start=lets_next_start)
-
-    def multiply_into(
-        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
-    ) -> None:
-        if self._packed is not None:
-            output.copy_(self.multiply(hidden, bias, lets_next_start=lets_next_start))
-            return
-        linear.multiply_into(output, hidden, self.values, bias, lets_next_start=lets_next_start)
-
-    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:  # noqa: ARG002
-        """What is raw too stands in the same matrix."""
-        return False
-
-    def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        if self._packed is not None:
-            return self.multiply(hidden, bias, lets_next_start=True)
-        return linear.partials(hidden, self.values, bias)
-
-    def multiply_precise(self, hidden: Tensor) -> Tensor:
-        if self._packed is not None:
-            return self.multiply(hidden, None, lets_next_start=True)
-        return linear.multiply_precise(hidden, self.values)
-
-    def multiply_gated(self, hidden: Tensor) -> Tensor:
-        if self._packed is not None:
-            return norm.silu_mul(self.multiply(hidden, None, lets_next_start=True))
-        return linear.multiply_gated(hidden, self.values)
-
-    def takes_gated(self, num_tokens: int) -> bool:  # noqa: ARG002
-        return False
-
-    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
-        return self.partials(norm.silu_mul(gate_up), None)
+    @property
+    def form(self) -> RawForm:
+        return self._packed or products.Raw(values=self._unpacked())
 
     def place(self, rows: Tensor, path: str) -> Placements:  # noqa: ARG002
         return {"weight": place_scattered(self._unpacked(), rows)}
@@ -261,12 +201,9 @@ class RawWeight(nn.Module):
         fill_matrix(self._unpacked(), spread, generator)
 
     def pack(self) -> None:
-        """For float32 on a CPU whose torch has oneDNN; does nothing to any other. With 16 rows a
-        GEMM costs 0.5 to 0.9 of what it did."""
-        if self.values is None or self.values.device.type != "cpu":
-            return
-        if torch.backends.mkldnn.is_available() and self.values.dtype == torch.float32:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.values.data, _PACKED_ROWS)
+        if self.values is not None:
+            self._packed = pack(products.Raw(values=self.values))
+        if self._packed is not None:
             self.values = None
 
     def _unpacked(self) -> Tensor:
@@ -285,8 +222,13 @@ class RawExperts(nn.Module):
         self.up = kind.empty(count, num_rows, sizes.hidden_size)
         self.down = kind.empty(count, sizes.hidden_size, sizes.size)
 
-    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        return moe.partials(hidden, shares, experts, self.up, self.down)
+    @property
+    def reads(self) -> Emit:
+        return Emit.VALUES
+
+    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
+        up, down = products.Raw(values=self.up), products.Raw(values=self.down)
+        return products.mix(rows, shares, experts, up, down)
 
     def placements(self) -> Placements:
         names, sizes, full = self.names, self.sizes, self.kind.full

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from milepost.kernels.device import Chip
+from milepost.kernels.emit import Emit
 from milepost.layers.linear import Linear
 from milepost.layers.moe import MoE
 from milepost.layers.parts import Layer
@@ -36,11 +37,7 @@ def _num_weights(layer: Layer) -> float:
 
 def _of_module(module: nn.Module) -> float:
     if isinstance(module, MoE):
-        return module.num_weights / (2 if _rounds(module.experts) else 1)
+        return module.num_weights / (1 if module.experts.reads is Emit.VALUES else 2)
     if isinstance(module, Linear):
-        return module.num_weights / (2 if module.rounds_rows else 1)
+        return module.num_weights / (1 if module.reads is Emit.VALUES else 2)
     return 0
-
-
-def _rounds(module: object) -> bool:
-    return bool(getattr(module, "rounds_rows", False))

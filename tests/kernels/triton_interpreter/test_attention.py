@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from milepost.kernels import emit
 from milepost.kernels.attention.items import choose_wide_rows
 from milepost.kernels.batch import Capacity
 from milepost.kernels.device import Chip, probe
-from milepost.kernels.quantised import rounded, triton_rounding
+from milepost.kernels.emit import Activations, Emit, as_activations
+from milepost.kernels.quantised import triton_rounding
 from tests.batches import spread
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
@@ -127,31 +129,32 @@ def test_pages_may_lie_far_apart(head_dim: int) -> None:
 def test_results_bring_their_rounding_along(monkeypatch, name: str, head_dim: int) -> None:
     """The same numbers as a launch of their own makes of them. Of many tokens no others are
     written, of few all are."""
-    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     step = Step(replace(CASES[name], head_dim=head_dim, dtype=torch.float16))
     items = step.on_device(step.items())
     is_cut = name in ("shared_and_prefill", "mixed")
     assert bool(items.num_combined) == is_cut
     given = step.query, step.gate, step.pool, step.device_tables(), items, head_dim**-0.5
-    plain, output = (attention.attend(*given, rounds=rounds) for rounds in (False, True))
-    assert rounded.find(plain) is None
-    assert rounded.is_filled(output) == (step.num_tokens <= 64)
-    if rounded.is_filled(output):
-        assert torch.equal(output, plain)
-    own = rounded.find(output).of(step.num_tokens)
+    plain, output = (attention.attend(*given, emit=each) for each in (Emit.VALUES, Emit.FP8))
+    assert isinstance(output, Activations)
+    assert (output.values is not None) == (step.num_tokens <= 64)
+    if output.values is not None:
+        assert torch.equal(output.values, plain)
+    own = output.fp8.filled
+    own = own[0][: step.num_tokens], own[1][:, : step.num_tokens]
     values, scales = triton_rounding.quantise(plain[: step.num_tokens], 128, probe(plain.device))
     assert torch.equal(own[0].float(), values.float())
     assert torch.equal(own[1], scales)
 
 
 def test_a_row_and_results_over_float8_are_not_rounded(monkeypatch) -> None:
-    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     for case in (CASES["split_decode"], replace(CASES["mixed"], has_float8=True)):
         step = Step(replace(case, head_dim=128, dtype=torch.float16))
         given = step.query, step.gate, step.pool, step.device_tables()
         items = step.on_device(step.items())
-        output = attention.attend(*given, items, 0.1, step.kv_scales, rounds=True)
-        assert rounded.find(output) is None
+        output = attention.attend(*given, items, 0.1, step.kv_scales, emit=Emit.FP8)
+        assert as_activations(output).fp8 is None
 
 
 def error(case: Case) -> float:

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from milepost.kernels import emit
 from milepost.kernels.device import probe
+from milepost.kernels.emit import Emit, as_activations
 from milepost.kernels.gated_delta import CHUNK
-from milepost.kernels.quantised import rounded, triton_rounding
+from milepost.kernels.quantised import triton_rounding
 from tests.batches import spread
 from tests.kernels.mixers import (
     FEW_HEADS,
@@ -138,34 +140,33 @@ def test_prefill_padding_changes_nothing() -> None:
 def test_prefill_brings_its_rounding_along(monkeypatch, num_tokens: int) -> None:
     """The same numbers as a launch of their own makes of it, of padding too; of many tokens there
     are no others."""
-    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     shapes = Shapes(key_heads=1, value_heads=2, key_dim=16, value_dim=128)
     weights, projected = make_weights(shapes, torch.float16), make_projected(shapes, num_tokens)
     batch = Batch(starts=[3], lengths=[num_tokens - 5], slot_in=[1], slot_out=[3])
     found = [
         fused_prefill(
             projected.half(), weights, make_pools(shapes, 4, torch.float16), batch,
-            rounds=rounds, max_tokens=num_tokens, max_sequences=2, max_exports=0,
+            emit=each, max_tokens=num_tokens, max_sequences=2, max_exports=0,
         )
-        for rounds in (False, True)
+        for each in (Emit.VALUES, Emit.FP8)
     ]  # fmt: skip
-    assert rounded.find(found[0]) is None
-    own = rounded.find(found[1])
-    assert own.are_alone == (num_tokens > 64)
-    if not own.are_alone:
-        assert torch.equal(*found)
+    assert (found[1].values is None) == (num_tokens > 64)
+    if found[1].values is not None:
+        assert torch.equal(found[0], found[1].values)
     values, scales = triton_rounding.quantise(found[0], 128, probe(projected.device))
-    assert torch.equal(own.of(num_tokens)[0].float(), values.float())
-    assert torch.equal(own.of(num_tokens)[1], scales)
+    assert torch.equal(found[1].fp8.filled[0].float(), values.float())
+    assert torch.equal(found[1].fp8.filled[1], scales)
 
 
 def test_only_heads_of_a_block_are_rounded(monkeypatch) -> None:
-    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     shapes = Shapes(key_heads=1, value_heads=2, key_dim=16, value_dim=64)
     batch = Batch(starts=[3], lengths=[70], slot_in=[1], slot_out=[3])
     projected, weights = make_projected(shapes, 70, torch.float16), make_weights(shapes)
     pools = make_pools(shapes, 4, torch.float16)
-    assert rounded.find(fused_prefill(projected, weights, pools, batch, rounds=True)) is None
+    output = fused_prefill(projected, weights, pools, batch, emit=Emit.FP8)
+    assert as_activations(output).fp8 is None
 
 
 def test_prefill_half_inputs() -> None:

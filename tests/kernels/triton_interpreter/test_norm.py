@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from milepost.kernels import emit
 from milepost.kernels.device import probe
+from milepost.kernels.emit import Emit, as_activations
 from milepost.kernels.norm import reference, triton, triton_gemv
-from milepost.kernels.quantised import rounded, triton_rounding
+from milepost.kernels.quantised import triton_rounding
 from tests.numbers import relative_error
 
 SIZE, EPS = 70, 1e-6
@@ -55,14 +57,13 @@ def test_activations(size: int) -> None:
 @pytest.mark.parametrize("size", [128, 384, 1024])
 def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
     """The same numbers as a launch of their own makes of it, in whole lines of rows."""
-    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     hidden, delta, scale = randn(5, size).half(), randn(5, 2, size), randn(size)
     expected = triton.add_norm(hidden, delta, scale, EPS)
-    found = triton.add_norm(hidden, delta, scale, EPS, rounds=True)
-    assert all(map(torch.equal, found, expected))
-    assert rounded.find(expected[1]) is None
-    assert rounded.find(found[1][1:]) is None
-    own = rounded.find(found[1])
+    total, found = triton.add_norm(hidden, delta, scale, EPS, emit=Emit.BOTH)
+    assert torch.equal(total, expected[0])
+    assert torch.equal(found.values, expected[1])
+    own = found.fp8
     values, scales = triton_rounding.quantise(expected[1], 128, probe(hidden.device), num_padded=8)
     assert own.values.shape == values.shape
     assert own.scales.shape == scales.shape
@@ -70,26 +71,25 @@ def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
     assert torch.equal(own.scales[:, :5], scales[:, :5])
     for rows in (hidden[:1], hidden.float(), randn(5, size + 1).half()):
         scale = torch.ones(rows.shape[1])
-        normed = triton.add_norm(rows, None, scale, EPS, rounds=True)[1]
-        assert rounded.find(normed) is None
+        normed = triton.add_norm(rows, None, scale, EPS, emit=Emit.FP8)[1]
+        assert as_activations(normed).fp8 is None
 
 
 @pytest.mark.parametrize("num_tokens", [64, 66])
 def test_many_rounded_rows_may_be_alone(monkeypatch, num_tokens: int) -> None:
     """Some products of few read the rows themselves."""
-    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     hidden, delta, scale = randn(num_tokens, 256).half(), randn(num_tokens, 256), randn(256)
-    kept = triton.add_norm(hidden, delta, scale, EPS, rounds=True)
-    total, normed = triton.add_norm(hidden, delta, scale, EPS, rounds=True, keeps_rows=False)
+    kept = triton.add_norm(hidden, delta, scale, EPS, emit=Emit.BOTH)
+    total, normed = triton.add_norm(hidden, delta, scale, EPS, emit=Emit.FP8)
     assert torch.equal(total, kept[0])
-    assert rounded.is_filled(kept[1])
-    assert rounded.is_filled(normed) == (num_tokens == 64)
-    own, expected = rounded.find(normed), rounded.find(kept[1])
-    pairs = zip(own.of(num_tokens), expected.of(num_tokens), strict=True)
+    assert kept[1].values is not None
+    assert (normed.values is not None) == (num_tokens == 64)
+    pairs = zip(normed.fp8.filled, kept[1].fp8.filled, strict=True)
     assert all(torch.equal(ours.float(), theirs.float()) for ours, theirs in pairs)
     if num_tokens == 66:
-        with pytest.raises(AssertionError, match="rounded already"):
-            triton_rounding.quantise(normed, 128, probe(hidden.device))
+        with pytest.raises(AssertionError, match="who reads values is known"):
+            emit.values_of(normed)
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 3])

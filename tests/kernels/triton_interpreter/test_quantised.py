@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from milepost.kernels import emit
 from milepost.kernels.device import Chip, probe
+from milepost.kernels.emit import Emit, as_activations
 from milepost.kernels.linear import triton_gemv
 from milepost.kernels.moe.grouping import group_many
 from milepost.kernels.norm import triton as norm_triton
@@ -19,7 +21,6 @@ from milepost.kernels.quantised import (
     FP8,
     Quantised,
     reference,
-    rounded,
     triton,
     triton_gathering,
     triton_gemm,
@@ -57,7 +58,12 @@ from tests.kernels.quantised_cases import (
 def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | None) -> None:
     weight = make_fp8(200, 256, rows=rows, depth=depth, input_scale=input_scale)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(200)
-    check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
+    check(
+        triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True),
+        hidden,
+        weight,
+        bias,
+    )
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
@@ -65,7 +71,12 @@ def test_fp8_gemm(num_tokens: int, rows: int, depth: int, input_scale: float | N
 def test_int4_gemm(num_tokens: int, group: int) -> None:
     weight = make_int4(72, 256, group=group)
     hidden, bias = make_rows(num_tokens, 256), torch.randn(72)
-    check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
+    check(
+        triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True),
+        hidden,
+        weight,
+        bias,
+    )
 
 
 @pytest.mark.parametrize("group", [16, 32])
@@ -73,7 +84,12 @@ def test_int4_gemm(num_tokens: int, group: int) -> None:
 def test_fp4_gemm(num_tokens: int, group: int) -> None:
     weight = make_fp4(72, 384, group=group)
     hidden, bias = make_rows(num_tokens, 384), torch.randn(72)
-    check(triton.multiply(hidden, weight, bias, lets_next_start=True), hidden, weight, bias)
+    check(
+        triton.multiply(as_activations(hidden), weight, bias, lets_next_start=True),
+        hidden,
+        weight,
+        bias,
+    )
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_fp4, partial(make_int4, group=64)])
@@ -126,7 +142,9 @@ def test_outputs_may_stand_beside_others(
         assert has_kernel == (num_tokens == 1)
         expected = hidden @ weight.T if has_kernel else target
     else:
-        assert triton.multiply_into(target, hidden, weight, None, lets_next_start=True)
+        assert triton.multiply_into(
+            target, as_activations(hidden), weight, None, lets_next_start=True
+        )
         expected = multiply(hidden, weight)
     torch.testing.assert_close(target, expected, rtol=1e-2, atol=1e-2 * float(expected.std()))
     assert (wide[:, :8] == 7).all()
@@ -184,7 +202,7 @@ def test_fp8_experts(
     up = make_fp8(3, up_rows, 256, rows=rows, depth=depth, input_scale=input_scale)
     down = make_fp8(3, 256, 128, rows=rows, input_scale=input_scale, seed=2)
     given = (*route(num_tokens, 3, 0.1), up, down)
-    check_experts(triton_mix.mix(*given), *given)
+    check_experts(triton_mix.mix(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24])
@@ -193,7 +211,7 @@ def test_int4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_int4(3, up_rows, 256, group=group)
     down = make_int4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3, 0.01), up, down)
-    check_experts(triton_mix.mix(*given), *given)
+    check_experts(triton_mix.mix(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 24, 180])
@@ -202,7 +220,7 @@ def test_fp4_experts(num_tokens: int, up_rows: int, group: int) -> None:
     up = make_fp4(3, up_rows, 256, group=group)
     down = make_fp4(3, 256, 128, group=group, seed=2)
     given = (*route(num_tokens, 3), up, down)
-    check_experts(triton_mix.mix(*given), *given)
+    check_experts(triton_mix.mix(as_activations(given[0]), *given[1:]), *given)
 
 
 @pytest.mark.parametrize("up_rows", [512, 256])
@@ -244,19 +262,19 @@ def test_a_chip_without_float8_is_told(arch: tuple[int, int], native: bool) -> N
 def test_products_read_what_a_norm_rounded(monkeypatch, num_tokens: int) -> None:
     """The same bits as where they round it themselves, and no launch of their own for it; the last
     line of rows need not be full."""
-    monkeypatch.setattr(rounded, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(emit, "runs_gluon", lambda _: True)
     hidden, shares, experts = route(num_tokens, 3, 0.1)
     weight, up, down = make_fp8(256, 256), make_fp8(3, 256, 256), make_fp8(3, 256, 128, seed=2)
     scale = torch.full((256,), 4e-3)
-    normed = norm_triton.add_norm(hidden, None, scale, 1e-6, rounds=True)[1]
-    plain = normed.clone()
+    normed = norm_triton.add_norm(hidden, None, scale, 1e-6, emit=Emit.BOTH)[1]
+    plain = as_activations(normed.values)
     chip = probe(hidden.device)
-    lines = triton_rounding.round_lines(plain, weight, chip, is_gated=False)
+    lines = triton_rounding.round_lines(plain, weight, chip)
     product = triton.multiply(plain, weight, None, lets_next_start=True)
     mixed = triton_mix.mix(plain, shares, experts, up, down)
     with monkeypatch.context() as only:
         only.setattr(triton_rounding, "quantise", None)
-        found = triton_rounding.round_lines(normed, weight, chip, is_gated=False)
+        found = triton_rounding.round_lines(normed, weight, chip)
         assert torch.equal(triton.multiply(normed, weight, None, lets_next_start=True), product)
     assert [each.shape for each in found] == [each.shape for each in lines]
     assert torch.equal(found[0][:num_tokens].float(), lines[0][:num_tokens].float())

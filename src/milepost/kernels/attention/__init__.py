@@ -27,6 +27,7 @@ from milepost.kernels.attention.pages import rows_per_page
 from milepost.kernels.attention.reference import AttentionRows
 from milepost.kernels.batch import Batch
 from milepost.kernels.device import Chip, why_no_gluon
+from milepost.kernels.emit import Emit, Inputs
 
 __all__ = [
     "AttentionItems",
@@ -178,13 +179,12 @@ def attend(
     scale: float,
     kv_scales: Tensor | None = None,
     *,
-    rounds: bool = False,
-) -> Tensor:
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
     """Attend to pages and gate: see `reference.attend`. `tables` are those on the device, which
-    items name rows of. Where it `rounds`, only products with float8 read the output: it may be
-    nothing but its rounding (`quantised.rounded`)."""
+    items name rows of. The output is handed on as `emit` asks."""
     if isinstance(layout, AttentionRows):
         return reference.attend(query, gate, pool, layout, scale, kv_scales)
     from milepost.kernels.attention import triton
 
-    return triton.attend(query, gate, pool, tables, layout, scale, kv_scales, rounds=rounds)
+    return triton.attend(query, gate, pool, tables, layout, scale, kv_scales, emit=emit)

@@ -31,12 +31,18 @@ from milepost.kernels.attention.triton_parts import (
 )
 from milepost.kernels.attention.triton_tiles import KVTiles, choose_shape
 from milepost.kernels.device import probe, runs_gluon
-from milepost.kernels.float8 import FP8
+from milepost.kernels.emit import (
+    Emit,
+    Fp8Rows,
+    Inputs,
+    as_arguments,
+    handed_on,
+    keeps_values,
+    room_for,
+)
+from milepost.kernels.float8 import BLOCK, FP8
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_as_padding, wait_for_inputs
-from milepost.kernels.quantised import rounded as rounded_rows
-from milepost.kernels.quantised.forms import BLOCK
-from milepost.kernels.quantised.rounded import RoundedRows
 from milepost.kernels.strides import check_rows
 from milepost.kernels.tiles import next_power_of_2
 
@@ -56,16 +62,16 @@ def attend(
     scale: float,
     kv_scales: Tensor | None = None,
     *,
-    rounds: bool = False,
+    emit: Emit = Emit.VALUES,
     narrow_shape: KVTiles | None = None,
     wide_shape: KVTiles | None = None,
-) -> Tensor:
+) -> Inputs:
     """Attend from `query` [T, H, E] to the pages of `pool` [pages, 2, page_size, G, E] that the
     `tables` [rows, pages] int32 name, times the sigmoid of `gate` [T, H * E] if there is one.
     `kv_scales` [2, G] float32 are of keys' and values' heads in float8.
 
-    Returns [T, H * E]; rows of tokens that are in no item hold anything. Where it `rounds`, see
-    `attention.attend`.
+    Returns [T, H * E]; rows of tokens that are in no item hold anything. They are handed on as
+    `emit` asks.
     """
     check_rows(query=query, gate=gate, tables=tables)
     num_tokens, num_heads, head_dim = query.shape
@@ -74,11 +80,9 @@ def attend(
     lse = query.new_empty(items.num_partials, num_heads, dtype=torch.float32)
     if pool.dtype != FP8:
         kv_scales = None
-    rounded = None
-    if rounds and pool.dtype != FP8 and head_dim in (BLOCK, 2 * BLOCK):
-        rounded = rounded_rows.room_for(*output.shape, output, keeps_rows=False)
-    if rounded is not None:
-        rounded_rows.attach(output, rounded)
+    if pool.dtype == FP8 or head_dim not in (BLOCK, 2 * BLOCK):
+        emit = Emit.VALUES
+    rounded = room_for(*output.shape, output, emit)
     results = items.bases, partials, lse, scale, rounded
     kind, chip = (head_dim, query.dtype), probe(query.device)
     if len(items.wide):
@@ -109,7 +113,7 @@ def attend(
             _launch(items.narrow, rows, shape, *common)
     if items.num_combined:
         combine(partials, lse, items, gate, output, rounded)
-    return output
+    return handed_on(output, rounded)
 
 
 def _in_words(kv: Tensor, block: int, head_dim: int, *, boxed: bool) -> Tensor | TensorDescriptor:
@@ -156,7 +160,7 @@ def _launch(
     partials: Tensor,
     lse: Tensor,
     scale: float,
-    rounded: RoundedRows | None,
+    rounded: Fp8Rows | None,
 ) -> None:
     _, num_heads, head_dim = query.shape
     _, _, page_size, num_kv_heads, _ = pool.shape
@@ -172,7 +176,7 @@ def _launch(
         query,
         gate,
         output,
-        *rounded_rows.as_arguments(rounded),
+        *as_arguments(rounded),
         TensorDescriptor.from_tensor(kv, [shape.block, block_e]) if boxed else kv,
         _in_words(kv, shape.block, head_dim, boxed=boxed) if in_words else None,
         kv_scales,
@@ -198,7 +202,7 @@ def _launch(
         ROWS=rows,
         BLOCK=shape.block,
         TAIL_STAGES=shape.tail_stages,
-        KEEPS_ROWS=rounded_rows.is_filled(output),
+        KEEPS_ROWS=keeps_values(rounded),
         HAS_FP8=chip.has_fp8,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

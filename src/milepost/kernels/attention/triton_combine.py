@@ -12,10 +12,10 @@ from torch import Tensor
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.triton_parts import round_heads
 from milepost.kernels.device import probe
+from milepost.kernels.emit import Fp8Rows, as_arguments, keeps_values
+from milepost.kernels.float8 import BLOCK
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_as_padding, wait_for_inputs
-from milepost.kernels.quantised.forms import BLOCK
-from milepost.kernels.quantised.rounded import RoundedRows, as_arguments, is_filled
 
 _PROGRAMS = 256
 """A result of few tokens is divided among so many: of long sequences they have many partial ones,
@@ -30,7 +30,7 @@ def combine(
     items: AttentionItems,
     gate: Tensor | None,
     output: Tensor,
-    rounded: RoundedRows | None = None,
+    rounded: Fp8Rows | None = None,
 ) -> None:
     """Write rows of `output` [T, H * E] that have `partials` [P, H, E], times the sigmoid of `gate`
     if there is one; and to room for them `rounded`, if there is some, which may be all there is."""
@@ -51,7 +51,7 @@ def combine(
         HEAD_DIM=head_dim,
         PART=part,
         STEP=max(32, _NUMBERS // part),
-        KEEPS_ROWS=is_filled(output),
+        KEEPS_ROWS=keeps_values(rounded),
         HAS_FP8=probe(output.device).has_fp8,
         num_warps=4 if part == block_e else 8,
         **OVERLAPPED,

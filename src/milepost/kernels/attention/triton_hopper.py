@@ -31,12 +31,12 @@ from milepost.kernels.attention.triton_hopper_parts import (
     load_item,
     store,
 )
+from milepost.kernels.emit import Fp8Rows, keeps_values
+from milepost.kernels.float8 import BLOCK
 from milepost.kernels.gluon import load_box
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_as_padding, wait_for_inputs
-from milepost.kernels.quantised.forms import BLOCK
-from milepost.kernels.quantised.rounded import RoundedRows, is_filled
 
 ROWS = 128
 _LOG2_E = 1.4426950408889634
@@ -69,7 +69,7 @@ def attend(
     partials: Tensor,
     lse: Tensor,
     scale: float,
-    rounded: RoundedRows | None = None,
+    rounded: Fp8Rows | None = None,
 ) -> None:
     """Write the results of `work`, which are wide items, to `output` [T, H * E], or to `partials`
     [P, H, E] and `lse` [P, H]. `kv_scales` [2, G] are what keys and values are over. Whole results
@@ -107,7 +107,7 @@ def attend(
         GATED=gate is not None,
         SCALED=kv_scales is not None,
         DEPTH=0 if rounded is None else BLOCK,
-        KEEPS_ROWS=is_filled(output),
+        KEEPS_ROWS=keeps_values(rounded),
         CONSUMER_REGISTERS=_CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
         num_warps=4,

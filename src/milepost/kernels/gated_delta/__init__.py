@@ -22,6 +22,7 @@ from milepost.kernels.batch import Batch
 from milepost.kernels.chunks import ChunkLayout
 from milepost.kernels.decode_layout import DecodeLayout, lay_out_decodes
 from milepost.kernels.device import Chip
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta import mixer
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.mixer_rows import MixerRows, lay_out_rows
@@ -88,8 +89,8 @@ def mix(
     layout: MixerLayout = None,
     records: Tensor | None = None,
     *,
-    rounds: bool = False,
-) -> Tensor:
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
     """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
     it is a `DecodeLayout` or None; returns [T, V * W] and writes both pools, the states of exports
     among them.
@@ -105,9 +106,8 @@ def mix(
 
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may be slot_in. Where slot_out is negative there is no sequence; outputs of
-    padding are zeros, but for steps that verify, where they hold anything. Where it `rounds`, only
-    products with float8 read the output: it may bring its rounding along, or be nothing but it
-    (`quantised.rounded`).
+    padding are zeros, but for steps that verify, where they hold anything. The output is handed
+    on as `emit` asks, but for that of steps that verify, which is values alone.
     """
     pools = conv_pool, recurrent_pool
     if isinstance(layout, MixerRows):
@@ -118,7 +118,7 @@ def mix(
         from milepost.kernels.gated_delta import triton_decode
 
         slots = slot_in, slot_out
-        return triton_decode.decode(projected, weights, *pools, *slots, layout, rounds=rounds)
+        return triton_decode.decode(projected, weights, *pools, *slots, layout, emit=emit)
     from milepost.kernels.gated_delta import triton_prefill
 
     if isinstance(layout, VerifyLayout):
@@ -133,4 +133,4 @@ def mix(
             triton_prefill.prefill(projected, weights, *pools, *slots, many.chunks, output)
         return output
     slots = slot_in, slot_out
-    return triton_prefill.prefill(projected, weights, *pools, *slots, layout, rounds=rounds)
+    return triton_prefill.prefill(projected, weights, *pools, *slots, layout, emit=emit)

@@ -5,21 +5,22 @@ Legend: T tokens, N chunks, C tokens in a chunk, V value heads, K key_dim, W val
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.device import probe, runs_gluon
+from milepost.kernels.emit import Emit, Inputs, as_arguments, handed_on, keeps_values, room_for
+from milepost.kernels.float8 import BLOCK, LEAST_SCALE
 from milepost.kernels.gated_delta.triton_parts import gated_norm, pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
-from milepost.kernels.quantised import rounded as rounded_rows
-from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE
-from milepost.kernels.quantised.triton_rounding import scale_of
-from milepost.kernels.triton_float8 import encode
+from milepost.kernels.triton_float8 import encode, scale_of
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 
@@ -35,25 +36,24 @@ def chunk_fwd_o(
     h: Tensor,
     output: Tensor | None = None,
     *,
-    rounds: bool = False,
-) -> Tensor:
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
     """Outputs [T, V * W] from states `h` and what tokens add, `values`, through the gated norm.
-    Where it `rounds` and a head is a block that shares a scale, see `gated_delta.mix`."""
+    Where a head is a block that shares a scale, they are handed on as `emit` asks."""
     if output is None:
         output = projected.new_empty(len(projected), shapes.value_heads * shapes.value_dim)
-    rounded = None
-    if rounds and shapes.value_dim == BLOCK:
-        rounded = rounded_rows.room_for(*output.shape, output, keeps_rows=False)
-        if rounded is not None:
-            rounded_rows.attach(output, rounded)
+    emit = emit if shapes.value_dim == BLOCK else Emit.VALUES
+    rounded = room_for(*output.shape, output, emit)
     if runs_gluon(values):
         from milepost.kernels.gated_delta import triton_hopper_chunk_o as hopper
 
         if hopper.suits(shapes, values):
+            if rounded is not None:  # it writes either
+                rounded = replace(rounded, is_alone=True) if emit is Emit.FP8 else None
             hopper.chunk_fwd_o(
                 projected, weights, layout, shapes, query_key, values, g_cumsum, h, output, rounded
             )
-            return output
+            return handed_on(output, rounded)
     _chunk_fwd_o_kernel[(shapes.value_heads, len(layout.chunk_size))](
         projected,
         projected.stride(0),
@@ -68,15 +68,15 @@ def chunk_fwd_o(
         g_cumsum,
         h,
         output,
-        *rounded_rows.as_arguments(rounded),
+        *as_arguments(rounded),
         **shapes.heads,
         **shapes.blocks,
-        KEEPS_ROWS=rounded is None or not rounded.are_alone,
+        KEEPS_ROWS=keeps_values(rounded),
         NATIVE=probe(projected.device).has_fp8,
         num_warps=4,
         **OVERLAPPED,
     )
-    return output
+    return handed_on(output, rounded)
 
 
 @quick

@@ -19,6 +19,7 @@ from milepost.kernels.chunks import UNSPECIALISED
 from milepost.kernels.conv.triton_parts import convolve_one, keep_window
 from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import runs_gluon
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta.triton_parts import (
     advance,
     gated_norm,
@@ -43,15 +44,15 @@ def decode(
     slot_out: Tensor,
     layout: DecodeLayout | None = None,
     *,
-    rounds: bool = False,
-) -> Tensor:
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
     """See `gated_delta.mix`."""
     if suits_hopper(recurrent_pool):
         from milepost.kernels.gated_delta import triton_hopper
 
         inputs = projected, weights, conv_pool, recurrent_pool, slot_in, slot_out
         arrivals = None if layout is None else layout.arrivals
-        return triton_hopper.decode(*inputs, arrivals, rounds=rounds)
+        return triton_hopper.decode(*inputs, arrivals, emit=emit)
     num_sequences = len(slot_out)
     _, value_heads, key_dim, value_dim = recurrent_pool.shape
     channels, conv_width = weights.conv.shape

@@ -23,12 +23,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from milepost.kernels.device import num_sms
+from milepost.kernels.emit import Emit, Inputs, handed_on, room_for
+from milepost.kernels.float8_gluon import round_block
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.quantised import rounded as rounded_rows
-from milepost.kernels.quantised.rounding_gluon import round_block
 from milepost.kernels.states_gluon import (
     STATE,
     STATE_SIZE,
@@ -68,8 +68,8 @@ def decode(
     slot_out: Tensor,
     arrivals: Tensor | None = None,
     *,
-    rounds: bool = False,
-) -> Tensor:
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
     """See `gated_delta.mix`. With `arrivals` [D, G], which are zeros and stay so, each value head
     has a program."""
     num_sequences = len(slot_out)
@@ -77,8 +77,9 @@ def decode(
     channels, conv_width = weights.conv.shape
     key_heads = (channels - value_heads * STATE_SIZE) // (2 * STATE_SIZE)
     output = projected.new_empty(num_sequences, value_heads * STATE_SIZE)
-    rounded = rounded_rows.room_for(*output.shape, output) if rounds else None
-    values, scales = (None, None) if rounded is None else (rounded.values, rounded.scales)
+    emit = emit if emit is Emit.VALUES else Emit.BOTH
+    fp8 = room_for(*output.shape, output, emit)
+    values, scales = (None, None) if fp8 is None else (fp8.values, fp8.scales)
     states = describe_states(recurrent_pool)
     group = value_heads // key_heads
     each = group if arrivals is None else 1
@@ -116,9 +117,7 @@ def decode(
         num_warps=4,
         **OVERLAPPED,
     )
-    if rounded is not None:
-        rounded_rows.attach(output, rounded)
-    return output
+    return handed_on(output, fp8)
 
 
 @quick

@@ -22,6 +22,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.activations import silu
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
+from milepost.kernels.emit import Fp8Rows
+from milepost.kernels.float8 import LEAST_SCALE
+from milepost.kernels.float8_gluon import round_block
 from milepost.kernels.gated_delta.triton_hopper_chunk_h import is_long
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
@@ -29,9 +32,6 @@ from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import wait_for_inputs
-from milepost.kernels.quantised.forms import LEAST_SCALE
-from milepost.kernels.quantised.rounded import RoundedRows
-from milepost.kernels.quantised.rounding_gluon import round_block
 
 _SIZE = 128
 """Of keys and of values."""
@@ -54,7 +54,7 @@ def chunk_fwd_o(
     g_cumsum: Tensor,
     h: Tensor,
     output: Tensor,
-    rounded: RoundedRows | None,
+    rounded: Fp8Rows | None,
 ) -> None:
     """See `triton_chunk_o.chunk_fwd_o`; where they are `rounded`, outputs are nothing else."""
     rows = [shapes.chunk, _SIZE]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.chunks import ChunkLayout
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta.triton_chunk_h import chunk_fwd_h
 from milepost.kernels.gated_delta.triton_chunk_o import chunk_fwd_o
 from milepost.kernels.gated_delta.triton_convolve import convolve
@@ -36,8 +37,8 @@ def prefill(
     layout: ChunkLayout,
     output: Tensor | None = None,
     *,
-    rounds: bool = False,
-) -> Tensor:
+    emit: Emit = Emit.VALUES,
+) -> Inputs:
     """See `gated_delta.mix`; writes to `output` if there is one."""
     shapes = shapes_of(weights, recurrent_pool, layout)
     num_tokens, num_chunks = len(projected), len(layout.chunk_size)
@@ -52,4 +53,4 @@ def prefill(
     convolve(*common, conv_pool, *slots, *chunked)
     wy_fwd(*common, *chunked, w, g_cumsum)
     chunk_fwd_h(layout, shapes, recurrent_pool, *slots, *chunked, w, g_cumsum, h)
-    return chunk_fwd_o(*common, *chunked, g_cumsum, h, output, rounds=rounds)
+    return chunk_fwd_o(*common, *chunked, g_cumsum, h, output, emit=emit)

@@ -12,6 +12,7 @@ from types import ModuleType
 from torch import Tensor
 
 from milepost.kernels.device import runs_triton
+from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.norm import reference
 
 __all__ = ["add_norm", "add_norm_and_multiply", "multiplies_too", "relu_squared", "silu_mul"]
@@ -24,16 +25,13 @@ def add_norm(
     eps: float,
     multiplier: float = 1.0,
     *,
-    rounds: bool = False,
-    keeps_rows: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """See `reference.add_norm`. Where it `rounds`, the norm may bring its rounding to float8 along
-    (`quantised.rounded`), or be nothing but it unless it `keeps_rows`."""
-    if rounds and runs_triton(hidden):
+    emit: Emit = Emit.VALUES,
+) -> tuple[Tensor, Inputs]:
+    """See `reference.add_norm`; the norm is handed on as `emit` asks."""
+    if emit is not Emit.VALUES and runs_triton(hidden):
         from milepost.kernels.norm import triton
 
-        how = {"rounds": True, "keeps_rows": keeps_rows}
-        return triton.add_norm(hidden, delta, scale, eps, multiplier, **how)
+        return triton.add_norm(hidden, delta, scale, eps, multiplier, emit=emit)
     return _module(hidden).add_norm(hidden, delta, scale, eps, multiplier)
 
 

@@ -11,14 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import probe
+from milepost.kernels.emit import Emit, Inputs, as_arguments, handed_on, keeps_values, room_for
+from milepost.kernels.float8 import BLOCK
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.quantised import rounded as rounded_rows
-from milepost.kernels.quantised.forms import BLOCK
-from milepost.kernels.quantised.triton_rounding import scale_of
 from milepost.kernels.strides import check_rows
 from milepost.kernels.tiles import cdiv, next_power_of_2
-from milepost.kernels.triton_float8 import encode
+from milepost.kernels.triton_float8 import encode, scale_of
 
 _COLUMNS = 1024
 _MANY = 512
@@ -33,15 +32,12 @@ def add_norm(
     eps: float,
     multiplier: float = 1.0,
     *,
-    rounds: bool = False,
-    keeps_rows: bool = True,
-) -> tuple[Tensor, Tensor]:
+    emit: Emit = Emit.VALUES,
+) -> tuple[Tensor, Inputs]:
     """As `reference.add_norm`; rows of `hidden` and `delta` may lie apart. Sums are float32."""
     check_rows(hidden=hidden, delta=delta, scale=scale)
     num_tokens, size = hidden.shape
-    rounded = None
-    if rounds:
-        rounded = rounded_rows.room_for(num_tokens, size, hidden, keeps_rows=keeps_rows)
+    fp8 = room_for(num_tokens, size, hidden, emit)
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
     if delta is None:
@@ -57,8 +53,8 @@ def add_norm(
         delta,
         scale,
         total,
-        None if rounded is not None and rounded.are_alone else normed,
-        *rounded_rows.as_arguments(rounded),
+        normed if keeps_values(fp8) else None,
+        *as_arguments(fp8),
         hidden.stride(0),
         *strides,
         eps,
@@ -71,9 +67,7 @@ def add_norm(
         num_warps=min(32, max(1, columns // (32 * of_thread))),
         **OVERLAPPED,
     )
-    if rounded is not None:
-        rounded_rows.attach(normed, rounded)
-    return total, normed
+    return total, handed_on(normed, fp8)
 
 
 @quick

@@ -1,15 +1,15 @@
 """Products with quantised weights: `multiply`, `partials` and routed experts' `mix`.
 
-This is the door to the op: callers import it from here, whatever computes it. `forms` and
-`reference` are the definition; on a GPU `triton` computes what it has tiles for.
+This is the door to the op: `products` and layers import it from here, whatever computes it. `forms`
+and `reference` are the definition; on a GPU `triton` computes what it has tiles for.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels import norm
-from milepost.kernels.device import runs_triton
+from milepost.kernels.device import probe, runs_gluon, runs_triton
+from milepost.kernels.emit import FEW, Activations, Emit, Inputs, as_activations, values_of
 from milepost.kernels.quantised import reference
 from milepost.kernels.quantised.forms import (
     BLOCK,
@@ -25,7 +25,6 @@ from milepost.kernels.quantised.forms import (
     quantise_fp8,
 )
 from milepost.kernels.quantised.forms import multiply as multiply_plainly
-from milepost.kernels.quantised.rounded import is_filled
 
 __all__ = [
     "BLOCK",
@@ -36,6 +35,7 @@ __all__ = [
     "Fp8",
     "Int4",
     "Quantised",
+    "can_round_gated",
     "lane_of",
     "mix",
     "multiply",
@@ -44,94 +44,114 @@ __all__ = [
     "multiply_into",
     "pack",
     "partials",
-    "partials_of_gated",
     "quantise_fp8",
-    "rounds_rows",
+    "reads",
+    "round_gated",
 ]
 
 
-def rounds_rows(weight: Quantised) -> bool:
-    """Whether rows are multiplied with it that are rounded in blocks, by their own numbers."""
-    return isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
+def reads(weight: Quantised) -> Emit:
+    """What products with the weight read: FP8 if it rounds rows in blocks, by their own numbers."""
+    rounds = isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
+    return Emit.FP8 if rounds else Emit.VALUES
 
 
 def multiply(
-    hidden: Tensor, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
+    rows: Inputs, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
 ) -> Tensor:
-    """`hidden` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O]."""
-    product = partials(hidden, weight, bias, lets_next_start=lets_next_start)
-    if product.dim() == hidden.dim():
+    """`rows` [T, I] times `weight` [O, I] transposed, plus `bias` [O]: [T, O]."""
+    rows = as_activations(rows)
+    product = partials(rows, weight, bias, lets_next_start=lets_next_start)
+    if product.dim() == 2 or not _are_flat(rows):
         return product
     from milepost.kernels.linear import triton
 
-    return triton.add_up(product, hidden.dtype)
+    return triton.add_up(product, rows.dtype)
 
 
 def multiply_into(
-    output: Tensor, hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
+    output: Tensor, rows: Inputs, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
 ) -> None:
     """`output` [T, O], whose rows may lie apart, becomes what `multiply` returns."""
-    if hidden.dim() == 2 and runs_triton(hidden):
+    rows = as_activations(rows)
+    if _run_fused(rows):
         from milepost.kernels.quantised import triton
 
-        if triton.multiply_into(output, hidden, weight, bias, lets_next_start=lets_next_start):
+        if triton.multiply_into(output, rows, weight, bias, lets_next_start=lets_next_start):
             return
-    output.copy_(multiply(hidden, weight, bias, lets_next_start=lets_next_start))
+    output.copy_(multiply(rows, weight, bias, lets_next_start=lets_next_start))
 
 
-def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tensor) -> bool:
+def multiply_beside(output: Tensor, rows: Inputs, weight: Quantised, raw: Tensor) -> bool:
     """Whether one launch made `output` [T, O + R] what `multiply` returns of `weight` [O, I], and
     behind it of `raw` [R, I]."""
-    if hidden.dim() == 2 and runs_triton(hidden):
-        from milepost.kernels.quantised import triton
+    rows = as_activations(rows)
+    if not _run_fused(rows):
+        return False
+    from milepost.kernels.quantised import triton
 
-        return triton.multiply_beside(output, hidden, weight, raw)
-    return False
+    return triton.multiply_beside(output, rows, weight, raw)
 
 
-def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor:
-    """SiLU(gate) * up [T, O]: gates and up are the halves of `multiply(hidden, weight)`, in this
-    order; `weight` [2 * O, I]."""
-    if hidden.dim() == 2 and runs_triton(hidden):
-        from milepost.kernels.quantised import triton
+def multiply_gated(rows: Inputs, weight: Quantised) -> Tensor | None:
+    """SiLU(gate) * up [T, O], if one launch makes it: gates and up are the halves of
+    `multiply(rows, weight)`, in this order; `weight` [2 * O, I]."""
+    rows = as_activations(rows)
+    if not _run_fused(rows):
+        return None
+    from milepost.kernels.quantised import triton
 
-        result = triton.multiply_gated(hidden, weight)
-        if result is not None:
-            return result
-    return norm.silu_mul(partials(hidden, weight))
+    return triton.multiply_gated(rows, weight)
+
+
+def can_round_gated(gate_up: Tensor) -> bool:
+    """Whether SiLU(first half) * second half of `gate_up` [T, 2 * I] is rounded as it is made, for
+    products of many rows, or of some on Hopper, which read rounded ones."""
+    is_whole = gate_up.dim() == 2 and gate_up.shape[-1] % (2 * BLOCK) == 0
+    if not is_whole or gate_up.element_size() != 2 or gate_up.stride(-1) != 1:
+        return False
+    is_read = len(gate_up) > FEW or (len(gate_up) > 1 and runs_gluon(gate_up))
+    return is_read and runs_triton(gate_up)
+
+
+def round_gated(gate_up: Tensor) -> Activations:
+    """SiLU(first half) * second half of `gate_up` [T, 2 * I], in FP8 alone; where it
+    `can_round_gated`."""
+    from milepost.kernels.quantised import triton_rounding
+
+    return triton_rounding.gate(gate_up, probe(gate_up.device))
 
 
 def partials(
-    hidden: Tensor, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
+    rows: Inputs, weight: Quantised, bias: Tensor | None = None, *, lets_next_start: bool = True
 ) -> Tensor:
     """What `multiply` returns; or float32 split-K partials [T, P, O] that add up to it."""
-    if hidden.dim() == 2 and runs_triton(hidden):
+    rows = as_activations(rows)
+    if _run_fused(rows):
         from milepost.kernels.quantised import triton
 
-        product = triton.multiply(hidden, weight, bias, lets_next_start=lets_next_start)
+        product = triton.multiply(rows, weight, bias, lets_next_start=lets_next_start)
         if product is not None:
             return product
-    assert is_filled(hidden), "kernels multiply what is nothing but rounded"
-    return multiply_plainly(hidden, weight, bias)
+    return multiply_plainly(values_of(rows), weight, bias)
 
 
-def partials_of_gated(gate_up: Tensor, weight: Quantised) -> Tensor:
-    """`partials` of SiLU(first half) * second half of `gate_up` [T, 2 * I]."""
-    if gate_up.dim() == 2 and runs_triton(gate_up):
-        from milepost.kernels.quantised import triton
-
-        product = triton.multiply_of_gated(gate_up, weight)
-        if product is not None:
-            return product
-    return partials(norm.silu_mul(gate_up), weight)
-
-
-def mix(hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised) -> Tensor:
+def mix(rows: Inputs, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised) -> Tensor:
     """The outputs of each token's experts in partials [T, P, H]: see `reference.mix`."""
-    if runs_triton(hidden):
+    rows = as_activations(rows)
+    if _run_fused(rows):
         from milepost.kernels.quantised import triton_mix
 
-        mixed = triton_mix.mix(hidden, shares, experts, up, down)
+        mixed = triton_mix.mix(rows, shares, experts, up, down)
         if mixed is not None:
             return mixed
-    return reference.mix(hidden, shares, experts, up, down)
+    return reference.mix(values_of(rows), shares, experts, up, down)
+
+
+def _run_fused(rows: Activations) -> bool:
+    """Whether kernels in Triton multiply the rows."""
+    return rows.values is None or (_are_flat(rows) and runs_triton(rows.values))
+
+
+def _are_flat(rows: Activations) -> bool:
+    return rows.values is None or rows.values.dim() == 2

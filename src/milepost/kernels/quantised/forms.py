@@ -18,13 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.float8 import FP8, FP8_MAX, round_fp8
+from milepost.kernels.float8 import BLOCK, FP8, FP8_MAX, LEAST_SCALE, round_fp8
 from milepost.kernels.precision import accumulation_dtype
-
-BLOCK = 128
-"""Inputs that share a scale, of weights and of activations, in the published block format."""
-LEAST_SCALE = 1e-12
-"""Of activations that are all zeros, so that nothing is divided by zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from milepost.kernels.float8_gluon import round_block
 from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.quantised.forms import BLOCK
-from milepost.kernels.quantised.rounding_gluon import round_block
 
 PARTS = 8
 """Warps, and columns of a product."""

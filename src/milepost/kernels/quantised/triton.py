@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.device import Chip, probe
+from milepost.kernels.emit import LINE, Activations, values_of
 from milepost.kernels.quantised import (
     triton_gemm,
     triton_gemv,
@@ -21,7 +22,6 @@ from milepost.kernels.quantised import (
     triton_unpack,
 )
 from milepost.kernels.quantised.forms import BLOCK, FourBits, Fp8, Int4, Quantised
-from milepost.kernels.quantised.rounded import LINE
 from milepost.kernels.quantised.triton_tiles import FEW, MORE, choose_dense, runs_hopper, suits
 from milepost.kernels.tiles import choose_split_k
 
@@ -36,110 +36,97 @@ _LIBRARY_ROWS = 64
 
 
 def multiply(
-    hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
+    rows: Activations, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
 ) -> Tensor | None:
-    """`hidden` [T, I] times `weight` [O, I], plus `bias` [O]: [T, O], or float32 partials
-    [T, S, O]; None where there is no kernel for it."""
-    if not suits(hidden, weight):
+    """`rows` [T, I] times `weight` [O, I], plus `bias` [O]: [T, O], or float32 partials [T, S, O];
+    None where there is no kernel for it."""
+    if not suits(rows, weight):
         return None
-    num_tokens, num_outputs = len(hidden), weight.num_outputs
+    num_tokens, num_outputs = len(rows), weight.num_outputs
     if num_tokens == 0:
-        return hidden.new_empty(0, num_outputs)
-    chip = probe(hidden.device)
+        return rows.new_empty(0, num_outputs)
+    chip = probe(rows.device)
     if num_tokens > _LIBRARY_ROWS:
         if isinstance(weight, FourBits):
-            product = F.linear(hidden, triton_unpack.unpack(weight, hidden.dtype))
+            product = F.linear(values_of(rows), triton_unpack.unpack(weight, rows.dtype))
             return product if bias is None else product.add_(bias)
         if _library_multiplies(weight, chip):
-            return _multiply_by_library(hidden, weight, bias, chip)
+            return _multiply_by_library(rows, weight, bias, chip)
     split_k = 1
-    if cut := _cut_for_hopper(hidden, weight, bias, chip):
+    if cut := _cut_for_hopper(rows, weight, bias, chip):
         split_k = cut.split_k
-    elif num_tokens <= MORE.block_m and not _is_row(hidden, weight):
+    elif num_tokens <= MORE.block_m and not _is_row(rows, weight):
         tiles = choose_dense(num_tokens, weight, chip)
-        split_k = choose_split_k(num_outputs, hidden.shape[1], tiles, chip.num_sms)
-    output = _new_output(hidden, num_outputs, split_k)
-    _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
+        split_k = choose_split_k(num_outputs, rows.size, tiles, chip.num_sms)
+    output = _new_output(rows, num_outputs, split_k)
+    _multiply(output, rows, weight, bias, chip, overlaps=lets_next_start)
     return output if split_k == 1 else output.transpose(0, 1)
 
 
-def _new_output(hidden: Tensor, num_outputs: int, split_k: int) -> Tensor:
+def _new_output(rows: Activations, num_outputs: int, split_k: int) -> Tensor:
     """[T, O], or partials [S, T, O]."""
     if split_k == 1:
-        return hidden.new_empty(len(hidden), num_outputs)
-    return hidden.new_empty(split_k, len(hidden), num_outputs, dtype=torch.float32)
-
-
-def multiply_of_gated(gate_up: Tensor, weight: Quantised) -> Tensor | None:
-    """`multiply` of SiLU(first half) * second half of `gate_up` [T, 2 * I], rounded as it is made;
-    None where no kernel does it."""
-    if not isinstance(weight, Fp8) or not suits(gate_up, weight) or len(gate_up) < 2:
-        return None
-    chip = probe(gate_up.device)
-    if len(gate_up) > _LIBRARY_ROWS:
-        if not _library_multiplies(weight, chip):
-            return None
-        return _multiply_by_library(gate_up, weight, None, chip, is_gated=True)
-    cut = _cut_for_hopper(gate_up, weight, None, chip)
-    if cut is None:
-        return None
-    output = _new_output(gate_up, weight.num_outputs, cut.split_k)
-    _multiply(output, gate_up, weight, None, chip, overlaps=True, is_gated=True)
-    return output if cut.split_k == 1 else output.transpose(0, 1)
+        return rows.new_empty(len(rows), num_outputs)
+    return rows.new_empty(split_k, len(rows), num_outputs, dtype=torch.float32)
 
 
 def multiply_into(
-    output: Tensor, hidden: Tensor, weight: Quantised, bias: Tensor | None, *, lets_next_start: bool
+    output: Tensor,
+    rows: Activations,
+    weight: Quantised,
+    bias: Tensor | None,
+    *,
+    lets_next_start: bool,
 ) -> bool:
     """Whether a kernel made `output` [T, O], whose rows may lie apart, the product."""
-    if not suits(hidden, weight) or len(hidden) == 0:
+    if not suits(rows, weight) or len(rows) == 0:
         return False
-    chip = probe(hidden.device)
-    if len(hidden) <= _LIBRARY_ROWS:
-        _multiply(output, hidden, weight, bias, chip, overlaps=lets_next_start)
+    chip = probe(rows.device)
+    if len(rows) <= _LIBRARY_ROWS:
+        _multiply(output, rows, weight, bias, chip, overlaps=lets_next_start)
         return True
-    if not isinstance(weight, Fp8) or not _library_multiplies(weight, chip) or len(hidden) % LINE:
+    if not isinstance(weight, Fp8) or not _library_multiplies(weight, chip) or len(rows) % LINE:
         return False
-    _multiply_by_library(hidden, weight, bias, chip, output)
+    _multiply_by_library(rows, weight, bias, chip, output)
     return True
 
 
-def multiply_beside(output: Tensor, hidden: Tensor, weight: Quantised, raw: Tensor) -> bool:
+def multiply_beside(output: Tensor, rows: Activations, weight: Quantised, raw: Tensor) -> bool:
     """Whether one launch made `output` [T, O + R] what `weight` [O, I] and `raw` [R, I] make of
-    `hidden`."""
-    if not suits(hidden, weight) or not isinstance(weight, Fp8):
+    `rows`."""
+    if not suits(rows, weight) or not isinstance(weight, Fp8):
         return False
-    chip = probe(hidden.device)
-    cut = _cut_for_hopper(hidden, weight, None, chip)
+    chip = probe(rows.device)
+    cut = _cut_for_hopper(rows, weight, None, chip)
     if cut is None:
         return False
     from milepost.kernels.quantised import triton_hopper_rows
     from milepost.kernels.quantised.beside_gluon import Beside
 
-    beside = Beside(rows=hidden, weight=raw)
+    beside = Beside(rows=values_of(rows), weight=raw)
     if not beside.is_small:
         return False
-    rows, scales = triton_rounding.round_lines(hidden, weight, chip, is_gated=False)
+    values, scales = triton_rounding.round_lines(rows, weight, chip)
     cut = replace(cut, split_k=1)
-    triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip, beside)
+    triton_hopper_rows.multiply(values, scales, weight, output, cut, chip, beside)
     return True
 
 
-def multiply_gated(hidden: Tensor, weight: Quantised) -> Tensor | None:
-    """SiLU(gate) * up [T, O] of `hidden` [T, I] and `weight` [2 * O, I], whose first half are the
+def multiply_gated(rows: Activations, weight: Quantised) -> Tensor | None:
+    """SiLU(gate) * up [T, O] of `rows` [T, I] and `weight` [2 * O, I], whose first half are the
     gates, if one launch does it, else None."""
-    if not (suits(hidden, weight) and _is_row(hidden, weight) and runs_hopper(hidden, weight)):
+    if not (suits(rows, weight) and _is_row(rows, weight) and runs_hopper(rows, weight)):
         return None
     if weight.num_outputs % 2:
         return None
-    output = hidden.new_empty(1, weight.num_outputs // 2)
-    _multiply_row(output, hidden, weight, None, probe(hidden.device), is_gated=True)
+    output = rows.new_empty(1, weight.num_outputs // 2)
+    _multiply_row(output, values_of(rows), weight, None, probe(rows.device), is_gated=True)
     return output
 
 
 def _multiply_row(
     output: Tensor,
-    hidden: Tensor,
+    row: Tensor,
     weight: Quantised,
     bias: Tensor | None,
     chip: Chip,
@@ -150,84 +137,79 @@ def _multiply_row(
     from milepost.kernels.quantised import triton_hopper_ring, triton_hopper_row
 
     if isinstance(weight, Fp8) and triton_hopper_ring.suits(weight):
-        triton_hopper_ring.multiply(hidden, weight, bias, output, chip, is_gated=is_gated)
+        triton_hopper_ring.multiply(row, weight, bias, output, chip, is_gated=is_gated)
     else:
-        triton_hopper_row.multiply(hidden, weight, bias, output, chip, is_gated=is_gated)
+        triton_hopper_row.multiply(row, weight, bias, output, chip, is_gated=is_gated)
 
 
 def _multiply(
     output: Tensor,
-    hidden: Tensor,
+    rows: Activations,
     weight: Quantised,
     bias: Tensor | None,
     chip: Chip,
     *,
     overlaps: bool,
-    is_gated: bool = False,
 ) -> None:
-    """`output` [T, O], or partials [S, T, O], by our kernels; where it `is_gated`, of SiLU of the
-    first half of `hidden` [T, 2 * I] times the second."""
+    """`output` [T, O], or partials [S, T, O], by our kernels."""
     split_k = len(output) if output.dim() == 3 else 1
-    if cut := _cut_for_hopper(hidden, weight, bias, chip):
-        cut = replace(cut, split_k=split_k)
-        _multiply_rows(output, hidden, weight, cut, chip, is_gated=is_gated)
+    if cut := _cut_for_hopper(rows, weight, bias, chip):
+        _multiply_rows(output, rows, weight, replace(cut, split_k=split_k), chip)
         return
-    assert not is_gated, "of rows that Hopper's kernel takes"
-    if _is_row(hidden, weight):
-        if runs_hopper(hidden, weight):
-            _multiply_row(output, hidden, weight, bias, chip, is_gated=False)
+    if _is_row(rows, weight):
+        row = values_of(rows)
+        if runs_hopper(rows, weight):
+            _multiply_row(output, row, weight, bias, chip, is_gated=False)
         else:
-            triton_gemv.multiply(hidden, weight, bias, output, chip)
+            triton_gemv.multiply(row, weight, bias, output, chip)
         return
-    tiles = choose_dense(len(hidden), weight, chip)
+    tiles = choose_dense(len(rows), weight, chip)
     are_few = tiles.block_m <= FEW.block_m
-    rows, scales = triton_rounding.round_rows(hidden, weight, chip, are_few=are_few)
+    values, scales = triton_rounding.round_rows(rows, weight, chip, are_few=are_few)
     triton_gemm.gemm(
-        rows, scales, weight, bias, output, tiles, chip, split_k=split_k, overlaps=overlaps
+        values, scales, weight, bias, output, tiles, chip, split_k=split_k, overlaps=overlaps
     )
 
 
 def _cut_for_hopper(
-    hidden: Tensor, weight: Quantised, bias: Tensor | None, chip: Chip
+    rows: Activations, weight: Quantised, bias: Tensor | None, chip: Chip
 ) -> RowTiles | NibbleTiles | None:
     """How Hopper's own kernel cuts the product up; None where it does not do it."""
-    if _is_row(hidden, weight) or bias is not None or not runs_hopper(hidden, weight):
+    if _is_row(rows, weight) or bias is not None or not runs_hopper(rows, weight):
         return None
     if isinstance(weight, Int4):
         from milepost.kernels.quantised import triton_hopper_nibble_rows
 
-        return triton_hopper_nibble_rows.find_tiles(hidden, weight, chip)
+        return triton_hopper_nibble_rows.find_tiles(values_of(rows), weight, chip)
     if weight.num_outputs * weight.num_inputs < _HOPPER_WEIGHTS:
         return None
     from milepost.kernels.quantised import triton_hopper_rows
 
-    return triton_hopper_rows.find_tiles(len(hidden), weight, chip)
+    return triton_hopper_rows.find_tiles(len(rows), weight, chip)
 
 
 def _multiply_rows(
     output: Tensor,
-    hidden: Tensor,
+    rows: Activations,
     weight: Quantised,
     cut: RowTiles | NibbleTiles,
     chip: Chip,
-    *,
-    is_gated: bool,
 ) -> None:
     """`_multiply` by Hopper's own kernels, cut up so."""
     from milepost.kernels.quantised import triton_hopper_nibble_rows, triton_hopper_rows
 
     if isinstance(cut, triton_hopper_nibble_rows.NibbleTiles):
         assert isinstance(weight, Int4), "the form that is cut so"
-        triton_hopper_nibble_rows.multiply(hidden, weight, output, cut)
+        triton_hopper_nibble_rows.multiply(values_of(rows), weight, output, cut)
         return
     assert isinstance(weight, Fp8), "the form that is cut so"
-    rows, scales = triton_rounding.round_lines(hidden, weight, chip, is_gated=is_gated)
-    triton_hopper_rows.multiply(rows, scales, weight, output, cut, chip)
+    values, scales = triton_rounding.round_lines(rows, weight, chip)
+    triton_hopper_rows.multiply(values, scales, weight, output, cut, chip)
 
 
-def _is_row(hidden: Tensor, weight: Quantised) -> bool:
+def _is_row(rows: Activations, weight: Quantised) -> bool:
     """Whether it is one row, and matrix-vector products are made of the weight."""
-    return len(hidden) == 1 and triton_gemv.suits(weight)
+    return len(rows) == 1 and triton_gemv.suits(weight)
 
 
 def _library_multiplies(weight: Fp8, chip: Chip) -> bool:
@@ -238,25 +220,23 @@ def _library_multiplies(weight: Fp8, chip: Chip) -> bool:
 
 
 def _multiply_by_library(
-    hidden: Tensor,
+    rows: Activations,
     weight: Fp8,
     bias: Tensor | None,
     chip: Chip,
     output: Tensor | None = None,
-    *,
-    is_gated: bool = False,
 ) -> Tensor:
     """The product, in `output` if it is given and rows are whole lines of four."""
-    num_tokens = len(hidden)
-    values, scales = triton_rounding.round_lines(hidden, weight, chip, is_gated=is_gated)
+    num_tokens = len(rows)
+    values, scales = triton_rounding.round_lines(rows, weight, chip)
     if output is None or num_tokens != len(values):
-        output = hidden.new_empty(len(values), weight.num_outputs)
+        output = rows.new_empty(len(values), weight.num_outputs)
     torch._scaled_mm(
         values,
         weight.values.t(),
         scales.t(),
         weight.scales.t(),
-        out_dtype=hidden.dtype,
+        out_dtype=rows.dtype,
         out=output,
     )
     product = output[:num_tokens]

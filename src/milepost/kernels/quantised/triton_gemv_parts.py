@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.quantised import triton_float4
-from milepost.kernels.quantised.triton_rounding import scale_of, widen
-from milepost.kernels.triton_float8 import encode
+from milepost.kernels.quantised.triton_rounding import widen
+from milepost.kernels.triton_float8 import encode, scale_of
 
 
 @triton.jit

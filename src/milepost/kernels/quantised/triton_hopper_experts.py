@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import Chip
-from milepost.kernels.float8 import FP8, FP8_MAX
+from milepost.kernels.float8 import FP8, FP8_MAX, LEAST_SCALE
 from milepost.kernels.gluon import thread_barrier
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED
@@ -37,7 +37,7 @@ from milepost.kernels.quantised.experts_gluon import (
     produce,
     share_down,
 )
-from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE, Fp8, Quantised
+from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
 from milepost.kernels.quantised.triton_gathering import gather
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)

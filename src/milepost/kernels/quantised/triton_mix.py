@@ -12,6 +12,7 @@ from torch import Tensor
 
 from milepost.kernels import moe
 from milepost.kernels.device import Chip, probe, runs_gluon
+from milepost.kernels.emit import Activations, values_of
 from milepost.kernels.moe.grouping import MANY_ROUTED, Groups, group_few, group_many
 from milepost.kernels.quantised import (
     triton_experts,
@@ -37,63 +38,65 @@ _TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
 
 
 def mix(
-    hidden: Tensor, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised
+    rows: Activations, shares: Tensor, experts: Tensor, up: Quantised, down: Quantised
 ) -> Tensor | None:
-    """A partial for each routed token: [T, N, H], in `hidden`'s type; None where there is no kernel
+    """A partial for each routed token: [T, N, H], in the rows' dtype; None where there is no kernel
     for it."""
-    if not suits(hidden, up, down):
+    if not suits(rows, up, down):
         return None
     num_tokens, num_chosen = experts.shape
     num_experts, size = len(up.scales), down.num_inputs
-    num_routed, chip = experts.numel(), probe(hidden.device)
+    num_routed, chip = experts.numel(), probe(rows.device)
     is_gated = up.num_outputs == 2 * size
-    output = hidden.new_empty(num_tokens, num_chosen, down.num_outputs)
+    output = rows.new_empty(num_tokens, num_chosen, down.num_outputs)
     if num_routed <= _FEWEST_ROUTED and triton_gemv.suits(up, down):
-        if runs_hopper(hidden, up, down):
+        if runs_hopper(rows, up, down):
             from milepost.kernels.quantised import triton_hopper_row_experts
 
-            return triton_hopper_row_experts.mix(hidden, shares, experts, up, down, chip)
-        active = hidden.new_empty(num_routed, size)
-        triton_gemv_experts.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
+            return triton_hopper_row_experts.mix(values_of(rows), shares, experts, up, down, chip)
+        active = rows.new_empty(num_routed, size)
+        triton_gemv_experts.project_up(
+            values_of(rows), experts, up, active, chip, is_gated=is_gated
+        )
         triton_gemv_experts.project_down(active, shares, experts, down, output, chip)
         return output
-    if runs_gluon(hidden) and num_tokens <= _TOKENS_AT_ONCE:
+    if runs_gluon(rows) and num_tokens <= _TOKENS_AT_ONCE:
         from milepost.kernels.quantised import triton_hopper_experts
 
         if triton_hopper_experts.suits(up, down):
             assert isinstance(up, Fp8), "what the kernel suits"
             assert isinstance(down, Fp8), "what the kernel suits"
-            rows, scales = triton_rounding.round_lines(hidden, up, chip, is_gated=False)
-            triton_hopper_experts.mix(rows, scales, shares, experts, up, down, output, chip)
+            values, scales = triton_rounding.round_lines(rows, up, chip)
+            triton_hopper_experts.mix(values, scales, shares, experts, up, down, output, chip)
             return output
-    if runs_gluon(hidden) and _mix_nibbles(hidden, shares, experts, up, down, output, chip):
+    if runs_gluon(rows) and _mix_nibbles(rows, shares, experts, up, down, output, chip):
         return output
     if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
-        _mix_tall(hidden, shares, experts, up, down, output, chip)
+        _mix_tall(rows, shares, experts, up, down, output, chip)
         return output
     if num_routed > _UNPACKED_ROUTED * num_experts and isinstance(up, FourBits):
         assert isinstance(down, FourBits), "experts have one form"
-        wide = [triton_unpack.unpack(each, hidden.dtype) for each in (up, down)]
-        return moe.partials(hidden, shares, experts, *wide)
+        wide = [triton_unpack.unpack(each, rows.dtype) for each in (up, down)]
+        return moe.partials(values_of(rows), shares, experts, *wide)
     tiles = choose(num_routed / num_experts, up).fitted(chip)
     groups: Groups | Tensor = experts
     are_few = num_routed <= _FEWEST_ROUTED
     if not are_few:
         group = group_many if num_routed > MANY_ROUTED else group_few
         groups = group(experts, num_experts, tiles.block_m)
-    active = hidden.new_empty(num_routed, size)
+    active = rows.new_empty(num_routed, size)
     # Gate and up projection have a sum each: with wide tiles more than there are registers.
     narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == MANY.block_m else 4)
-    rows, scales = triton_rounding.round_rows(hidden, up, chip, are_few=are_few)
-    triton_experts.project_up(rows, scales, up, active, groups, narrow, chip, is_gated=is_gated)
-    rows, scales = triton_rounding.round_rows(active, down, chip, are_few=are_few)
+    values, scales = triton_rounding.round_rows(rows, up, chip, are_few=are_few)
+    triton_experts.project_up(values, scales, up, active, groups, narrow, chip, is_gated=is_gated)
+    values, scales = triton_rounding.round_rows(active, down, chip, are_few=are_few)
     last = narrow if isinstance(down, FourBits) and tiles.block_m < MANY.block_m else tiles
-    triton_experts.project_down(rows, scales, shares, down, output, groups, last, chip)
+    triton_experts.project_down(values, scales, shares, down, output, groups, last, chip)
     return output
 
 
 def _mix_nibbles(
-    hidden: Tensor,
+    rows: Activations,
     shares: Tensor,
     experts: Tensor,
     up: Quantised,
@@ -108,7 +111,7 @@ def _mix_nibbles(
     from milepost.kernels.quantised import triton_hopper_nibbles_tall as many
 
     assert isinstance(down, Int4), "experts have one form"
-    num_rows = experts.numel() / len(up.scales)
+    num_rows, hidden = experts.numel() / len(up.scales), values_of(rows)
     if num_rows > _FEW_NIBBLES and many.suits(hidden, up, down):
         many.mix(hidden, shares, experts, up, down, output, chip, many.choose_rows(num_rows))
     elif num_rows <= _FEW_NIBBLES and few.suits(up, down):
@@ -119,7 +122,7 @@ def _mix_nibbles(
 
 
 def _mix_tall(
-    hidden: Tensor,
+    rows: Activations,
     shares: Tensor,
     experts: Tensor,
     up: Quantised,
@@ -133,14 +136,14 @@ def _mix_tall(
     assert isinstance(down, Fp8), "what the kernels suit"
     num_rows, size = experts.numel(), down.num_inputs
     groups, tall = group_many(experts, len(up.scales), triton_tall.BLOCK_M), triton_tall
-    if runs_gluon(hidden):
+    if runs_gluon(rows):
         from milepost.kernels.quantised import triton_tall_hopper as tall
 
         num_rows = groups.blocks.shape[1] * triton_tall.BLOCK_M
-    active = hidden.new_empty(num_rows, size, dtype=FP8)
-    active_scales = hidden.new_empty(size // BLOCK, num_rows, dtype=torch.float32)
-    how = {"is_gated": up.num_outputs == 2 * size, "is_bfloat": hidden.dtype == torch.bfloat16}
-    rows, scales = triton_rounding.round_rows(hidden, up, chip, are_few=False)
+    active = rows.new_empty(num_rows, size, dtype=FP8)
+    active_scales = rows.new_empty(size // BLOCK, num_rows, dtype=torch.float32)
+    how = {"is_gated": up.num_outputs == 2 * size, "is_bfloat": rows.dtype == torch.bfloat16}
+    values, scales = triton_rounding.round_rows(rows, up, chip, are_few=False)
     assert scales is not None, "FP8 rounds its rows"
-    tall.project_up(rows, scales, up, active, active_scales, groups, chip, **how)
+    tall.project_up(values, scales, up, active, active_scales, groups, chip, **how)
     tall.project_down(active, active_scales, shares, down, output, groups, chip)

@@ -13,18 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.device import Chip
+from milepost.kernels.emit import LINE, Activations, Fp8Rows, Inputs, as_activations, values_of
 from milepost.kernels.float8 import FP8
 from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE, Fp8, Quantised
-from milepost.kernels.quantised.rounded import LINE, find, is_filled
+from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
 from milepost.kernels.tiles import cdiv, next_power_of_2
-from milepost.kernels.triton_float8 import LARGEST, decode, encode
+from milepost.kernels.triton_float8 import decode, encode, scale_of
 
-_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _PART = 2048
-"""Inputs of a program, or all that share a scale."""
+"""Rows of a program, or all that share a scale."""
 
 
 def readable(values: Tensor, chip: Chip) -> Tensor:
@@ -45,7 +44,6 @@ def quantise(
 
     Where it `is_gated`, `rows` are [R, 2 * I] and what is rounded is SiLU(first half) * second
     half."""
-    assert is_filled(rows), "what is rounded already has a product that reads it"
     num_rows, num_inputs = len(rows), rows.shape[1] // (1 + is_gated)
     count = cdiv(num_inputs, depth)
     block = next_power_of_2(depth)
@@ -72,27 +70,38 @@ def quantise(
 
 
 def round_rows(
-    hidden: Tensor, weight: Quantised, chip: Chip, *, are_few: bool
+    rows: Inputs, weight: Quantised, chip: Chip, *, are_few: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Rows as a GEMM takes them: few are rounded on the way, of more each program would round the
     same ones again."""
-    if not isinstance(weight, Fp8):
-        return hidden, None
-    if weight.input_scale is not None or (are_few and weight.depth == BLOCK):
-        return hidden, None
-    if weight.depth == BLOCK and (rounded := find(hidden)):
-        return rounded.of(len(hidden))
-    return quantise(hidden, weight.depth, chip)
+    rows = as_activations(rows)
+    if not isinstance(weight, Fp8) or weight.input_scale is not None:
+        return values_of(rows), None
+    if are_few and weight.depth == BLOCK and rows.values is not None:
+        return rows.values, None
+    if weight.depth == BLOCK and rows.fp8 is not None:
+        return rows.fp8.filled
+    return quantise(values_of(rows), weight.depth, chip)
 
 
-def round_lines(
-    hidden: Tensor, weight: Fp8, chip: Chip, *, is_gated: bool
-) -> tuple[Tensor, Tensor]:
+def round_lines(rows: Inputs, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
     """Rounded rows, unfilled ones behind some to whole lines, and their scales."""
-    if not is_gated and weight.depth == BLOCK and (rounded := find(hidden)):
-        return rounded.values, rounded.scales
-    num_padded = cdiv(len(hidden), LINE) * LINE if len(hidden) > 1 else 1
-    return quantise(hidden, weight.depth, chip, num_padded=num_padded, is_gated=is_gated)
+    rows = as_activations(rows)
+    if weight.depth == BLOCK and rows.fp8 is not None:
+        return rows.fp8.values, rows.fp8.scales
+    num_padded = cdiv(len(rows), LINE) * LINE if len(rows) > 1 else 1
+    return quantise(values_of(rows), weight.depth, chip, num_padded=num_padded)
+
+
+def gate(gate_up: Tensor, chip: Chip) -> Activations:
+    """SiLU(first half) * second half of `gate_up` [T, 2 * I], in FP8 alone."""
+    num_tokens = len(gate_up)
+    num_padded = cdiv(num_tokens, LINE) * LINE
+    values, scales = quantise(gate_up, BLOCK, chip, num_padded=num_padded, is_gated=True)
+    fp8 = Fp8Rows(
+        values=values, scales=scales, num_rows=num_tokens, dtype=gate_up.dtype, is_alone=True
+    )
+    return Activations(values=None, fp8=fp8)
 
 
 @quick
@@ -127,12 +136,6 @@ def _quantise_kernel(
     b_q = encode(b_x / b_scale[:, None], NATIVE)
     tl.store(values + i_row * INPUTS + column, b_q, is_input)
     tl.store(scales + o_d * num_rows + i_row, b_scale, mask=o_d * DEPTH < INPUTS)
-
-
-@triton.jit
-def scale_of(x, AXIS: tl.constexpr):
-    """Of numbers that share one along an axis."""
-    return tl.maximum(tl.max(tl.abs(x), AXIS) / LARGEST, _LEAST_SCALE)
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from torch import Tensor
 from milepost.kernels.device import Chip
 from milepost.kernels.quantised import triton_float4
 from milepost.kernels.quantised.forms import BLOCK, Fp4, Fp8, Int4, Quantised
-from milepost.kernels.quantised.triton_rounding import readable, scale_of
-from milepost.kernels.triton_float8 import decode, encode
+from milepost.kernels.quantised.triton_rounding import readable
+from milepost.kernels.triton_float8 import decode, encode, scale_of
 
 
 def operands(weight: Quantised, chip: Chip) -> tuple[Any, Any, Any]:

@@ -21,8 +21,8 @@ from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.moe.triton_parts import find_rows, find_tile, spread_rows
 from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
-from milepost.kernels.quantised.triton_rounding import readable, scale_of
-from milepost.kernels.triton_float8 import decode, encode
+from milepost.kernels.quantised.triton_rounding import readable
+from milepost.kernels.triton_float8 import decode, encode, scale_of
 
 BLOCK_M = 128
 _SHARED_BYTES = 200 << 10

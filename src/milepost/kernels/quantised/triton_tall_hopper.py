@@ -18,13 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.device import Chip
-from milepost.kernels.float8 import FP8_MAX
+from milepost.kernels.float8 import FP8_MAX, LEAST_SCALE
 from milepost.kernels.gluon import load_box, thread_barrier
 from milepost.kernels.launches import quick
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
-from milepost.kernels.quantised.forms import BLOCK, LEAST_SCALE, Fp8
+from milepost.kernels.quantised.forms import BLOCK, Fp8
 from milepost.kernels.quantised.tall_gluon import (
     HALF,
     LAYOUT,

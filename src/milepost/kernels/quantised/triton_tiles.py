@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from milepost.kernels.device import Chip, runs_gluon
+from milepost.kernels.emit import Activations
 from milepost.kernels.quantised.forms import BLOCK, Fp4, Fp8, Quantised
 from milepost.kernels.tiles import Tiles
 
@@ -25,15 +24,16 @@ _FOUR_BIT_WARPS = 8
 """Numbers of four bits take work in registers, which is spread over more threads."""
 
 
-def suits(hidden: Tensor, *weights: Quantised) -> bool:
+def suits(rows: Activations, *weights: Quantised) -> bool:
     """16-bit activations with contiguous rows, and whole blocks of inputs."""
     is_whole = all(weight.num_inputs % BLOCK == 0 for weight in weights)
-    return hidden.element_size() == 2 and hidden.stride(-1) == 1 and is_whole
+    are_contiguous = rows.values is None or rows.values.stride(-1) == 1
+    return rows.dtype.itemsize == 2 and are_contiguous and is_whole
 
 
-def runs_hopper(hidden: Tensor, *weights: Quantised) -> bool:
+def runs_hopper(rows: Activations, *weights: Quantised) -> bool:
     """Whether Hopper's own kernels run, which know no e2m1."""
-    return runs_gluon(hidden) and not any(isinstance(weight, Fp4) for weight in weights)
+    return runs_gluon(rows) and not any(isinstance(weight, Fp4) for weight in weights)
 
 
 def choose(num_rows: float, weight: Quantised) -> Tiles:

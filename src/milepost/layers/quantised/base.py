@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import quantised
+from milepost.kernels import products, quantised
+from milepost.kernels.emit import Inputs
 from milepost.kernels.quantised import Quantised
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placements, cut_inputs, cut_outputs
@@ -66,7 +67,6 @@ class QuantisedMatrix(nn.Module):
     def __init__(self, stack: Stack) -> None:
         super().__init__()
         self.stack = stack
-        self.rounds_rows = quantised.rounds_rows(stack.form)
 
     @property
     def axes(self) -> Mapping[str, Axes]:
@@ -85,33 +85,6 @@ class QuantisedMatrix(nn.Module):
     def fill(self, spread: float, generator: torch.Generator) -> None:
         self.stack.fill(spread, generator)
 
-    def multiply(self, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool) -> Tensor:
-        return quantised.multiply(hidden, self.form, bias, lets_next_start=lets_next_start)
-
-    def multiply_into(
-        self, output: Tensor, hidden: Tensor, bias: Tensor | None, *, lets_next_start: bool
-    ) -> None:
-        quantised.multiply_into(output, hidden, self.form, bias, lets_next_start=lets_next_start)
-
-    def multiply_beside(self, output: Tensor, hidden: Tensor, raw: Tensor) -> bool:
-        return quantised.multiply_beside(output, hidden, self.form, raw)
-
-    def partials(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        return quantised.partials(hidden, self.form, bias)
-
-    def multiply_gated(self, hidden: Tensor) -> Tensor:
-        return quantised.multiply_gated(hidden, self.form)
-
-    def takes_gated(self, num_tokens: int) -> bool:
-        return num_tokens > 1
-
-    def partials_of_gated(self, gate_up: Tensor) -> Tensor:
-        return quantised.partials_of_gated(gate_up, self.form)
-
-    def multiply_precise(self, hidden: Tensor) -> Tensor:
-        """Routers are multiplied so, and stay raw."""
-        return self.partials(hidden, None)
-
     def pack(self) -> None:
         """They are small as they are."""
 
@@ -125,7 +98,7 @@ class QuantisedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes, self.names, self.kind, self.up, self.down = sizes, names, kind, up, down
-        self.rounds_rows = quantised.rounds_rows(up.form)
+        self.reads = products.reads(up.form)
         self._clear_padding()
 
     def _clear_padding(self) -> None:
@@ -133,8 +106,8 @@ class QuantisedExperts(nn.Module):
         for first in range(size, self.up.form.num_outputs, padded):
             self.up.clear(first, padded - size)
 
-    def mix(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        return quantised.mix(hidden, shares, experts, self.up.form, self.down.form)
+    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
+        return products.mix(rows, shares, experts, self.up.form, self.down.form)
 
     def placements(self) -> Placements:
         return place_experts(self.sizes, self.names, self.kind, self.up, self.down)

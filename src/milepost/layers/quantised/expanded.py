@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.layers.parameters import ParameterKind
 from milepost.layers.placements import Placement, Placements, cut_all, cut_outputs
 from milepost.layers.quantised.base import QuantisedMatrix
-from milepost.layers.weights import Raw
+from milepost.layers.weights import RawPrecision
 from milepost.parallel import Cut
 
 
@@ -29,7 +29,7 @@ def place_expanded(
     """The tensors of a projection, by their names in it; `store` gets its weight [O, I] when all of
     them are there. Of its outputs `cut` is kept, which are O."""
     precision = kind.precision(name)
-    if isinstance(precision, Raw):
+    if isinstance(precision, RawPrecision):
         return {"weight": cut_all(Placement(shape, store), cut)}
     path = kind.full(name)
     matrix = precision.matrix(*shape, kind)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.float8 import FP8_MAX
-from milepost.kernels.quantised.forms import LEAST_SCALE
+from milepost.kernels.float8 import FP8_MAX, LEAST_SCALE
 
 _LARGEST, _LEAST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_SCALE)
 
