@@ -33,20 +33,7 @@ from milepost import LLM, SamplingParams
 from milepost.engine import rank
 from milepost.kernels import device, emit, norm, quantised
 from milepost.kernels.batch import Capacity
-from milepost.kernels.linear import hopper_tiles
-from milepost.kernels.moe import tall
-from milepost.kernels.quantised import (
-    triton,
-    triton_gemv,
-    triton_hopper_experts,
-    triton_hopper_nibble_experts,
-    triton_hopper_nibble_rows,
-    triton_hopper_nibbles_tall,
-    triton_hopper_ring,
-    triton_hopper_rows,
-    triton_mix,
-    triton_tall,
-)
+from milepost.kernels.products import expert_table, table
 from milepost.kernels.quantised.forms import Fp8, Int4
 from milepost.runner import graphs as runner_graphs
 from milepost.runner.graphs import Graphs, largest_step
@@ -100,31 +87,30 @@ def _no_begun() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _no_hopper_row() -> Iterator[None]:
-    def by_gemv(
-        output: Any, hidden: Any, weight: Any, bias: Any, chip: Any, *, is_gated: bool
-    ) -> None:
-        assert not is_gated
-        triton_gemv.multiply(hidden, weight, bias, output, chip)
+def _without(*modules: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Rows of the tables that are left out, all of them with their module's name."""
 
-    with (
-        mock.patch.object(triton, "_multiply_row", by_gemv),
-        mock.patch.object(triton, "multiply_gated", _nothing),
-    ):
-        yield
+    @contextmanager
+    def without() -> Iterator[None]:
+        dense = tuple(each for each in table.KERNELS if each.module not in modules)
+        experts = tuple(each for each in expert_table.EXPERT_KERNELS if each.module not in modules)
+        assert (dense, experts) != (table.KERNELS, expert_table.EXPERT_KERNELS), modules
+        try:
+            with (
+                mock.patch.object(table, "KERNELS", dense),
+                mock.patch.object(expert_table, "EXPERT_KERNELS", experts),
+            ):
+                _forget()
+                yield
+        finally:
+            _forget()
+
+    return without
 
 
-@contextmanager
-def _portable_tall() -> Iterator[None]:
-    mix_tall = triton_mix._mix_tall
-
-    def portable(*arguments: Any) -> None:
-        with mock.patch.object(triton_mix, "runs_gluon", _never):
-            mix_tall(*arguments)
-
-    with mock.patch.object(triton_mix, "_mix_tall", portable):
-        yield
+def _forget() -> None:
+    table._choose.cache_clear()
+    expert_table._choose.cache_clear()
 
 
 @contextmanager
@@ -138,46 +124,47 @@ def _ordinary_launches() -> Iterator[None]:
         yield
 
 
+_ROW, _RING = "quantised.triton_hopper_row", "quantised.triton_hopper_ring"
 KERNELS: dict[str, Kernel] = {
     "begun": Kernel(forms=FORMS, steps=ONE, without=_no_begun),
     "row_experts": Kernel(
-        forms=("fp8", "int4"), steps=ONE, without=_put(triton_mix, "runs_hopper", _never)
+        forms=("fp8", "int4"), steps=ONE, without=_without("quantised.triton_hopper_row_experts")
     ),
-    "hopper_row": Kernel(forms=("fp8", "int4"), steps=ONE, without=_no_hopper_row),
-    "ring": Kernel(forms=("fp8",), steps=ONE, without=_put(triton_hopper_ring, "suits", _never)),
-    "linear_hopper": Kernel(
-        forms=FORMS, steps=FEW, without=_put(hopper_tiles, "find_tiles", _nothing)
-    ),
+    "hopper_row": Kernel(forms=("fp8", "int4"), steps=ONE, without=_without(_ROW, _RING)),
+    "ring": Kernel(forms=("fp8",), steps=ONE, without=_without(_RING)),
+    "linear_hopper": Kernel(forms=FORMS, steps=FEW, without=_without("linear.triton_hopper")),
     "beside": Kernel(forms=("fp8",), steps=FEW, without=_put(quantised, "multiply_beside", _never)),
     "hopper_rows": Kernel(
-        forms=("fp8",), steps=FEW, without=_put(triton_hopper_rows, "find_tiles", _nothing)
+        forms=("fp8",), steps=FEW, without=_without("quantised.triton_hopper_rows")
     ),
     "nibble_rows": Kernel(
-        forms=("int4",), steps=FEW, without=_put(triton_hopper_nibble_rows, "find_tiles", _nothing)
+        forms=("int4",), steps=FEW, without=_without("quantised.triton_hopper_nibble_rows")
     ),
     "hopper_experts": Kernel(
-        forms=("fp8",), steps=FEW, without=_put(triton_hopper_experts, "suits", _never)
+        forms=("fp8",), steps=FEW, without=_without("quantised.triton_hopper_experts")
     ),
     "nibble_experts": Kernel(
-        forms=("int4",), steps=FEW, without=_put(triton_hopper_nibble_experts, "suits", _never)
+        forms=("int4",), steps=FEW, without=_without("quantised.triton_hopper_nibble_experts")
     ),
     "nibbles_tall": Kernel(
         forms=("int4",),
         steps=FEW + MANY,
-        without=_put(triton_hopper_nibbles_tall, "suits", _never),
+        without=_without("quantised.triton_hopper_nibbles_tall"),
     ),
-    "tall_hopper": Kernel(forms=("fp8",), steps=MANY, without=_portable_tall),
+    "tall_hopper": Kernel(
+        forms=("fp8",), steps=MANY, without=_without("quantised.triton_tall_hopper")
+    ),
     "tall": Kernel(
         forms=("fp8",),
         steps=MANY,
-        without=_put(triton_tall, "suits", _never),
+        without=_without("quantised.triton_tall"),
         beside=_no_hopper,
     ),
     "rounded": Kernel(forms=("fp8",), steps=FEW + MANY, without=_put(emit, "runs_gluon", _never)),
     "round_gated": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(quantised, "can_round_gated", _never)
     ),
-    "raw_tall": Kernel(forms=("raw",), steps=MANY, without=_put(tall, "suits", _never)),
+    "raw_tall": Kernel(forms=("raw",), steps=MANY, without=_without("moe.tall")),
     "quick": Kernel(forms=FORMS, steps=MANY, without=_ordinary_launches),
     "hopper": Kernel(forms=FORMS, steps=(*ONE, *FEW, *MANY), without=_no_hopper),
 }

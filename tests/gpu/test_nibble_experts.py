@@ -96,7 +96,6 @@ def test_partials(name: str, num_tokens: int, num_among: int) -> None:
 
     up, down = make(name)
     given = draw(num_tokens, 11, num_among, up)
-    assert triton_hopper_nibble_experts.suits(up, down)
 
     def mix_all(given: tuple[Tensor, ...]) -> Tensor:
         output = given[0].new_full((*given[2].shape, down.num_outputs), torch.nan)

@@ -11,7 +11,7 @@ import torch
 from milepost.kernels import moe, norm, products
 from milepost.kernels.device import probe
 from milepost.kernels.emit import Emit, as_activations, values_of
-from milepost.kernels.products import Epilogue
+from milepost.kernels.products import Epilogue, expert_table, table
 from milepost.kernels.quantised import (
     Quantised,
     mix,
@@ -21,6 +21,7 @@ from milepost.kernels.quantised import (
     triton,
     triton_mix,
 )
+from tests.kernels.choices import forget, without
 from tests.kernels.quantised_cases import (
     check,
     check_experts,
@@ -71,7 +72,8 @@ def test_gemm(num_tokens: int, name: str) -> None:
     [((12288, 2048), 128), ((40960, 640), 128), ((2048, 4096), 128), ((200, 512), 1)],
 )
 def test_gemm_of_hopper(monkeypatch, num_tokens: int, shape: tuple[int, int], rows: int) -> None:
-    monkeypatch.setattr(triton, "_HOPPER_WEIGHTS", 0)
+    monkeypatch.setattr(table, "_HOPPER_WEIGHTS", 0)
+    forget()
     weight = to("cuda", make_fp8(*shape, rows=rows))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().bfloat16()
     nothing = torch.zeros(weight.num_outputs, device="cuda")
@@ -176,11 +178,10 @@ def test_a_chain_of_rows_and_raw_weights_beside(num_tokens: int) -> None:
 )
 def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dtype) -> None:
     """A token's result does not depend on how many others there are."""
-    from milepost.kernels.quantised import triton_hopper_nibble_rows
-
     weight = to("cuda", make_int4(*shape, group=group))
     hidden = make_rows(num_tokens, weight.num_inputs).cuda().to(dtype)
-    assert triton_hopper_nibble_rows.find_tiles(hidden, weight, probe(hidden.device))
+    chosen = triton._choose(as_activations(hidden), weight, None, Epilogue.PARTIALS)
+    assert chosen.kernel.module == "quantised.triton_hopper_nibble_rows"
     nothing = torch.zeros(weight.num_outputs, device="cuda")
     product = triton.multiply(as_activations(hidden), weight, None, lets_next_start=True)
     check(product, hidden, weight, nothing, bound=5e-3)
@@ -373,18 +374,17 @@ def choose(num_tokens: int, num_chosen: int) -> list[torch.Tensor]:
 def test_experts_of_hopper(monkeypatch, wide_experts, num_tokens: int, num_chosen: int) -> None:
     """The bits of the kernels for any chip; a token's do not depend on its neighbours. Of the most
     tokens an expert has more rows than a block."""
-    from milepost.kernels.quantised import triton_hopper_experts
-
     given = *choose(num_tokens, num_chosen), *wide_experts
-    assert triton_hopper_experts.suits(*wide_experts)
-    assert num_tokens <= triton_mix._TOKENS_AT_ONCE
+    if 5 * num_chosen > expert_table.UNGROUPED:
+        mixture = triton_mix._mixture(as_activations(given[0]), given[2], *wide_experts)
+        kernel = expert_table.choose_experts(mixture, probe(given[0].device))
+        assert kernel.module == "quantised.triton_hopper_experts"
     mixed = mix(*given)
     check_experts(mixed, *given)
-    with monkeypatch.context() as only:
-        only.setattr(triton_hopper_experts, "suits", lambda *_: False)
+    with without("quantised.triton_hopper_experts"):
         assert torch.equal(mixed, mix(*given))
     alone = mix(*(each[-5:].contiguous() for each in given[:3]), *wide_experts)
-    if 5 * num_chosen > triton_mix._FEWEST_ROUTED:
+    if 5 * num_chosen > expert_table.UNGROUPED:
         assert torch.equal(alone, mixed[-5:])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

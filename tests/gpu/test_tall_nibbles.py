@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels.device import probe
-from milepost.kernels.quantised import Int4, mix, triton_mix
+from milepost.kernels.products import expert_table
+from milepost.kernels.quantised import Int4, mix
 from tests.kernels.quantised_cases import make_int4, to
 
 pytestmark = [
@@ -77,7 +78,6 @@ def test_partials(name: str, num_tokens: int) -> None:
     dtype = torch.bfloat16 if name == "gates" else torch.float16
     up, down = make(name, dtype)
     given = draw(num_tokens, dtype)
-    assert tall.suits(given[0], up, down)
     expected = expect(*given, up, down)
 
     def mix_all(given: tuple[Tensor, ...], block_m: int) -> Tensor:
@@ -98,12 +98,12 @@ def test_mix_takes_them() -> None:
     from milepost.kernels.quantised import triton_hopper_nibbles_tall as tall
 
     up, down = make("gates", torch.bfloat16)
-    hidden, shares, _ = draw(EXPERTS * (triton_mix._FEW_NIBBLES + 1) // CHOSEN + 1, torch.bfloat16)
+    hidden, shares, _ = draw(EXPERTS * (expert_table._FEW_INT4 + 1) // CHOSEN + 1, torch.bfloat16)
     # The kernel of fewer rows takes no token that has an expert twice.
     chosen = torch.rand(len(hidden), EXPERTS, device="cuda").argsort(1)[:, :CHOSEN]
     given = hidden, shares, chosen.int()
     output = given[0].new_empty(len(given[0]), CHOSEN, HIDDEN)
     tall.mix(*given, up, down, output, probe(output.device), 64)
     assert torch.equal(mix(*given, up, down), output)
-    few = tuple(each[: EXPERTS * triton_mix._FEW_NIBBLES // CHOSEN] for each in given)
+    few = tuple(each[: EXPERTS * expert_table._FEW_INT4 // CHOSEN] for each in given)
     assert not torch.equal(mix(*few, up, down), output[: len(few[0])])

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
-pytest.importorskip("triton")
 
 from milepost.kernels.linear import hopper_tiles
 
 NUM_SMS = 132
 
 
-@pytest.fixture(autouse=True)
-def chip(monkeypatch):
-    monkeypatch.setattr(hopper_tiles, "num_sms", lambda _: NUM_SMS)
-
-
 def tiles_of(num_tokens, num_inputs, num_outputs, **how):
-    hidden = torch.empty(num_tokens, num_inputs, dtype=torch.bfloat16)
-    weight = torch.empty(num_outputs, num_inputs, dtype=torch.bfloat16)
-    return hopper_tiles.find_tiles(hidden, weight, **how)
+    return hopper_tiles.find_tiles(num_tokens, (num_outputs, num_inputs), NUM_SMS, **how)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 64])

@@ -125,10 +125,11 @@ class Linear(nn.Module):
     ) -> Inputs:
         """`rows` [T, I] through the projection and the epilogue: see `products.multiply`. Where
         projections have several matrices the outputs are whole."""
-        if self.form is not None and self._made_of(rows) is None:
+        form = self.form
+        if form is not None and self._made_of(rows) is None:
             return products.multiply(
                 rows,
-                self.form,
+                form,
                 self._bias,
                 epilogue=epilogue,
                 emit=emit,

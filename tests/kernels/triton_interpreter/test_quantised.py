@@ -230,7 +230,6 @@ def test_tall_experts(up_rows: int) -> None:
     hidden, shares, experts = route(75, 3, 0.1)
     experts = experts % 2
     chip = probe(hidden.device)
-    assert triton_tall.suits(chip, up, down)
     groups = group_many(experts, 2, triton_tall.BLOCK_M)
     rows, scales = triton_rounding.quantise(hidden, 128, chip)
     active = hidden.new_empty(150, 256, dtype=torch.float8_e4m3fn)

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-import triton
-from torch import Tensor
-
-from milepost.kernels.device import num_sms
+from milepost.kernels.tiles import cdiv
 
 BLOCK_K = 64
 """Inputs of a step: 128 bytes, the widest rows that TMA swizzles."""
@@ -86,19 +82,20 @@ _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 <
 with fewer of both, `triton`'s tiles are as fast."""
 
 
-def find_tiles(hidden: Tensor, weight: Tensor, *, is_whole: bool = False) -> HopperTiles | None:
-    """Tiles of the GEMM if this kernel can do it and is the faster one. Where the result `is_whole`
-    nobody adds up split-K partials on the way.
+def find_tiles(
+    num_tokens: int, shape: tuple[int, int], num_sms: int, *, is_whole: bool = False
+) -> HopperTiles | None:
+    """Tiles of a GEMM with a weight of this shape, [O, I], if this kernel is the faster one. Where
+    the result `is_whole` nobody adds up split-K partials on the way.
     """
-    num_tokens, num_inputs = hidden.shape
-    num_outputs = len(weight)
+    num_outputs, num_inputs = shape
     regime = next((each for each in _REGIMES if 1 < num_tokens <= each.wide.block_m), None)
-    if regime is None or not (_can_copy(hidden) and _can_copy(weight)):
+    if regime is None:
         return None
     tiles: HopperTiles | None = None
     is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
     if num_outputs in _MANY or is_wide:
-        tiles = _spread(regime.wide, num_outputs, hidden.device)
+        tiles = _spread(regime.wide, num_outputs, num_sms)
     elif num_inputs in _MANY and (num_outputs in _FEW or num_outputs in _SOME):
         tiles = regime.long
     elif num_inputs in _SOME and num_outputs in _SOME:
@@ -112,15 +109,8 @@ def find_tiles(hidden: Tensor, weight: Tensor, *, is_whole: bool = False) -> Hop
     return tiles
 
 
-def _spread(widest: HopperTiles, num_outputs: int, device: torch.device) -> HopperTiles:
+def _spread(widest: HopperTiles, num_outputs: int, num_sms: int) -> HopperTiles:
     """The same with tiles just so wide that all SMs get as many."""
-    tiles_at_once = num_sms(device)
-    rounds = triton.cdiv(num_outputs, tiles_at_once * widest.block_n)
-    block_n = triton.cdiv(num_outputs, tiles_at_once * rounds)
-    return replace(widest, block_n=triton.cdiv(block_n, _NARROWEST) * _NARROWEST)
-
-
-def _can_copy(matrix: Tensor) -> bool:
-    """Whether TMA can read it: rows of whole lines of 16 bytes."""
-    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
-    return matrix.stride(1) == 1 and is_aligned
+    rounds = cdiv(num_outputs, num_sms * widest.block_n)
+    block_n = cdiv(num_outputs, num_sms * rounds)
+    return replace(widest, block_n=cdiv(block_n, _NARROWEST) * _NARROWEST)

@@ -14,22 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.device import num_sms, probe, runs_gluon
+from milepost.kernels.device import num_sms, probe
 from milepost.kernels.launches import quick
+from milepost.kernels.linear.tiles import FEW_OUTPUTS
 from milepost.kernels.linear.triton_gemv import gemv, multiply_row
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
+from milepost.kernels.products.forms import Epilogue, Matrix, Raw
+from milepost.kernels.products.table import KernelChoice, Product, choose
 from milepost.kernels.strides import check_contiguous, check_rows
-from milepost.kernels.tiles import Tiles, choose_split_k, num_programs
-
-_FEW_ROWS = Tiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, is_swapped=True)
-_FEW_LONG_ROWS = Tiles(
-    block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=5, is_swapped=True
-)
-_LONG = 4096
-"""Inputs from which on another stage pays."""
-_MORE_ROWS = Tiles(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=4)
-_FEW_OUTPUTS = 1024
-"""Up to so many outputs torch's GEMM leaves most SMs idle."""
+from milepost.kernels.tiles import Tiles, num_programs
 
 
 def multiply_few(
@@ -45,43 +38,46 @@ def multiply_few(
 
     `hidden` [T, I] in bfloat16 or float16, rows may lie apart; `weight` [O, I] contiguous.
     """
-    if bias is None and runs_gluon(hidden):
-        from milepost.kernels.linear import hopper_tiles, triton_hopper
+    choice = _choose(hidden, weight, bias, Epilogue.NONE if is_whole else Epilogue.PARTIALS)
+    if choice is None or not choice.kernel.module:
+        return None
+    if choice.kernel.is_hopper:
+        from milepost.kernels.linear import triton_hopper
 
-        spread = hopper_tiles.find_tiles(hidden, weight, is_whole=is_whole)
-        if spread is not None:
-            return triton_hopper.multiply(hidden, weight, spread, lets_next_start=lets_next_start)
-    num_tokens, num_outputs = hidden.shape[0], weight.shape[0]
-    if num_tokens == 0 or hidden.stride(1) != 1:
-        return None
-    if num_tokens == 1:
+        return triton_hopper.multiply(hidden, weight, choice.tiles, lets_next_start=lets_next_start)
+    if len(hidden) == 1:
         return multiply_row(hidden, weight, bias)
-    if num_tokens <= _FEW_ROWS.block_m:
-        tiles = _FEW_ROWS if weight.shape[1] < _LONG else _FEW_LONG_ROWS
-    elif num_outputs <= _FEW_OUTPUTS:
-        tiles = _MORE_ROWS
-    else:
-        return None
-    tiles = tiles.fitted(probe(hidden.device))
-    return multiply(hidden, weight, bias, tiles, _choose_split_k(weight, tiles))
+    return multiply(hidden, weight, bias, choice.tiles.tiles, choice.split_k)
 
 
 def multiply_precise(hidden: Tensor, weight: Tensor) -> Tensor | None:
     """`multiply_few` without bias, of few outputs too, and unrounded: float32."""
-    if len(hidden) == 0 or hidden.stride(1) != 1:
+    choice = _choose(hidden, weight, None, Epilogue.FLOAT32)
+    if choice is None or not choice.kernel.module:
         return None
     if len(hidden) == 1:
-        block_n = 1 if len(weight) <= _FEW_OUTPUTS else 4
+        block_n = 1 if len(weight) <= FEW_OUTPUTS else 4
         how = {"block_n": block_n, "block_k": 2048, "num_warps": 8}
         return gemv(hidden, weight, None, **how, dtype=torch.float32)
-    tiles = _FEW_ROWS if len(hidden) <= _FEW_ROWS.block_m else _MORE_ROWS
-    tiles = tiles.fitted(probe(hidden.device))
-    split_k = _choose_split_k(weight, tiles)
+    tiles, split_k = choice.tiles.tiles, choice.split_k
     return multiply(hidden, weight, None, tiles, split_k, dtype=torch.float32)
 
 
-def _choose_split_k(weight: Tensor, tiles: Tiles) -> int:
-    return choose_split_k(*weight.shape, tiles, num_sms(weight.device))
+def _choose(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue
+) -> KernelChoice | None:
+    if len(hidden) == 0:
+        return None
+    is_aligned = hidden.data_ptr() % 16 == weight.data_ptr() % 16 == hidden.stride(0) % 8 == 0
+    product = Product(
+        weight=Matrix.of(Raw(values=weight)),
+        num_rows=len(hidden),
+        epilogue=epilogue,
+        has_bias=bias is not None,
+        alignment=8 if is_aligned else 1,
+        is_contiguous=hidden.stride(1) == 1,
+    )
+    return choose(product, probe(hidden.device))
 
 
 def multiply(

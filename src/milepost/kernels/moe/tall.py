@@ -1,7 +1,8 @@
 """Triton: the experts' GEMMs for so many rows an expert that arithmetic is what costs.
 
-Weights, and activations that lie row by row, come in through bulk TMA copies, which needs
-whole tiles: `suits` says for which shapes. As in `grouped_gemm`, blocks of rows share an expert.
+Weights, and activations that lie row by row, come in through bulk TMA copies, which needs whole
+tiles: `products.expert_table` says for which shapes. As in `grouped_gemm`, blocks of rows share an
+expert.
 
 Legend: P routed tokens, N experts of a token, H hidden size, I an expert's size, M rows of a block.
 """
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from milepost.kernels.device import num_sms, probe
+from milepost.kernels.device import num_sms
 from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate, is_gated
 from milepost.kernels.moe.grouping import Groups
@@ -23,20 +24,8 @@ from milepost.kernels.tiles import cdiv
 BLOCK_M = 128
 _BLOCK_N = 128
 _BLOCK_K = 64
-_SHARED_BYTES = 128 << 10
-"""That the up projection takes, and then some."""
 _PROGRAMS = 2
 """Programs of the down projection that share an SM."""
-
-
-def suits(hidden: Tensor, size: int) -> bool:
-    """Whether the chip has TMA and room, and sizes (`size` is an expert's) are whole steps of a
-    16-bit type."""
-    chip = probe(hidden.device)
-    if not chip.has_tma or chip.shared_bytes < _SHARED_BYTES:
-        return False
-    num_inputs = hidden.shape[1]
-    return hidden.element_size() == 2 and size % _BLOCK_K == 0 and num_inputs % _BLOCK_N == 0
 
 
 def project_up(hidden: Tensor, up: Tensor, active: Tensor, groups: Groups) -> None:

@@ -20,17 +20,15 @@ from milepost.kernels.moe import gemv, grouped_gemm, tall
 from milepost.kernels.moe.activation import is_gated
 from milepost.kernels.moe.grouping import MANY_ROUTED, group_few, group_many
 from milepost.kernels.moe.routing import route
+from milepost.kernels.products.expert_table import Mixture, choose_experts
+from milepost.kernels.products.forms import Matrix, Raw
 from milepost.kernels.strides import check_contiguous, check_rows
 from milepost.kernels.tiles import Tiles
 
 __all__ = ["partials", "route"]
 
-_FEWEST_ROUTED = 40
-"""Up to this many routed tokens (four tokens, nine experts each) nothing is grouped."""
 _SMALL = 1024
 """Up to so many units an expert's outputs are found eight at a time."""
-_TALL_ROUTED = 32
-"""Beyond so many routed tokens an expert the GEMMs are bound by arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +81,24 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
     num_routed = experts.numel()
     output = hidden.new_empty(num_tokens, top_k, down.shape[1])
     active = hidden.new_empty(num_routed, down.shape[2])
-    if num_routed <= _FEWEST_ROUTED:
+    num_experts, chip = up.shape[0], probe(hidden.device)
+    mixture = Mixture(
+        up=Matrix.of(Raw(values=up)),
+        down=Matrix.of(Raw(values=down)),
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+        num_chosen=top_k,
+        has_16_bits=hidden.element_size() == 2,
+    )
+    kernel = choose_experts(mixture, chip)
+    if kernel.module == "moe.gemv":
         block_k = 2048 if hidden.shape[1] <= 2048 else 1024
         gemv.project_up(hidden, experts, up, active, block_n=4, block_k=block_k, num_warps=4)
         block_n, block_k = (8, 512) if down.shape[2] <= _SMALL else (2, 2048)
         how = {"block_n": block_n, "block_k": block_k, "num_warps": 4}
         gemv.project_down(active, weights, experts, down, output, **how)
         return output
-    num_experts = up.shape[0]
-    if num_routed > _TALL_ROUTED * num_experts and tall.suits(hidden, down.shape[2]):
+    if kernel.module == "moe.tall":
         groups = group_many(experts, num_experts, tall.BLOCK_M)
         tall.project_up(hidden, up, active, groups)
         tall.project_down(active, weights, down, output, groups)
@@ -99,7 +106,6 @@ def partials(hidden: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down:
     regime = _choose_regime(hidden.dtype, num_routed / num_experts)
     group = group_many if num_routed > MANY_ROUTED else group_few
     groups = group(experts, num_experts, regime.up.block_m)
-    chip = probe(hidden.device)
     up_tiles = regime.up.fitted(chip, num_weights=2)
     if not is_gated(up, down.shape[2]):
         # As many rows of weights in a tile as of gates and up projections together.

@@ -9,13 +9,11 @@ token.
 
 from __future__ import annotations
 
-from enum import Enum
-
 from torch import Tensor
 
 from milepost.kernels import linear, moe, norm, quantised
 from milepost.kernels.emit import Emit, Inputs, values_of
-from milepost.kernels.products.forms import Form, Packed, Raw, RawForm
+from milepost.kernels.products.forms import Epilogue, Form, Packed, Raw, RawForm
 
 __all__ = [
     "Epilogue",
@@ -28,19 +26,6 @@ __all__ = [
     "multiply_both",
     "reads",
 ]
-
-
-class Epilogue(Enum):
-    """What becomes of a product's outputs."""
-
-    NONE = "none"
-    GATED = "gated"
-    """SiLU of the first half of the outputs times the second half: [T, O / 2]."""
-    PARTIALS = "partials"
-    """[T, O]; or float32 split-K partials [T, P, O] for whoever reads them next to add up, which
-    costs less than a pass of its own."""
-    FLOAT32 = "float32"
-    """Unrounded (float64 for float64 rows): [T, O] or partials."""
 
 
 def reads(weight: Form) -> Emit:

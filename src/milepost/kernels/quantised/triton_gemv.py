@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.kernels.device import Chip
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, let_next_start, wait_for_inputs
-from milepost.kernels.quantised.forms import BLOCK, Fp8, Int4, Quantised
+from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
 from milepost.kernels.quantised.triton_gemv_parts import dot, load_row, load_weights
 from milepost.kernels.quantised.triton_step import constants, factors, operands
 
@@ -28,17 +28,6 @@ _FOUR_BIT_WEIGHTS = 1 << 13
 """Of four bits: a row is not rounded, and numbers take work that more programs share."""
 _DEPTH = 2048
 """Inputs of a step."""
-
-
-def suits(*weights: Quantised) -> bool:
-    """FP8 whose rows are rounded in blocks by their own size; integers of four bits whose groups
-    are whole blocks; e2m1."""
-    return all(
-        weight.depth == BLOCK and weight.input_scale is None
-        if isinstance(weight, Fp8)
-        else not isinstance(weight, Int4) or weight.group % BLOCK == 0
-        for weight in weights
-    )
 
 
 def cut_up(

@@ -37,7 +37,7 @@ from milepost.kernels.quantised.experts_gluon import (
     produce,
     share_down,
 )
-from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
+from milepost.kernels.quantised.forms import BLOCK, Fp8
 from milepost.kernels.quantised.triton_gathering import gather
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -47,18 +47,6 @@ _BLOCK_M = 8
 _STAGES = 4
 """What is on its way at a time, 32 KiB a stage: with six, memory is 1 % slower."""
 _REGISTERS, _PRODUCER_REGISTERS = 128, 56
-
-
-def suits(up: Quantised, down: Quantised) -> bool:
-    """Whether the kernel multiplies these: FP8 in blocks, with gates, and whole steps."""
-    for each in (up, down):
-        if not isinstance(each, Fp8) or each.input_scale is not None:
-            return False
-        if each.rows != BLOCK or each.depth != BLOCK:
-            return False
-    is_gated = up.num_outputs == 2 * down.num_inputs
-    is_whole = down.num_outputs % (2 * BLOCK) == 0 and up.num_inputs == down.num_outputs
-    return is_gated and is_whole
 
 
 def mix(

@@ -56,14 +56,6 @@ PROGRAMS = 3
 REGISTERS, _PRODUCER_REGISTERS = 80, 24
 
 
-def suits(up: Int4, down: Int4) -> bool:
-    """Whether blocks of inputs have one scale, and outputs are whole units."""
-    size = down.num_inputs
-    has_one = all(each.group % BLOCK == 0 for each in (up, down))
-    is_whole = up.num_inputs == down.num_outputs and up.num_outputs in (size, 2 * size)
-    return has_one and is_whole
-
-
 def mix(
     hidden: Tensor,
     shares: Tensor,

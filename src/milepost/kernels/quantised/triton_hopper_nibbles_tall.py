@@ -26,7 +26,6 @@ from milepost.kernels.moe.grouping import Groups, group_many
 from milepost.kernels.overlap import OVERLAPPED
 from milepost.kernels.overlap_gluon import let_next_start, wait_for_inputs
 from milepost.kernels.quantised.forms import BLOCK, Int4
-from milepost.kernels.quantised.nibbles_gluon import can_copy
 from milepost.kernels.quantised.nibbles_tall_gluon import (
     HALF,
     REGISTERS,
@@ -48,16 +47,6 @@ _TILE = 2 * BLOCK
 _SOME_ROWS = 48
 """Up to so many an expert, blocks have 64 rows (a layer of 257 experts on an H100: with 36 rows 296
 us, blocks of 128 315; with 72 rows 442 and 411)."""
-
-
-def suits(hidden: Tensor, up: Int4, down: Int4) -> bool:
-    """Whether rows can be copied, outputs are whole tiles, and inputs at least two steps, of one
-    scale each."""
-    return can_copy(hidden) and all(
-        each.num_outputs % _TILE == each.num_inputs % BLOCK == each.group % BLOCK == 0
-        and each.num_inputs > BLOCK
-        for each in (up, down)
-    )
 
 
 def choose_rows(num_rows: float) -> int:

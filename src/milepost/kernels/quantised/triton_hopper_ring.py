@@ -35,18 +35,11 @@ from milepost.kernels.quantised.row_gluon import (
     weights_layout,
 )
 
-_FEWEST_WEIGHTS = 1 << 24
 _PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120
 """Programs of an SM, and stages and registers that leave it room for them."""
 _BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
 _PARTS, _TILE, _BLOCK = gl.constexpr(PARTS), gl.constexpr(TILE), gl.constexpr(BLOCK)
 _OUTPUTS = gl.constexpr(OUTPUTS_LAYOUT.value)
-
-
-def suits(weight: Fp8) -> bool:
-    """Large ones whose parts have equally many blocks."""
-    is_large = weight.num_outputs * weight.num_inputs >= _FEWEST_WEIGHTS
-    return is_large and weight.num_inputs % (PARTS * BLOCK) == 0 and weight.num_outputs % TILE == 0
 
 
 def multiply(

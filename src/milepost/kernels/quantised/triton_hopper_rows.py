@@ -13,8 +13,6 @@ Legend: T tokens, I inputs, O outputs, S split-K partials, D scales of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -38,61 +36,12 @@ from milepost.kernels.quantised.beside_gluon import (
     produce_beside,
 )
 from milepost.kernels.quantised.forms import BLOCK, Fp8
+from milepost.kernels.quantised.hopper_tiles import MMA_M, RowTiles
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-_NARROWEST = 8
-"""Outputs that a tile can be made wider by: rows of TMA's swizzle."""
-_MMA_M = 64
-"""Tokens that are the left operand, the first of them the GEMM's."""
 _REGISTERS = 80
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 104, 24
-_WIDE_STAGES, _SPLIT_STAGES = 8, 6
-"""Steps that are under way at a time, of all inputs and of a share."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTiles:
-    """Of `block_m` tokens, of which those past the last are dropped, and `block_n` outputs."""
-
-    block_m: int
-    block_n: int
-    split_k: int
-
-    @property
-    def is_swapped(self) -> bool:
-        """Whether the weights are the left operand."""
-        return self.block_m < _MMA_M
-
-    @property
-    def mma_n(self) -> int:
-        """Outputs that are multiplied at a time, the tile's first."""
-        return max(64, triton.next_power_of_2(self.block_n))
-
-    @property
-    def num_stages(self) -> int:
-        return _WIDE_STAGES if self.split_k == 1 else _SPLIT_STAGES
-
-
-_ROWS = (16, 32, 64)
-
-
-def find_tiles(num_tokens: int, weight: Fp8, chip: Chip) -> RowTiles | None:
-    """Tiles of the GEMM if this kernel can do it: all SMs get as much of the weight."""
-    block_m = next((rows for rows in _ROWS if num_tokens <= rows), 0)
-    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    is_whole = weight.depth == weight.rows == BLOCK and num_inputs % BLOCK == 0
-    if not block_m or not is_whole or weight.input_scale is not None:
-        return None
-    tiles = RowTiles(block_m=block_m, block_n=128, split_k=1)
-    if num_outputs > chip.num_sms * 64:
-        rounds = triton.cdiv(num_outputs, chip.num_sms * 128)
-        block_n = triton.cdiv(num_outputs, chip.num_sms * rounds)
-        return replace(tiles, block_n=triton.cdiv(block_n, _NARROWEST) * _NARROWEST)
-    split_k, units = 1, triton.cdiv(num_outputs, tiles.block_n)
-    while 2 * units * split_k <= chip.num_sms and num_inputs % (4 * split_k * BLOCK) == 0:
-        split_k *= 2
-    return replace(tiles, split_k=split_k)
 
 
 def multiply(
@@ -125,7 +74,7 @@ def multiply(
         INPUTS=weight.num_inputs,
         OUTPUTS=weight.num_outputs,
         BLOCK_N=tiles.block_n,
-        MMA_M=tiles.block_m if tiles.is_swapped else _MMA_M,
+        MMA_M=tiles.block_m if tiles.is_swapped else MMA_M,
         MMA_N=tiles.mma_n,
         BLOCK=BLOCK,
         SPLIT_K=tiles.split_k,

@@ -1,4 +1,4 @@
-"""Which kernel multiplies quantised experts on a GPU.
+"""Runs the kernels that `products.expert_table` chooses for quantised experts on a GPU.
 
 Legend: T tokens, H hidden size, X experts, N experts of a token, P = T * N routed tokens.
 """
@@ -11,30 +11,22 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import moe
-from milepost.kernels.device import Chip, probe, runs_gluon
+from milepost.kernels.device import Chip, probe
 from milepost.kernels.emit import Activations, values_of
 from milepost.kernels.moe.grouping import MANY_ROUTED, Groups, group_few, group_many
+from milepost.kernels.products.expert_table import UNGROUPED, Mixture, choose_experts
+from milepost.kernels.products.forms import Matrix
 from milepost.kernels.quantised import (
     triton_experts,
-    triton_gemv,
     triton_gemv_experts,
     triton_rounding,
     triton_tall,
     triton_unpack,
 )
 from milepost.kernels.quantised.forms import BLOCK, FP8, FourBits, Fp8, Int4, Quantised
-from milepost.kernels.quantised.triton_tiles import MANY, choose, runs_hopper, suits
+from milepost.kernels.quantised.triton_tiles import MANY, choose, suits
 
-_FEWEST_ROUTED = 40
-"""Up to this many routed tokens nothing is grouped."""
-_TOKENS_AT_ONCE = 64
-"""Up to this many tokens Hopper multiplies FP8 experts in one launch."""
-_FEW_NIBBLES = 10
-"""Beyond so many routed tokens an expert Hopper multiplies four-bit weights in tall blocks (9 take
-244 us, 216 otherwise; 14 take 246 and 300)."""
-_TALL_ROUTED, _UNPACKED_ROUTED = 32, 112
-"""Beyond so many routed tokens an expert the GEMMs are bound by arithmetic; or it is faster to make
-16-bit weights of four bits first."""
+_HOPPER = "triton_hopper"
 
 
 def mix(
@@ -44,58 +36,52 @@ def mix(
     for it."""
     if not suits(rows, up, down):
         return None
-    num_tokens, num_chosen = experts.shape
-    num_experts, size = len(up.scales), down.num_inputs
-    num_routed, chip = experts.numel(), probe(rows.device)
-    is_gated = up.num_outputs == 2 * size
-    output = rows.new_empty(num_tokens, num_chosen, down.num_outputs)
-    if num_routed <= _FEWEST_ROUTED and triton_gemv.suits(up, down):
-        if runs_hopper(rows, up, down):
-            from milepost.kernels.quantised import triton_hopper_row_experts
+    chip, (num_tokens, num_chosen) = probe(rows.device), experts.shape
+    kernel = choose_experts(_mixture(rows, experts, up, down), chip)
+    name = kernel.module.rpartition(".")[2]
+    given = rows, shares, experts, up, down
+    if name == "triton_hopper_row_experts":
+        from milepost.kernels.quantised import triton_hopper_row_experts
 
-            return triton_hopper_row_experts.mix(values_of(rows), shares, experts, up, down, chip)
-        active = rows.new_empty(num_routed, size)
-        triton_gemv_experts.project_up(
-            values_of(rows), experts, up, active, chip, is_gated=is_gated
-        )
-        triton_gemv_experts.project_down(active, shares, experts, down, output, chip)
-        return output
-    if runs_gluon(rows) and num_tokens <= _TOKENS_AT_ONCE:
-        from milepost.kernels.quantised import triton_hopper_experts
-
-        if triton_hopper_experts.suits(up, down):
-            assert isinstance(up, Fp8), "what the kernel suits"
-            assert isinstance(down, Fp8), "what the kernel suits"
-            values, scales = triton_rounding.round_lines(rows, up, chip)
-            triton_hopper_experts.mix(values, scales, shares, experts, up, down, output, chip)
-            return output
-    if runs_gluon(rows) and _mix_nibbles(rows, shares, experts, up, down, output, chip):
-        return output
-    if num_routed > _TALL_ROUTED * num_experts and triton_tall.suits(chip, up, down):
-        _mix_tall(rows, shares, experts, up, down, output, chip)
-        return output
-    if num_routed > _UNPACKED_ROUTED * num_experts and isinstance(up, FourBits):
+        return triton_hopper_row_experts.mix(values_of(rows), *given[1:], chip)
+    if name == "triton_unpack":
+        assert isinstance(up, FourBits), "the kernel's forms"
         assert isinstance(down, FourBits), "experts have one form"
         wide = [triton_unpack.unpack(each, rows.dtype) for each in (up, down)]
         return moe.partials(values_of(rows), shares, experts, *wide)
-    tiles = choose(num_routed / num_experts, up).fitted(chip)
-    groups: Groups | Tensor = experts
-    are_few = num_routed <= _FEWEST_ROUTED
-    if not are_few:
-        group = group_many if num_routed > MANY_ROUTED else group_few
-        groups = group(experts, num_experts, tiles.block_m)
-    active = rows.new_empty(num_routed, size)
-    # Gate and up projection have a sum each: with wide tiles more than there are registers.
-    narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == MANY.block_m else 4)
-    values, scales = triton_rounding.round_rows(rows, up, chip, are_few=are_few)
-    triton_experts.project_up(values, scales, up, active, groups, narrow, chip, is_gated=is_gated)
-    values, scales = triton_rounding.round_rows(active, down, chip, are_few=are_few)
-    last = narrow if isinstance(down, FourBits) and tiles.block_m < MANY.block_m else tiles
-    triton_experts.project_down(values, scales, shares, down, output, groups, last, chip)
+    output = rows.new_empty(num_tokens, num_chosen, down.num_outputs)
+    if name == "triton_gemv_experts":
+        active = rows.new_empty(experts.numel(), down.num_inputs)
+        is_gated = up.num_outputs == 2 * down.num_inputs
+        hidden = values_of(rows)
+        triton_gemv_experts.project_up(hidden, experts, up, active, chip, is_gated=is_gated)
+        triton_gemv_experts.project_down(active, shares, experts, down, output, chip)
+    elif name.startswith(_HOPPER):
+        _mix_on_hopper(name, *given, output, chip)
+    elif name.startswith("triton_tall"):
+        _mix_tall(*given, output, chip, on_hopper=name == "triton_tall_hopper")
+    else:
+        _mix_grouped(*given, output, chip)
     return output
 
 
-def _mix_nibbles(
+def _mixture(rows: Activations, experts: Tensor, up: Quantised, down: Quantised) -> Mixture:
+    num_tokens, num_chosen = experts.shape
+    values, alignment = rows.values, 16
+    if values is not None and (values.stride(0) % 16 or values.data_ptr() % 16):
+        alignment = 1
+    return Mixture(
+        up=Matrix.of(up),
+        down=Matrix.of(down),
+        num_experts=len(up.scales),
+        num_tokens=num_tokens,
+        num_chosen=num_chosen,
+        alignment=alignment,
+    )
+
+
+def _mix_on_hopper(
+    name: str,
     rows: Activations,
     shares: Tensor,
     experts: Tensor,
@@ -103,22 +89,54 @@ def _mix_nibbles(
     down: Quantised,
     output: Tensor,
     chip: Chip,
-) -> bool:
-    """Whether Hopper's own kernels of four-bit weights made `output` [T, N, H] what `mix` is."""
-    if not isinstance(up, Int4) or experts.numel() <= _FEWEST_ROUTED:
-        return False
+) -> None:
+    """`mix` into `output` by a kernel for Hopper that has both projections."""
+    if isinstance(up, Fp8):
+        from milepost.kernels.quantised import triton_hopper_experts
+
+        assert isinstance(down, Fp8), "experts have one form"
+        values, scales = triton_rounding.round_lines(rows, up, chip)
+        triton_hopper_experts.mix(values, scales, shares, experts, up, down, output, chip)
+        return
     from milepost.kernels.quantised import triton_hopper_nibble_experts as few
     from milepost.kernels.quantised import triton_hopper_nibbles_tall as many
 
+    assert isinstance(up, Int4), "the kernels' form"
     assert isinstance(down, Int4), "experts have one form"
-    num_rows, hidden = experts.numel() / len(up.scales), values_of(rows)
-    if num_rows > _FEW_NIBBLES and many.suits(hidden, up, down):
-        many.mix(hidden, shares, experts, up, down, output, chip, many.choose_rows(num_rows))
-    elif num_rows <= _FEW_NIBBLES and few.suits(up, down):
-        few.mix(hidden, shares, experts, up, down, output, chip)
+    given = values_of(rows), shares, experts, up, down, output, chip
+    if name == "triton_hopper_nibbles_tall":
+        many.mix(*given, many.choose_rows(experts.numel() / len(up.scales)))
     else:
-        return False
-    return True
+        few.mix(*given)
+
+
+def _mix_grouped(
+    rows: Activations,
+    shares: Tensor,
+    experts: Tensor,
+    up: Quantised,
+    down: Quantised,
+    output: Tensor,
+    chip: Chip,
+) -> None:
+    """`mix` into `output` by GEMMs of the rows that share an expert, or of each row if they are
+    few."""
+    num_routed, num_experts, size = experts.numel(), len(up.scales), down.num_inputs
+    tiles = choose(num_routed / num_experts, is_fp8=isinstance(up, Fp8)).fitted(chip)
+    groups: Groups | Tensor = experts
+    are_few = num_routed <= UNGROUPED
+    if not are_few:
+        group = group_many if num_routed > MANY_ROUTED else group_few
+        groups = group(experts, num_experts, tiles.block_m)
+    active = rows.new_empty(num_routed, size)
+    # Gate and up projection have a sum each: with wide tiles more than there are registers.
+    narrow = replace(tiles, block_n=64, num_warps=8 if tiles.block_m == MANY.block_m else 4)
+    how = {"is_gated": up.num_outputs == 2 * size}
+    values, scales = triton_rounding.round_rows(rows, up, chip, are_few=are_few)
+    triton_experts.project_up(values, scales, up, active, groups, narrow, chip, **how)
+    values, scales = triton_rounding.round_rows(active, down, chip, are_few=are_few)
+    last = narrow if isinstance(down, FourBits) and tiles.block_m < MANY.block_m else tiles
+    triton_experts.project_down(values, scales, shares, down, output, groups, last, chip)
 
 
 def _mix_tall(
@@ -129,6 +147,8 @@ def _mix_tall(
     down: Quantised,
     output: Tensor,
     chip: Chip,
+    *,
+    on_hopper: bool,
 ) -> None:
     """`mix` into `output` [P, H] of so many rows an expert that they are multiplied in tall blocks:
     on Hopper by a kernel that lays its own output out by blocks."""
@@ -136,7 +156,7 @@ def _mix_tall(
     assert isinstance(down, Fp8), "what the kernels suit"
     num_rows, size = experts.numel(), down.num_inputs
     groups, tall = group_many(experts, len(up.scales), triton_tall.BLOCK_M), triton_tall
-    if runs_gluon(rows):
+    if on_hopper:
         from milepost.kernels.quantised import triton_tall_hopper as tall
 
         num_rows = groups.blocks.shape[1] * triton_tall.BLOCK_M

@@ -20,28 +20,12 @@ from milepost.kernels.launches import quick
 from milepost.kernels.moe.activation import activate
 from milepost.kernels.moe.grouping import Groups
 from milepost.kernels.moe.triton_parts import find_rows, find_tile, spread_rows
-from milepost.kernels.quantised.forms import BLOCK, Fp8, Quantised
+from milepost.kernels.quantised.forms import BLOCK, Fp8
 from milepost.kernels.quantised.triton_rounding import readable
 from milepost.kernels.triton_float8 import decode, encode, scale_of
 
 BLOCK_M = 128
-_SHARED_BYTES = 200 << 10
-"""That the up projection takes, and then some."""
 _NUM_STAGES = 3
-
-
-def suits(chip: Chip, *weights: Quantised) -> bool:
-    """Whether the chip has TMA, float8 and room, and weights are whole FP8 blocks with one scale
-    each; so are their rows."""
-    if not chip.has_tma or chip.shared_bytes < _SHARED_BYTES:
-        return False
-    return all(
-        isinstance(weight, Fp8)
-        and weight.rows == weight.depth == BLOCK
-        and weight.input_scale is None
-        and weight.num_outputs % BLOCK == weight.num_inputs % BLOCK == 0
-        for weight in weights
-    )
 
 
 def project_up(

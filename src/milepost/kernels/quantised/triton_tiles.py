@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from milepost.kernels.device import Chip, runs_gluon
+from milepost.kernels.device import Chip
 from milepost.kernels.emit import Activations
-from milepost.kernels.quantised.forms import BLOCK, Fp4, Fp8, Quantised
+from milepost.kernels.quantised.forms import BLOCK, Quantised
 from milepost.kernels.tiles import Tiles
 
 FEW = Tiles(block_m=16, block_n=128, block_k=BLOCK, num_warps=4, num_stages=4)
@@ -31,20 +31,15 @@ def suits(rows: Activations, *weights: Quantised) -> bool:
     return rows.dtype.itemsize == 2 and are_contiguous and is_whole
 
 
-def runs_hopper(rows: Activations, *weights: Quantised) -> bool:
-    """Whether Hopper's own kernels run, which know no e2m1."""
-    return runs_gluon(rows) and not any(isinstance(weight, Fp4) for weight in weights)
-
-
-def choose(num_rows: float, weight: Quantised) -> Tiles:
+def choose(num_rows: float, *, is_fp8: bool) -> Tiles:
     tiles = next((tiles for tiles in _REGIMES if num_rows <= tiles.block_m), MANY)
-    if isinstance(weight, Fp8) or tiles == MANY:
+    if is_fp8 or tiles == MANY:
         return tiles
     return replace(tiles, num_warps=_FOUR_BIT_WARPS)
 
 
-def choose_dense(num_rows: int, weight: Quantised, chip: Chip) -> Tiles:
-    tiles = choose(num_rows, weight)
+def choose_dense(num_rows: int, chip: Chip, *, is_fp8: bool) -> Tiles:
+    tiles = choose(num_rows, is_fp8=is_fp8)
     if chip.capability[0] == 10:
         tiles = _OF_TENSOR_MEMORY.get(tiles, tiles)
     return tiles.fitted(chip)
