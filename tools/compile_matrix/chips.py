@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-KIB = 1024
+from milepost.kernels.chips import CHIPS as KNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +51,8 @@ class Chip:
 
 
 CHIPS = {
-    chip.arch: chip
-    for chip in (
-        Chip(arch="sm_80", example="A100", num_sms=108, shared_bytes=163 * KIB),
-        Chip(arch="sm_86", example="A10", num_sms=72, shared_bytes=99 * KIB),
-        Chip(arch="sm_89", example="L4", num_sms=58, shared_bytes=99 * KIB),
-        Chip(arch="sm_90", example="H200", num_sms=132, shared_bytes=227 * KIB),
-        Chip(arch="sm_100", example="B200", num_sms=148, shared_bytes=227 * KIB),
-        Chip(arch="sm_120", example="RTX 5090", num_sms=170, shared_bytes=99 * KIB),
-        Chip(arch="gfx942", example="MI300X", num_sms=304, shared_bytes=64 * KIB),
-        Chip(arch="gfx950", example="MI350X", num_sms=256, shared_bytes=160 * KIB),
-    )
+    arch: Chip(arch=arch, example=example, num_sms=known.num_sms, shared_bytes=known.shared_bytes)
+    for arch, (example, known) in KNOWN.items()
 }
 
 

@@ -22,6 +22,7 @@ from milepost.cli.chat import chat_command
 from milepost.cli.config_file import Arguments, with_file
 from milepost.cli.display import Screen
 from milepost.cli.generate import StreamingEngine, generate_command
+from milepost.cli.kernels import kernels_command
 from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.simulate import simulate_command
@@ -91,6 +92,7 @@ def build_app(
     app.command(run_batch_command(screen.reports))
     app.command(simulate_command(screen))
     app.command(bench_command(screen.reports))
+    app.command(kernels_command(screen))
     return app
 
 

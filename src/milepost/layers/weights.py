@@ -80,6 +80,11 @@ class Experts(Protocol):
         """What they read of their rows."""
         ...
 
+    @property
+    def forms(self) -> tuple[Form, Form]:
+        """Of the matrices [X, ...] ahead of the activation and behind it."""
+        ...
+
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
         """`rows` [T, I] through each token's `experts` [T, N], times their `shares`, in partials
         [T, P, I]: see `products.mix`."""
@@ -226,9 +231,12 @@ class RawExperts(nn.Module):
     def reads(self) -> Emit:
         return Emit.VALUES
 
+    @property
+    def forms(self) -> tuple[Form, Form]:
+        return products.Raw(values=self.up), products.Raw(values=self.down)
+
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
-        up, down = products.Raw(values=self.up), products.Raw(values=self.down)
-        return products.mix(rows, shares, experts, up, down)
+        return products.mix(rows, shares, experts, *self.forms)
 
     def placements(self) -> Placements:
         names, sizes, full = self.names, self.sizes, self.kind.full

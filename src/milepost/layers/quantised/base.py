@@ -106,8 +106,12 @@ class QuantisedExperts(nn.Module):
         for first in range(size, self.up.form.num_outputs, padded):
             self.up.clear(first, padded - size)
 
+    @property
+    def forms(self) -> tuple[Quantised, Quantised]:
+        return self.up.form, self.down.form
+
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor) -> Tensor:
-        return products.mix(rows, shares, experts, self.up.form, self.down.form)
+        return products.mix(rows, shares, experts, *self.forms)
 
     def placements(self) -> Placements:
         return place_experts(self.sizes, self.names, self.kind, self.up, self.down)

@@ -1,0 +1,90 @@
+"""Which kernels multiply a model's weights on a chip; needs its configuration alone.
+
+Legend: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from milepost.errors import ConfigError
+from milepost.kernels.chips import CHIPS
+from milepost.kernels.device import Chip, probe
+from milepost.kernels.products.describe import Span, dense_spans, expert_spans
+from milepost.kernels.products.expert_table import Mixture
+from milepost.kernels.products.forms import Epilogue, Matrix
+from milepost.kernels.products.table import Product
+from milepost.layers.linear import Linear
+from milepost.layers.moe import MoE
+from milepost.layers.weights import Weight
+from milepost.models.folder import find_folder
+from milepost.models.loading import outline
+
+_SUMMED = ("out", "down", "router")
+"""Projections whose split-K partials whoever reads them adds up."""
+COLUMNS = ("weight", "form, O x I", "tokens", "kernel", "order", "instead of")
+
+
+def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterator[tuple[str, ...]]:
+    """Rows of a table with these `COLUMNS`. Raises ConfigError, and what `outline` raises."""
+    chip = _find_chip(chip_name)
+    folder = find_folder(model, revision=None, with_weights=False)
+    decoder = outline(folder, quantization=quantization)
+    seen: set[tuple[object, ...]] = set()
+    layers = [(f"layer {index}", layer) for index, layer in enumerate(decoder.layers)]
+    for owner, layer in (*layers, ("lm_head", decoder.lm_head)):
+        for path, module in layer.named_modules():
+            name = f"{owner} {path}".replace("blocks.", "").strip()
+            if isinstance(module, Linear):
+                for weight in module.weights:
+                    matrix, make = _dense(path.rpartition(".")[2], weight)
+                    if (path, matrix) not in seen:
+                        seen.add((path, matrix))
+                        yield from _cells(name, matrix, dense_spans(make, chip))
+            elif isinstance(module, MoE):
+                make_mixture = _experts(module)
+                mixture = make_mixture(1)
+                if (path, mixture) not in seen:
+                    seen.add((path, mixture))
+                    spans = expert_spans(make_mixture, chip)
+                    yield from _cells(f"{name} experts", mixture.up, spans)
+
+
+def _cells(name: str, matrix: Matrix, spans: Sequence[Span]) -> Iterator[tuple[str, ...]]:
+    """Rows of a table; only the first says whose they are."""
+    shape = f"{matrix.form.__name__.lower()}, {matrix.num_outputs} x {matrix.num_inputs}"
+    for index, span in enumerate(spans):
+        whose = ("", "") if index else (name, shape)
+        yield *whose, span.tokens, span.kernel, span.order, span.refused
+
+
+def _dense(name: str, weight: Weight) -> tuple[Matrix, Callable[[int], Product]]:
+    """A projection's matrix, and its product with so many rows."""
+    matrix = Matrix.of(weight.form)
+    epilogue = Epilogue.PARTIALS if name in _SUMMED else Epilogue.NONE
+    return matrix, lambda num: Product(weight=matrix, num_rows=num, epilogue=epilogue)
+
+
+def _experts(module: MoE) -> Callable[[int], Mixture]:
+    """A mixture's experts with so many tokens."""
+    up, down = (Matrix.of(form) for form in module.experts.forms)
+    sizes = module.experts.sizes
+    return lambda num: Mixture(
+        up=up,
+        down=down,
+        num_experts=sizes.num_experts + sizes.num_shared,
+        num_tokens=num,
+        num_chosen=module.shapes.num_chosen + sizes.num_shared,
+    )
+
+
+def _find_chip(name: str) -> Chip:
+    if name in CHIPS:
+        return CHIPS[name][1]
+    if name:
+        raise ConfigError(f"--chip {name}: this is none of {', '.join(CHIPS)}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"there is no GPU here: name one, as --chip {next(iter(CHIPS))}")
+    return probe(torch.device("cuda", torch.cuda.current_device()))

@@ -1,0 +1,224 @@
+"""The tables of kernels: each product has one, and pages and the command show what they say."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from milepost.cli.display import Screen
+from milepost.cli.kernels import kernels_command
+from milepost.errors import ConfigError
+from milepost.kernels import device
+from milepost.kernels.chips import CHIPS
+from milepost.kernels.products import describe, expert_table, table
+from milepost.kernels.products.expert_table import Mixture, choose_experts
+from milepost.kernels.products.forms import Epilogue, Matrix, Raw
+from milepost.kernels.products.table import KERNELS, Product, choose
+from milepost.kernels.quantised.forms import Fp4, Fp8, Int4
+
+ROOT = Path(__file__).parents[2]
+H200, L4 = CHIPS["sm_90"][1], CHIPS["sm_89"][1]
+BLOCKS = {"rows": 128, "depth": 128}
+PAGES = {
+    "gpus.md": {
+        "products": describe.dense_table(),
+        "experts": describe.expert_table(),
+    },
+    "quantization.md": {
+        "quantised products": describe.dense_table(describe.QUANTISED),
+        "quantised experts": describe.expert_table(describe.QUANTISED),
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """As with a Triton whose Gluon is known, whatever is installed here."""
+    monkeypatch.setattr(device, "triton_version", lambda: (3, 6))
+    table._choose.cache_clear()
+    expert_table._choose.cache_clear()
+
+
+def fp8(num_outputs: int, num_inputs: int) -> Matrix:
+    return Matrix(form=Fp8, num_outputs=num_outputs, num_inputs=num_inputs, **BLOCKS)
+
+
+def int4(num_outputs: int, num_inputs: int, group: int = 128) -> Matrix:
+    return Matrix(form=Int4, num_outputs=num_outputs, num_inputs=num_inputs, group=group)
+
+
+def raw(num_outputs: int, num_inputs: int) -> Matrix:
+    return Matrix(form=Raw, num_outputs=num_outputs, num_inputs=num_inputs)
+
+
+@pytest.mark.parametrize(
+    ("weight", "num_rows", "on_hopper", "elsewhere"),
+    [
+        (raw(4096, 2048), 1, "raw gemv", "raw gemv"),
+        (raw(12288, 4096), 16, "raw small_m, Hopper", "raw small_m"),
+        (raw(12288, 4096), 64, "raw small_m, Hopper", "torch's GEMM"),
+        (raw(12288, 4096), 65, "torch's GEMM", "torch's GEMM"),
+        (raw(64, 2048), 100, "raw small_m", "raw small_m"),
+        (fp8(12288, 2048), 1, "fp8 gemv over a ring, Hopper", "gemv"),
+        (fp8(2048, 4096), 1, "gemv, Hopper", "gemv"),
+        (fp8(12288, 2048), 2, "fp8 small_m, Hopper", "gemm"),
+        (fp8(1024, 2048), 2, "gemm", "gemm"),
+        (fp8(12288, 2048), 65, "torch's scaled GEMM", "gemm"),
+        (int4(12288, 2048), 1, "gemv, Hopper", "gemv"),
+        (int4(12288, 2048, 32), 1, "gemm", "gemm"),
+        (int4(12288, 2048), 32, "int4 small_m, Hopper", "gemm"),
+        (int4(12288, 2048), 33, "gemm", "gemm"),
+        (int4(12288, 2048), 65, "16-bit weights made first, torch's GEMM", None),
+        (replace(int4(12288, 2048, 16), form=Fp4), 1, "gemv", "gemv"),
+        (replace(int4(12288, 2048, 16), form=Fp4), 20, "gemm", "gemm"),
+    ],
+)
+def test_kernels_as_they_were_measured(weight, num_rows, on_hopper, elsewhere):
+    product = Product(weight=weight, num_rows=num_rows)
+    assert choose(product, H200).kernel.name == on_hopper
+    assert choose(product, L4).kernel.name == (elsewhere or on_hopper)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "num_tokens", "on_hopper", "elsewhere"),
+    [
+        (raw(1024, 2048), raw(2048, 512), 4, "raw gemv", None),
+        (raw(1024, 2048), raw(2048, 512), 5, "raw grouped", None),
+        (raw(1024, 2048), raw(2048, 512), 2048, "raw grouped, tall", "raw grouped"),
+        (fp8(1024, 2048), fp8(2048, 512), 4, "gemv, Hopper", "gemv"),
+        (fp8(1024, 2048), fp8(2048, 512), 64, "fp8 in one launch, Hopper", "grouped"),
+        (fp8(1024, 2048), fp8(2048, 512), 65, "grouped", "grouped"),
+        (fp8(1024, 2048), fp8(2048, 512), 2048, "fp8 grouped, tall, Hopper", "grouped"),
+        (int4(1024, 2048), int4(2048, 512), 64, "int4 in one launch, Hopper", "grouped"),
+        (int4(1024, 2048), int4(2048, 512), 512, "int4 grouped, tall, Hopper", "grouped"),
+        (
+            int4(1024, 2048, 32),
+            int4(2048, 512, 32),
+            8192,
+            "16-bit weights made first, raw grouped",
+            None,
+        ),
+    ],
+)
+def test_experts_kernels_as_they_were_measured(up, down, num_tokens, on_hopper, elsewhere):
+    mixture = Mixture(up=up, down=down, num_experts=257, num_tokens=num_tokens, num_chosen=9)
+    assert choose_experts(mixture, H200).name == on_hopper
+    assert choose_experts(mixture, L4).name == (elsewhere or on_hopper)
+
+
+def test_tall_blocks_without_hoppers_own_instructions():
+    mixture = Mixture(
+        up=fp8(1024, 2048), down=fp8(2048, 512), num_experts=8, num_tokens=999, num_chosen=2
+    )
+    assert choose_experts(mixture, CHIPS["sm_100"][1]).name == "fp8 grouped, tall"
+
+
+MATRICES = st.builds(
+    Matrix,
+    form=st.sampled_from([Raw, Fp8, Int4, Fp4]),
+    num_outputs=st.integers(1, 200).map(lambda count: 8 * count),
+    num_inputs=st.integers(1, 40).map(lambda count: 128 * count),
+    rows=st.sampled_from([1, 128]),
+    depth=st.sampled_from([128, 5120]),
+    group=st.sampled_from([16, 32, 128, 256]),
+    has_input_scale=st.booleans(),
+)
+
+
+@given(
+    MATRICES,
+    st.integers(1, 9000),
+    st.sampled_from([Epilogue.NONE, Epilogue.PARTIALS]),
+    st.booleans(),
+    st.sampled_from([1, 8, 16]),
+    st.sampled_from(list(CHIPS)),
+)
+def test_every_product_has_a_kernel(weight, num_rows, epilogue, has_bias, alignment, arch):
+    """One whose row says that it takes such rows, bias and chip; all ahead of it say why not."""
+    chip = CHIPS[arch][1]
+    product = Product(
+        weight=weight,
+        num_rows=num_rows,
+        epilogue=epilogue,
+        has_bias=has_bias,
+        alignment=alignment,
+    )
+    choice = choose(product, chip)
+    kernel = choice.kernel
+    assert weight.form in kernel.forms
+    assert kernel.least <= num_rows <= (kernel.most or num_rows)
+    assert kernel.takes_bias or not has_bias
+    assert arch == "sm_90" or not kernel.is_hopper
+    if epilogue is Epilogue.NONE and weight.form is not Raw:
+        assert choice.split_k == 1, "nobody adds partials up"
+    assert choice.order
+    assert all(reason for _, reason in table.refusals(product, chip))
+
+
+def test_hopper_kernels_may_be_turned_off(monkeypatch):
+    """What was chosen before does not stay."""
+    product = Product(weight=fp8(12288, 2048), num_rows=2)
+    assert choose(product, H200).kernel.is_hopper
+    monkeypatch.setattr(device._Choice, "allows_hopper", False)
+    assert choose(product, H200).kernel.name == "gemm"
+
+
+def test_every_row_names_a_module():
+    modules = [each.module for each in (*KERNELS, *expert_table.EXPERT_KERNELS) if each.module]
+    folder = ROOT / "src" / "milepost" / "kernels"
+    assert [
+        each for each in modules if not (folder / f"{each.replace('.', '/')}.py").exists()
+    ] == []
+    assert len({each.name for each in KERNELS}) == len(KERNELS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_the_tables(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for name, expected in PAGES[page].items():
+        found = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- end -->", text, re.DOTALL)
+        assert found is not None, name
+        assert found[1] == expected
+
+
+def run(model: str, **options: str) -> str:
+    written = io.StringIO()
+    console = Console(file=written, width=250)
+    kernels_command(Screen(answers=io.StringIO(), reports=console, clock=lambda: 0.0))(
+        str(ROOT / "bench" / "models" / model), **options
+    )
+    return written.getvalue()
+
+
+def test_the_command_lists_a_models_kernels():
+    lines = run("hybrid-35b-a3b", chip="sm_90", quantization="fp8").splitlines()
+    experts = next(index for index, line in enumerate(lines) if "experts" in line)
+    shown = [re.split(r" {2,}", line.strip()) for line in lines[experts : experts + 4]]
+    assert shown[0][2:4] == ["1 to 4", "gemv, Hopper"]
+    assert [each[:2] for each in shown[1:]] == [
+        ["5 to 64", "fp8 in one launch, Hopper"],
+        ["65 to 913", "grouped"],
+        ["from 914", "fp8 grouped, tall, Hopper"],
+    ]
+    assert "Hopper" not in run("hybrid-9b", chip="sm_89").replace("Hopper: they need sm_90", "")
+
+
+def test_a_chip_that_nobody_knows_is_refused():
+    with pytest.raises(ConfigError, match="--chip sm_91: this is none of sm_80, sm_86"):
+        run("hybrid-9b", chip="sm_91")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="kernels need triton")
+def test_every_module_of_the_tables_has_its_door():
+    """What the runners call."""
+    for each in KERNELS:
+        if each.module and not each.is_hopper:
+            __import__(f"milepost.kernels.{each.module}")
