@@ -1,9 +1,9 @@
 """Which kernel multiplies what: `KERNELS` is the table, and `choose` the only place that decides.
 
 A row says which forms and how many rows a kernel takes, with which epilogues, what the chip must
-have, how a product is cut up, and in which order an output's terms are added: two kernels with one
-order give the same bits. The first row that serves a product is its kernel; rows behind it are for
-those that it refuses. Nothing here needs a GPU, or Triton.
+have, how a product is cut up, and in which order an output's terms are added: kernels with
+different orders give different bits. The first row that serves a product is its kernel; rows behind
+it are for those that it refuses. Nothing here needs a GPU, or Triton.
 
 An order "128 seq" adds blocks of 128 inputs one after the other in float32; "split S" adds S parts
 of them that were added so, one after the other; "tree" adds parts pairwise.
