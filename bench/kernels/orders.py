@@ -73,9 +73,8 @@ def run_all(weight: Form, hidden: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     if choice is None:
         return
     yield choice.kernel.name, choice.order, products.multiply(hidden, weight)
-    if choice.kernel.module:
-        with without(choice.kernel.module):
-            yield from run_all(weight, hidden)
+    with without(choice.kernel.name):
+        yield from run_all(weight, hidden)
 
 
 if __name__ == "__main__":

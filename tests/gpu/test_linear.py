@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from milepost.kernels import linear
+from milepost.kernels import linear, products
+from milepost.kernels.products import Epilogue, Raw
 from tests.numbers import relative_error
 
 pytestmark = [
@@ -71,7 +72,10 @@ def test_multiply_gated(sizes: tuple[int, int], num_tokens: int, dtype: torch.dt
     weight = torch.randn(2 * num_outputs, num_inputs, generator=random, device="cuda", dtype=dtype)
     weight *= num_inputs**-0.5
     gate, up = F.linear(hidden.double(), weight.double()).chunk(2, -1)
-    output = linear.multiply_gated(hidden, weight)
+    how = {"epilogue": Epilogue.GATED}
+    output = products.multiply(hidden, Raw(values=weight), **how)
     assert output.dtype == dtype
     assert relative_error(output, F.silu(gate) * up) < TOLERANCES[dtype]
-    assert torch.equal(output, linear.multiply_gated(hidden, weight))
+    assert torch.equal(
+        output, products.multiply(hidden, Raw(values=weight), epilogue=Epilogue.GATED)
+    )

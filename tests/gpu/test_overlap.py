@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels import attention, gated_delta, linear, moe, norm
+from milepost.kernels import attention, gated_delta, linear, moe, norm, products
 from milepost.kernels.attention import items as work
 from milepost.kernels.batch import Capacity
 from milepost.kernels.chunks import lay_out
 from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.float8 import FP8
+from milepost.kernels.products import Epilogue, Raw
 from tests.kernels.mixers import REAL, Batch, make_pools, make_weights, send_layout
 
 pytestmark = [
@@ -68,7 +69,7 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             outputs += [hidden, wide, active, mixed, normed, shares, experts, delta]
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
             pause()
-            active = linear.multiply_gated(normed, widen)
+            active = products.multiply(normed, Raw(values=widen), epilogue=Epilogue.GATED)
             pause()
             delta = linear.partials(active, narrow)
             pause()

@@ -10,10 +10,13 @@ from milepost.kernels.products import expert_table, table
 
 
 @contextmanager
-def without(*modules: str) -> Iterator[None]:
-    """Inside, no product is given to a kernel of these modules."""
-    dense = tuple(each for each in table.KERNELS if each.module not in modules)
-    experts = tuple(each for each in expert_table.EXPERT_KERNELS if each.module not in modules)
+def without(*left_out: str) -> Iterator[None]:
+    """Inside, no product is given to a kernel with one of these modules or names."""
+    all_kernels = table.KERNELS, expert_table.EXPERT_KERNELS
+    dense, experts = (
+        tuple(each for each in kernels if {each.module, each.name}.isdisjoint(left_out))
+        for kernels in all_kernels
+    )
     assert len(dense) + len(experts) < len(table.KERNELS) + len(expert_table.EXPERT_KERNELS)
     try:
         with (

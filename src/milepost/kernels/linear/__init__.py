@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import norm
 from milepost.kernels.device import runs_triton
 from milepost.kernels.precision import accumulation_dtype, cast
 
@@ -116,12 +115,6 @@ def _multiply(
         if result is not None:
             return result
     return F.linear(hidden, weight, bias)
-
-
-def multiply_gated(hidden: Tensor, weight: Tensor) -> Tensor:
-    """SiLU(gate) * up [T, O]: gates and up are the halves of `multiply(hidden, weight)`, in this
-    order; `weight` [2 * O, I]."""
-    return norm.silu_mul(multiply(hidden, weight))
 
 
 def _are_few(hidden: Tensor) -> bool:
