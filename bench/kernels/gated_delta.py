@@ -34,7 +34,6 @@ from tests.kernels.mixers import (
 
 from milepost.kernels.chunks import lay_out
 from milepost.kernels.decode_layout import lay_out_decodes
-from milepost.kernels.device import num_sms
 from milepost.kernels.gated_delta import CHUNK, GatedDeltaWeights, mix
 from milepost.runner.staging import on_device
 
@@ -66,9 +65,7 @@ def main() -> None:
 def decode_row(num_sequences: int, spacing: int) -> dict[str, Any]:
     weights, pools, slots = _prepare(num_sequences, spacing)
     projected = make_projected(REAL, num_sequences, torch.bfloat16, "cuda")
-    layout = None
-    if num_sequences * REAL.value_heads <= num_sms(projected.device):
-        layout = on_device(lay_out_decodes(num_sequences, REAL.key_heads), projected.device)
+    layout = on_device(lay_out_decodes(num_sequences, REAL.key_heads), projected.device)
 
     def call(turn: int) -> None:
         mix(projected, weights, pools.conv, pools.recurrent, *slots[turn], layout)

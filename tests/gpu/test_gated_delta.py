@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels.decode_layout import DecodeLayout
 from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.emit import Emit
 from milepost.kernels.quantised import triton_rounding
@@ -113,7 +112,9 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: i
 
 @pytest.mark.parametrize("num_real", [1, 3])
 def test_value_heads_in_programs_of_their_own_leave_the_same_bits(num_real: int) -> None:
-    """Of few sequences, in place, token after token; the last one is padding."""
+    """Few sequences, in place, token after token; the last one is padding."""
+    from milepost.kernels.gated_delta import triton_hopper
+
     slots = list(range(1, num_real + 1))
     batch = Batch(starts=[], lengths=[], slot_in=[*slots, 0], slot_out=[*slots, -1])
     weights = make_weights(REAL, torch.bfloat16, "cuda")
@@ -123,8 +124,12 @@ def test_value_heads_in_programs_of_their_own_leave_the_same_bits(num_real: int)
     arrivals = torch.zeros(num_real + 1, REAL.key_heads, dtype=torch.int32, device="cuda")
     for seed in range(30):
         projected = make_projected(REAL, num_real + 1, torch.bfloat16, "cuda", seed=seed)
-        output = fused_decode(projected, weights, others, batch, DecodeLayout(arrivals=arrivals))
-        assert torch.equal(output, fused_decode(projected, weights, pools, batch))
+        of_slots = batch.slots(projected.device)
+        own, common = (
+            triton_hopper.decode(projected, weights, each.conv, each.recurrent, *of_slots, places)
+            for each, places in ((others, arrivals), (pools, None))
+        )
+        assert torch.equal(own, common)
         assert_pools_equal(others, pools)
         assert not arrivals.any()
 

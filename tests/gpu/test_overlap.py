@@ -152,13 +152,12 @@ def _recurrent(num_sequences: int, length: int):
     slots = range(1, num_sequences + 1)
     batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=slots)
     common = mixer, pools.conv, pools.recurrent, *batch.slots(torch.device("cuda"))
-    layout = None
     if length > 1:
         laid_out = lay_out([0] * num_sequences, [length] * num_sequences, chunk=gated_delta.CHUNK)
         layout = send_layout(laid_out, "cuda")
-    elif num_sequences == 1:
-        arrivals = torch.zeros(1, REAL.key_heads, dtype=torch.int32, device="cuda")
-        layout = DecodeLayout(arrivals=arrivals)
+    else:
+        size = num_sequences, REAL.key_heads
+        layout = DecodeLayout(arrivals=torch.zeros(size, dtype=torch.int32, device="cuda"))
 
     def mix(projected: Tensor, pause: Callable[[], object]) -> Tensor:
         output = gated_delta.mix(projected, *common, layout)

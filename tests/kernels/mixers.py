@@ -17,7 +17,7 @@ from milepost.kernels import conv, gated_delta
 from milepost.kernels.batch import Operation
 from milepost.kernels.chunk_rows import ChunkRows, lay_out_chunks
 from milepost.kernels.chunks import ChunkLayout, lay_out
-from milepost.kernels.decode_layout import DecodeLayout
+from milepost.kernels.decode_layout import lay_out_decodes
 from milepost.kernels.emit import Emit, Inputs
 from milepost.kernels.gated_delta import (
     CHUNK,
@@ -352,10 +352,12 @@ def fused_decode(
     weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
-    layout: DecodeLayout | None = None,
     *,
     emit: Emit = Emit.VALUES,
 ) -> Inputs:
     slots = batch.slots(projected.device)
     both = pools.conv, pools.recurrent
+    _, value_heads, key_dim, value_dim = pools.recurrent.shape
+    key_heads = (len(weights.conv) - value_heads * value_dim) // (2 * key_dim)
+    layout = on_device(lay_out_decodes(len(projected), key_heads), projected.device)
     return gated_delta.mix(projected, weights, *both, *slots, layout, emit=emit)

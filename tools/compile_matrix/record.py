@@ -62,8 +62,9 @@ class Launch:
 
     @property
     def _variant(self) -> tuple[object, ...]:
+        constexprs = {path: _by_source(value) for path, value in self.constexprs.items()}
         return (
-            sorted(self.constexprs.items(), key=repr),
+            sorted(constexprs.items(), key=repr),
             sorted(self.attributes.items(), key=repr),
             sorted((k, str(v)) for k, v in self.options.items() if k != "extern_libs"),
         )
@@ -75,6 +76,11 @@ class Launch:
         return _digest(
             (self.kernel.cache_key, signature, *self._variant, str(target), triton.__version__)
         )
+
+
+def _by_source(constant: Any) -> Any:
+    """A constant as it tells launches apart: a function of the device by its source."""
+    return constant.cache_key if isinstance(constant, JITFunction) else constant
 
 
 def _digest(parts: object) -> str:

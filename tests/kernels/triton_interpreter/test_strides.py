@@ -34,11 +34,11 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     "mla": ("query", lambda: mla.attend(apart(STATES[0]), STATES[0], CONV, SLOTS, None, 1)),
     "gated_delta": (
         "projected",
-        lambda: gated_delta.mix(apart(ROWS), None, CONV, STATES, SLOTS, SLOTS),
+        lambda: gated_delta.mix(apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0),
     ),
     "gated_delta's states": (
         "recurrent_pool",
-        lambda: gated_delta.mix(ROWS, None, CONV, STATES.mT, SLOTS, SLOTS),
+        lambda: gated_delta.mix(ROWS, None, CONV, STATES.mT, SLOTS, SLOTS, 0),
     ),
     "kda": ("gate", lambda: kda.mix(*[ROWS] * 2, apart(ROWS), None, CONV, STATES, SLOTS, SLOTS, 0)),
     "mamba2": ("conv_pool", lambda: mamba2.mix(ROWS, None, CONV.mT, STATES, SLOTS, SLOTS, None)),

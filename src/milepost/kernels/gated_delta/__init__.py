@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows | None
+MixerLayout = ChunkLayout | DecodeLayout | VerifyLayout | MixerRows
 
 CHUNK = 64
 """Tokens in a full chunk."""
@@ -61,17 +61,14 @@ class GatedDeltaOperation:
     num_value_heads: int
 
     def lay_out(self, batch: Batch) -> MixerLayout:
-        """Chunks for the fused kernels, which need none where every sequence decodes, but of few a
-        place where programs arrive; or rows for the reference."""
+        """Chunks for the fused kernels, or what they need where every sequence decodes or the step
+        may verify; or rows for the reference."""
         if batch.chip is None:
             return lay_out_rows(batch, conv_width=self.conv_width, chunk=CHUNK)
         if batch.capacity.num_drafts:
             return lay_out_verifies(batch, CHUNK)
         if batch.capacity.decodes:
-            num_sequences = batch.capacity.num_sequences
-            if num_sequences * self.num_value_heads > batch.chip.num_sms:
-                return None
-            return lay_out_decodes(num_sequences, self.num_key_heads)
+            return lay_out_decodes(batch.capacity.num_sequences, self.num_key_heads)
         return chunks.lay_out_step(batch, CHUNK)
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
@@ -86,14 +83,13 @@ def mix(
     recurrent_pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
-    layout: MixerLayout = None,
+    layout: MixerLayout,
     records: Tensor | None = None,
     *,
     emit: Emit = Emit.VALUES,
 ) -> Inputs:
-    """Advance the sequences by all their tokens, as `layout` has them, or by one token each where
-    it is a `DecodeLayout` or None; returns [T, V * W] and writes both pools, the states of exports
-    among them.
+    """Advance the sequences by all their tokens, as `layout` has them; returns [T, V * W] and
+    writes both pools, the states of exports among them.
 
     `projected` [T, C + V * W + 2 * V]: queries, keys, values (the C channels), output gates, betas
     [V] before their sigmoid, decay inputs [V], heads side by side. `conv_pool` [slots, C, J - 1],
@@ -114,19 +110,19 @@ def mix(
         return mixer.mix(projected, weights, *pools, layout, records)
     check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
     check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
-    if layout is None or isinstance(layout, DecodeLayout):
-        from milepost.kernels.gated_delta import triton_decode
+    if isinstance(layout, DecodeLayout):
+        from milepost.kernels.gated_delta import triton_step
 
         slots = slot_in, slot_out
-        return triton_decode.decode(projected, weights, *pools, *slots, layout, emit=emit)
+        return triton_step.decode(projected, weights, *pools, *slots, layout, emit=emit)
     from milepost.kernels.gated_delta import triton_prefill
 
     if isinstance(layout, VerifyLayout):
-        from milepost.kernels.gated_delta import triton_verify
+        from milepost.kernels.gated_delta import triton_step
 
         assert records is not None, "V1: only mixers that keep records verify"
         output = projected.new_empty(len(projected), math.prod(recurrent_pool.shape[1::2]))
-        triton_verify.verify(projected, weights, *pools, layout, records, output)
+        triton_step.verify(projected, weights, *pools, layout, records, output)
         many = layout.prefills
         if many is not None:
             slots = many.slot_in, many.slot_out

@@ -15,11 +15,12 @@ from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.device import probe, runs_gluon
 from milepost.kernels.emit import Emit, Inputs, as_arguments, handed_on, keeps_values, room_for
 from milepost.kernels.float8 import BLOCK, LEAST_SCALE
-from milepost.kernels.gated_delta.triton_parts import gated_norm, pairwise_decay
+from milepost.kernels.gated_delta.triton_parts import pairwise_decay
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.gated_delta.weights import GatedDeltaWeights
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.recurrent.gated_delta import finish
 from milepost.kernels.triton_float8 import encode, scale_of
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -159,7 +160,7 @@ def _chunk_fwd_o_kernel(
     gates = projected + begin * projected_stride + channels + i_hv * VALUE_DIM
     gate_at = o_t[:, None] * projected_stride + o_v[None, :]
     b_gate = tl.load(gates + gate_at, in_v, 0)
-    b_o = gated_norm(b_o, b_weight, b_gate, norm_eps, VALUE_DIM, 1)
+    b_o = finish(b_o, b_weight, b_gate, norm_eps, VALUE_DIM)
     b_o = b_o.to(output.dtype.element_ty)
     _store(targets, places, b_o, in_v, in_chunk, KEEPS_ROWS, NATIVE)
 

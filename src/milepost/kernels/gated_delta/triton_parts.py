@@ -1,49 +1,17 @@
-"""What the Triton kernels of Gated DeltaNet share: gates, norms, heads."""
+"""Parts that the prefill kernels of Gated DeltaNet share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from milepost.kernels.activations import silu, softplus
-from milepost.kernels.gated_delta.weights import GatedDeltaWeights
-
-
-def sizes_of(weights: GatedDeltaWeights, recurrent_pool: Tensor) -> dict[str, int]:
-    """The sizes of a mixer, as kernels of decodes name them."""
-    _, value_heads, key_dim, value_dim = recurrent_pool.shape
-    key_heads = (len(weights.conv) - value_heads * value_dim) // (2 * key_dim)
-    return {"KEY_HEADS": key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+from milepost.kernels.activations import softplus
 
 
 @triton.jit
 def log_decay(rate, bias, inputs):
     """rate * softplus(inputs + bias), float32."""
     return rate * softplus(inputs.to(tl.float32) + bias)
-
-
-@triton.jit
-def advance(state, key, value, beta, decay):
-    """The state [K, W] behind a token, float32."""
-    state = state * decay
-    change = (value - tl.sum(state * key[:, None], 0)) * beta
-    return state + key[:, None] * change[None, :]
-
-
-@triton.jit
-def gated_norm(x, weight, gate, eps, SIZE: tl.constexpr, AXIS: tl.constexpr):
-    """RMS norm of `x` over `AXIS` (SIZE entries, zeros beyond), times silu of `gate`."""
-    scale = tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) / SIZE + eps)
-    return x * scale * weight * silu(gate.to(tl.float32))
-
-
-@triton.jit
-def head_channels(head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """First channel and number of channels of a head: query heads, key heads, then value heads."""
-    size = tl.where(head < 2 * KEY_HEADS, KEY_DIM, VALUE_DIM)
-    first = tl.minimum(head, 2 * KEY_HEADS) * KEY_DIM
-    return first + tl.maximum(head - 2 * KEY_HEADS, 0) * VALUE_DIM, size
 
 
 @triton.jit

@@ -99,13 +99,13 @@ def mix(
     check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
     check_contiguous(decay_inputs=decay_inputs, gate=gate)
     if isinstance(layout, DecodeLayout):
-        from milepost.kernels.kda import triton_decode
+        from milepost.kernels.kda import triton_step
 
-        return triton_decode.decode(*inputs, *pools, slot_in, slot_out, layout)
+        return triton_step.decode(*inputs, *pools, slot_in, slot_out, layout)
     from milepost.kernels.kda import triton_prefill
 
     if isinstance(layout, VerifyLayout):
-        from milepost.kernels.kda import triton_verify
+        from milepost.kernels.kda import triton_step
 
         assert records is not None, "V1: only mixers that keep records verify"
         many = layout.prefills
@@ -114,6 +114,6 @@ def mix(
         else:
             slots = many.slot_in, many.slot_out
             output = triton_prefill.prefill(*inputs, *pools, *slots, many.chunks)
-        triton_verify.verify(*inputs, *pools, layout, records, output)
+        triton_step.verify(*inputs, *pools, layout, records, output)
         return output
     return triton_prefill.prefill(*inputs, *pools, slot_in, slot_out, layout)

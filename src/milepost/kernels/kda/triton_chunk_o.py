@@ -12,10 +12,10 @@ from torch import Tensor
 from milepost.kernels.chunks import UNSPECIALISED, ChunkLayout
 from milepost.kernels.gated_delta.triton_shapes import PrefillShapes
 from milepost.kernels.kda.triton_intra import ChunkBuffers
-from milepost.kernels.kda.triton_parts import gated_norm
 from milepost.kernels.kda.weights import KDAWeights
 from milepost.kernels.launches import quick
 from milepost.kernels.overlap import OVERLAPPED, wait_for_inputs
+from milepost.kernels.recurrent.kda import finish
 
 
 def chunk_o(
@@ -97,5 +97,5 @@ def _chunk_o_kernel(
 
     b_weight = tl.load(norm_weight + o_k, is_k, 0)[None, :]
     b_gate = tl.load(gate + o_token, in_k, 0)
-    b_o = gated_norm(b_o, b_weight, b_gate, norm_eps, HEAD_DIM, 1)
+    b_o = finish(b_o, b_weight, b_gate, norm_eps, HEAD_DIM)
     tl.store(output + o_token, b_o.to(output.dtype.element_ty), in_k)

@@ -101,13 +101,13 @@ def mix(
     check_rows(projected=projected, slot_in=slot_in, slot_out=slot_out)
     check_slots(conv_pool=conv_pool, recurrent_pool=recurrent_pool)
     if isinstance(layout, DecodeLayout):
-        from milepost.kernels.mamba2 import triton_decode
+        from milepost.kernels.mamba2 import triton_step
 
-        return triton_decode.decode(projected, weights, *pools, slot_in, slot_out, layout)
+        return triton_step.decode(projected, weights, *pools, slot_in, slot_out, layout)
     from milepost.kernels.mamba2 import triton_prefill
 
     if isinstance(layout, VerifyLayout):
-        from milepost.kernels.mamba2 import triton_verify
+        from milepost.kernels.mamba2 import triton_step
 
         assert records is not None, "V1: only mixers that keep records verify"
         many = layout.prefills
@@ -116,6 +116,6 @@ def mix(
         else:
             slots = many.slot_in, many.slot_out
             output = triton_prefill.prefill(projected, weights, *pools, *slots, many.chunks)
-        triton_verify.verify(projected, weights, *pools, layout, records, output)
+        triton_step.verify(projected, weights, *pools, layout, records, output)
         return output
     return triton_prefill.prefill(projected, weights, *pools, slot_in, slot_out, layout)

@@ -17,8 +17,8 @@ from milepost.kernels.conv.triton_parts import (
     load_taps,
     slide,
 )
-from milepost.kernels.mamba2.triton_parts import time_step
 from milepost.kernels.overlap import let_next_start, wait_for_inputs
+from milepost.kernels.recurrent.mamba2 import time_step
 
 
 @triton.jit(do_not_specialize_on_alignment=UNSPECIALISED)
