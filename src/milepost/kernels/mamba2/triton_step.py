@@ -54,6 +54,6 @@ def verify(
             walk = projected, weights, *pools, layout, records, read
             squares = triton_hopper_verify.walk(*walk)
             outputs = StepOutput(read, mixer.gate, output, squares)
-            step.finish(mixer, conv_pool, layout, records, outputs)
+            step.finish(mixer, conv_pool, layout, records, outputs, moves=True)
             return
     step.verify(mixer, *pools, layout, records, output)

@@ -67,13 +67,13 @@ def describe(projected: Tensor, weights: GatedDeltaWeights, recurrent_pool: Tens
             channels=channels,
             strengths=heads,
             decays=heads,
-            norm_rows=heads // key_heads,
-            norm_width=value_dim,
-            norm_is_shared=True,
+            norms_heads=True,
             taps=taps,
         ),
         open_head=open_head,
+        strengths=strengths,
         advance=advance,
+        read=read,
         finish=finish,
     )
 
@@ -95,30 +95,25 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def advance(
-    b_state, vectors, streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr
-):
-    """See `step.Mixer`."""
-    b_q, b_k = unit_vectors(vectors.read, vectors.write, SIZES.shared)
+def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
+    """Beta and decay; see `step.Mixer`."""
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES)) * weights.max_beta
     wide = load_place(streams.decays, head.index, place, VERIFIES).to(tl.float32) + head.decay_bias
-    b_decay = tl.exp(head.decay_rate * softplus(wide))
-    return delta_rule(b_state * b_decay, b_k, vectors.own, b_beta), b_q, 0.0
+    return b_beta, tl.exp(head.decay_rate * softplus(wide))
 
 
 @triton.jit
-def unit_vectors(query, key, SIZE: tl.constexpr):
-    """A unit key, and a query shorter than that by SIZE ** -0.5."""
-    query *= tl.rsqrt(tl.sum(query * query) + 1e-6) * SIZE**-0.5
-    key *= tl.rsqrt(tl.sum(key * key) + 1e-6)
-    return query, key
+def advance(b_state, vectors, b_beta, b_decay):
+    """The delta rule on a state [K, W]; the decay is one number, or a column [K, 1]."""
+    b_state = b_state * b_decay
+    change = (vectors.own - tl.sum(b_state * vectors.write[:, None], 0)) * b_beta
+    return b_state + vectors.write[:, None] * change[None, :]
 
 
 @triton.jit
-def delta_rule(state, key, value, beta):
-    """A decayed state [K, O] after a token, float32."""
-    change = (value - tl.sum(state * key[:, None], 0)) * beta
-    return state + key[:, None] * change[None, :]
+def read(b_state, vectors, head):
+    """See `step.Mixer`."""
+    return tl.sum(b_state * vectors.read[:, None], 0)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from milepost.kernels.activations import sigmoid, softplus
 from milepost.kernels.kda.weights import KDAWeights
-from milepost.kernels.recurrent.gated_delta import DeltaWeights, delta_rule, unit_vectors
+from milepost.kernels.recurrent.gated_delta import DeltaWeights, advance, read
 from milepost.kernels.recurrent.step import Mixer
 from milepost.kernels.recurrent.stream import load_place
 from milepost.kernels.recurrent.structures import MixerInputs, MixerSizes, ProjectedRows
@@ -61,13 +61,13 @@ def describe(
             channels=channels,
             strengths=heads,
             decays=size,
-            norm_rows=1,
-            norm_width=head_dim,
-            norm_is_shared=True,
+            norms_heads=True,
             taps=taps,
         ),
         open_head=open_head,
+        strengths=strengths,
         advance=advance,
+        read=read,
         finish=finish,
     )
 
@@ -93,17 +93,12 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def advance(
-    b_state, vectors, streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr
-):
-    """See `step.Mixer`."""
-    b_q, b_k = unit_vectors(vectors.read, vectors.write, SIZES.shared)
+def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
+    """Beta, and the decay of each key channel [K, 1]; see `step.Mixer`."""
     b_beta = sigmoid(load_place(streams.strengths, head.index, place, VERIFIES))
-    wide = (
-        load_place(streams.decays, head.channel, place, VERIFIES).to(tl.float32) + head.decay_bias
-    )
-    b_decay = tl.exp(head.decay_rate * softplus(wide))[:, None]
-    return delta_rule(b_state * b_decay, b_k, vectors.own, b_beta), b_q, 0.0
+    wide = load_place(streams.decays, head.channel, place, VERIFIES).to(tl.float32)
+    wide += head.decay_bias
+    return b_beta, tl.exp(head.decay_rate * softplus(wide))[:, None]
 
 
 @triton.jit

@@ -71,13 +71,13 @@ def describe(projected: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) 
             channels=channels,
             strengths=heads,
             decays=0,
-            norm_rows=1,
-            norm_width=inner // groups,
-            norm_is_shared=False,
+            norms_heads=False,
             taps=taps,
         ),
         open_head=open_head,
+        strengths=strengths,
         advance=advance,
+        read=read,
         finish=gate_first if not weights.norm_before_gate else norm_first,
     )
 
@@ -102,18 +102,27 @@ def open_head(weights, head, o_shared, o_own, SIZES: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def advance(
-    b_state, vectors, streams, place, head, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr
-):
-    """See `step.Mixer`."""
-    b_x, b_b = vectors.own, vectors.write
+def strengths(streams, place, head, weights, VERIFIES: tl.constexpr):
+    """Time step and decay; see `step.Mixer`."""
     inputs = load_place(streams.strengths, head.index, place, VERIFIES)
     b_step = time_step(inputs, head.dt_bias, weights.dt_low, weights.dt_high)
     b_decay = tl.exp(b_step * head.rate)
-    b_decay = tl.broadcast_to(b_decay, b_x.shape)[None, :]
-    # Fused, as Hopper's kernels do it: their states are the same.
-    b_state = tl.fma(b_b[:, None], (b_step * b_x)[None, :], b_state * b_decay)
-    return b_state, vectors.read, head.skip * b_x
+    return b_step, b_decay
+
+
+@triton.jit
+def advance(b_state, vectors, b_step, b_decay):
+    """The recurrence on states [O, K], fused as Hopper's kernels do it: their states are the
+    same."""
+    b_x = vectors.own
+    b_decay = tl.broadcast_to(b_decay, b_x.shape)[:, None]
+    return tl.fma((b_step * b_x)[:, None], vectors.write[None, :], b_state * b_decay)
+
+
+@triton.jit
+def read(b_state, vectors, head):
+    """See `step.Mixer`."""
+    return tl.sum(b_state * vectors.read[None, :], 1) + head.skip * vectors.own
 
 
 @triton.jit

@@ -1,18 +1,22 @@
 """One step of the decoding sequences of a recurrent mixer, on any chip that runs Triton.
 
-A program works on some columns of a unit's states; a unit shares one key and query, or B and C (see
-`structures.MixerSizes`). It convolves, advances the state token by token in registers, and reads
-it.
+1. `_convolve_kernel`: convolution and SiLU of tokens, vector by vector (a query, a key, a value). It
+   moves the convolution's states on, and records the drafts' inputs.
+2. `_update_kernel`: a program takes the state of a head, or of some, through all tokens in
+   registers: first the recorded ones that are folded in, then the sequence's own, after which the
+   state is written, then its drafts. Each new token reads the state. Where a head is normed by
+   itself (NORMS_HEADS) the program also norms and gates what was read.
+3. Else the heads of a unit are normed together: in a step without drafts by the last program of the
+   unit to arrive, with drafts by `_finish_kernel`. Who norms changes no bit.
 
-Without drafts that is one launch: the last program of a unit to arrive, when all have read the
-convolution's states that they share, moves these on, and norms and gates the unit's output. Which
-program that is changes no bit: it reads what the others have stored. With drafts (VERIFIES) a
-second launch does this for all new tokens, and records the drafts' inputs. Both take the same
-operations for a token in the same order.
-
+A step without drafts (VERIFIES is false) takes the same operations for a token in the same order.
 A slot that is written is read by no other sequence, so slot_out may be slot_in.
 
-Legend: S sequences, T tokens, U units, K shared entries of a state, O own entries of a program.
+    place     0 .. F - 1    F          F + 1 .. F + N - 1
+    token     records       its own    drafts
+
+Legend: S sequences, T tokens, F folded and N new tokens of each, R places at most, C channels, U
+units, K shared entries of a state, O own entries of a program.
 """
 
 from __future__ import annotations
@@ -47,21 +51,19 @@ from milepost.kernels.recurrent.structures import (
 )
 from milepost.kernels.verify_layout import VerifyLayout
 
-_STATE = 4096
-"""Entries of a program's state, if a head has as many."""
-_WARPS = 4
 _COLUMNS = 512
-"""Columns that a program of the second launch leaves to the next step."""
+"""Columns that a program of the last launch leaves to the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixer:
     """A mixer in a step: its inputs and weights, and its rule as functions of the device.
 
-    `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` reads what does not change from
-    token to token. `advance(b_state, vectors, streams, place, head, weights, SIZES, VERIFIES)`
-    returns the state [K, O] after a token, the vector [K] that reads it, and what is added to what
-    was read. `finish(y, weight, gate, eps, WIDTH, squares)` norms and gates outputs, row by row;
+    `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` reads what does not change from token
+    to token. `strengths(streams, place, head, weights, VERIFIES)` returns how strongly a token is
+    written, and the decay before that; `advance(b_state, vectors, b_strength, b_decay)` the state
+    after the token, in memory's order of rows and columns; `read(b_state, vectors, head)` what the
+    token reads of it [O]. `finish(y, weight, gate, eps, WIDTH, squares)` norms and gates rows;
     `squares` is the sum of squares of the one row, if it is known.
     """
 
@@ -70,7 +72,9 @@ class Mixer:
     weights: Any
     sizes: MixerSizes
     open_head: Any
+    strengths: Any
     advance: Any
+    read: Any
     finish: Any
 
 
@@ -85,30 +89,9 @@ class Vectors(NamedTuple):
     """[O] value, or x."""
 
 
-class TakenToken(NamedTuple):
-    """What a program takes in of a token."""
-
-    vectors: Vectors
-    window_read: Any
-    window_write: Any
-    window_own: Any
-
-
-class Channels(NamedTuple):
-    """Channels of the convolution that a program reads."""
-
-    read: Any
-    write: Any
-    is_shared: Any
-    """[K] of both."""
-    own: Any
-    is_own: Any
-
-
 class Streams(NamedTuple):
-    """The rows of a sequence."""
+    """What a token's strength and decay are made of, for all tokens of a sequence."""
 
-    mixed: TokenRows
     strengths: TokenRows
     decays: TokenRows
 
@@ -122,11 +105,13 @@ def decode(
     layout: DecodeLayout,
 ) -> Tensor:
     """Advance each sequence by one token; returns [S, U * GROUP * W], zeros for padding."""
+    sizes, like = mixer.sizes, mixer.inputs.mixed.base
     sequences = Sequences(None, None, None, None, slot_in, slot_out)
-    output = _new_output(mixer, len(slot_out))
-    pools = _pools(conv_pool, recurrent_pool)
-    _launch(mixer, pools, sequences, None, layout.arrivals, output)
-    return output.base
+    values = like.new_empty(len(slot_out), sizes.units * sizes.group * sizes.own)
+    read = None if sizes.norms_heads else torch.empty_like(values, dtype=torch.float32)
+    output = StepOutput(read, mixer.gate, values)
+    _launch(mixer, conv_pool, recurrent_pool, sequences, None, layout.arrivals, output)
+    return values
 
 
 def verify(
@@ -139,21 +124,27 @@ def verify(
 ) -> None:
     """Fold recorded drafts, advance by one token, continue through drafts; writes `output` [T, U *
     GROUP * W] of the decoding sequences."""
-    kept = DraftRecords(records, records.stride(0), records.stride(1))
-    outputs = StepOutput(torch.empty_like(output, dtype=torch.float32), mixer.gate, output)
-    pools = _pools(conv_pool, recurrent_pool)
-    _launch(mixer, pools, Sequences(*layout.sequences), kept, None, outputs)
-    finish(mixer, conv_pool, layout, records, outputs)
+    read = None if mixer.sizes.norms_heads else torch.empty_like(output, dtype=torch.float32)
+    outputs = StepOutput(read, mixer.gate, output)
+    sequences = Sequences(*layout.sequences)
+    _launch(mixer, conv_pool, recurrent_pool, sequences, records, None, outputs)
+    if not mixer.sizes.norms_heads:
+        finish(mixer, conv_pool, layout, records, outputs, moves=False)
 
 
 def finish(
-    mixer: Mixer, conv_pool: Tensor, layout: VerifyLayout, records: Tensor, output: StepOutput
+    mixer: Mixer,
+    conv_pool: Tensor,
+    layout: VerifyLayout,
+    records: Tensor,
+    output: StepOutput,
+    *,
+    moves: bool,
 ) -> None:
-    """The second launch of `verify`: norm and gate what new tokens have read, move the
-    convolution's states on, record the drafts."""
+    """Norm and gate what new tokens have read, unit by unit. If it `moves`, also move the
+    convolution's states on and record the drafts, which another kernel has left to do."""
     sizes, most = mixer.sizes, records.shape[1] + 1
-    num_columns = max(sizes.channels, sizes.strengths, sizes.decays)
-    num_blocks = triton.cdiv(num_columns, _COLUMNS)
+    num_blocks = triton.cdiv(max(sizes.channels, sizes.strengths), _COLUMNS) if moves else 0
     _finish_kernel[(sizes.units * most + num_blocks, layout.num_sequences)](
         mixer.inputs,
         mixer.weights,
@@ -165,101 +156,168 @@ def finish(
         FINISH=mixer.finish,
         MOST=most,
         COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        num_warps=4,
         **OVERLAPPED,
     )
-
-
-def _pools(conv_pool: Tensor, recurrent_pool: Tensor) -> tuple[SlotStates, SlotStates]:
-    return SlotStates(conv_pool, conv_pool.stride(0)), SlotStates(
-        recurrent_pool, recurrent_pool.stride(0)
-    )
-
-
-def _new_output(mixer: Mixer, num_tokens: int) -> StepOutput:
-    sizes, like = mixer.sizes, mixer.inputs.mixed.base
-    width = sizes.units * sizes.group * sizes.own
-    read = like.new_empty(num_tokens, width, dtype=torch.float32)
-    return StepOutput(read, mixer.gate, like.new_empty(num_tokens, width))
 
 
 def _launch(
     mixer: Mixer,
-    pools: tuple[SlotStates, SlotStates],
+    conv_pool: Tensor,
+    recurrent_pool: Tensor,
     sequences: Sequences,
-    records: DraftRecords | None,
+    records: Tensor | None,
     arrivals: Tensor | None,
     output: StepOutput,
 ) -> None:
-    sizes, device = mixer.sizes, output.base.device
-    num_sequences = len(sequences.slot_out)
-    heads, columns = _cut(sizes, num_sequences, device, verifies=records is not None)
-    parts = sizes.group // heads * triton.cdiv(heads * sizes.own, columns)
-    entries = triton.next_power_of_2(sizes.shared) * columns
-    _step_kernel[(parts, sizes.units, num_sequences)](
+    """The first two launches; `output.read` is filled where units are normed together."""
+    sizes, device, num_sequences = mixer.sizes, conv_pool.device, len(sequences.slot_out)
+    verifies, places, kept = records is not None, 1, None
+    if records is not None:
+        kept = DraftRecords(records, records.stride(0), records.stride(1))
+        places = 2 * records.shape[1] + 1
+    size = num_sequences, places, sizes.channels
+    mixed = torch.empty(size, dtype=torch.float32, device=device)
+    num_heads = sizes.units * sizes.group
+    _convolve_kernel[(num_sequences, 2 * sizes.units + num_heads)](
+        mixer.inputs.mixed,
+        mixer.weights,
+        SlotStates(conv_pool, conv_pool.stride(0)),
+        sequences,
+        kept,
+        mixed,
+        places,
+        SIZES=sizes,
+        VERIFIES=verifies,
+        num_warps=1,
+    )
+    heads, num_warps = _cut(sizes, num_sequences, device)
+    _update_kernel[(num_heads // heads, num_sequences)](
         mixer.inputs,
         mixer.weights,
-        *pools,
+        SlotStates(recurrent_pool, recurrent_pool.stride(0)),
         sequences,
-        records,
+        kept,
+        mixed,
+        places,
         arrivals,
         output,
         SIZES=sizes,
         OPEN_HEAD=mixer.open_head,
+        STRENGTHS=mixer.strengths,
         ADVANCE=mixer.advance,
+        READ=mixer.read,
         FINISH=mixer.finish,
         HEADS=heads,
-        COLUMNS=columns,
-        EARLY=parts * sizes.units * num_sequences <= num_sms(device),
-        VERIFIES=records is not None,
-        num_warps=min(16, max(_WARPS, entries // 2048)),
+        VERIFIES=verifies,
+        num_warps=num_warps,
         **OVERLAPPED,
     )
 
 
-def _cut(
-    sizes: MixerSizes, num_sequences: int, device: torch.device, verifies: bool
-) -> tuple[int, int]:
-    """Heads and columns of a program: some columns of one head where a row of its state holds all
-    columns, else whole heads, two if there is work for all SMs and registers for both."""
-    if sizes.own_stride == 1:
-        columns = _STATE // triton.next_power_of_2(sizes.shared)
-        return 1, min(triton.next_power_of_2(sizes.own), columns)
+def _cut(sizes: MixerSizes, num_sequences: int, device: torch.device) -> tuple[int, int]:
+    """Heads of a program, and its warps: two heads share what a unit shares, where they are normed
+    together and there is work for all SMs."""
+    entries = triton.next_power_of_2(sizes.shared) * triton.next_power_of_2(sizes.own)
+    if sizes.norms_heads:
+        return 1, min(16, max(4, entries // 4096))
     are_few = sizes.units * sizes.group * num_sequences < 4 * num_sms(device)
-    heads = 1 if are_few or verifies or sizes.group % 2 else 2
-    return heads, triton.next_power_of_2(heads * sizes.own)
+    heads = 1 if are_few or sizes.group % 2 else 2
+    return heads, min(16, max(4, entries // 2048) * heads)
+
+
+@triton.jit(do_not_specialize_on_alignment=["sequences"])
+def _convolve_kernel(
+    rows,
+    weights,
+    conv,
+    sequences,
+    records,
+    mixed,
+    places,
+    SIZES: tl.constexpr,
+    VERIFIES: tl.constexpr,
+):
+    """One vector of a sequence: convolution and SiLU into `mixed` [S, R, C] float32, a unit vector
+    if it is a query or a key of the delta rule."""
+    # The second launch may start, and load what this one does not write.
+    let_next_start()
+    i_sequence, i_vector = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
+    if written < 0:
+        return
+    first = SIZES.first_own + (i_vector - 2 * SIZES.units) * SIZES.own
+    size = SIZES.own
+    if i_vector < 2 * SIZES.units:
+        first = SIZES.first_write + (i_vector - SIZES.units) * SIZES.shared
+        size = SIZES.shared
+    if i_vector < SIZES.units:
+        first = SIZES.first_read + i_vector * SIZES.shared
+    o_c = tl.arange(0, triton.next_power_of_2(max(SIZES.shared, SIZES.own)))
+    channel, is_channel = first + o_c, o_c < size
+    stream = open_stream(rows, records, sequences, i_sequence, VERIFIES)
+    source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
+    p_conv = conv.base + source * conv.stride
+    p_mixed = mixed + i_sequence * places * SIZES.channels + channel
+    last, num_new = 0, 1
+    if VERIFIES:
+        num_new = tl.load(sequences.length + i_sequence)
+        last = stream.num_folded + tl.minimum(num_new, 1) - 1
+        for place in range(stream.num_folded + num_new):
+            window = load_window(stream, p_conv, channel, is_channel, place, SIZES.taps, VERIFIES)
+            p_place = p_mixed + place * SIZES.channels
+            _store_convolved(window, p_place, weights, channel, is_channel, i_vector, SIZES)
+    window = load_window(stream, p_conv, channel, is_channel, last, SIZES.taps, VERIFIES)
+    if not VERIFIES:
+        _store_convolved(window, p_mixed, weights, channel, is_channel, i_vector, SIZES)
+    # All has been read before any is written: slot_in may be slot_out.
+    tl.debug_barrier()
+    keep_window(conv.base + written * conv.stride, window, channel, is_channel, SIZES.taps)
+    if VERIFIES:
+        record_drafts(stream, channel, is_channel, num_new)
+
+
+@triton.jit
+def _store_convolved(window, target, weights, channel, is_channel, i_vector, SIZES: tl.constexpr):
+    b_x = convolve(window, weights.conv, weights.conv_bias, channel, is_channel, SIZES.taps)
+    if SIZES.norms_heads:
+        b_x *= _unit_scale(b_x, i_vector, SIZES)
+    tl.store(target, b_x, is_channel)
+
+
+@triton.jit
+def _unit_scale(x, i_vector, SIZES: tl.constexpr):
+    """What makes a key a unit vector, and a query one that is shorter by K ** -0.5."""
+    scale = tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+    scale *= tl.where(i_vector < SIZES.units, SIZES.shared**-0.5, 1.0)
+    return tl.where(i_vector < 2 * SIZES.units, scale, 1.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["sequences", "arrivals"])
-def _step_kernel(
+def _update_kernel(
     inputs,
     weights,
-    conv,
     states,
     sequences,
     records,
+    mixed,
+    places,
     arrivals,
     output,
     SIZES: tl.constexpr,
     OPEN_HEAD: tl.constexpr,
+    STRENGTHS: tl.constexpr,
     ADVANCE: tl.constexpr,
+    READ: tl.constexpr,
     FINISH: tl.constexpr,
     HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
     VERIFIES: tl.constexpr,
 ):
-    """COLUMNS entries of HEADS heads of a unit: their states move on, and are read for new tokens.
-    Without drafts the last program of a unit also writes the unit's output."""
-    i_part, i_unit = tl.program_id(0), tl.program_id(1)
-    i_sequence = tl.program_id(2).to(tl.int64)
-    if EARLY:
-        let_next_start()
-    BLOCKS: tl.constexpr = (HEADS * SIZES.own + COLUMNS - 1) // COLUMNS
+    """HEADS heads of a sequence: their states move on, and are read for new tokens."""
+    i_head, i_sequence = tl.program_id(0) * HEADS, tl.program_id(1).to(tl.int64)
     WIDTH: tl.constexpr = SIZES.units * SIZES.group * SIZES.own
-    i_head = i_unit * SIZES.group + i_part // BLOCKS * HEADS
     o_s = tl.arange(0, triton.next_power_of_2(SIZES.shared))
-    o_own = i_part % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    o_own = tl.arange(0, triton.next_power_of_2(HEADS * SIZES.own))
     is_s, is_own = o_s < SIZES.shared, o_own < HEADS * SIZES.own
     o_output = i_head * SIZES.own + o_own
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
@@ -267,121 +325,114 @@ def _step_kernel(
         # Padding waits too: a launch that is nothing else must not end before the one before it.
         wait_for_inputs()
         if not VERIFIES:
-            zeros = tl.zeros([COLUMNS], output.base.dtype.element_ty)
+            zeros = tl.zeros(o_own.shape, output.base.dtype.element_ty)
             tl.store(output.base + i_sequence * WIDTH + o_output, zeros, is_own)
         return
+    if SIZES.shared_stride == 1:
+        o_state = o_own[:, None] * SIZES.own_stride + o_s[None, :]
+        in_state = is_own[:, None] & is_s[None, :]
+    else:
+        o_state = o_s[:, None] * SIZES.shared_stride + o_own[None, :]
+        in_state = is_s[:, None] & is_own[None, :]
+    o_state += i_head * (SIZES.shared * SIZES.own)
     source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
-    first_state = i_head * (SIZES.shared * SIZES.own)
-    o_state = o_s[:, None] * SIZES.shared_stride + o_own[None, :] * SIZES.own_stride
-    o_state += first_state
-    in_state = is_s[:, None] & is_own[None, :]
-    # What an earlier step wrote may be read before the kernels of this one have ended.
-    b_state = tl.load(states.base + source * states.stride + o_state, in_state, 0).to(tl.float32)
+    p_read, p_written = states.base + source * states.stride, states.base + written * states.stride
+    b_state = tl.load(p_read + o_state, in_state, 0).to(tl.float32)
     head = OPEN_HEAD(weights, i_head, o_s, o_own, SIZES, HEADS)
-    streams = _open_streams(inputs, records, sequences, i_sequence, VERIFIES)
-    o_shared = i_unit * SIZES.shared + o_s
-    channels = Channels(
-        SIZES.first_read + o_shared,
-        SIZES.first_write + o_shared,
-        is_s,
-        SIZES.first_own + o_output,
-        is_own,
+    streams = Streams(
+        open_stream(inputs.strengths, records, sequences, i_sequence, VERIFIES),
+        open_stream(inputs.decays, records, sequences, i_sequence, VERIFIES),
     )
-    p_conv = conv.base + source * conv.stride
-    p_written = states.base + written * states.stride
-    p_read = output.read + o_output
+    i_unit = i_head // SIZES.group
+    p_mixed = mixed + i_sequence * places * SIZES.channels
+    p_gate = output.gate.base + o_output
+    first, num_folded, num_new = i_sequence, 0, 1
+    if VERIFIES:
+        first = tl.load(sequences.begin + i_sequence).to(tl.int64)
+        num_folded = tl.load(sequences.fold + i_sequence)
+        num_new = tl.load(sequences.length + i_sequence)
+    last = num_folded + tl.minimum(num_new, 1) - 1
+    b_strength, b_decay = STRENGTHS(streams, 0, head, weights, VERIFIES)
+    if SIZES.norms_heads:
+        b_norm = tl.load(weights.norm + o_own, is_own, 0)
+        b_gate = tl.load(p_gate + first * output.gate.stride, is_own & (num_new > 0), 0)
+    # From here on the first launch has ended.
     wait_for_inputs()
 
-    if VERIFIES:
-        num_folded = streams.mixed.num_folded
-        num_new = tl.load(sequences.length + i_sequence)
-        first = tl.load(sequences.begin + i_sequence).to(tl.int64)
-        last = num_folded + tl.minimum(num_new, 1) - 1
-        for place in range(num_folded + num_new):
-            tokens = _take_in(p_conv, streams, channels, place, weights, SIZES, VERIFIES)
-            b_state, b_q, b_added = ADVANCE(
-                b_state, tokens.vectors, streams, place, head, weights, SIZES, VERIFIES
-            )
-            if place >= num_folded:
-                b_y = tl.sum(b_state * b_q[:, None], 0) + b_added
-                tl.store(p_read + (first + place - num_folded) * WIDTH, b_y, is_own)
-            b_kept = b_state.to(states.base.dtype.element_ty)
-            if place == last:
-                # Threads that hold the same numbers have all read them: slot_in may be slot_out.
-                tl.debug_barrier()
-                tl.store(p_written + o_state, b_kept, in_state)
-            # What a step that ends here would find in the pool.
-            b_state = b_kept.to(tl.float32)
-    else:
-        token = _take_in(p_conv, streams, channels, 0, weights, SIZES, VERIFIES)
-        b_state, b_q, b_added = ADVANCE(
-            b_state, token.vectors, streams, 0, head, weights, SIZES, VERIFIES
+    for place in range(num_folded + num_new):
+        p_place = p_mixed + place * SIZES.channels
+        p_shared = p_place + i_unit * SIZES.shared + o_s
+        vectors = Vectors(
+            tl.load(p_shared + SIZES.first_read, is_s, 0),
+            tl.load(p_shared + SIZES.first_write, is_s, 0),
+            tl.load(p_place + SIZES.first_own + o_output, is_own, 0),
         )
-        b_y = tl.sum(b_state * b_q[:, None], 0) + b_added
-        tl.store(p_read + i_sequence * WIDTH, b_y, is_own)
-        # This program has read all of its slots, and stored what the unit's norm reads.
+        b_state = ADVANCE(b_state, vectors, b_strength, b_decay)
+        if place >= num_folded:
+            token = first + place - num_folded
+            b_y = READ(b_state, vectors, head)
+            if SIZES.norms_heads:
+                eps = weights.norm_eps
+                b_y = FINISH(b_y[None, :], b_norm[None, :], b_gate[None, :], eps, SIZES.own)
+                p_y = output.base + token * WIDTH + o_output[None, :]
+                tl.store(p_y, b_y.to(output.base.dtype.element_ty), is_own[None, :])
+            else:
+                tl.store(output.read + token * WIDTH + o_output, b_y, is_own)
+        b_kept = b_state.to(states.base.dtype.element_ty)
+        if place == last:
+            # Threads that hold the same numbers have all read them: slot_in may be slot_out.
+            tl.debug_barrier()
+            tl.store(p_written + o_state, b_kept, in_state)
+        # What a step that ends here would find in the pool.
+        b_state = b_kept.to(tl.float32)
+        if VERIFIES:
+            following = tl.minimum(place + 1, num_folded + num_new - 1)
+            b_strength, b_decay = STRENGTHS(streams, following, head, weights, VERIFIES)
+            if SIZES.norms_heads:
+                following = tl.maximum(following - num_folded, 0)
+                b_gate = tl.load(p_gate + (first + following) * output.gate.stride, is_own, 0)
+    if VERIFIES:
+        # All threads have read what the columns of these heads had recorded.
         tl.debug_barrier()
-        tl.store(p_written + o_state, b_state.to(states.base.dtype.element_ty), in_state)
-        p_conv = conv.base + written * conv.stride
-        keep_window(p_conv, token.window_own, channels.own, is_own, SIZES.taps)
+        NUM_HEADS: tl.constexpr = SIZES.units * SIZES.group
+        _record(streams.strengths, i_head, num_new, HEADS, SIZES.strengths // NUM_HEADS)
+        if SIZES.decays > 0:
+            _record(streams.decays, i_head, num_new, HEADS, SIZES.decays // NUM_HEADS)
+    elif not SIZES.norms_heads:
+        # What the unit's norm reads is stored.
+        tl.debug_barrier()
         p_arrivals = arrivals + i_sequence * SIZES.units + i_unit
         arrived = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(0) - 1:
+        if arrived == SIZES.group // HEADS - 1:
             tl.store(p_arrivals, 0)
-            keep_window(p_conv, token.window_read, channels.read, is_s, SIZES.taps)
-            keep_window(p_conv, token.window_write, channels.write, is_s, SIZES.taps)
             _finish_unit(output, weights, i_sequence, i_unit, SIZES, FINISH)
 
 
 @triton.jit
-def _open_streams(inputs, records, sequences, i_sequence, VERIFIES: tl.constexpr):
-    return Streams(
-        open_stream(inputs.mixed, records, sequences, i_sequence, VERIFIES),
-        open_stream(inputs.strengths, records, sequences, i_sequence, VERIFIES),
-        open_stream(inputs.decays, records, sequences, i_sequence, VERIFIES),
-    )
-
-
-@triton.jit
-def _take_in(
-    p_conv, streams, channels, place, weights, SIZES: tl.constexpr, VERIFIES: tl.constexpr
-):
-    """The convolution's outputs at a place, and the windows that they were made of."""
-    TAPS: tl.constexpr = SIZES.taps
-    mixed, is_s, is_own = streams.mixed, channels.is_shared, channels.is_own
-    w_read = load_window(mixed, p_conv, channels.read, is_s, place, TAPS, VERIFIES)
-    w_write = load_window(mixed, p_conv, channels.write, is_s, place, TAPS, VERIFIES)
-    w_own = load_window(mixed, p_conv, channels.own, is_own, place, TAPS, VERIFIES)
-    vectors = Vectors(
-        convolve(w_read, weights.conv, weights.conv_bias, channels.read, is_s, TAPS),
-        convolve(w_write, weights.conv, weights.conv_bias, channels.write, is_s, TAPS),
-        convolve(w_own, weights.conv, weights.conv_bias, channels.own, is_own, TAPS),
-    )
-    return TakenToken(vectors, w_read, w_write, w_own)
+def _record(stream, i_head, num_new, HEADS: tl.constexpr, EACH: tl.constexpr):
+    """Record EACH columns of some heads' drafts."""
+    o_column = tl.arange(0, triton.next_power_of_2(HEADS * EACH))
+    record_drafts(stream, i_head * EACH + o_column, o_column < HEADS * EACH, num_new)
 
 
 @triton.jit
 def _finish_unit(output, weights, token, i_unit, SIZES: tl.constexpr, FINISH: tl.constexpr):
-    """Norm and gate what all programs of a unit have read for a token."""
-    ROWS: tl.constexpr = triton.next_power_of_2(SIZES.norm_rows)
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, triton.next_power_of_2(SIZES.norm_width))[None, :]
-    is_real = (row < SIZES.norm_rows) & (column < SIZES.norm_width)
-    UNIT: tl.constexpr = SIZES.norm_rows * SIZES.norm_width
-    at = i_unit * UNIT + row * SIZES.norm_width + column
+    """Norm and gate what all heads of a unit have read for a token."""
+    WIDTH: tl.constexpr = SIZES.group * SIZES.own
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    is_real, at = column < WIDTH, i_unit * WIDTH + column
     b_weight = None
     if weights.norm is not None:
-        o_weight = column if SIZES.norm_is_shared else at
-        b_weight = tl.load(weights.norm + o_weight, column < SIZES.norm_width, 0)
+        b_weight = tl.load(weights.norm + at, is_real, 0)
     b_gate = tl.load(output.gate.base + token * output.gate.stride + at, is_real, 0)
-    p_token = token * (SIZES.units * UNIT)
-    b_y = tl.load(output.read + p_token + at, is_real, 0)
+    p_token = token * (SIZES.units * WIDTH) + at
+    b_y = tl.load(output.read + p_token, is_real, 0)
     squares = None
     if output.squares is not None:
         HEADS: tl.constexpr = SIZES.units * SIZES.group
         squares = _add_squares(output.squares, token * HEADS + i_unit * SIZES.group, SIZES.group)
-    b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, SIZES.norm_width, squares)
-    tl.store(output.base + p_token + at, b_y.to(output.base.dtype.element_ty), is_real)
+    b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, WIDTH, squares)
+    tl.store(output.base + p_token, b_y.to(output.base.dtype.element_ty), is_real)
 
 
 @triton.jit
@@ -418,8 +469,8 @@ def _finish_kernel(
     source = tl.load(sequences.slot_in + i_sequence).to(tl.int64)
     num_new = tl.load(sequences.length + i_sequence)
     token = tl.load(sequences.begin + i_sequence).to(tl.int64) + i_part % MOST
-    streams = _open_streams(inputs, records, sequences, i_sequence, True)
-    mixed = streams.mixed
+    mixed = open_stream(inputs.mixed, records, sequences, i_sequence, True)
+    strengths = open_stream(inputs.strengths, records, sequences, i_sequence, True)
     wait_for_inputs()
     if written < 0:
         return
@@ -436,5 +487,4 @@ def _finish_kernel(
     tl.debug_barrier()
     keep_window(conv.base + written * conv.stride, window, column, is_channel, SIZES.taps)
     record_drafts(mixed, column, is_channel, num_new)
-    record_drafts(streams.strengths, column, column < SIZES.strengths, num_new)
-    record_drafts(streams.decays, column, column < SIZES.decays, num_new)
+    record_drafts(strengths, column, column < SIZES.strengths, num_new)

@@ -104,9 +104,7 @@ class MixerSizes(NamedTuple):
     strengths: int
     decays: int
     """Columns of `MixerInputs`."""
-    norm_rows: int
-    norm_width: int
-    """A unit's outputs are normed as a matrix of this shape, row by row."""
-    norm_is_shared: bool
-    """Whether all units have the same norm weights."""
+    norms_heads: bool
+    """Whether each head is normed by itself, with the same weights, and queries and keys are unit
+    vectors (the delta rule); else all heads of a unit are normed together."""
     taps: int
