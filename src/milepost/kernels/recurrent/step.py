@@ -390,7 +390,8 @@ def _update_kernel(
             b_strength, b_decay = STRENGTHS(streams, following, head, weights, VERIFIES)
             if SIZES.norms_heads:
                 following = tl.maximum(following - num_folded, 0)
-                b_gate = tl.load(p_gate + (first + following) * output.gate.stride, is_own, 0)
+                p_following = p_gate + (first + following) * output.gate.stride
+                b_gate = tl.load(p_following, is_own & (num_new > 0), 0)
     if VERIFIES:
         # All threads have read what the columns of these heads had recorded.
         tl.debug_barrier()
