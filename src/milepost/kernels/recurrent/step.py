@@ -1,7 +1,7 @@
 """One step of the decoding sequences of a recurrent mixer, on any chip that runs Triton.
 
-1. `_convolve_kernel`: convolution and SiLU of tokens, vector by vector (a query, a key, a value). It
-   moves the convolution's states on, and records the drafts' inputs.
+1. `_convolve_kernel`: convolution and SiLU of tokens, vector by vector (a query, a key, a value).
+   It moves the states of the convolution on, and records the inputs of drafts.
 2. `_update_kernel`: a program takes the state of a head, or of some, through all tokens in
    registers: first the recorded ones that are folded in, then the sequence's own, after which the
    state is written, then its drafts. Each new token reads the state. Where a head is normed by
