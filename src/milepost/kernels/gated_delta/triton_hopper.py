@@ -1,4 +1,4 @@
-"""`triton_decode` on Hopper in one launch, in Gluon: Triton's language for programs that place data
+"""Decode steps on Hopper in one launch, in Gluon: Triton's language for programs that place data
 themselves.
 
 Programs go through sequences and key heads. While one works on a value head's state in registers,

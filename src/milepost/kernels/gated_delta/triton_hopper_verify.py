@@ -1,4 +1,4 @@
-"""`triton_verify` on Hopper in one launch, in Gluon.
+"""Verify steps on Hopper in one launch, in Gluon.
 
 As `triton_hopper`: programs go through sequences and key heads, and while one works on a value
 head's state, TMA brings the next. A key head's queries and keys are worked out once, for all tokens
@@ -64,7 +64,7 @@ def verify(
     records: Tensor,
     output: Tensor,
 ) -> None:
-    """See `triton_verify.verify`."""
+    """See `triton_step.verify`."""
     value_heads = recurrent_pool.shape[1]
     channels, conv_width = weights.conv.shape
     key_heads = (channels - value_heads * STATE_SIZE) // (2 * STATE_SIZE)

@@ -1,4 +1,4 @@
-"""`triton_decode` on Hopper, as Gated DeltaNet's in Gluon: a head's whole state in each program,
+"""Decode steps on Hopper, as Gated DeltaNet's in Gluon: a head's whole state in each program,
 which TMA brings to shared memory while the program works on the one before.
 
 Legend: D sequences, C channels, J taps, H heads, K head_dim.

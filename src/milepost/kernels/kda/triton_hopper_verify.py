@@ -1,4 +1,4 @@
-"""`triton_verify` on Hopper in one launch, in Gluon.
+"""Verify steps on Hopper in one launch, in Gluon.
 
 As `triton_hopper`: a head's whole state in each program, which TMA brings to shared memory while
 the program works on the one before. What does not depend on the state is worked out first, for all
@@ -65,7 +65,7 @@ def verify(
     records: Tensor,
     output: Tensor,
 ) -> None:
-    """See `triton_verify.verify`."""
+    """See `triton_step.verify`."""
     heads, conv_width = recurrent_pool.shape[1], weights.conv.shape[1]
     num_units = layout.num_sequences * heads
     units_at_once = num_sms(projected.device)

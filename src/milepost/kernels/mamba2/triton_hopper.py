@@ -1,4 +1,4 @@
-"""`triton_decode` on Hopper, in Gluon: the heads of a group one after the other in each program,
+"""Decode steps on Hopper, in Gluon: the heads of a group one after the other in each program,
 which TMA brings to shared memory ahead. B and C are worked out once, and the group's norm needs
 nobody else.
 

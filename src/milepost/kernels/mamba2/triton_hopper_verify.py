@@ -1,10 +1,10 @@
-"""`triton_verify`'s walk on Hopper, in Gluon.
+"""The walk of `recurrent.step`'s verify on Hopper, in Gluon.
 
 Each program goes through heads of a group, one after the other, which TMA brings to shared memory
 ahead. B and C of all tokens are worked out once, and a head's x while the one before it is worked
 on; they wait in shared memory. What happens with a token is what `triton_hopper` does, in its
 order: states are the same bit for bit, and so are outputs, for the squares that the norm adds up
-are added here, head by head. Where `triton_decode` decodes, states are the same, too.
+are added here, head by head. States are those of `recurrent.step`'s decode, too.
 
 Legend: S sequences, F folded and N new tokens of each, H heads, P head_dim, G groups, K state_size,
 J taps; I = H * P entries.
@@ -61,7 +61,7 @@ def walk(
     records: Tensor,
     y: Tensor,
 ) -> Tensor | None:
-    """See `triton_verify`: states, what new tokens read, the sums of its squares."""
+    """See `recurrent.step`: states, what new tokens read, the sums of its squares."""
     num_sequences, heads = layout.num_sequences, recurrent_pool.shape[1]
     channels, conv_width = weights.conv.shape
     groups = (channels - heads * HEAD_DIM) // (2 * STATE_SIZE)
