@@ -278,7 +278,7 @@ def _share(devices: list[str], number: int) -> float:
 
 
 def _options(arguments: argparse.Namespace, share: float) -> dict[str, Any]:
-    extra = {"transport": arguments.transport}
+    extra = {"transport": arguments.transport, "peers": ["127.0.0.1"]}
     return {
         "is_timed": arguments.timeline,
         "gpu_memory_utilization": share,

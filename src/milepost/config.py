@@ -138,7 +138,8 @@ class EngineConfig:
     "endpoint": "tcp://*:5557"}. See docs/disaggregation.md."""
     kv_transfer_config: KVTransferConfig | None = None
     """Exchange KV and states with other engines: a JSON object such as {"kv_connector":
-    "NixlConnector", "kv_role": "kv_both"}. See docs/disaggregation.md."""
+    "NixlConnector", "kv_connector_extra_config": {"peers": ["10.0.0.0/24"]}}. See
+    docs/disaggregation.md."""
     record_plans: str | None = None
     """Write each step's plan and result to this file, from which the steps can be run again."""
     record_trace: str | None = None
@@ -160,6 +161,13 @@ class EngineConfig:
             _check_type(each.name, getattr(self, each.name))
         self._check_values()
         self._check_combinations()
+
+    @property
+    def kv_exchange(self) -> KVTransferConfig | None:
+        """How KV is exchanged with other engines; None if it is not, as where no peers are
+        listed."""
+        wanted = self.kv_transfer_config
+        return wanted if wanted is not None and wanted.peers else None
 
     def _check_values(self) -> None:
         """Each by itself."""

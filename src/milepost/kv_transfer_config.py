@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
 
 from milepost.errors import ConfigError
 from milepost.json_settings import check_choice
 
 _EXTRA: Mapping[str, Any] = {
+    "peers": (),
     "transport": "nixl",
     "backends": ("UCX",),
     "lease_s": 30.0,
@@ -21,6 +23,57 @@ _EXTRA: Mapping[str, Any] = {
     "max_transfers": 8,
 }
 """What `kv_connector_extra_config` may set."""
+
+
+MOST = 86_400
+"""A day, where seconds are set."""
+ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerNetworks:
+    """The networks whose addresses this engine exchanges KV with; empty for none."""
+
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
+
+    @staticmethod
+    def read(given: object) -> PeerNetworks:
+        """From a list of addresses and networks, or `any`. Raises ConfigError."""
+        if given == ANY:
+            given = ["0.0.0.0/0", "::/0"]
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"peers={given!r}: use a list of addresses and networks, or {ANY!r}")
+        return PeerNetworks(tuple(map(_network, given)))
+
+    @property
+    def are_any(self) -> bool:
+        return any(not network.prefixlen for network in self.networks)
+
+    def __bool__(self) -> bool:
+        return bool(self.networks)
+
+    def __contains__(self, host: str) -> bool:
+        """Whether `host` is the address of a peer; no name is one."""
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return False
+        if isinstance(address, IPv6Address):
+            if address.scope_id is not None:
+                return False
+            address = address.ipv4_mapped or address
+        return any(address in network for network in self.networks)
+
+
+def _network(given: object) -> IPv4Network | IPv6Network:
+    try:
+        if not isinstance(given, str):
+            raise ValueError("use text")
+        return ip_network(given)
+    except ValueError as error:
+        raise ConfigError(
+            f"peers={given!r}: use an address or a network, such as 10.0.0.8 or 10.0.0.0/24 ({error})"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +95,11 @@ class KVTransferConfig:
     kv_load_failure_policy: str = "recompute"
     """Of what does not come: always `recompute`."""
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """`transport`: `nixl`, or `socket` for machines without it and main memory only; `backends` of
-    NIXL; `lease_s`: so long what was prefilled stays for who does not say that it still wants it;
-    `lend_share`: the part of the cache that may be lent at a time; `timeout_s` of an answer or a
-    transfer; `max_transfers`: how many requests wait for one."""
+    """`peers`: addresses and networks of the engines to exchange with, or `any`; without them
+    nothing is exchanged. `transport`: `nixl`, or `socket` for machines without it and main memory
+    only. `backends` of NIXL. `lease_s`: how long prefilled KV is kept for a reader that sends no
+    heartbeat. `lend_share`: the part of the cache that may be lent at a time. `timeout_s` of an
+    answer or a transfer. `max_transfers`: how many requests wait for one."""
     kv_buffer_device: str | None = None
     """As `kv_role`."""
     kv_buffer_size: float | None = None
@@ -75,7 +129,8 @@ class KVTransferConfig:
                     f"kv_connector_extra_config: unknown field {name!r}: use {', '.join(_EXTRA)}"
                 )
             if isinstance(_EXTRA[name], float | int) and not _is_positive(value):
-                raise ConfigError(f"{name}={value!r}: use more than 0")
+                raise ConfigError(f"{name}={value!r}: use more than 0, and {MOST} at most")
+        _ = self.peers
         check_choice("transport", self.transport, ("nixl", "socket"))
         if self.lend_share > 1:
             raise ConfigError(f"lend_share={self.lend_share}: use 1 or less")
@@ -87,6 +142,11 @@ class KVTransferConfig:
 
     def _extra(self, name: str) -> Any:
         return self.kv_connector_extra_config.get(name, _EXTRA[name])
+
+    @property
+    def peers(self) -> PeerNetworks:
+        """The engines that this one exchanges with. Raises ConfigError."""
+        return PeerNetworks.read(self._extra("peers"))
 
     @property
     def transport(self) -> str:
@@ -114,4 +174,4 @@ class KVTransferConfig:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST

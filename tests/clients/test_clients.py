@@ -325,7 +325,7 @@ TRANSFER = json.dumps(
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
         "kv_port": 0,
-        "kv_connector_extra_config": {"transport": "socket"},
+        "kv_connector_extra_config": {"transport": "socket", "peers": ["127.0.0.1"]},
     }
 )
 

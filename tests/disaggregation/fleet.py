@@ -23,7 +23,8 @@ MAX_ROUNDS = 20_000
 
 def open_engine(folder: Path, transport: str, **options: Any) -> Engine:
     given = {"num_pages": 200, "num_slots": 24, "max_num_seqs": 4, "skip_tokenizer_init": True}
-    extra = {"transport": transport, "timeout_s": 10.0, **options.pop("extra", {})}
+    extra = {"transport": transport, "timeout_s": 10.0, "peers": ["127.0.0.0/8"]}
+    extra |= options.pop("extra", {})
     transfer = {"kv_port": 0, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     transfer["kv_ip"] = options.pop("ip", "127.0.0.1")
     return Engine(EngineConfig(model=str(folder), kv_transfer_config=transfer, **(given | options)))

@@ -22,6 +22,7 @@ from milepost.disaggregation.messages import (
 from milepost.disaggregation.peers import IDLE_S, Peer
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
+from milepost.kv_transfer_config import PeerNetworks
 from tests.disaggregation.fleet import open_engine, running
 from tests.disaggregation.storm import Storm, held_by_nixl, open_storm, resources
 from tests.engines import greedy, tokens
@@ -193,9 +194,9 @@ def test_an_engine_that_goes_away_while_it_is_read(tiny, transport):
         params = fleet.prefill(first, tokens(200))
         begin = second.connector._transport.begin
 
-        def begin_and_lose(peer, local, remote):
+        def begin_and_lose(*given):
             first.connector._transport.close()
-            return begin(peer, local, remote)
+            return begin(*given)
 
         second.connector._transport.begin = begin_and_lose
         job = fleet.decode(second, tokens(200), params)
@@ -472,14 +473,14 @@ def test_leases_go_by_their_clock():
         leases.grant(str(number), loan, b"", b"", lambda: True)
     now[0] = 29.0
     leases.prolong(["1", "none"])
-    assert leases.take_over() == []
+    assert leases.take_over() == {}
     now[0] = 30.0
     assert leases.find("0") is None, "over, though nobody has noticed yet"
     assert not leases.release("0")
-    assert leases.take_over() == [loans[0], loans[2]]
+    assert leases.take_over() == {"0": loans[0], "2": loans[2]}
     assert leases.release("1")
     assert not leases.release("1")
-    assert leases.take_over() == [loans[1]]
+    assert leases.take_over() == {"1": loans[1]}
     assert (len(leases), leases.num_expired, leases.num_granted) == (0, 2, 3)
 
 
@@ -490,6 +491,7 @@ def test_an_address_that_cannot_be_had_is_one_error():
             msgspec.structs.replace(hello(), host="nowhere.invalid"),
             None,
             leases,
+            peers=PeerNetworks(),
             timeout_s=1.0,
             lease_s=1.0,
             clock=lambda: 0.0,

@@ -30,6 +30,7 @@ from tests import chatmodel
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = Prompt(token_ids=list(range(10, 90)))
+FAR = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 2**64}
 
 
 class FailingEngine(Engine):
@@ -231,7 +232,7 @@ def test_the_queue_is_bounded(config):
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [
-        (Prompt(token_ids=[10], kv_transfer_params={"tp_size": 2**64}), "kv_transfer_params"),
+        (Prompt(token_ids=[10], kv_transfer_params=FAR), "kv_transfer_params"),
         (Prompt(token_ids=[10, -1]), "prompt_token_ids"),
         (Prompt(token_ids=[10, 2**32]), "prompt_token_ids"),
     ],

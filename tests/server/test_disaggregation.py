@@ -20,7 +20,7 @@ ASKED = {
     "remote_host": None,
     "remote_port": None,
 }
-EXTRA = {"transport": "socket", "timeout_s": 1.0, "lease_s": 5.0}
+EXTRA = {"peers": ["127.0.0.1"], "transport": "socket", "timeout_s": 1.0, "lease_s": 5.0}
 CONFIG = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",

@@ -15,12 +15,14 @@ from typing import Any
 
 import msgspec
 
-from milepost.disaggregation.messages import Layout
+from milepost.disaggregation.messages import BadMessageError, Layout, decoded
 from milepost.disaggregation.orders import (
     AddPeer,
     Ask,
     CancelRead,
+    EndLoan,
     Filled,
+    Lend,
     MakeProgress,
     RankEndpoint,
     ReadPart,
@@ -72,8 +74,8 @@ class AllRanks:
 
     def add_peer(self, metadata: bytes, layout: Layout) -> _PeerRanks:
         try:
-            endpoints = _ENDPOINTS.decode(metadata)
-        except msgspec.DecodeError as error:
+            endpoints = decoded(_ENDPOINTS, metadata)
+        except BadMessageError as error:
             raise TransferError(f"no addresses of ranks: {error}") from error
         self._check(endpoints)
         own = self._own.add_peer(endpoints[0].metadata, layout)
@@ -98,10 +100,12 @@ class AllRanks:
             self._ask(RemovePeer(peer.number))
         self._own.remove_peer(peer.own)
 
-    def begin(self, peer: _PeerRanks, local: list[int], remote: list[int]) -> _Parts:
-        own = self._own.begin(peer.own, local, remote)
+    def begin(self, peer: _PeerRanks, lease: str, local: list[int], remote: list[int]) -> _Parts:
+        own = self._own.begin(peer.own, lease, local, remote)
         number = next(self._numbers)
-        part = ReadPart(transfer=number, peer=peer.number, local=local, remote=remote)
+        part = ReadPart(
+            transfer=number, peer=peer.number, lease=lease, local=local, remote=remote
+        )
         return _Parts(number, own, self._ask(part))
 
     def is_done(self, transfer: _Parts) -> bool:
@@ -143,6 +147,16 @@ class AllRanks:
         if not transfer.is_own_over:
             transfer.is_own_over = self._own.cancel(transfer.own)
         return transfer.is_own_over and transfer.others.done()
+
+    def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
+        """A fence that is asked for afterwards has passed once all ranks know."""
+        self._own.lend(lease, pages, slot)
+        self._ask(Lend(lease=lease, pages=pages, slot=slot))
+
+    def end_loan(self, lease: str) -> None:
+        self._own.end_loan(lease)
+        with suppress(MilepostError):  # a rank is lost, and nobody reads any more
+            self._ask(EndLoan(lease))
 
     def close(self) -> None:
         self._own.close()

@@ -24,8 +24,7 @@ class Borrowed:
         self._peers = peers
         self._beat_s = lease_s / BEATS
         self._clock = clock
-        self._held: dict[str, tuple[str, int]] = {}
-        """Where each is."""
+        self._held: dict[Remote, None] = {}
         self._beat_at = 0.0
 
     @property
@@ -34,17 +33,17 @@ class Borrowed:
 
     def hold(self, remote: Remote) -> None:
         """It is wanted."""
-        self._held[remote.lease] = remote.host, remote.port
+        self._held[remote] = None
 
     def let_go(self, remote: Remote) -> None:
         """No heartbeat of this engine keeps it any more."""
-        self._held.pop(remote.lease, None)
+        self._held.pop(remote, None)
 
     def release(self, remote: Remote) -> None:
         """It is not wanted any more, and the other engine is told."""
         self.let_go(remote)
         with suppress(TransferError):
-            self._peers.at(remote.host, remote.port).ask(Release(remote.lease), lambda _: None)
+            self._peers.at(*remote.place).ask(Release(remote.lease), lambda _: None)
 
     def beat(self) -> None:
         """Tell the others, if it is time."""
@@ -53,8 +52,9 @@ class Borrowed:
             return
         self._beat_at = now + self._beat_s
         by_place: dict[tuple[str, int], list[str]] = {}
-        for lease, where in self._held.items():
-            by_place.setdefault(where, []).append(lease)
-        for (host, port), leases in by_place.items():
-            with suppress(TransferError):
-                self._peers.at(host, port).say(Beat(leases))
+        for remote in self._held:
+            by_place.setdefault(remote.place, []).append(remote.lease)
+        for place, leases in by_place.items():
+            peer = self._peers.find(*place)
+            if peer is not None:
+                peer.say(Beat(leases))

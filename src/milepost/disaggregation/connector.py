@@ -81,6 +81,7 @@ class Connector:
             hello,
             self._transport,
             self.leases,
+            peers=config.peers,
             timeout_s=config.timeout_s,
             lease_s=config.lease_s,
             clock=clock,
@@ -187,6 +188,7 @@ class Connector:
         page = chain.digests(depth)[depth - 1] if depth else chain.root
         tail = chain.token_bytes(depth * self._cache.page_size, loan.position)
         key, id_ = checkpoint_key(page, tail), uuid.uuid4().hex
+        self._transport.lend(id_, loan.pages, loan.slot)  # before the fence
         self.leases.grant(id_, loan, key, page, self._fence())
         return Granted(lease=id_, position=loan.position, key=key, pages=loan.pages, slot=loan.slot)
 
@@ -223,8 +225,7 @@ class Connector:
         """Take in what has come, answer what is asked, give back what is over; returns what was
         found elsewhere."""
         self._take()
-        for loan in self.leases.take_over():
-            self._cache.take_back(loan)
+        self._take_back()
         self.leases.are_final = bool(self._scheduler.waiting) and not self._scheduler.running
         for number, (request, remote) in list(self._wanted.items()):
             if number in self._fetching:
@@ -250,7 +251,12 @@ class Connector:
 
     def _end_leases(self) -> None:
         self.leases.end()
-        for loan in self.leases.take_over():
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """What leases lent that are over."""
+        for lease, loan in self.leases.take_over().items():
+            self._transport.end_loan(lease)
             self._cache.take_back(loan)
 
     def _take(self) -> None:

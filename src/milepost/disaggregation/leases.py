@@ -36,7 +36,7 @@ class Leases:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
-        self._over: list[Loan] = []
+        self._over: dict[str, Loan] = {}
         self.are_final = False
         """Whether heartbeats prolong none, since nothing runs here before some are over. Else two
         engines could wait for what each lends to requests that wait on the other."""
@@ -69,7 +69,7 @@ class Leases:
         with self._lock:
             lease = self._prolonged(id_)
             if lease is not None:
-                self._over.append(self._leases.pop(id_).loan)
+                self._over[id_] = self._leases.pop(id_).loan
             return lease
 
     @property
@@ -78,20 +78,20 @@ class Leases:
         with self._lock:
             return min((lease.expires_at for lease in self._leases.values()), default=None)
 
-    def take_over(self) -> list[Loan]:
-        """Loans of leases that are over, each once: to be given back."""
+    def take_over(self) -> dict[str, Loan]:
+        """Loans of leases that are over, by lease, each once: to be given back."""
         with self._lock:
             now = self._clock()
             for id_ in [id_ for id_, lease in self._leases.items() if lease.expires_at <= now]:
-                self._over.append(self._leases.pop(id_).loan)
+                self._over[id_] = self._leases.pop(id_).loan
                 self.num_expired += 1
-            over, self._over = self._over, []
+            over, self._over = self._over, {}
             return over
 
     def end(self) -> None:
         """All are over."""
         with self._lock:
-            self._over += [lease.loan for lease in self._leases.values()]
+            self._over |= {id_: lease.loan for id_, lease in self._leases.items()}
             self._leases.clear()
 
     def __len__(self) -> int:

@@ -1,7 +1,8 @@
 """Answers other engines: hellos, and questions about what is lent to them or could be.
 
 Used by one thread. Knows who has said hello, and who may be reading. Questions that only the engine
-can answer are passed to it as `Asked`.
+can answer are passed to it as `Asked`. Whatever one engine sends, the others are served: an error
+in handling its message makes it say hello again.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 import msgspec
 import zmq
 
+from milepost.disaggregation.door import Complaints, Door
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.messages import (
     ENCODER,
+    MAX_QUESTION_BYTES,
     QUESTIONS,
     Answer,
+    BadMessageError,
     Beat,
     Claim,
     Declined,
@@ -29,15 +33,24 @@ from milepost.disaggregation.messages import (
     Release,
     Released,
     Welcome,
+    bound,
+    decoded,
+    endpoint,
     misfit,
+    received,
 )
 from milepost.disaggregation.outcomes import Asked, Outcome, Read
 from milepost.errors import ConfigError
+from milepost.kv_transfer_config import PeerNetworks
 
 logger = logging.getLogger(__name__)
 
 MAX_HELLOS = 4096
 """Connections of others that are remembered; one that is not says hello again."""
+MAX_CLAIMS = 4096
+"""Claims that wait for a device: more than requests wait."""
+MAX_FINDS = 64
+"""Questions that the engine has not answered; it looks at them between steps."""
 
 
 class Lender:
@@ -50,19 +63,26 @@ class Lender:
         metadata: Callable[[], bytes],
         leases: Leases,
         *,
+        peers: PeerNetworks,
         timeout_s: float,
         clock: Callable[[], float],
         tell: Callable[[Outcome], None],
     ) -> None:
         self._metadata = metadata
         self._leases = leases
+        self._peers = peers
         self._timeout_s = timeout_s
         self._clock = clock
         self._tell = tell
-        self.socket = context.socket(zmq.ROUTER)
+        self._complaints = Complaints(clock)
+        self.door = Door(context, peers, self._complaints)
+        self.socket = bound(context.socket(zmq.ROUTER), MAX_QUESTION_BYTES)
+        self.door.guard(self.socket)
         self.hello = msgspec.structs.replace(hello, port=self._bind(hello))
-        self._hellos: dict[bytes, Hello] = {}
-        """Who asks here."""
+        self._hellos: dict[bytes, tuple[str, int]] = {}
+        """Who asks here, and where it is asked in turn."""
+        self._num_finds = 0
+        """Those that the engine has not answered."""
         self._readers: dict[str, float] = {}
         """Leases that somebody may be reading under, and since when."""
         self._claims: list[tuple[float, Callable[[], bool], bytes, bytes, Granted]] = []
@@ -71,11 +91,11 @@ class Lender:
     def _bind(self, hello: Hello) -> int:
         try:
             if hello.port:
-                self.socket.bind(f"tcp://{hello.host}:{hello.port}")
+                self.socket.bind(endpoint(hello.host, hello.port))
                 return hello.port
-            return self.socket.bind_to_random_port(f"tcp://{hello.host}")
+            return self.socket.bind_to_random_port(endpoint(hello.host))
         except zmq.ZMQError as error:
-            self.socket.close(linger=0)
+            self.close()
             raise ConfigError(
                 f"kv_transfer_config: cannot use {hello.host}:{hello.port}: {error}"
             ) from error
@@ -90,13 +110,21 @@ class Lender:
 
     def answer(self) -> None:
         """Take a question."""
-        who, *rest = self.socket.recv_multipart()
+        who, *rest = received(self.socket)
         try:
-            _, number, body = rest
-            question = QUESTIONS.decode(body)
-        except (ValueError, msgspec.DecodeError) as error:
-            logger.warning("a question that is none of ours: %s", error)
-            return
+            self._answer(who, rest)
+        except BadMessageError as error:
+            self._hellos.pop(who, None)
+            self._complaints.say("a question that is none of ours", error)
+        except Exception:  # whatever it was, the others are served
+            self._hellos.pop(who, None)
+            logger.exception("a question of another engine could not be answered")
+
+    def _answer(self, who: bytes, frames: list[bytes]) -> None:
+        if len(frames) != 3:
+            raise BadMessageError(f"{len(frames)} frames")
+        _, number, body = frames
+        question = decoded(QUESTIONS, body)
         match question:
             case Hello():
                 self.reply(who, number, self._greeted(who, question))
@@ -107,25 +135,40 @@ class Lender:
             case Beat(leases=ids):
                 self._leases.prolong(ids)
             case Reading(lease=id_):
-                self._readers[id_] = self._clock()
+                if self._leases.find(id_) is not None:
+                    self._readers[id_] = self._clock()
             case Release(lease=id_):
                 self._release(who, number, id_)
-            case Find(tokens=packed) if len(packed) % 4:
-                self.reply(who, number, Declined(f"{len(packed)} bytes are no token ids"))
             case Find():
-                self._tell(Asked(who, number, question))
+                self._find(who, number, question)
+
+    def _find(self, who: bytes, number: bytes, find: Find) -> None:
+        if len(find.tokens) % 4:
+            self.reply(who, number, Declined(f"{len(find.tokens)} bytes are no token ids"))
+        elif self._num_finds >= MAX_FINDS:
+            self.reply(who, number, Gone())
+        else:
+            self._num_finds += 1
+            self._tell(Asked(who, number, find))
+
+    def found(self, asked: Asked, answer: Granted | Gone) -> None:
+        """Pass on what the engine has of the tokens that it was asked for."""
+        self._num_finds -= 1
+        self.reply(asked.who, asked.number, answer)
 
     def reply(self, who: bytes, number: bytes, answer: Answer) -> None:
         self.socket.send_multipart([who, b"", number, ENCODER.encode(answer)])
 
     def _greeted(self, who: bytes, question: Hello) -> Welcome | Declined:
+        if who in self._hellos:
+            return Declined("it has said hello")
         problem = misfit(question, self.hello)
         if problem:
-            logger.warning("engine %s is refused: %s", question.engine_id, problem)
+            self._complaints.say("an engine is refused", problem)
             return Declined(problem)
         if len(self._hellos) >= MAX_HELLOS:
             del self._hellos[next(iter(self._hellos))]
-        self._hellos[who] = question
+        self._hellos[who] = question.host, question.port
         return Welcome(
             engine_id=self.hello.engine_id, layout=self.hello.layout, metadata=self._metadata()
         )
@@ -134,6 +177,9 @@ class Lender:
         lease = self._leases.find(id_)
         if lease is None:
             self.reply(who, number, Gone())
+            return
+        if len(self._claims) >= MAX_CLAIMS:
+            self.reply(who, number, Declined(f"{MAX_CLAIMS} claims wait"))
             return
         loan = lease.loan
         granted = Granted(
@@ -158,10 +204,11 @@ class Lender:
     def _release(self, who: bytes, number: bytes, id_: str) -> None:
         """The answer goes out first: a request waits for it."""
         self._readers.pop(id_, None)
-        lease, hello = self._leases.release(id_), self._hellos[who]
+        lease, (host, port) = self._leases.release(id_), self._hellos[who]
         self.reply(who, number, Released(lease is not None))
-        if lease is not None:
-            self._tell(Read(lease.page, hello.host, hello.port))
+        if lease is not None and host in self._peers and port:
+            self._tell(Read(lease.page, host, port))
 
     def close(self) -> None:
         self.socket.close(linger=0)
+        self.door.close()

@@ -2,7 +2,8 @@
 memory.
 
 The engine's thread gives it commands and takes the outcomes when the bell has rung; steps never
-wait for it.
+wait for it. Nothing that another engine sends ends the thread: `lender` and `peers` drop whoever
+sent it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.pulls import Pull, Pulls
 from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.errors import ConfigError
+from milepost.kv_transfer_config import PeerNetworks
 
 ALIVE_S = 1.0
 """So often who waits for the thread looks whether there is one."""
@@ -39,6 +41,7 @@ class Links:
         transport: Transport,
         leases: Leases,
         *,
+        peers: PeerNetworks,
         timeout_s: float,
         lease_s: float,
         clock: Callable[[], float],
@@ -54,16 +57,23 @@ class Links:
         timed: dict[str, Any] = {"timeout_s": timeout_s, "clock": clock, "tell": self._tell}
         try:
             self._lender = Lender(
-                self._context, hello, lambda: transport.metadata(), leases, **timed
+                self._context,
+                hello,
+                lambda: transport.metadata(),
+                leases,
+                peers=peers,
+                **timed,
             )
         except ConfigError:
             self._context.term()
             raise
         self.hello = self._lender.hello
-        self._peers = Peers(self._context, self.hello, transport, timeout_s, clock)
+        self._peers = Peers(self._context, self.hello, transport, peers, timeout_s, clock)
         self._borrowed = Borrowed(self._peers, lease_s, clock)
         self._pulls = Pulls(self.hello, transport, self._peers, self._borrowed, **timed)
         self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        for socket in (self._bell, self._ear):
+            socket.set_hwm(0)  # the engine never waits to be heard
         self._ear.bind("inproc://bell")
         self._bell.connect("inproc://bell")
         self._rung_for: float | None = None
@@ -104,7 +114,7 @@ class Links:
 
     def tell(self, asked: Asked, answer: Granted | Gone) -> None:
         """Answer another engine."""
-        self._command(lambda: self._lender.reply(asked.who, asked.number, answer))
+        self._command(lambda: self._lender.found(asked, answer))
 
     def take(self) -> list[Outcome]:
         """What has come since the last call."""
@@ -152,7 +162,8 @@ class Links:
     def _hear(self) -> None:
         """Take what is said, or wait for something to do."""
         poller = zmq.Poller()
-        for socket in (self._ear, self._lender.socket, *self._peers.sockets):
+        door = self._lender.door.socket
+        for socket in (self._ear, door, self._lender.socket, *self._peers.sockets):
             poller.register(socket, zmq.POLLIN)
         look_s = self._look_s()
         if look_s is not None:
@@ -160,6 +171,8 @@ class Links:
         for socket, _ in poller.poll(self._wait_ms() if look_s is None else 0):
             if socket is self._ear:
                 self._obey()
+            elif socket is door:
+                self._lender.door.answer()
             elif socket is self._lender.socket:
                 self._lender.answer()
             else:

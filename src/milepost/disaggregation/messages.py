@@ -6,29 +6,67 @@ Beat     I still need these                      (no answer)
 Reading  I begin to read under this lease        (no answer)
 Release  I have read; was it valid throughout?   -> Released
 Find     how much of these tokens do you have?   -> Granted under a new lease, or Gone
+
+Every field is bounded as it is decoded: `decoded` returns a message whose numbers fit wherever they
+are used, or raises BadMessageError.
 """
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated, Any, TypeVar
 
-VERSION = 2
+import msgspec
+import zmq
+from msgspec import Meta
+
+VERSION = 3
+MAX_QUESTION_BYTES = 16 * 2**20
+"""Of a frame; the longest has four bytes for each token of a prompt."""
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Of a frame; the longest names each page of a prompt, or describes each rank's memory."""
+MAX_QUEUED = 4096
+"""Messages to another engine that have not left: more than requests wait."""
+MAX_UNREAD = 8
+"""Messages of a connection that are held before they are read."""
+MAX_FRAMES = 4
+"""Of a message, with who sent it."""
+MAX_PIECES = 2**31 - 1
+"""NIXL numbers pieces with 32 bits."""
+HANDSHAKE_MS = 5000
+"""A connection that has not said by then what it is is closed."""
+
+Address = Annotated[int, Meta(ge=0, lt=2**62)]
+Bytes = Annotated[int, Meta(ge=0, lt=2**40)]
+Number = Annotated[int, Meta(ge=0, le=MAX_PIECES)]
+Position = Annotated[int, Meta(ge=0, lt=2**32)]
+Text = Annotated[str, Meta(max_length=256)]
+Digest = Annotated[bytes, Meta(max_length=64)]
+LeaseId = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class MemoryRows(msgspec.Struct, frozen=True, array_like=True):
     """Equal pieces of memory: `count` of `length` bytes, `stride` bytes apart."""
 
-    address: int
-    stride: int
-    length: int
-    count: int
+    address: Address
+    stride: Bytes
+    length: Bytes
+    count: Number
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Where the pieces of each page and of each slot lie: one of each row, by their numbers."""
+    """Where the pieces of each page and of each slot lie: one of each row, by their numbers. Raises
+    ValueError for more pieces than can be numbered."""
 
     pages: list[MemoryRows]
     slots: list[MemoryRows]
+
+    def __post_init__(self) -> None:
+        if self.num_pieces > MAX_PIECES:
+            raise ValueError(f"{self.num_pieces} pieces of memory: use {MAX_PIECES} at most")
+
+    @property
+    def num_pieces(self) -> int:
+        return sum(row.count for row in (*self.pages, *self.slots))
 
     @property
     def piece_bytes(self) -> list[list[int]]:
@@ -40,12 +78,12 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The first message to an engine: who asks, and how its memory is laid out."""
 
     version: int
-    identity: bytes
+    identity: Digest
     """Of the model as it is run, and of the page size: what keys are made of."""
-    engine_id: str
-    transport: str
-    host: str
-    port: int
+    engine_id: Text
+    transport: Text
+    host: Text
+    port: Annotated[int, Meta(ge=0, lt=2**16)]
     """Where the sender is asked in turn."""
     layout: Layout
     """Of the first rank."""
@@ -55,7 +93,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The answer to it, where the two can exchange."""
 
-    engine_id: str
+    engine_id: Text
     layout: Layout
     metadata: bytes
     """Of the transport."""
@@ -70,18 +108,18 @@ class Declined(msgspec.Struct, tag="Refused", frozen=True):
 class Claim(msgspec.Struct, tag=True, frozen=True):
     """Asks what a lease is of."""
 
-    lease: str
+    lease: LeaseId
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What a lease is of, and where it lies."""
 
-    lease: str
-    position: int
-    key: bytes
+    lease: LeaseId
+    position: Position
+    key: Digest
     """Of the state at that position, which stands for all tokens before."""
-    pages: tuple[int, ...]
-    slot: int | None
+    pages: tuple[Number, ...]
+    slot: Number | None
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):
@@ -89,15 +127,15 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    leases: list[str]
+    leases: list[LeaseId]
 
 
 class Reading(msgspec.Struct, tag=True, frozen=True):
-    lease: str
+    lease: LeaseId
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
-    lease: str
+    lease: LeaseId
 
 
 class Released(msgspec.Struct, tag=True, frozen=True):
@@ -108,7 +146,7 @@ class Find(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens: bytes
     """Packed, little-endian uint32."""
     salt: str
-    least: int
+    least: Position
     """Fewer tokens than that are no use."""
 
 
@@ -117,6 +155,47 @@ Answer = Welcome | Declined | Granted | Gone | Released
 QUESTIONS = msgspec.msgpack.Decoder(Question)
 ANSWERS = msgspec.msgpack.Decoder(Answer)
 ENCODER = msgspec.msgpack.Encoder()
+M = TypeVar("M")
+
+
+class BadMessageError(Exception):
+    """Another engine sent what is no message."""
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+    """A message from outside. Raises BadMessageError."""
+    try:
+        return decoder.decode(body)
+    # Bytes that are no UTF-8 are a ValueError, and deep nesting ends Python's stack.
+    except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
+        raise BadMessageError(str(error) or type(error).__name__) from error
+
+
+def bound(socket: zmq.Socket[Any], max_bytes: int) -> zmq.Socket[Any]:
+    """The same socket, with limits to what the other side can have it hold."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    return socket
+
+
+def received(socket: zmq.Socket[Any]) -> list[bytes]:
+    """The first frames of a message that is there; the others are read and dropped."""
+    frames = [socket.recv()]
+    while socket.getsockopt(zmq.RCVMORE):
+        frame = socket.recv()
+        if len(frames) < MAX_FRAMES + 1:
+            frames.append(frame)
+    return frames
+
+
+def endpoint(host: str, port: int | None = None) -> str:
+    """Of an address, as ZeroMQ takes it."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"tcp://{shown}" if port is None else f"tcp://{shown}:{port}"
 
 
 def misfit(hello: Hello, own: Hello) -> str:

@@ -41,8 +41,23 @@ class ReadPart(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=T
 
     transfer: int
     peer: int
+    lease: str
     local: list[int]
     remote: list[int]
+
+
+class Lend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Let others read these under a lease."""
+
+    lease: str
+    pages: tuple[int, ...]
+    slot: int | None
+
+
+class EndLoan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Nobody reads under it any more."""
+
+    lease: str
 
 
 class CancelRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -75,6 +90,8 @@ Order = (
     | RemovePeer
     | ReadPart
     | CancelRead
+    | Lend
+    | EndLoan
     | Filled
     | Synchronize
     | MakeProgress

@@ -2,16 +2,32 @@
 
 The first gets `do_remote_decode`; its answer, with `do_remote_prefill` and where its KV is, goes to
 the second unchanged. Routers read no other field. The decode engine does not trust the fields: it
-asks the other engine what the lease covers, and compares keys.
+connects only to its own peers, asks the other engine what the lease covers, and compares keys.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from milepost.errors import InvalidRequestError
+from milepost.kv_transfer_config import KVTransferConfig
+
+MAX_CHARS = 256
+"""Of a field of text."""
+_LEASE = re.compile("[0-9a-f]{32}")
+FIELDS = (
+    "do_remote_decode",
+    "do_remote_prefill",
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "remote_request_id",
+    "remote_num_tokens",
+)
+"""Those that an engine reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +39,10 @@ class Remote:
     port: int
     lease: str
     position: int
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.host, self.port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +59,49 @@ def read(params: Mapping[str, Any] | None) -> TransferWish | None:
     """None where nothing is asked for. Raises InvalidRequestError."""
     if not params:
         return None
-    if params.get("do_remote_decode"):
+    prefills = _get(params, "do_remote_decode", bool | None)
+    fetches = _get(params, "do_remote_prefill", bool | None)
+    if prefills:
         return TransferWish(prefills=True)
-    if not params.get("do_remote_prefill"):
+    if not fetches:
         return None
     return TransferWish(
         remote=Remote(
-            engine_id=_get(params, "remote_engine_id", str),
-            host=_get(params, "remote_host", str),
-            port=_get(params, "remote_port", int),
-            lease=_get(params, "remote_request_id", str),
-            position=_get(params, "remote_num_tokens", int),
+            engine_id=_text(params, "remote_engine_id"),
+            host=_text(params, "remote_host"),
+            port=_number(params, "remote_port", 2**16),
+            lease=_lease(params, "remote_request_id"),
+            position=_number(params, "remote_num_tokens", 2**32),
         )
     )
+
+
+def as_read(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The fields that an engine reads, bounded and of the right types; what else a router adds
+    stays behind. None where nothing is asked for. Raises InvalidRequestError."""
+    if read(params) is None or params is None:
+        return None
+    wanted = FIELDS[:1] if params.get(FIELDS[0]) else FIELDS
+    return {name: params[name] for name in wanted if name in params}
+
+
+def check_exchange(wish: TransferWish, config: KVTransferConfig | None) -> None:
+    """Raise InvalidRequestError unless an engine of this configuration may do what is asked."""
+    if config is None:
+        raise InvalidRequestError(
+            "kv_transfer_params: this engine exchanges nothing with others: start it with "
+            "--kv-transfer-config"
+        )
+    if not config.peers:
+        raise InvalidRequestError(
+            "kv_transfer_params: this engine exchanges nothing with others: list their addresses "
+            "or networks in --kv-transfer-config, as kv_connector_extra_config.peers"
+        )
+    if wish.remote is not None and wish.remote.host not in config.peers:
+        raise InvalidRequestError(
+            f"kv_transfer_params: remote_host={wish.remote.host!r}: that is the address of none of "
+            "this engine's peers (kv_connector_extra_config.peers of --kv-transfer-config)"
+        )
 
 
 def written(
@@ -71,10 +121,40 @@ def written(
     }
 
 
-def _get(params: Mapping[str, Any], name: str, kind: type) -> Any:
+def _get(params: Mapping[str, Any], name: str, kind: Any) -> Any:
     value = params.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise InvalidRequestError(
-            f"kv_transfer_params.{name}={value!r}: pass on what the other engine answered"
-        )
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise _unfit(name, value)
     return value
+
+
+def _text(params: Mapping[str, Any], name: str) -> str:
+    value: str = _get(params, name, str)
+    if len(value) > MAX_CHARS or not value.isprintable():
+        raise _unfit(name, value)
+    return value
+
+
+def _lease(params: Mapping[str, Any], name: str) -> str:
+    value: str = _get(params, name, str)
+    if _LEASE.fullmatch(value) is None:
+        raise _unfit(name, value)
+    return value
+
+
+def _number(params: Mapping[str, Any], name: str, end: int) -> int:
+    value: int = _get(params, name, int)
+    if not 0 < value < end:
+        raise _unfit(name, value)
+    return value
+
+
+def _unfit(name: str, value: object) -> InvalidRequestError:
+    shown = type(value).__name__
+    if isinstance(value, str):
+        shown = ascii(value if len(value) <= MAX_CHARS else f"{value[:MAX_CHARS]}...")
+    elif value is None or (isinstance(value, int | float) and abs(value) < 2**64):
+        shown = repr(value)
+    return InvalidRequestError(
+        f"kv_transfer_params: {name}={shown}: pass on what the other engine answered"
+    )

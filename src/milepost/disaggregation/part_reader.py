@@ -19,7 +19,9 @@ from typing import Any
 from milepost.disaggregation.orders import (
     AddPeer,
     CancelRead,
+    EndLoan,
     Filled,
+    Lend,
     MakeProgress,
     Order,
     RankEndpoint,
@@ -87,6 +89,12 @@ class PartReader:
         match order:
             case Filled(slot=slot, position=position):
                 self._runner.filled(slot, position)
+                self._answer(ticket, True)
+            case Lend(lease=lease, pages=pages, slot=slot):
+                self._transport.lend(lease, pages, slot)
+                self._answer(ticket, True)
+            case EndLoan(lease=lease):
+                self._transport.end_loan(lease)
                 self._answer(ticket, True)
             case Synchronize():
                 fence = (ticket, self._runner.fence(), time.monotonic())
@@ -181,7 +189,9 @@ class PartReader:
                 if part.peer not in self._peers:
                     return False
                 peer = self._peers[part.peer]
-                reading.transfer = self._transport.begin(peer, part.local, part.remote)
+                reading.transfer = self._transport.begin(
+                    peer, part.lease, part.local, part.remote
+                )
             return True if self._transport.is_done(reading.transfer) else None
         except (TransferError, IndexError) as error:
             logger.warning("rank %d cannot read its part: %s", self._rank, error)

@@ -1,22 +1,26 @@
 """Other engines, as this one asks them: a hello first, then questions, each with one answer.
 
-An engine that does not answer in time, refuses, or breaks off a transfer is dropped together with
-all open questions to it; the next question says hello again, since another engine may listen there
-by then.
+An engine that does not answer in time, refuses, answers what is no answer or breaks off a transfer
+is dropped together with all open questions to it; the next question says hello again, since another
+engine may listen there by then. Few are known at a time, and fewer that have not said welcome.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-import msgspec
 import zmq
 
 from milepost.disaggregation.messages import (
     ANSWERS,
     ENCODER,
+    MAX_ANSWER_BYTES,
+    MAX_QUESTION_BYTES,
     Answer,
+    BadMessageError,
     Beat,
     Declined,
     Hello,
@@ -24,9 +28,22 @@ from milepost.disaggregation.messages import (
     Question,
     Reading,
     Welcome,
+    bound,
+    decoded,
+    endpoint,
+    received,
 )
 from milepost.disaggregation.transport import TransferError, Transport
+from milepost.kv_transfer_config import PeerNetworks
 
+logger = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+"""Each takes a socket and what the transport holds for it; one that nobody asks makes room."""
+SPARE_S = 60.0
+"""After so long without a word, and no read under way, a peer makes room for another."""
+MAX_UNKNOWN = 32
+"""Those that have not said welcome: requests name their addresses."""
 IDLE_S = 6 * 3600.0
 """After so long without a word a peer is let go of: engines come and go, and addresses change. Not
 sooner, since each time it is met again costs both a file descriptor: UCX keeps the connection of an
@@ -72,6 +89,11 @@ class Peer:
     def is_over(self) -> bool:
         return bool(self._over)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it has said welcome."""
+        return self._is_known
+
     def ask(self, question: Question, then: Then, *, is_hint: bool = False) -> None:
         """A question that is a hint only is given up soon, and its peer is not for that."""
         if self._over:
@@ -85,19 +107,17 @@ class Peer:
         """Without an answer."""
         self.used_at = self._peers.now
         if self._is_known and not self._over:
-            self.socket.send_multipart([b"", b"", ENCODER.encode(what)])
+            self._put(b"", ENCODER.encode(what))
 
     def read(self) -> None:
-        """Take an answer."""
-        frames = self.socket.recv_multipart()
-        asked = self.asked.pop(frames[1], None) if len(frames) == 3 else None
+        """Take an answer. Raises BadMessageError for what is none."""
+        frames = received(self.socket)
+        if len(frames) != 3:
+            raise BadMessageError(f"{len(frames)} frames")
+        answer = decoded(ANSWERS, frames[2])
+        asked = self.asked.pop(frames[1], None)
         if asked is None:
-            return
-        try:
-            answer = ANSWERS.decode(frames[2])
-        except msgspec.DecodeError as error:
-            asked.then(f"it answered what is none of ours: {error}")
-            return
+            return  # it is late
         if isinstance(answer, Declined):
             asked.then(answer.why)
             self._peers.drop(self, answer.why)  # the next question says hello again
@@ -118,42 +138,58 @@ class Peer:
 
     def _send(self, question: Question, then: Then, is_hint: bool = False) -> None:
         self.used_at = self._peers.now
+        body = ENCODER.encode(question)
+        if len(body) > MAX_QUESTION_BYTES:
+            then(f"{len(body)} bytes are more than a question may have")
+            return
         self._num_asked += 1
         number = self._num_asked.to_bytes(8, "big")
         self.asked[number] = _Asked(self._peers.deadline(is_hint), then, is_hint)
-        self.socket.send_multipart([b"", number, ENCODER.encode(question)])
+        self._put(number, body)
+
+    def _put(self, number: bytes, body: bytes) -> None:
+        """Send it, unless so much has not left yet that it never will: then it is late."""
+        with suppress(zmq.Again):
+            self.socket.send_multipart([b"", number, body], zmq.NOBLOCK)
 
     def _welcomed(self, answer: Answer | str) -> None:
-        problem = answer if isinstance(answer, str) else ""
-        if isinstance(answer, Welcome):
-            self.engine_id, self.layout = answer.engine_id, answer.layout
-            try:
-                self.handle = self._peers.transport.add_peer(answer.metadata, answer.layout)
-            except TransferError as error:
-                problem = str(error)
-        if problem:
-            self._peers.drop(self, problem)
+        try:
+            self._take_welcome(answer)
+        except TransferError as error:
+            self._peers.drop(self, str(error))
             return
         self._is_known = True
         waiting, self._waiting = self._waiting, []
         for entry in waiting:
             self._send(*entry)
 
+    def _take_welcome(self, answer: Answer | str) -> None:
+        """Raises TransferError unless its memory can be read, piece for piece, into our own."""
+        if not isinstance(answer, Welcome):
+            known = answer if isinstance(answer, str) else type(answer).__name__
+            raise TransferError(f"no welcome: {known}")
+        if answer.layout.piece_bytes != self._peers.hello.layout.piece_bytes:
+            raise TransferError("pages or states of another size, though it said welcome")
+        self.handle = self._peers.transport.add_peer(answer.metadata, answer.layout)
+        self.engine_id, self.layout = answer.engine_id, answer.layout
+
 
 class Peers:
-    """By address."""
+    """By address, of those that are `allowed`."""
 
     def __init__(
         self,
         context: zmq.Context[Any],
         hello: Hello,
         transport: Transport,
+        allowed: PeerNetworks,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
         self.hello = hello
         self.transport = transport
         self._context = context
+        self._allowed = allowed
         self._timeout_s = timeout_s
         self._clock = clock
         self._known: dict[tuple[str, int], Peer] = {}
@@ -178,21 +214,53 @@ class Peers:
         """The engine there; one that is new is sent a hello. Raises TransferError."""
         peer = self._known.get((host, port))
         if peer is None:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            try:
-                socket.connect(f"tcp://{host}:{port}")
-            except zmq.ZMQError as error:
-                socket.close(linger=0)
-                raise TransferError(f"{host}:{port}: {error}") from error
-            peer = self._known[host, port] = Peer(socket, self)
+            if host not in self._allowed:
+                raise TransferError(f"{host} is no peer's address")
+            self._make_room()
+            peer = self._known[host, port] = Peer(self._connect(host, port), self)
         return peer
 
+    def find(self, host: str, port: int) -> Peer | None:
+        """The engine there, if it has been said hello to."""
+        return self._known.get((host, port))
+
+    def _make_room(self) -> None:
+        """Raise TransferError if too many are known already; one that nobody asks is let go of."""
+        unknown = sum(not peer.is_known for peer in self._known.values())
+        if unknown >= MAX_UNKNOWN:
+            raise TransferError(f"{unknown} other engines have not answered yet")
+        if len(self._known) < MAX_PEERS:
+            return
+        oldest = min(self._known.values(), key=lambda peer: peer.used_at)
+        if oldest.asked or self._clock() - oldest.used_at <= SPARE_S + self._timeout_s:
+            raise TransferError(f"{MAX_PEERS} other engines are asked already")
+        self.drop(oldest, "others are asked")
+
+    def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:  # no file, no memory, or as many as ZeroMQ has
+            raise TransferError(f"no socket for {host}:{port}: {error}") from error
+        try:
+            bound(socket, MAX_ANSWER_BYTES).connect(endpoint(host, port))
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise TransferError(f"{host}:{port}: {error}") from error
+        return socket
+
     def read(self, socket: Any) -> None:
+        """Take an answer; who sends anything else is dropped, and nobody else is."""
         for peer in list(self._known.values()):
-            if peer.socket is socket:
+            if peer.socket is not socket:
+                continue
+            try:
                 peer.read()
-                return
+            except BadMessageError as error:
+                self.drop(peer, f"it answered what is none of ours: {error}")
+            except Exception as error:
+                logger.exception("an answer of another engine could not be taken")
+                self.drop(peer, f"its answer could not be taken: {error!r}")
+            return
 
     def drop(self, peer: Peer, why: str) -> None:
         for place, known in list(self._known.items()):

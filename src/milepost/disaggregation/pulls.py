@@ -93,8 +93,7 @@ class Pulls:
         self._timeout_s = timeout_s
         self._clock = clock
         self._tell = tell
-        self._claims: dict[str, _Claimed] = {}
-        """By lease."""
+        self._claims: dict[Remote, _Claimed] = {}
         self._under_way: list[Pull] = []
         self._ended: list[threading.Event] = []
         """Of those who wait until nothing is under way."""
@@ -114,7 +113,7 @@ class Pulls:
 
     def release(self, remote: Remote) -> None:
         """Nobody wants it any more."""
-        self._claims.pop(remote.lease, None)
+        self._claims.pop(remote, None)
         self._borrowed.release(remote)
 
     def begin(self, pull: Pull) -> None:
@@ -122,7 +121,7 @@ class Pulls:
         self._borrowed.hold(pull.remote)
         self._under_way.append(pull)
         pull.asked_at = self._clock()
-        claim = self._claims.get(pull.remote.lease)
+        claim = self._claims.get(pull.remote)
         if claim is None or claim.peer is None or claim.peer.is_over:
             claim = self._claim(pull.remote)
         pull.peer = claim.peer
@@ -168,7 +167,7 @@ class Pulls:
                 self._transport.cancel(pull.transfer)
 
     def _claim(self, remote: Remote) -> _Claimed:
-        claim = self._claims[remote.lease] = _Claimed()
+        claim = self._claims[remote] = _Claimed()
 
         def told(answer: Answer | str) -> None:
             claim.answer = answer
@@ -177,7 +176,7 @@ class Pulls:
                 self._claimed(pull, answer)
 
         try:
-            claim.peer = self._peers.at(remote.host, remote.port)
+            claim.peer = self._peers.at(*remote.place)
         except TransferError as error:
             told(str(error))
         else:
@@ -206,13 +205,15 @@ class Pulls:
         pages = granted.pages[pull.first : pull.first + len(pull.pages)]
         slot = granted.slot if pull.slot is not None else None
         try:
+            if peer.is_over:
+                raise TransferError("the other engine was let go of")
             local = pieces_of(self._layout, pull.pages, pull.slot)
             there = pieces_of(peer.layout, pages, slot)
             if len(local) != len(there):
-                raise IndexError("less is lent than that")
+                raise TransferError("less is lent than that")
             pull.began_at = self._clock()
             peer.say(Reading(pull.remote.lease))
-            pull.transfer = self._transport.begin(peer.handle, local, there)
+            pull.transfer = self._transport.begin(peer.handle, pull.remote.lease, local, there)
         except (TransferError, IndexError) as error:
             self._peers.drop(peer, str(error))
             self._end(pull, str(error))
@@ -250,8 +251,10 @@ class Pulls:
             pull.deadline = self._clock() + self._timeout_s
 
     def _end(self, pull: Pull, problem: str) -> None:
+        if pull.is_over:
+            return
         self._borrowed.let_go(pull.remote)
-        self._claims.pop(pull.remote.lease, None)
+        self._claims.pop(pull.remote, None)
         self._under_way.remove(pull)
         pull.is_over = True
         if problem:

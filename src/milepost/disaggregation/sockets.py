@@ -1,8 +1,9 @@
 """Reads other engines' memory through TCP: for main memory, on machines that lack NIXL.
 
 A thread of the sender serves the requested pieces; a thread of the reader writes them where they
-belong. A request is the number of pieces and their numbers, as uint32. Who asks for more pieces
-than there are, or for one that is not there, gets nothing.
+belong. A request is the lease (16 bytes), the number of pieces and their numbers, as uint32. Who
+asks for more than its lease covers gets nothing, and nobody is sent anything after its lease ends.
+A read is complete if all pieces came, and nothing behind them.
 """
 
 from __future__ import annotations
@@ -13,20 +14,29 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import msgspec
 
+from milepost.disaggregation.door import Complaints
 from milepost.disaggregation.memory import RegisteredMemory
-from milepost.disaggregation.messages import Layout, MemoryRows
+from milepost.disaggregation.messages import BadMessageError, Layout, MemoryRows, decoded
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
+from milepost.kv_transfer_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 
-_COUNT = struct.Struct("<I")
+_HEAD = struct.Struct("<16sI")
 CONNECT_S = 5.0
+HEAD_S = 5.0
+"""A connection that has not said by then what it wants is closed."""
+REST_S = 0.1
+"""Between two attempts to accept a connection, where files or memory are short."""
+MAX_READERS = 256
+"""Connections that are served at a time, a thread for each; others wait."""
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
@@ -34,30 +44,73 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
     port: int
 
 
+_ADDRESSES = msgspec.msgpack.Decoder(_Address)
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     address: tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    pages: frozenset[int]
+    slot: int | None
+
+
+class _RefusedError(Exception):
+    """A reader asks for what is not lent to it."""
+
+
 @dataclass(slots=True, eq=False)
 class _Reading:
-    sock: socket.socket
-    error: str = ""
+    """What one thread reads."""
+
+    error: str = "it was not read to its end"
+    """Empty once all has come."""
     over: threading.Event = field(default_factory=threading.Event)
+    _sock: socket.socket | None = None
+    _is_cancelled: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def connect(self, address: tuple[str, int], timeout_s: float) -> socket.socket:
+        sock = socket.create_connection(address, timeout=min(CONNECT_S, timeout_s))
+        sock.settimeout(timeout_s)
+        with self._lock:
+            if self._is_cancelled:
+                sock.close()
+                raise ConnectionError("it was given up")
+            self._sock = sock
+        return sock
+
+    def cancel(self) -> bool:
+        """Whether nobody writes any more."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._sock is None:
+                return True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        return self.over.wait(CONNECT_S)
 
 
 class Sockets:
-    """Raises ConfigError for memory of a GPU."""
+    """Raises ConfigError for memory of a GPU, or an address that cannot be had."""
 
     name = "socket"
 
-    def __init__(self, memory: RegisteredMemory, host: str) -> None:
+    def __init__(self, memory: RegisteredMemory, config: KVTransferConfig) -> None:
         if memory.device is not None:
             raise ConfigError("transport='socket' reads main memory only: use nixl")
-        self._views = _views(memory.layout)
-        self._num_pieces = sum(row.count for row in (*memory.layout.pages, *memory.layout.slots))
-        self._listening = socket.create_server((host, 0))
+        self._pieces = _Pieces(memory.layout)
+        self._peers, self._timeout_s = config.peers, config.timeout_s
+        self._listening = _listening(config.kv_ip)
+        self._lock = threading.Lock()
+        self._lent: dict[bytes, _Lent] = {}
         self._serving: set[socket.socket] = set()
+        self._room = threading.BoundedSemaphore(MAX_READERS)
+        self._closing = threading.Event()
+        self._complaints = Complaints(time.monotonic)
         threading.Thread(target=self._serve, name="kv pages", daemon=True).start()
 
     def enter(self) -> None:
@@ -69,23 +122,26 @@ class Sockets:
 
     def add_peer(self, metadata: bytes, layout: Layout) -> _Peer:  # noqa: ARG002
         try:
-            address = msgspec.msgpack.decode(metadata, type=_Address)
-        except msgspec.DecodeError as error:
+            address = decoded(_ADDRESSES, metadata)
+        except BadMessageError as error:
             raise TransferError(f"no address: {error}") from error
+        if address.host not in self._peers or not 0 < address.port < 2**16:
+            raise TransferError(f"{address.host!r}, port {address.port}: no peer's address")
         return _Peer((address.host, address.port))
 
     def remove_peer(self, peer: _Peer) -> None:
         pass
 
-    def begin(self, peer: _Peer, local: list[int], remote: list[int]) -> _Reading:
+    def begin(self, peer: _Peer, lease: str, local: list[int], remote: list[int]) -> _Reading:
+        views = [self._pieces.view(number) for number in local]
+        request = _HEAD.pack(bytes.fromhex(lease), len(remote))
+        request += struct.pack(f"<{len(remote)}I", *remote)
+        reading = _Reading()
+        given = reading, peer.address, request, views
         try:
-            sock = socket.create_connection(peer.address, timeout=CONNECT_S)
-        except OSError as error:
-            raise TransferError(str(error)) from error
-        sock.settimeout(None)
-        reading = _Reading(sock)
-        views = [self._views(number) for number in local]
-        threading.Thread(target=_read, args=(reading, views, remote), daemon=True).start()
+            threading.Thread(target=self._read, args=given, daemon=True).start()
+        except RuntimeError as error:
+            raise TransferError(f"no thread to read with: {error}") from error
         return reading
 
     def is_done(self, transfer: _Reading) -> bool:
@@ -102,83 +158,194 @@ class Sockets:
         pass
 
     def cancel(self, transfer: _Reading) -> bool:
-        with contextlib.suppress(OSError):
-            transfer.sock.shutdown(socket.SHUT_RDWR)
-        return transfer.over.wait(CONNECT_S)
+        return transfer.cancel()
+
+    def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
+        with self._lock:
+            self._lent[bytes.fromhex(lease)] = _Lent(frozenset(pages), slot)
+
+    def end_loan(self, lease: str) -> None:
+        with self._lock:
+            self._lent.pop(bytes.fromhex(lease), None)
 
     def close(self) -> None:
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
-        for sock in list(self._serving):
+        with self._lock:
+            serving = list(self._serving)
+        for sock in serving:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+    # --- of who reads -----------------------------------------------------------------------------
+
+    def _read(
+        self,
+        reading: _Reading,
+        address: tuple[str, int],
+        request: bytes,
+        views: list[memoryview],
+    ) -> None:
+        try:
+            with reading.connect(address, self._timeout_s) as sock:
+                sock.sendall(request)
+                for view in views:
+                    _fill(sock, view)
+                if sock.recv(1):
+                    raise ConnectionError("more was sent than was asked for")
+            reading.error = ""
+        except Exception as error:  # noqa: BLE001 - anything but a complete read is an error
+            reading.error = str(error) or repr(error)
+        finally:
+            reading.over.set()
 
     # --- of who is read from ----------------------------------------------------------------------
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self._listening.accept()
-                threading.Thread(target=self._send, args=(sock,), daemon=True).start()
+        """Accept connections until the end, whatever becomes of any."""
+        while not self._closing.is_set():
+            self._room.acquire()
+            sock = self._accepted()
+            try:
+                if sock is not None:
+                    threading.Thread(target=self._send, args=(sock,), daemon=True).start()
+                    continue
+            except RuntimeError as error:
+                self._rest(error)
+                sock.close()
+            self._room.release()
+
+    def _accepted(self) -> socket.socket | None:
+        try:
+            sock, (host, *_) = self._listening.accept()
+        except OSError as error:
+            self._rest(error)
+            return None
+        if host in self._peers:
+            return sock
+        self._complaints.say("a reader of KV pages is no peer", host)
+        sock.close()
+        return None
+
+    def _rest(self, error: Exception) -> None:
+        """Files, threads or memory are short: others may be done soon."""
+        if not self._closing.is_set():
+            self._complaints.say("a reader of KV pages could not be accepted", error)
+            self._closing.wait(REST_S)
 
     def _send(self, sock: socket.socket) -> None:
-        self._serving.add(sock)
-        with sock, contextlib.suppress(OSError):
-            try:
-                for view in [self._views(number) for number in self._asked(sock)]:
-                    sock.sendall(view)
-            except (ValueError, IndexError) as error:
-                logger.warning("a reader of KV pages is refused: %s", error)
-        self._serving.discard(sock)
+        with self._lock:
+            self._serving.add(sock)
+        try:
+            with sock:
+                self._answer(sock)
+        except OSError:
+            pass  # it went away, or said nothing for too long
+        except _RefusedError as error:
+            self._complaints.say("a reader of KV pages is refused", error)
+        except Exception:
+            logger.exception("a reader of KV pages could not be served")
+        finally:
+            with self._lock:
+                self._serving.discard(sock)
+            self._room.release()
 
-    def _asked(self, sock: socket.socket) -> memoryview:
-        """The pieces that a reader wants. Raises ValueError before memory is allocated for more
-        than there are."""
-        head = bytearray(_COUNT.size)
-        _fill(sock, memoryview(head))
-        (num,) = _COUNT.unpack(head)
-        if num > self._num_pieces:
-            raise ValueError(f"it asks for {num} pieces of memory, of {self._num_pieces}")
-        asked = bytearray(_COUNT.size * num)
-        _fill(sock, memoryview(asked))
-        return memoryview(asked).cast("I")
+    def _answer(self, sock: socket.socket) -> None:
+        lease, views = self._asked(sock)
+        end_s = time.monotonic() + self._timeout_s
+        for view in views:
+            if lease not in self._lent:
+                raise _RefusedError("its lease has ended")
+            sock.settimeout(_left(end_s))
+            sock.sendall(view)
+
+    def _asked(self, sock: socket.socket) -> tuple[bytes, list[memoryview]]:
+        """The lease and pieces that a reader names. Raises _RefusedError, and before memory is
+        allocated for more than is lent."""
+        end_s = time.monotonic() + HEAD_S
+        head = bytearray(_HEAD.size)
+        _fill(sock, memoryview(head), end_s)
+        lease, num = _HEAD.unpack(head)
+        with self._lock:
+            lent = self._lent.get(lease)
+        if lent is None:
+            raise _RefusedError("it has no lease")
+        most = self._pieces.num_of(len(lent.pages), int(lent.slot is not None))
+        if num > most:
+            raise _RefusedError(f"it asks for {num} pieces of memory, of {most}")
+        asked = bytearray(4 * num)
+        _fill(sock, memoryview(asked), end_s)
+        return lease, [self._lent_view(lent, number) for number in memoryview(asked).cast("I")]
+
+    def _lent_view(self, lent: _Lent, number: int) -> memoryview:
+        try:
+            is_page, id_ = self._pieces.owner(number)
+        except IndexError as error:
+            raise _RefusedError(str(error)) from error
+        if id_ not in lent.pages if is_page else id_ != lent.slot:
+            raise _RefusedError(f"it asks for piece {number} of memory, which is not lent to it")
+        return self._pieces.view(number)
 
 
-def _views(layout: Layout) -> Callable[[int], memoryview]:
-    """By the number of a piece its bytes; what is returned raises IndexError."""
-    rows: list[tuple[int, MemoryRows]] = []
-    first = 0
-    for row in (*layout.pages, *layout.slots):
-        rows.append((first, row))
-        first += row.count
+class _Pieces:
+    """All pieces of memory, by number."""
 
-    def view(number: int) -> memoryview:
-        for start, row in rows:
-            if start <= number < start + row.count:
-                address = row.address + (number - start) * row.stride
-                return memoryview((ctypes.c_char * row.length).from_address(address)).cast("B")
-        raise IndexError(f"it asks for piece {number} of memory, of {first}")
+    def __init__(self, layout: Layout) -> None:
+        self._rows = (*layout.pages, *layout.slots)
+        self._num_page_rows = len(layout.pages)
+        self._firsts: list[int] = []
+        self._num = 0
+        for row in self._rows:
+            self._firsts.append(self._num)
+            self._num += row.count
 
-    return view
+    def num_of(self, num_pages: int, num_slots: int) -> int:
+        num_slot_rows = len(self._rows) - self._num_page_rows
+        return self._num_page_rows * num_pages + num_slot_rows * num_slots
+
+    def owner(self, number: int) -> tuple[bool, int]:
+        """Whether a piece is of a page or of a slot, and of which. Raises IndexError."""
+        index, id_ = self._find(number)
+        return index < self._num_page_rows, id_
+
+    def view(self, number: int) -> memoryview:
+        """Its bytes. Raises IndexError."""
+        index, id_ = self._find(number)
+        row: MemoryRows = self._rows[index]
+        start = row.address + id_ * row.stride
+        return memoryview((ctypes.c_char * row.length).from_address(start)).cast("B")
+
+    def _find(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self._num:
+            raise IndexError(f"it asks for piece {number} of memory, of {self._num}")
+        index = bisect_right(self._firsts, number) - 1
+        return index, number - self._firsts[index]
 
 
-def _read(reading: _Reading, views: list[memoryview], remote: list[int]) -> None:
+def _listening(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with reading.sock as sock:
-            sock.sendall(_COUNT.pack(len(remote)) + struct.pack(f"<{len(remote)}I", *remote))
-            for view in views:
-                _fill(sock, view)
+        return socket.create_server((host, 0), family=family)
     except OSError as error:
-        reading.error = str(error) or repr(error)
-    finally:
-        reading.over.set()
+        raise ConfigError(f"kv_transfer_config: cannot use kv_ip={host!r}: {error}") from error
 
 
-def _fill(sock: socket.socket, view: memoryview) -> None:
-    """Raises ConnectionError if the stream ends before."""
+def _fill(sock: socket.socket, view: memoryview, end_s: float | None = None) -> None:
+    """Raises ConnectionError if the stream ends before, and TimeoutError at `end_s`."""
     while view:
+        if end_s is not None:
+            sock.settimeout(_left(end_s))
         num = sock.recv_into(view)
         if not num:
             raise ConnectionError("the other engine went away")
         view = view[num:]
+
+
+def _left(end_s: float) -> float:
+    """Seconds until then. Raises TimeoutError if it has passed."""
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("it took too long")
+    return left_s

@@ -35,13 +35,13 @@ class Transport(Protocol):
 
     def remove_peer(self, peer: Any) -> None: ...
 
-    def begin(self, peer: Any, local: list[int], remote: list[int]) -> Any:
-        """Begin to read: the n-th of these pieces there into the n-th here. Raises
+    def begin(self, peer: Any, lease: str, local: list[int], remote: list[int]) -> Any:
+        """Begin to read under a lease: the n-th of these pieces there into the n-th here. Raises
         TransferError."""
         ...
 
     def is_done(self, transfer: Any) -> bool:
-        """Whether it is complete, or was cancelled and nobody writes any more. Raises TransferError
+        """Whether every byte has come, or was cancelled and nobody writes any more. Raises TransferError
         if it failed; then nobody writes either.
         """
         ...
@@ -59,6 +59,14 @@ class Transport(Protocol):
         polled, and cancelled again."""
         ...
 
+    def lend(self, lease: str, pages: tuple[int, ...], slot: int | None) -> None:
+        """Let others read these under a lease. May be called from any thread, as `end_loan`."""
+        ...
+
+    def end_loan(self, lease: str) -> None:
+        """Nobody reads under it any more, as far as that can be kept from them."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -74,7 +82,7 @@ def make(config: KVTransferConfig, memory: RegisteredMemory, name: str) -> Trans
         return Nixl(memory, name, config.backends)
     from milepost.disaggregation.sockets import Sockets
 
-    return Sockets(memory, config.kv_ip)
+    return Sockets(memory, config)
 
 
 def look_s(now: float, begun_at: Iterable[float]) -> float | None:

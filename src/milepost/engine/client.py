@@ -150,7 +150,7 @@ class EngineClient:
         it `keeps_steps`.
 
         Raises EngineDeadError and QueueFullError, and InvalidRequestError for numbers that no frame
-        can carry; then nothing has changed.
+        can carry and for `kv_transfer_params` that are none; then nothing has changed.
         """
         self._check_alive()
         self.check_room(params.n)
@@ -161,10 +161,7 @@ class EngineClient:
             message = Add.of(stream.id, prompt, params, priority)
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError(f"prompt_token_ids: {error}") from error
-        try:
-            self._send(message)
-        except OverflowError as error:  # all other fields are bounded
-            raise InvalidRequestError(f"kv_transfer_params: {error}") from error
+        self._send(message)
         self._streams[stream.id] = stream
         self.num_in_flight += params.n
         return stream

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from milepost.config import EngineConfig
 from milepost.disaggregation.all_ranks import fencing, filling
-from milepost.disaggregation.params import Remote, TransferWish, read
+from milepost.disaggregation.params import Remote, TransferWish, check_exchange, read
 from milepost.engine.bell import Bell
 from milepost.engine.metrics import Metric
 from milepost.engine.prompts import Prompt
 from milepost.engine.requests import Answer, Job
-from milepost.errors import InvalidRequestError, missing
+from milepost.errors import missing
+from milepost.kv_transfer_config import KVTransferConfig
 from milepost.runner.runner import Runner
 from milepost.scheduler.outside import Outside
 from milepost.scheduler.plans import Load
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from milepost.disaggregation.orders import Ask
     from milepost.disaggregation.part_reader import PartReader
     from milepost.kv_events import EventPublisher
+
+logger = logging.getLogger(__name__)
 
 
 class Exchange:
@@ -40,7 +44,7 @@ class Exchange:
         ask: Ask | None,
     ) -> None:
         self._cache = scheduler.cache
-        self.bell = Bell() if config.kv_transfer_config is not None else None
+        self.bell = Bell() if config.kv_exchange is not None else None
         self._publisher = publishing(config, scheduler.outside)
         self.connector = connecting(config, scheduler, runner, self.bell, access, ask)
         self._looking: dict[int, tuple[Job, Answer]] = {}
@@ -139,7 +143,9 @@ def connecting(
 ) -> Connector | None:
     """What fetches from other engines and lends to them, if that is asked for. Raises
     ConfigError."""
-    wanted = config.kv_transfer_config
+    wanted = config.kv_exchange
+    if config.kv_transfer_config is not None:
+        _warn(config.kv_transfer_config)
     if wanted is None or bell is None or access is None:
         return None
     try:
@@ -155,6 +161,21 @@ def connecting(
         clock=time.monotonic,
         ring=bell.ring,
     )
+
+
+def _warn(config: KVTransferConfig) -> None:
+    if not config.peers:
+        logger.warning(
+            "kv_transfer_config lists no peers, so nothing is exchanged: add their addresses or "
+            'networks, as in "kv_connector_extra_config": {"peers": ["10.0.0.0/24"]}'
+        )
+    elif config.peers.are_any:
+        logger.warning(
+            "kv_transfer_config takes any peer: whoever sends requests with kv_transfer_params "
+            "names engines that this one connects to and caches the KV of, and whoever reaches "
+            "%s reads what is lent: let only routers and engines through, or list the peers",
+            config.kv_ip,
+        )
 
 
 def reader_of(
@@ -177,8 +198,6 @@ def reader_of(
 def wish_of(prompt: Prompt, config: EngineConfig) -> TransferWish | None:
     """What a request has to do with other engines. Raises InvalidRequestError."""
     wish = read(prompt.kv_transfer_params)
-    if wish is not None and config.kv_transfer_config is None:
-        raise InvalidRequestError(
-            "kv_transfer_params: this engine exchanges nothing with others (kv_transfer_config)"
-        )
+    if wish is not None:
+        check_exchange(wish, config.kv_transfer_config)
     return wish

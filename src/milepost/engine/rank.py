@@ -111,7 +111,7 @@ def build_rank(
 
 
 def _access(config: EngineConfig, pools: Pools, ranks: Ranks) -> Access | None:
-    wanted = config.kv_transfer_config
+    wanted = config.kv_exchange
     return None if wanted is None else open_access(wanted, pools, ranks.rank, ranks.gather)
 
 

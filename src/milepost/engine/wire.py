@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from milepost.disaggregation.params import as_read
 from milepost.engine.facts import Facts
 from milepost.engine.metrics import Metric
 from milepost.engine.outputs import Logprob
@@ -49,7 +50,8 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
     @staticmethod
     def of(id_: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Add:
-        """Raises OverflowError or TypeError as `Prompt.packed` does."""
+        """Raises OverflowError or TypeError as `Prompt.packed` does, and InvalidRequestError for
+        what is said of other engines."""
         return Add(
             id=id_,
             tokens=prompt.packed.tobytes(),
@@ -57,7 +59,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
             priority=priority,
             cache_salt=prompt.cache_salt,
             cache_marks=prompt.cache_marks,
-            kv_transfer_params=prompt.kv_transfer_params,
+            kv_transfer_params=as_read(prompt.kv_transfer_params),
         )
 
     @property

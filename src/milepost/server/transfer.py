@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from milepost.disaggregation.params import TransferWish, check_exchange
 from milepost.errors import InvalidRequestError
-from milepost.server.errors import HttpError
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 
@@ -35,18 +35,12 @@ _ONE_TOKEN = {
 
 def as_served(service: Service, request: R) -> R:
     """A request to prefill for another engine asks for one token, which nobody reads, whatever
-    else it says of its answer. Raises HttpError where engines do not exchange anything.
+    else it says of its answer. Raises InvalidRequestError where engines exchange nothing.
     """
     params = request.kv_transfer_params
     if not params or not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         return request
-    if service.client.config.kv_transfer_config is None:
-        raise HttpError(
-            400,
-            "kv_transfer_params: this server does not exchange anything with others: start it "
-            "with --kv-transfer-config",
-            param="kv_transfer_params",
-        )
+    check_exchange(TransferWish(), service.client.config.kv_transfer_config)
     if not params.get("do_remote_decode"):
         return request
     own: Params = {}
@@ -68,7 +62,7 @@ def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:
     is_fit = isinstance(found, list) and len(found) == num_prompts
     if not is_fit or not all(each is None or isinstance(each, dict) for each in found):
         raise InvalidRequestError(
-            f"kv_transfer_params.{EACH}: pass on what the other engine answered to as many prompts"
+            f"kv_transfer_params: {EACH}: pass on what the other engine answered to as many prompts"
         )
     return found
 

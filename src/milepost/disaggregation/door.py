@@ -1,0 +1,79 @@
+"""Decides who may connect: engines whose addresses are among this one's peers.
+
+ZeroMQ asks once for each connection, before it takes a message (ZAP, https://rfc.zeromq.org/spec/27).
+Used by the thread that talks to other engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from milepost.kv_transfer_config import PeerNetworks
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = b"milepost"
+QUIET_S = 60.0
+"""What others do wrong is logged once in so long, for each kind."""
+MAX_KINDS = 64
+
+
+class Complaints:
+    """Logs what others do wrong, without letting them fill a disk."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said: dict[str, tuple[float, int]] = {}
+        """By kind, when it was last logged, and how often it has come since."""
+        self._lock = threading.Lock()
+
+    def say(self, kind: str, detail: object = "") -> None:
+        """Log a complaint, unless it was logged lately. May be called from any thread."""
+        with self._lock:
+            self._say(kind, detail)
+
+    def _say(self, kind: str, detail: object) -> None:
+        now = self._clock()
+        said_at, num_since = self._said.pop(kind, (now - QUIET_S, 0))
+        if now - said_at < QUIET_S:
+            self._said[kind] = said_at, num_since + 1
+            return
+        more = f" ({num_since} more since the last time)" if num_since else ""
+        logger.warning("%s: %s%s", kind, str(detail)[:300], more)
+        self._said[kind] = now, 0
+        if len(self._said) > MAX_KINDS:
+            del self._said[next(iter(self._said))]
+
+
+class Door:
+    """Of all sockets of `context` that `guard` was called with."""
+
+    def __init__(
+        self, context: zmq.Context[Any], peers: PeerNetworks, complaints: Complaints
+    ) -> None:
+        self._peers = peers
+        self._complaints = complaints
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """Have connections to this socket judged; before it is bound."""
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+
+    def answer(self) -> None:
+        """Judge a connection."""
+        _, request, _, address, *_ = self.socket.recv_multipart()
+        host = address.decode("ascii", "replace")
+        is_peer = host in self._peers
+        if not is_peer:
+            self._complaints.say("a connection of no peer's is refused", host)
+        status = (b"200", b"OK") if is_peer else (b"400", b"not a peer")
+        self.socket.send_multipart([b"1.0", request, *status, b"", b""])
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
