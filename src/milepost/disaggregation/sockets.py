@@ -238,19 +238,18 @@ class Sockets:
     def _send(self, sock: socket.socket) -> None:
         with self._lock:
             self._serving.add(sock)
-        try:
-            with sock:
+        with sock:
+            try:
                 self._answer(sock)
-        except OSError:
-            pass  # it went away, or said nothing for too long
-        except _RefusedError as error:
-            self._complaints.say("a reader of KV pages is refused", error)
-        except Exception:
-            logger.exception("a reader of KV pages could not be served")
-        finally:
-            with self._lock:
-                self._serving.discard(sock)
-            self._room.release()
+            except OSError:
+                pass  # it went away, or said nothing for too long
+            except _RefusedError as error:
+                self._complaints.say("a reader of KV pages is refused", error)
+            except Exception:
+                logger.exception("a reader of KV pages could not be served")
+        with self._lock:
+            self._serving.discard(sock)
+        self._room.release()
 
     def _answer(self, sock: socket.socket) -> None:
         lease, views = self._asked(sock)

@@ -1,0 +1,212 @@
+"""What comes from outside ends no engine: both ports, peers that lie, and parameters that name
+them by the thousand."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import socket
+
+import msgspec
+import pytest
+import zmq
+
+from milepost.disaggregation import peers
+from milepost.disaggregation.messages import ENCODER, MAX_QUESTION_BYTES, Welcome
+from milepost.errors import InvalidRequestError
+from tests.disaggregation import fuzz
+from tests.disaggregation.fleet import open_engine, running
+from tests.disaggregation.hostile import BROKEN_TEXT, DEEP
+from tests.disaggregation.test_faults import is_computed
+from tests.engines import greedy, tokens
+from tests.waiting import until
+
+SHORT = {"timeout_s": 0.4}
+
+
+@pytest.fixture
+def fleet(tiny):
+    engines = [open_engine(tiny.folder, "socket", extra=SHORT) for _ in range(2)]
+    with running(*engines) as fleet:
+        yield fleet
+
+
+@contextlib.contextmanager
+def connected(engine, source="127.0.0.1"):
+    context = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    host, port = engine.connector.place
+    sock.connect(f"tcp://{source}:0;{host}:{port}")
+    try:
+        yield sock
+    finally:
+        sock.close(linger=0)
+        context.term()
+
+
+def welcome(engine, sock):
+    """The answer to a hello."""
+    sock.send_multipart([b"", b"hello", ENCODER.encode(engine.connector._links.hello)])
+    assert sock.poll(10_000), "nobody answers"
+    return msgspec.msgpack.decode(sock.recv_multipart()[2], type=Welcome)
+
+
+def test_a_few_rounds(tiny):
+    counts = fuzz.run(tiny, 3, seed=5)
+    assert counts["answers"] > 12
+    assert counts["fetched from liars"], "an honest one is read from"
+    assert counts["parameters refused"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4))
+def test_many_rounds(tiny, seed):
+    assert fuzz.run(tiny, 60, seed)["answers"] > 400
+
+
+@pytest.mark.parametrize(
+    "body", [DEEP, BROKEN_TEXT, b"", b"\xdd\xff\xff\xff\xff"], ids=["deep", "text", "none", "long"]
+)
+def test_a_message_that_is_none_ends_nothing(fleet, caplog, body):
+    first, _ = fleet.engines
+    with connected(first) as sock:
+        welcome(first, sock)
+        sock.send_multipart([b"", b"1", body])
+        sock.send_multipart([b"only", b"two"])
+    with connected(first) as sock:
+        welcome(first, sock)
+    assert "a question that is none of ours" in caplog.text
+    assert not any(record.exc_info for record in caplog.records)
+    params = fleet.prefill(first, tokens(200))
+    fleet.decode(fleet.engines[1], tokens(200), params)
+    assert fleet.engines[1].connector.num_fetched == 1
+    fleet.check()
+
+
+def test_a_message_that_is_too_long_is_not_held(fleet):
+    first, _ = fleet.engines
+    with connected(first) as sock:
+        monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        sock.send_multipart([b"", b"1", bytes(MAX_QUESTION_BYTES + 1)])
+        assert monitor.poll(10_000), "the connection is closed"
+        sock.disable_monitor()
+        monitor.close()
+    with connected(first) as sock:
+        welcome(first, sock)
+
+
+def test_who_is_no_peer_is_not_heard(tiny, caplog):
+    """Nor read from: an engine takes the address of a connection, not what it says of itself."""
+    extra = SHORT | {"peers": ["127.0.0.2"]}
+    first, second = (open_engine(tiny.folder, "socket", extra=extra) for _ in range(2))
+    with running(first, second) as fleet:
+        params = fleet.prefill(first, tokens(200))
+        with connected(first) as sock:
+            sock.send_multipart([b"", b"hello", ENCODER.encode(first.connector._links.hello)])
+            with connected(first, "127.0.0.2") as peer:
+                welcome(first, peer)
+            until(lambda: "a connection of no peer's is refused" in caplog.text)
+            assert not sock.poll(0)
+        with pytest.raises(InvalidRequestError, match="remote_host='127.0.0.1'"):
+            fleet.add(second, tokens(200), params)
+        assert not list(second.connector._links._peers.sockets)
+        first.connector.leases.end()
+        fleet.check()
+
+
+def test_a_reader_that_is_no_peer_is_asked_nothing(tiny):
+    """The next turn is looked for where a hello says, so that has to be a peer's address too."""
+    first = open_engine(tiny.folder, "socket", extra=SHORT)
+    with running(first) as fleet:
+        hello = msgspec.structs.replace(first.connector._links.hello, host="10.0.0.1", port=80)
+        lease = fleet.prefill(first, tokens(200))["remote_request_id"]
+        with connected(first) as sock:
+            sock.send_multipart([b"", b"1", ENCODER.encode(hello)])
+            sock.send_multipart([b"", b"2", msgspec.msgpack.encode({"type": "Release", "lease": lease})])
+            assert sock.poll(10_000)
+            sock.recv_multipart()
+            assert sock.poll(10_000)
+            sock.recv_multipart()
+        fleet.check()
+        assert not first.connector._readers
+
+
+def test_a_thousand_requests_that_name_others_end_nothing(tiny):
+    """Each is answered; no more engines are asked than may be unknown at a time."""
+    first, second = (open_engine(tiny.folder, "socket", extra={"timeout_s": 30}) for _ in range(2))
+    with running(first, second) as fleet, socket.create_server(("127.0.0.1", 0)) as silent:
+        params, links, most = fleet.prefill(first, tokens(90)), second.connector._links, 0
+        for number in range(1100):
+            port = 20_000 + number if number % 100 else silent.getsockname()[1]
+            given = params | {"remote_port": port, "remote_host": f"127.0.{number // 250}.9"}
+            job = fleet.add(second, tokens(2), given, greedy(1))
+            if number % 100:
+                second.abort(job)
+            else:
+                fleet.run(job)
+            most = max(most, len(list(links._peers.sockets)))
+        assert 1 < most <= peers.MAX_UNKNOWN
+        clock = links._peers._clock
+        links._peers._clock = lambda: clock() + 31.0  # those that are silent are given up
+        for _ in range(2):
+            links.end_pulls()
+        params = fleet.prefill(first, tokens(200, 2))
+        assert not is_computed(tiny, fleet, tokens(200, 2), params)
+        first.connector.leases.end()
+        fleet.check()
+
+
+def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
+    """A connection cannot be accepted, nor a socket made."""
+    first, second = fleet.engines
+    params = fleet.prefill(first, tokens(200))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe.fileno() + 2, limits[1]))
+    probe.close()
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(socket.socket())
+        assert is_computed(tiny, fleet, tokens(200), params)
+    finally:
+        for sock in taken:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "no socket for 127.0.0.1" in caplog.text
+    params = fleet.prefill(first, tokens(200, 2))
+    assert not is_computed(tiny, fleet, tokens(200, 2), params)
+    first.connector.leases.end()
+    fleet.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"remote_host": "10.1.2.3"}, "remote_host='10.1.2.3'"),
+        ({"remote_host": "localhost"}, "remote_host='localhost'"),
+        ({"remote_host": "127.0.0.1;10.0.0.1"}, "remote_host"),
+        ({"remote_host": "::ffff:10.0.0.1"}, "remote_host"),
+        ({"remote_host": "fe80::1%eth0"}, "remote_host"),
+        ({"remote_host": "127.0.0.1" * 100}, "remote_host"),
+        ({"remote_host": "\ud800"}, "remote_host"),
+        ({"remote_port": 0}, "remote_port=0"),
+        ({"remote_port": 2**70}, "remote_port=int"),
+        ({"remote_request_id": "a" * 33}, "remote_request_id"),
+        ({"remote_request_id": "\ud800"}, "remote_request_id"),
+        ({"remote_num_tokens": -1}, "remote_num_tokens=-1"),
+        ({"do_remote_prefill": "no"}, "do_remote_prefill='no'"),
+        ({"do_remote_decode": 1}, "do_remote_decode=1"),
+    ],
+)
+def test_parameters_that_name_no_peer_are_refused(fleet, caplog, changes, named):
+    caplog.set_level(logging.WARNING)
+    first, second = fleet.engines
+    params = fleet.prefill(first, tokens(90))
+    with pytest.raises(InvalidRequestError, match=named):
+        fleet.add(second, tokens(90), params | changes)
+    assert not list(second.connector._links._peers.sockets)
+    fleet.decode(second, tokens(90), params)
+    fleet.check()
