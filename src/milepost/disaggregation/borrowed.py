@@ -40,10 +40,14 @@ class Borrowed:
         self._held.pop(remote, None)
 
     def release(self, remote: Remote) -> None:
-        """It is not wanted any more, and the other engine is told."""
+        """It is not wanted any more, and the other engine is told; one that was asked before and is
+        gone is not asked again."""
+        was_held = remote in self._held
         self.let_go(remote)
         with suppress(TransferError):
-            self._peers.at(*remote.place).ask(Release(remote.lease), lambda _: None)
+            peer = (self._peers.find if was_held else self._peers.at)(*remote.place)
+            if peer is not None:
+                peer.ask(Release(remote.lease), lambda _: None)
 
     def beat(self) -> None:
         """Tell the others, if it is time."""

@@ -42,8 +42,9 @@ MAX_PEERS = 256
 """Each takes a socket and what the transport holds for it; one that nobody asks makes room."""
 SPARE_S = 60.0
 """After so long without a word, and no read under way, a peer makes room for another."""
-MAX_UNKNOWN = 32
-"""Those that have not said welcome: requests name their addresses."""
+MAX_UNKNOWN = 64
+"""Those that have not said welcome, since requests name their addresses: one more, and the first is
+given up. An engine that is there answers sooner."""
 IDLE_S = 6 * 3600.0
 """After so long without a word a peer is let go of: engines come and go, and addresses change. Not
 sooner, since each time it is met again costs both a file descriptor: UCX keeps the connection of an
@@ -225,16 +226,15 @@ class Peers:
         return self._known.get((host, port))
 
     def _make_room(self) -> None:
-        """Raise TransferError if too many are known already; one that nobody asks is let go of."""
-        unknown = sum(not peer.is_known for peer in self._known.values())
-        if unknown >= MAX_UNKNOWN:
-            raise TransferError(f"{unknown} other engines have not answered yet")
-        if len(self._known) < MAX_PEERS:
-            return
-        oldest = min(self._known.values(), key=lambda peer: peer.used_at)
-        if oldest.asked or self._clock() - oldest.used_at <= SPARE_S + self._timeout_s:
-            raise TransferError(f"{MAX_PEERS} other engines are asked already")
-        self.drop(oldest, "others are asked")
+        """Let go of one if many are known. Raises TransferError if all of those are asked."""
+        unknown = [peer for peer in self._known.values() if not peer.is_known]
+        if len(unknown) >= MAX_UNKNOWN:
+            self.drop(unknown[0], "it has not answered, and others are asked")
+        elif len(self._known) >= MAX_PEERS:
+            oldest = min(self._known.values(), key=lambda peer: peer.used_at)
+            if oldest.asked or self._clock() - oldest.used_at <= SPARE_S + self._timeout_s:
+                raise TransferError(f"{MAX_PEERS} other engines are asked already")
+            self.drop(oldest, "others are asked")
 
     def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
         try:
