@@ -57,6 +57,7 @@ SHARED = {
     "kv_transfer_config",
     "sampling_params",
     "speculative_config",
+    "zeromq",
 }
 """Modules beside the parts that all of them may use, and that use only each other."""
 

@@ -50,11 +50,12 @@ class KVEventsConfig:
             raise ConfigError(f"enable_kv_cache_events={self.enable_kv_cache_events!r}: use true")
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name}={value!r}: use 0 or more")
-        for name in ("endpoint", "topic"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: use text")
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31 - 1:
+                raise ConfigError(f"{name}={value!r}: use 0 or more, and less than 2**31 - 1")
+        for name in ("endpoint", "topic", "replay_endpoint"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name != "replay_endpoint"):
+                raise ConfigError(f"{name}={value!r}: use text")
 
     @property
     def is_on(self) -> bool:

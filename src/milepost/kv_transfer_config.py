@@ -72,7 +72,7 @@ def _network(given: object) -> IPv4Network | IPv6Network:
         return ip_network(given)
     except ValueError as error:
         raise ConfigError(
-            f"peers={given!r}: use an address or a network, such as 10.0.0.8 or 10.0.0.0/24 ({error})"
+            f"peers={given!r}: use an address or a network, as 10.0.0.8 or 10.0.0.0/24 ({error})"
         ) from error
 
 

@@ -23,11 +23,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from milepost.cache.tree import Chain
 from milepost.config import EngineConfig
@@ -40,9 +40,12 @@ from milepost.server.errors import HttpError
 from milepost.server.rendering import prompt_of
 from milepost.server.run import load
 from milepost.server.service import Service
+from milepost.zeromq import bound
 
 STATS_S = 1.0
 """How often replicas tell what they have."""
+EVENT_BYTES = 2**26
+"""Of a message of the engine's own, which has at most some 2,048 pages with their tokens."""
 KEY_BYTES = 8
 """Of a page's digest that the router compares."""
 
@@ -167,7 +170,8 @@ class Replica:
         self._open.push_async_callback(self._client.close)
         context = zmq.asyncio.Context()
         self._open.callback(context.term)
-        self._socket = context.socket(zmq.SUB)
+        self._socket = bound(context.socket(zmq.SUB), max_bytes=EVENT_BYTES, max_queued=1)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # an event that is missed is missed for good
         self._open.callback(self._socket.close, linger=0)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
@@ -260,12 +264,14 @@ class Front:
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas
 
-    async def __call__(self, request: Request) -> StreamingResponse:
-        body = await request.body()
+    async def __call__(self, request: Request) -> Response:
+        body = await _body_of(request, ServerConfig().max_request_bytes)
+        if body is None:
+            return Response("the body is too long", status_code=413)
         path = request.scope["path"]
         asked = Wanted()
         if request.method == "POST" and path.endswith("/completions"):
-            with contextlib.suppress(RayActorError):  # who answers it need not be lost as well
+            with contextlib.suppress(RayError):  # whoever answers it says what is wrong
                 asked = await self._replicas.look.remote(path, body)
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope}
@@ -275,6 +281,16 @@ class Front:
         response = StreamingResponse(answered, status_code=status)
         response.raw_headers = [tuple(header) for header in headers]
         return response
+
+
+async def _body_of(request: Request, most: int) -> bytes | None:
+    """None for one of more bytes, of which no more than that are held."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            return None
+    return bytes(body)
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:

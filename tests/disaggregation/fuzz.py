@@ -70,7 +70,9 @@ class Fuzz:
                 is_honest = self.random.random() < 0.2
                 liar = Liar(self.first, Random(self.random.random()), is_honest=is_honest)
                 stack.callback(liar.close)
-                jobs.append(self.fleet.add(self.second, prompt, params | {"remote_port": liar.port}))
+                jobs.append(
+                    self.fleet.add(self.second, prompt, params | {"remote_port": liar.port})
+                )
                 self._mistake(prompt, params, jobs)
             before = self.second.connector.num_fetched
             self.fleet.run(*jobs)

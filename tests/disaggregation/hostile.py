@@ -52,7 +52,9 @@ def mutated(random: Random, message: msgspec.Struct) -> bytes:
     draw = random.random()
     if draw < 0.6:
         with contextlib.suppress(OverflowError):  # an integer that msgpack has not
-            return msgspec.msgpack.encode(changed(random, msgspec.to_builtins(message, str_keys=True)))
+            return msgspec.msgpack.encode(
+                changed(random, msgspec.to_builtins(message, str_keys=True))
+            )
     body = bytearray(ENCODER.encode(message))
     if draw < 0.7:
         return bytes(body[: random.randrange(len(body))])

@@ -108,7 +108,7 @@ def test_who_is_no_peer_is_not_heard(tiny, caplog):
                 welcome(first, peer)
             until(lambda: "a connection of no peer's is refused" in caplog.text)
             assert not sock.poll(0)
-        with pytest.raises(InvalidRequestError, match="remote_host='127.0.0.1'"):
+        with pytest.raises(InvalidRequestError, match=r"remote_host='127\.0\.0\.1'"):
             fleet.add(second, tokens(200), params)
         assert not list(second.connector._links._peers.sockets)
         first.connector.leases.end()
@@ -123,7 +123,9 @@ def test_a_reader_that_is_no_peer_is_asked_nothing(tiny):
         lease = fleet.prefill(first, tokens(200))["remote_request_id"]
         with connected(first) as sock:
             sock.send_multipart([b"", b"1", ENCODER.encode(hello)])
-            sock.send_multipart([b"", b"2", msgspec.msgpack.encode({"type": "Release", "lease": lease})])
+            sock.send_multipart(
+                [b"", b"2", msgspec.msgpack.encode({"type": "Release", "lease": lease})]
+            )
             assert sock.poll(10_000)
             sock.recv_multipart()
             assert sock.poll(10_000)
@@ -159,7 +161,7 @@ def test_a_thousand_requests_that_name_others_end_nothing(tiny):
 
 def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
     """A connection cannot be accepted, nor a socket made."""
-    first, second = fleet.engines
+    first, _ = fleet.engines
     params = fleet.prefill(first, tokens(200))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = socket.socket()

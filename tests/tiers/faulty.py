@@ -136,6 +136,8 @@ class Opened:
 
     def readinto(self, piece: memoryview) -> int:
         self._faults.may_fail("file.readinto")
+        if self._faults.every and not self._faults.rng.randrange(5 * self._faults.every):
+            raise MemoryError
         num = self._file.readinto(piece[: self._faults.rng.randint(1, len(piece))])
         assert isinstance(num, int)
         return num
@@ -157,7 +159,10 @@ class Threads:
         self.jobs.rotate(-rng.randrange(min(self._num_threads, len(self.jobs))))
         future, job = self.jobs.popleft()
         if future.set_running_or_notify_cancel():
-            future.set_result(job())
+            try:
+                future.set_result(job())
+            except MemoryError as error:
+                future.set_exception(error)
 
     def close(self) -> None:
         self.jobs.clear()

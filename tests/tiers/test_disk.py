@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from milepost.tiers import mover as mover_module
 from milepost.tiers.arena import Arena, ItemTensors
 from milepost.tiers.disk import Reads
 from milepost.tiers.mover import DirectLink, Passed
+from milepost.tiers.threads import Threads
 
 
 class Clock:
@@ -42,3 +44,19 @@ def test_a_copy_takes_its_own_time_not_that_of_the_files_before_it(monkeypatch):
     monkeypatch.setattr(mover_module, "time", Clock(7.0, 7.25))
     done = DirectLink().copy_behind(Passed(), [(memory, memory, "page", 0, 1, 1)], up=True)
     assert done.seconds() == 0.25
+
+
+def test_work_for_which_there_is_no_thread_is_cancelled_and_later_work_is_done(monkeypatch):
+    threads = Threads(2, "reads")
+    with monkeypatch.context() as patch:
+
+        def fail(_):
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", fail)
+        assert threads.submit(int).cancelled()
+    assert threads.submit(int, "7").result(10) == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert threads.submit(int, "8").result(10) == 8, "by the one that there is"
+    threads.close()

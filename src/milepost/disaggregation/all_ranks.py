@@ -103,9 +103,7 @@ class AllRanks:
     def begin(self, peer: _PeerRanks, lease: str, local: list[int], remote: list[int]) -> _Parts:
         own = self._own.begin(peer.own, lease, local, remote)
         number = next(self._numbers)
-        part = ReadPart(
-            transfer=number, peer=peer.number, lease=lease, local=local, remote=remote
-        )
+        part = ReadPart(transfer=number, peer=peer.number, lease=lease, local=local, remote=remote)
         return _Parts(number, own, self._ask(part))
 
     def is_done(self, transfer: _Parts) -> bool:

@@ -33,15 +33,15 @@ from milepost.disaggregation.messages import (
     Release,
     Released,
     Welcome,
-    bound,
     decoded,
     endpoint,
+    limited,
     misfit,
-    received,
 )
 from milepost.disaggregation.outcomes import Asked, Outcome, Read
 from milepost.errors import ConfigError
 from milepost.kv_transfer_config import PeerNetworks
+from milepost.zeromq import received
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Lender:
         self._tell = tell
         self._complaints = Complaints(clock)
         self.door = Door(context, peers, self._complaints)
-        self.socket = bound(context.socket(zmq.ROUTER), MAX_QUESTION_BYTES)
+        self.socket = limited(context.socket(zmq.ROUTER), MAX_QUESTION_BYTES)
         self.door.guard(self.socket)
         self.hello = msgspec.structs.replace(hello, port=self._bind(hello))
         self._hellos: dict[bytes, tuple[str, int]] = {}

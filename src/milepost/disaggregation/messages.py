@@ -19,6 +19,8 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+from milepost.zeromq import bound
+
 VERSION = 3
 MAX_QUESTION_BYTES = 16 * 2**20
 """Of a frame; the longest has four bytes for each token of a prompt."""
@@ -26,14 +28,8 @@ MAX_ANSWER_BYTES = 4 * 2**20
 """Of a frame; the longest names each page of a prompt, or describes each rank's memory."""
 MAX_QUEUED = 4096
 """Messages to another engine that have not left: more than requests wait."""
-MAX_UNREAD = 8
-"""Messages of a connection that are held before they are read."""
-MAX_FRAMES = 4
-"""Of a message, with who sent it."""
 MAX_PIECES = 2**31 - 1
 """NIXL numbers pieces with 32 bits."""
-HANDSHAKE_MS = 5000
-"""A connection that has not said by then what it is is closed."""
 
 Address = Annotated[int, Meta(ge=0, lt=2**62)]
 Bytes = Annotated[int, Meta(ge=0, lt=2**40)]
@@ -171,25 +167,11 @@ def decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
         raise BadMessageError(str(error) or type(error).__name__) from error
 
 
-def bound(socket: zmq.Socket[Any], max_bytes: int) -> zmq.Socket[Any]:
-    """The same socket, with limits to what the other side can have it hold."""
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
-    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
+def limited(socket: zmq.Socket[Any], max_bytes: int) -> zmq.Socket[Any]:
+    """A socket for messages of at most so many bytes."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
-    return socket
-
-
-def received(socket: zmq.Socket[Any]) -> list[bytes]:
-    """The first frames of a message that is there; the others are read and dropped."""
-    frames = [socket.recv()]
-    while socket.getsockopt(zmq.RCVMORE):
-        frame = socket.recv()
-        if len(frames) < MAX_FRAMES + 1:
-            frames.append(frame)
-    return frames
+    return bound(socket, max_bytes=max_bytes, max_queued=MAX_QUEUED)
 
 
 def endpoint(host: str, port: int | None = None) -> str:

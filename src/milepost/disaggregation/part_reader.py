@@ -189,9 +189,7 @@ class PartReader:
                 if part.peer not in self._peers:
                     return False
                 peer = self._peers[part.peer]
-                reading.transfer = self._transport.begin(
-                    peer, part.lease, part.local, part.remote
-                )
+                reading.transfer = self._transport.begin(peer, part.lease, part.local, part.remote)
             return True if self._transport.is_done(reading.transfer) else None
         except (TransferError, IndexError) as error:
             logger.warning("rank %d cannot read its part: %s", self._rank, error)

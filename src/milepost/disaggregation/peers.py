@@ -28,13 +28,13 @@ from milepost.disaggregation.messages import (
     Question,
     Reading,
     Welcome,
-    bound,
     decoded,
     endpoint,
-    received,
+    limited,
 )
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.kv_transfer_config import PeerNetworks
+from milepost.zeromq import received
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class Peers:
         except zmq.ZMQError as error:  # no file, no memory, or as many as ZeroMQ has
             raise TransferError(f"no socket for {host}:{port}: {error}") from error
         try:
-            bound(socket, MAX_ANSWER_BYTES).connect(endpoint(host, port))
+            limited(socket, MAX_ANSWER_BYTES).connect(endpoint(host, port))
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise TransferError(f"{host}:{port}: {error}") from error

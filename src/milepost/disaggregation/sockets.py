@@ -102,7 +102,7 @@ class Sockets:
     def __init__(self, memory: RegisteredMemory, config: KVTransferConfig) -> None:
         if memory.device is not None:
             raise ConfigError("transport='socket' reads main memory only: use nixl")
-        self._pieces = _Pieces(memory.layout)
+        self._pieces = _PieceViews(memory.layout)
         self._peers, self._timeout_s = config.peers, config.timeout_s
         self._listening = _listening(config.kv_ip)
         self._lock = threading.Lock()
@@ -288,7 +288,7 @@ class Sockets:
         return self._pieces.view(number)
 
 
-class _Pieces:
+class _PieceViews:
     """All pieces of memory, by number."""
 
     def __init__(self, layout: Layout) -> None:

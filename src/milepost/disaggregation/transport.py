@@ -41,8 +41,8 @@ class Transport(Protocol):
         ...
 
     def is_done(self, transfer: Any) -> bool:
-        """Whether every byte has come, or was cancelled and nobody writes any more. Raises TransferError
-        if it failed; then nobody writes either.
+        """Whether every byte has come, or it was cancelled and nobody writes any more. Raises
+        TransferError if it failed; then nobody writes either.
         """
         ...
 

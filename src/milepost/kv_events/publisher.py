@@ -3,16 +3,19 @@
 A message is [topic, number (8 bytes, big-endian), payload]. A request [b"", number] to the replay
 socket is answered with all messages from that number on as [b"", topic, number, payload], and at
 the end [b"", b"", -1, b""]. A thread owns sockets and payloads, so a step waits for neither; only a
-full queue makes it wait, since a router that missed an event would believe something wrong.
+full queue makes it wait, since a router that missed an event would believe something wrong. Nothing
+that a router sends ends the thread.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
@@ -20,9 +23,16 @@ from milepost.cache.events import Event
 from milepost.errors import ConfigError
 from milepost.kv_events.messages import Messages
 from milepost.kv_events_config import KVEventsConfig
+from milepost.zeromq import bound, received
+
+logger = logging.getLogger(__name__)
 
 LINGER_MS = 100
 """So long a close waits for what is on its way."""
+ALIVE_S = 1.0
+"""How often an engine that waits for the thread looks whether there is one."""
+MAX_BYTES = 2**16
+"""Of what routers send: subscriptions, and numbers."""
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -44,9 +54,9 @@ class EventPublisher:
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
-            self._publishing = self._socket(zmq.PUB, config.endpoint)
-            replay = config.replay_endpoint
-            self._replaying = None if replay is None else self._socket(zmq.ROUTER, replay)
+            self._publishing = self._socket(zmq.PUB, config.endpoint, config.hwm)
+            replay, most = config.replay_endpoint, config.buffer_steps + 1
+            self._replaying = None if replay is None else self._socket(zmq.ROUTER, replay, most)
         except ConfigError:
             self._close()
             raise
@@ -55,10 +65,17 @@ class EventPublisher:
         self._thread.start()
 
     def publish(self, events: tuple[Event, ...]) -> None:
-        """Have these told, in this order."""
-        if events:
-            self._queue.put((self._clock(), events))
-            self._bell.send(b"")
+        """Have these told, in this order. Raises RuntimeError if the thread has ended."""
+        if not events:
+            return
+        told = self._clock(), events
+        while True:
+            if not self._thread.is_alive():
+                raise RuntimeError("the thread that publishes KV events has ended")
+            with suppress(queue.Full):
+                self._queue.put(told, timeout=ALIVE_S)
+                break
+        self._bell.send(b"")
 
     def close(self) -> None:
         """Tell what was published, and give the addresses back."""
@@ -71,10 +88,9 @@ class EventPublisher:
             socket.close(linger=LINGER_MS)
         self._context.term()
 
-    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+    def _socket(self, kind: int, address: str, max_queued: int) -> zmq.Socket[bytes]:
+        socket = bound(self._context.socket(kind), max_bytes=MAX_BYTES, max_queued=max_queued)
         self._sockets.append(socket)
-        socket.set_hwm(self._config.hwm)
         try:
             is_open = not address.startswith("tcp://") or "*" in address or "::" in address
             if kind == zmq.ROUTER or is_open:  # who asks for a replay connects
@@ -109,7 +125,10 @@ class EventPublisher:
                 is_open = not self._ear.recv()
                 self._send_queued()
             if self._replaying in ready:
-                self._replay()
+                try:
+                    self._replay()
+                except Exception:
+                    logger.exception("a router could not be sent again what it missed")
 
     def _send_queued(self) -> None:
         while not self._queue.empty():
@@ -122,7 +141,7 @@ class EventPublisher:
 
     def _replay(self) -> None:
         assert self._replaying is not None, "only a socket that is there is ready"
-        frames = self._replaying.recv_multipart()
+        frames = received(self._replaying)
         if len(frames) != 3 or len(frames[2]) != 8:
             return
         who, first = frames[0], int.from_bytes(frames[2], "big")

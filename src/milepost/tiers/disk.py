@@ -14,7 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import ceil
+from typing import TypeVar
 
+from milepost.errors import MilepostError
 from milepost.tiers.arena import Arena
 from milepost.tiers.files import NUM_FOLDERS, Files
 from milepost.tiers.loads import Fetch
@@ -25,6 +27,7 @@ from milepost.tiers.threads import Threads
 from milepost.tiers.tier import Item
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 NUM_READERS = max(4, min(16, os.cpu_count() or 4))
 """A checksum takes longer than a read from the system's cache, and more reads at a time are faster
@@ -104,6 +107,7 @@ class Disk:
         self._readers = Threads(NUM_READERS, "tiers-read")
         self._writer = Threads(1, "tiers-write")
         self._writing: deque[_Write] = deque()
+        self._complained: set[type[BaseException]] = set()
         self._late: list[Reads] = []
         """Given up, but somebody may still write to their places."""
         self._idle_since_s = self._looked_s = time.perf_counter()
@@ -149,7 +153,7 @@ class Disk:
     def _take_names(self, most: int) -> None:
         """File up to so many of those that are known by now."""
         if self._scan is not None and self._scan.done():
-            news, writes = self._scan.result(), self._tiers.writes
+            news, writes = self._result(self._scan, News()), self._tiers.writes
             self._scan = None
             self._known.extend((writes.lost, name) for name in news.lost)
             self._known.extend((writes.found, name) for name in news.found)
@@ -164,7 +168,7 @@ class Disk:
         if reach is None:
             return
         if self._tokens_read is not None and self._tokens_read.done():
-            for name, tokens in self._tokens_read.result():
+            for name, tokens in self._result(self._tokens_read, []):
                 if tokens is None:
                     self._tiers.writes.lost(name)
                 else:
@@ -204,7 +208,7 @@ class Disk:
         """Take note of reads that are over; whether all of it is there."""
         missing = []
         for fetch, futures in reads.futures:
-            if all(future.result() for future in futures):
+            if self._has_come(futures):
                 self._tiers.host.fill(fetch.item)
             else:
                 missing.append((fetch.item.what, fetch.item.key))
@@ -216,9 +220,7 @@ class Disk:
     def _measure(self, reads: Reads) -> None:
         """Note how long what has come took."""
         num_bytes = sum(
-            self._bytes(fetch)
-            for fetch, futures in reads.futures
-            if all(not future.cancelled() and future.result() for future in futures)
+            self._bytes(fetch) for fetch, futures in reads.futures if self._has_come(futures)
         )
         self._tiers.rates.read(num_bytes, reads.ended_s - reads.begun_s)
 
@@ -244,6 +246,23 @@ class Disk:
                 if not fetch.item.pins:
                     host.remove(fetch.item)
         self._measure(reads)
+
+    def _result(self, future: Future[T], otherwise: T) -> T:
+        """Of what is over. Whatever it raised, as for want of memory, is an error of what was read
+        or written; a lost rank is the engine's, and raises EngineDeadError."""
+        if future.cancelled():
+            return otherwise
+        error = future.exception()
+        if isinstance(error, MilepostError):
+            raise error
+        if error is not None and type(error) not in self._complained:
+            self._complained.add(type(error))
+            logger.error("tiers: a file was not read or written to its end: %r", error)
+        return otherwise if error is not None else future.result()
+
+    def _has_come(self, futures: list[Future[bool]]) -> bool:
+        """Whether all ranks have read or written all of it."""
+        return all(self._result(future, False) for future in futures)
 
     def _is_cancelled(self, futures: list[Future[bool]]) -> bool:
         """Whether nobody will do what is asked for; what others were asked to do they do."""
@@ -279,7 +298,7 @@ class Disk:
     def _take_written(self) -> None:
         while self._writing and all(future.done() for future in self._writing[0].futures):
             write = self._writing.popleft()
-            is_there = all(future.result() for future in write.futures)
+            is_there = self._has_come(write.futures)
             self._tiers.writes.written(write.item, write.copy, is_there=is_there)
             self._idle_since_s = time.perf_counter()
 

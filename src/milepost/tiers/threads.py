@@ -6,6 +6,7 @@ file system would keep it from ending.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
 Returned = TypeVar("Returned")
 
 
@@ -27,15 +29,26 @@ class Threads:
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, call: Callable[..., Returned], *args: Any) -> Future[Returned]:
-        """Have it called; what it returns or raises. It can be cancelled until it has begun."""
+        """Have it called; what it returns or raises. It can be cancelled until it has begun, and is
+        if the system has no thread for it."""
         future: Future[Returned] = Future()
         self._jobs.put((future, call, args))
         if self._num_threads < self._most:
-            self._num_threads += 1
-            name = f"{self._name}-{self._num_threads}"
-            given = self._jobs, self._begin
-            Thread(target=_run, args=given, name=name, daemon=True).start()
+            self._start()
+        if not self._num_threads:
+            future.cancel()
         return future
+
+    def _start(self) -> None:
+        """Begin another thread; if the system has none, those that there are do its work."""
+        name = f"{self._name}-{self._num_threads + 1}"
+        given = self._jobs, self._begin
+        try:
+            Thread(target=_run, args=given, name=name, daemon=True).start()
+        except RuntimeError as error:
+            logger.error("tiers: %s: %s", name, error)
+        else:
+            self._num_threads += 1
 
     def close(self) -> None:
         """Begin nothing more. What is being done goes on, and is not waited for."""

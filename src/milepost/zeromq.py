@@ -1,0 +1,39 @@
+"""Limits to what others can have a ZeroMQ socket hold.
+
+Every socket that is reached from outside is `bound`. One thing libzmq does not limit: how many
+frames a message has before its last one, all of which it holds; `received` keeps the first ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import zmq
+
+HANDSHAKE_MS = 5000
+"""A connection that has not said by then what it is is closed."""
+MAX_UNREAD = 8
+"""Messages of a connection that are held before they are read; then its sender waits."""
+MAX_FRAMES = 5
+
+S = TypeVar("S", bound="zmq.Socket[Any]")
+
+
+def bound(socket: S, *, max_bytes: int, max_queued: int, max_unread: int = MAX_UNREAD) -> S:
+    """The same socket: it closes a connection that sends a frame of more than `max_bytes`, and
+    holds at most `max_queued` messages that have not left to each."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.SNDHWM, max_queued)
+    socket.setsockopt(zmq.RCVHWM, max_unread)
+    return socket
+
+
+def received(socket: zmq.Socket[Any]) -> list[bytes]:
+    """The first frames of a message that is there; the others are read and dropped."""
+    frames = [socket.recv()]
+    while socket.getsockopt(zmq.RCVMORE):
+        frame = socket.recv()
+        if len(frames) < MAX_FRAMES:
+            frames.append(frame)
+    return frames
