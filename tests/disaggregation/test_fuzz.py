@@ -15,14 +15,23 @@ import zmq
 from milepost.disaggregation import peers
 from milepost.disaggregation.messages import ENCODER, MAX_QUESTION_BYTES, Welcome
 from milepost.errors import InvalidRequestError
+from milepost.kv_transfer_config import PeerNetworks
 from tests.disaggregation import fuzz
-from tests.disaggregation.fleet import open_engine, running
+from tests.disaggregation.fleet import PREFILL, open_engine, running
 from tests.disaggregation.hostile import BROKEN_TEXT, DEEP
 from tests.disaggregation.test_faults import is_computed
 from tests.engines import greedy, tokens
 from tests.waiting import until
 
 SHORT = {"timeout_s": 0.4}
+REMOTE = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_request_id": "0" * 32,
+    "remote_num_tokens": 89,
+}
 
 
 @pytest.fixture
@@ -182,6 +191,50 @@ def test_without_files_transfers_fail_and_engines_go_on(tiny, fleet, caplog):
     assert not is_computed(tiny, fleet, tokens(200, 2), params)
     first.connector.leases.end()
     fleet.check()
+
+
+def test_without_peers_nothing_is_exchanged(tiny, caplog):
+    """No port is opened, and whoever asks for an exchange is told what to set."""
+    engine = open_engine(tiny.folder, "socket", extra={"peers": []})
+    with running(engine) as fleet:
+        assert engine.connector is None
+        assert "kv_transfer_config lists no peers" in caplog.text
+        for params in (PREFILL, REMOTE):
+            with pytest.raises(InvalidRequestError, match=r"list their addresses or networks"):
+                fleet.add(engine, tokens(90), params)
+        fleet.decode(engine, tokens(90), {"do_remote_prefill": False, "tp_size": 2})
+
+
+def test_any_peer_is_taken_with_a_warning(tiny, caplog):
+    first, second = (open_engine(tiny.folder, "socket", extra={"peers": "any"}) for _ in range(2))
+    with running(first, second) as fleet:
+        assert "takes any peer: whoever sends requests with kv_transfer_params" in caplog.text
+        fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
+        assert second.connector.num_fetched == 1
+        fleet.check()
+
+
+@pytest.mark.parametrize(
+    ("peers", "host", "is_one"),
+    [
+        (["10.0.0.8"], "10.0.0.8", True),
+        (["10.0.0.8"], "10.0.0.9", False),
+        (["10.0.0.0/24", "fd00::/8"], "10.0.0.255", True),
+        (["10.0.0.0/24", "fd00::/8"], "fd00::1", True),
+        (["10.0.0.0/24"], "::ffff:10.0.0.7", True),
+        (["10.0.0.0/24"], "::ffff:10.0.1.7", False),
+        (["127.0.0.1"], "127.1", False),
+        (["127.0.0.1"], "0x7f000001", False),
+        (["127.0.0.1"], "127.0.0.1 ", False),
+        (["fe80::/10"], "fe80::1%eth0;tcp", False),
+        ("any", "192.168.1.1", True),
+        ("any", "::1", True),
+        ("any", "host.example", False),
+        ([], "127.0.0.1", False),
+    ],
+)
+def test_addresses_of_peers(peers, host, is_one):
+    assert (host in PeerNetworks.read(peers)) is is_one
 
 
 @pytest.mark.parametrize(

@@ -274,9 +274,9 @@ def test_a_rank_reads_once_its_own_device_has_come_so_far():
     endpoint = RankEndpoint(b"there", Layout([], []))
     orders.reader.load(None)
     orders.reader.do(1, AddPeer(7, [RankEndpoint(b"", Layout([], [])), endpoint]))
-    orders.reader.do(2, ReadPart(transfer=1, peer=7, local=[3], remote=[4]))
+    orders.reader.do(2, ReadPart(transfer=1, peer=7, lease="l", local=[3], remote=[4]))
     orders.reader.do(3, Synchronize())
-    orders.reader.do(4, ReadPart(transfer=2, peer=8, local=[3], remote=[4]))
+    orders.reader.do(4, ReadPart(transfer=2, peer=8, lease="l", local=[3], remote=[4]))
     until(lambda: orders.answers)
     time.sleep(0.01)
     assert orders.answers == [(1, True)]
@@ -285,7 +285,7 @@ def test_a_rank_reads_once_its_own_device_has_come_so_far():
     until(lambda: len(orders.answers) == 4)
     assert sorted(orders.answers) == [(1, True), (2, True), (3, True), (4, False)]
     transport.add_peer.assert_called_once_with(b"there", endpoint.layout)
-    transport.begin.assert_called_once_with(transport.add_peer.return_value, [3], [4])
+    transport.begin.assert_called_once_with(transport.add_peer.return_value, "l", [3], [4])
     orders.reader.close()
 
 
@@ -325,7 +325,7 @@ def test_a_rank_that_is_lost_is_no_transfer_that_fails():
     asked = []
     transport = AllRanks(Mock(), endpoints(9, 9), lambda _: asked.append(Future()) or asked[-1])
     peer = transport.add_peer(msgspec.msgpack.encode(endpoints(5, 5)), endpoints(5)[0].layout)
-    reading = transport.begin(peer, [1], [1])
+    reading = transport.begin(peer, "l", [1], [1])
     assert not transport.is_done(reading)
     fence = fencing(lambda: lambda: True, lambda _: asked.append(Future()) or asked[-1])()
     assert not fence()

@@ -27,6 +27,15 @@ CONFIG = {
     "kv_port": 0,
     "kv_connector_extra_config": EXTRA,
 }
+ELSEWHERE = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "remote_request_id": "0" * 32,
+    "remote_num_tokens": 100,
+}
+DEEP = {"remote_port": json.loads("[" * 60 + "]" * 60)}
 TEXT = "the quick brown fox jumps over the lazy dog " * 12
 
 
@@ -183,6 +192,8 @@ def test_what_is_asked_wrongly_is_refused(pair):
         ({"kv_transfer_params": {**said, "of_each_prompt": [None]}}, "as many prompts"),
         ({"kv_transfer_params": {**said, "of_each_prompt": [1, 2]}}, "as many prompts"),
         ({"prompt": TEXT, "kv_transfer_params": said}, "remote_engine_id"),
+        ({"prompt": TEXT, "kv_transfer_params": ELSEWHERE}, "remote_host='10.0.0.1': that is"),
+        ({"prompt": TEXT, "kv_transfer_params": ELSEWHERE | DEEP}, "remote_port=list"),
     ):
         refused = post(f"{first.url}/v1/completions", json=body | changes)
         assert (refused.status_code, named in refused.text) == (400, True)
