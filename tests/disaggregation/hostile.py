@@ -25,8 +25,11 @@ VALUES: list[Any] = [
     *(1.5, float("nan"), float("inf"), "", "\0", "ü", "x" * 10_000, b"", b"\xff" * 99),
     *([], {}, [[]], [0] * 10_000, NESTED, {"a": NESTED}),
 ]
-DEEP = b"\x82\xa4type\xa4Gone\xa1a" + b"\x91" * 100_000
-BROKEN_TEXT = b"\x82\xa4type\xa7Refused\xa3why\xa4\xff\xfe\xfd\xfc"
+DEEP = b"\x82\xa1a" + b"\x91" * 100_000
+BROKEN_TEXT = [
+    b"\x82\xa4type\xa7Refused\xa3why\xa4\xff\xfe\xfd\xfc",
+    b"\x82\xa4type\xa5Claim\xa5lease\xa4\xff\xfe\xfd\xfc",
+]
 
 
 def changed(random: Random, value: Any) -> Any:
@@ -59,7 +62,7 @@ def mutated(random: Random, message: msgspec.Struct) -> bytes:
     if draw < 0.7:
         return bytes(body[: random.randrange(len(body))])
     if draw < 0.75:
-        return random.choice([DEEP, BROKEN_TEXT, b"", b"\xdd\xff\xff\xff\xff"])
+        return random.choice([DEEP, *BROKEN_TEXT, b"", b"\xdd\xff\xff\xff\xff"])
     for _ in range(random.randrange(1, 4)):
         body[random.randrange(len(body))] = random.randrange(256)
     return bytes(body)
@@ -69,8 +72,16 @@ class Liar:
     """Answers an engine that asks: as `of` would, or by messages that are almost right. Then what
     it sends of its memory is never all that was asked for."""
 
-    def __init__(self, of: Engine, random: Random, *, is_honest: bool) -> None:
-        self._of, self._random, self._is_honest = of, random, is_honest
+    def __init__(
+        self,
+        of: Engine,
+        random: Random,
+        *,
+        is_honest: bool = True,
+        lie: Callable[[Any], Any] = lambda answer: answer,
+    ) -> None:
+        """`lie` is what it makes of each answer, a message or bytes, and else it may be honest."""
+        self._of, self._random, self._is_honest, self._lie = of, random, is_honest, lie
         self._lies_at = random.choice(["Hello", "Claim", "Release", "read", "read", "read"])
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -103,7 +114,8 @@ class Liar:
         kind, answer = type(question).__name__, self._right(question)
         if answer is None:
             return
-        body = ENCODER.encode(answer)
+        said = self._lie(answer)
+        body = said if isinstance(said, bytes) else ENCODER.encode(said)
         if not self._is_honest and kind == self._lies_at:
             body = mutated(self._random, answer)
         frames = [who, b"", number, body]

@@ -29,6 +29,7 @@ from milepost.disaggregation.outcomes import Pulled
 from milepost.disaggregation.params import Remote
 from milepost.disaggregation.peers import Peer, Peers
 from milepost.disaggregation.transport import TransferError, Transport
+from milepost.errors import MilepostError
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,11 @@ class Pulls:
             pull.began_at = self._clock()
             peer.say(Reading(pull.remote.lease))
             pull.transfer = self._transport.begin(peer.handle, pull.remote.lease, local, there)
-        except (TransferError, IndexError) as error:
+        except MilepostError:
+            raise  # a rank is lost, and may still write
+        except Exception as error:
+            if not isinstance(error, TransferError | IndexError):
+                logger.exception("what another engine lends could not be read")
             self._peers.drop(peer, str(error))
             self._end(pull, str(error))
         else:
