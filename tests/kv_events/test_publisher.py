@@ -161,6 +161,51 @@ def test_what_was_missed_is_sent_again(published, request):
     assert asking.recv_multipart()[1] == b"kv@here", "nonsense is passed over"
 
 
+def test_what_routers_send_ends_nothing(published, request, monkeypatch, caplog):
+    """Messages that are too long close their connection; one that fails is one router's."""
+    publisher, (_, replay), context, cache = published
+    run(cache, [1] * 100)
+    publisher.publish(cache.take_events())
+
+    def asking():
+        socket = context.socket(zmq.DEALER)
+        request.addfinalizer(lambda: socket.close(linger=0))
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.connect(replay)
+        return socket
+
+    hostile = asking()
+    monitor = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    for frames in ([b"x"], [b"", b"", b""], [b""] * 1000, [b"", b"\xff" * 8], [b"", bytes(2**17)]):
+        hostile.send_multipart(frames)
+    is_closed = monitor.poll(10_000)
+    hostile.disable_monitor()
+    monitor.close()
+    assert is_closed
+    replayed = publisher._replay
+
+    def fail():
+        publisher._replaying.recv_multipart()
+        monkeypatch.setattr(publisher, "_replay", replayed)
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(publisher, "_replay", fail)
+    polite = asking()
+    for _ in range(2):
+        polite.send_multipart([b"", bytes(8)])
+    assert polite.recv_multipart()[1] == b"kv@here"
+    assert "a router could not be sent again what it missed" in caplog.text
+
+
+def test_the_end_of_the_thread_is_no_hang(published, monkeypatch):
+    publisher, _, _, cache = published
+    publisher._bell.send(b"end")
+    publisher._thread.join()
+    run(cache, [1] * 100)
+    with pytest.raises(RuntimeError, match="publishes KV events has ended"):
+        publisher.publish(cache.take_events())
+
+
 def test_a_subscriber_hears_in_order(published, request):
     publisher, (endpoint, _), context, cache = published
     listener = context.socket(zmq.SUB)
@@ -228,6 +273,9 @@ def test_the_configuration_in_vllms_words():
         ({"port": 1}, "unknown field 'port'"),
         ({"hwm": -1}, "hwm"),
         ({"hwm": True}, "hwm"),
+        ({"hwm": 2**31}, "hwm"),
+        ({"buffer_steps": 10**30}, "buffer_steps"),
+        ({"replay_endpoint": 5}, "replay_endpoint=5"),
         ({"topic": 3}, "topic"),
         ({"enable_kv_cache_events": 1}, "enable_kv_cache_events"),
     ],
