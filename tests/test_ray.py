@@ -212,3 +212,19 @@ def test_a_replica_that_is_killed_takes_only_what_it_answers(url):
         thread.join()
     assert len(lost) <= 4, "those that were in flight"
     assert len(done) + len(lost) == 24
+
+
+def test_a_body_that_is_too_long_is_not_held():
+    from milepost.ray import _body_of
+
+    pieces = iter([b"123", b"456", b"789"])
+
+    async def stream():
+        for piece in pieces:
+            yield piece
+
+    request = SimpleNamespace(stream=stream)
+    assert asyncio.run(_body_of(request, 5)) is None
+    assert list(pieces) == [b"789"], "no more was read"
+    pieces = iter([b"123", b"45"])
+    assert asyncio.run(_body_of(request, 5)) == b"12345"
