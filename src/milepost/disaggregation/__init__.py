@@ -2,7 +2,7 @@
 own never waits for it. Its modules:
 
     between scheduler and thread   connector, outcomes, params
-    the thread                     links, peers, messages
+    the thread                     links, door, peers, messages
     what is lent                   leases, lender
     what is borrowed               borrowed, pulls
     how bytes get there            transport, nixl, sockets, memory, access
