@@ -8,6 +8,7 @@ position of this very prompt, whatever a template does to earlier messages.
 
 from __future__ import annotations
 
+import itertools
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from milepost.engine import roles
 from milepost.engine.special import CUT, cut
 from milepost.errors import InvalidRequestError
 
@@ -128,13 +130,7 @@ def compose(
         template_kwargs = cut(template_kwargs, special)
     conversation = _Conversation(tokenizer, tools, template_kwargs)
     joint = _joint(conversation, messages)
-    checked = [_checked(message, joint) for message in messages]
-    if not checked:
-        raise InvalidRequestError("messages=[]: use one message or more")
-    try:
-        text = conversation.text(checked, ending)
-    except _REFUSALS as error:
-        raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
+    messages, checked, text = _taken(conversation, messages, ending, joint)
     if check is not None:
         check(text)
     ends = [
@@ -143,6 +139,31 @@ def compose(
         *_breakpoints(conversation, messages, checked, text, ending, joint),
     ]
     return Composed(pieces=text.split(CUT) if special is not None else [text], ends=ends)
+
+
+def _taken(
+    conversation: _Conversation, messages: Sequence[Message], ending: Mapping[str, bool], joint: str
+) -> tuple[Sequence[Message], list[dict[str, Any]], str]:
+    """The conversation as the template takes it, the same with texts for contents, and all of it
+    as text. Raises InvalidRequestError if it is refused however it is put."""
+    for message in messages:
+        _check_role(message)
+    if not messages:
+        raise InvalidRequestError("messages=[]: use one message or more")
+    messages = roles.placed(messages, conversation.text_if_taken, joint)
+    refusal: Exception | None = None
+    for put in itertools.chain([messages], roles.mends(messages, joint)):
+        checked = [_checked(message, joint) for message in put]
+        try:
+            return put, checked, conversation.text(checked, ending)
+        except _REFUSALS as error:
+            refusal = refusal or error
+    raise InvalidRequestError(f"the chat template refuses the messages: {refusal}") from refusal
+
+
+def _check_role(message: Message) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"message {message!r}: use a dict with a role and a content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +216,6 @@ def _joint(conversation: _Conversation, messages: Sequence[Message]) -> str:
 
 def _checked(message: Message, joint: str) -> dict[str, Any]:
     """A copy without breakpoints, whose content is text: a list of parts becomes one string."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"message {message!r}: use a dict with a role and a content")
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = joint.join(_part_text(part) for part in content)
@@ -234,8 +253,8 @@ def _head_end(conversation: _Conversation, messages: list[dict[str, Any]], text:
 
 
 def _head_length(messages: list[dict[str, Any]]) -> int:
-    roles = [message["role"] in ("system", "developer") for message in messages]
-    return roles.index(False) if False in roles else len(roles)
+    is_system = [message["role"] in roles.SYSTEM for message in messages]
+    return is_system.index(False) if False in is_system else len(is_system)
 
 
 def _content(message: dict[str, Any]) -> str:

@@ -77,12 +77,20 @@ class _Answer:
             case CallStart(name, own):
                 self._is_behind_call = True
                 id_ = own or f"call_{uuid.uuid4().hex[:24]}"
-                call = {"id": id_, "type": "function"}
-                self.calls.append({**call, "function": {"name": name, "arguments": ""}})
-                return self._call_gain({**call, "function": {"name": name, "arguments": ""}})
+                kind, key = self._kind(name)
+                call = {"id": id_, "type": kind}
+                self.calls.append({**call, kind: {"name": name, key: ""}})
+                return self._call_gain({**call, kind: {"name": name, key: ""}})
             case CallArguments(text):
-                self.calls[-1]["function"]["arguments"] += text
-                return self._call_gain({"function": {"arguments": text}})
+                call = self.calls[-1]
+                kind, key = self._kind(call[call["type"]]["name"])
+                call[kind][key] += text
+                return self._call_gain({kind: {key: text}})
+
+    def _kind(self, name: str) -> tuple[str, str]:
+        """The kind of a tool, and what a call of it has."""
+        is_custom = name in self.events.customs
+        return ("custom", "input") if is_custom else ("function", "arguments")
 
     def _call_gain(self, gain: dict[str, Any]) -> dict[str, Any]:
         return {"tool_calls": [{"index": len(self.calls) - 1, **gain}]}

@@ -13,6 +13,7 @@ from milepost.engine.prompts import Prompt
 from milepost.engine.wire import Delta
 from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
+from milepost.server.custom import CustomInput
 from milepost.server.generation import Generation
 from milepost.server.messages import for_template, tools_for_template
 from milepost.server.parsing.answer import AnswerParser
@@ -21,6 +22,7 @@ from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
 from milepost.server.templates import with_effort
+from milepost.server.toolset import toolset_of
 
 MAX_ID_LEN = 256
 
@@ -60,15 +62,15 @@ async def _begin(
     service: Service, request: ChatRequest, http: Request, field: str, fits_max_tokens: bool
 ) -> ChatTurn:
     request = transfer.as_served(service, request)
-    tools = None if request.tool_choice == "none" else tools_for_template(request.tools)
+    tools = toolset_of(request)
     params = parameters.of_chat(request, service.sampling_defaults)
-    if service.reads_special_tokens(has_tools=bool(tools)):
+    if service.reads_special_tokens(has_tools=bool(tools.callable)):
         params = replace(params, skip_special_tokens=False)
     prompt, rendered = await prompt_of(service, request, params, http)
     is_open = service.format.is_open(rendered.text, _begun(request))
     if params.stop and service.reasoning_tokens is not None:
         params = replace(params, reasoning=replace(service.reasoning_tokens, is_open=is_open))
-    if request.response_format or request.structured_outputs or request.tool_choice:
+    if request.response_format or request.structured_outputs or tools.callable:
         form = await service.encoder.with_tokenizer(
             lambda tokenizer: forms.of_chat(
                 request, tools, service.format, tokenizer, is_open=is_open
@@ -83,9 +85,10 @@ async def _begin(
     has_one_call = request.parallel_tool_calls is False
     answers = [
         AnswerEvents(
-            service.format.parser(tools=tools, is_open=is_open),
+            service.format.parser(tools=tools.callable, is_open=is_open),
             has_reasoning=request.include_reasoning is not False,
             has_one_call=has_one_call,
+            customs=tools.customs,
         )
         for _ in range(params.n)
     ]
@@ -194,12 +197,23 @@ def shortened(
 
 
 class AnswerEvents:
-    """One answer's text, taken apart; what the request does not want of it is left out."""
+    """One answer's text, taken apart; what the request does not want of it is left out. The
+    arguments of a call of a custom tool are its input."""
 
-    def __init__(self, parser: AnswerParser, *, has_reasoning: bool, has_one_call: bool) -> None:
+    def __init__(
+        self,
+        parser: AnswerParser,
+        *,
+        has_reasoning: bool,
+        has_one_call: bool,
+        customs: frozenset[str] = frozenset(),
+    ) -> None:
         self._parser = parser
         self._has_reasoning = has_reasoning
         self._has_one_call = has_one_call
+        self.customs = customs
+        self._input: CustomInput | None = None
+        """Of the call under way, if it is a custom tool's."""
         self._num_calls = 0
 
     @property
@@ -216,9 +230,10 @@ class AnswerEvents:
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish(is_cut=_is_cut(delta))
-        if len(events) == 1 and type(events[0]) is Content:  # most deltas
+        if len(events) == 1 and type(events[0]) is Content and self._input is None:  # most deltas
             return events
-        return [found for found in events if self._is_wanted(found)]
+        wanted = [found for found in events if self._is_wanted(found)]
+        return self._with_inputs(wanted, is_over=delta.finish_reason is not None)
 
     def _is_wanted(self, found: Event) -> bool:
         if isinstance(found, Reasoning):
@@ -227,6 +242,25 @@ class AnswerEvents:
         is_call = isinstance(found, CallStart | CallArguments)
         return not (is_call and self._has_one_call and self._num_calls > 1)
 
+    def _with_inputs(self, events: list[Event], *, is_over: bool) -> list[Event]:
+        if not self.customs:
+            return events
+        found: list[Event] = []
+        for event in events:
+            if self._input is not None and isinstance(event, CallArguments):
+                found.append(CallArguments(self._input.feed(event.text)))
+                continue
+            found += self._rest_of_input()
+            if isinstance(event, CallStart) and event.name in self.customs:
+                self._input = CustomInput()
+            found.append(event)
+        if is_over:
+            found += self._rest_of_input()
+        return [each for each in found if not isinstance(each, CallArguments) or each.text]
+
+    def _rest_of_input(self) -> list[Event]:
+        over, self._input = self._input, None
+        return [] if over is None else [CallArguments(over.finish())]
 
 def _is_cut(delta: Delta) -> bool:
     """Whether an answer ended where the model had not ended it: at its greatest length, or at a

@@ -1,21 +1,30 @@
-"""The form that an answer must match: from response_format, or from a tool choice that requires a
-call."""
+"""The form that an answer must match: from response_format, from a tool choice that requires a
+call, or from tools whose calls are kept to a schema."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
 
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams, StructuredOutputs
 from milepost.server.parsing import lark
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parsing.formats import ToolCalls
-from milepost.server.parts import NamedToolChoice, ResponseFormat
+from milepost.server.parts import ResponseFormat
 from milepost.server.protocol import ChatRequest, Sampling
+from milepost.server.tools import NamedToolChoice
+from milepost.server.toolset import Toolset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None}
+"""llguidance's options for JSON without white space."""
 
 
 def of_request(request: Sampling) -> StructuredOutputs | None:
@@ -28,9 +37,25 @@ def of_request(request: Sampling) -> StructuredOutputs | None:
             "structured_outputs={...}: response_format is set too, use one of them"
         )
     schema = {"type": "object"} if wanted.json_object else wanted.json_
+    if wanted.disable_any_whitespace:
+        schema = _compact(schema)
     return StructuredOutputs(
         json=schema, regex=wanted.regex, choice=wanted.choice, grammar=wanted.grammar
     )
+
+
+def _compact(schema: dict[str, Any] | str | None) -> dict[str, Any]:
+    """The schema, of JSON without white space. Raises InvalidRequestError."""
+    field = "structured_outputs.disable_any_whitespace"
+    if schema is None:
+        raise InvalidRequestError(f"{field}: it goes with json or json_object")
+    try:
+        found = from_json(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise InvalidRequestError(f"structured_outputs.json: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidRequestError(f"{field}: it goes with a schema that is an object")
+    return {**found, "x-guidance": _COMPACT}
 
 
 def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | None:
@@ -44,23 +69,32 @@ def of_response_format(wanted: ResponseFormat | None) -> StructuredOutputs | Non
 
 def of_chat(
     request: ChatRequest,
-    tools: lark.Tools | None,
+    tools: Toolset,
     format_: AnswerFormat,
     tokenizer: PreTrainedTokenizerBase,
     *,
     is_open: bool,
 ) -> StructuredOutputs | None:
-    """With `is_open` the form begins behind the reasoning. Raises InvalidRequestError."""
+    """With `is_open` the form begins after the reasoning. Raises InvalidRequestError.
+
+    Where a call is required, it is the answer, and a `response_format` waits for a later turn.
+    Where one is only allowed, the answer is a call or has that format.
+    """
     form = of_request(request)
-    demanded = _demanded(request, tools)
-    if demanded:
-        if form is not None:
-            raise InvalidRequestError(
-                f"tool_choice={_name(request)!r}: it cannot be combined with response_format"
-            )
-        form = _calls_form(request, demanded, format_.tool_calls, tokenizer, is_open=is_open)
+    if tools.is_demanded and request.structured_outputs is not None:
+        raise InvalidRequestError(
+            f"tool_choice={_name(request)!r}: it cannot be combined with structured_outputs"
+        )
+    if tools.is_demanded:
+        form = _calls_form(request, tools, format_, tokenizer, is_open=is_open)
+    elif tools.callable and request.structured_outputs is None:
+        if form is not None and format_.tool_calls is not None:
+            form = _union(form, _calls(tools, format_.tool_calls, tokenizer), is_open=is_open)
+        elif tools.is_bound and format_.tool_calls is not None:
+            form = _bound(tools, format_, tokenizer)
     if form is not None and is_open:
-        form = replace(form, starts_after=_end_of_reasoning(format_, tokenizer))
+        end = _end_of_reasoning(format_, tokenizer, field_of(request))
+        form = replace(form, starts_after=end)
     return form
 
 
@@ -68,7 +102,10 @@ def field_of(request: Sampling) -> str:
     """The field that asks for the form."""
     if request.structured_outputs is not None:
         return "structured_outputs"
-    return "response_format" if request.response_format is not None else "tool_choice"
+    choice = getattr(request, "tool_choice", None)
+    if request.response_format is not None and choice in (None, "none", "auto"):
+        return "response_format"
+    return "tools" if choice in (None, "none", "auto") else "tool_choice"
 
 
 def apply(params: SamplingParams, form: StructuredOutputs | None) -> SamplingParams:
@@ -78,36 +115,96 @@ def apply(params: SamplingParams, form: StructuredOutputs | None) -> SamplingPar
 
 def _name(request: ChatRequest) -> str:
     choice = request.tool_choice
-    return choice.function.name if isinstance(choice, NamedToolChoice) else str(choice)
-
-
-def _demanded(request: ChatRequest, tools: lark.Tools | None) -> lark.Tools:
-    """The tools of which one must be called."""
-    choice = request.tool_choice
     if isinstance(choice, NamedToolChoice):
-        return [t for t in tools or () if t["function"]["name"] == choice.function.name]
-    return list(tools or ()) if choice == "required" else []
+        return choice.name or choice.type
+    return str(choice)
 
 
 def _calls_form(
     request: ChatRequest,
-    tools: lark.Tools,
-    calls: ToolCalls | None,
+    tools: Toolset,
+    format_: AnswerFormat,
     tokenizer: PreTrainedTokenizerBase,
     *,
     is_open: bool,
 ) -> StructuredOutputs:
     """One call where a function is named, or calls in parallel are not wanted."""
-    if calls is None:
+    if format_.tool_calls is None:
         name = _name(request)
         raise InvalidRequestError(f"tool_choice={name!r}: this model's template has no tool calls")
-    is_single = not (request.tool_choice == "required" and request.parallel_tool_calls is not False)
+    rules = _calls(tools, format_.tool_calls, tokenizer)
+    return StructuredOutputs(grammar="\n".join([f"start: {_before(is_open)}calls", *rules]))
+
+
+def _before(is_open: bool) -> str:
+    """What models write between their reasoning and what follows."""
+    return r'("\n" | "\n\n")? ' if is_open else ""
+
+
+def _calls(
+    tools: Toolset,
+    calls: ToolCalls,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    opened: str | None = None,
+) -> list[str]:
+    """Rules, with the whole as `calls`; `opened` stands for the opening tag."""
+
+    def tag(text: str) -> str:
+        return opened if opened is not None and text == calls.open else _tag(tokenizer, text)
+
     try:
-        rules = calls.grammar(tools, lambda tag: _tag(tokenizer, tag), is_single=is_single)
+        return list(calls.grammar(tools.callable or (), tag, is_single=tools.is_single))
     except RecursionError as error:
         raise InvalidRequestError("tools: the parameters are nested too deeply") from error
-    before = r'("\n" | "\n\n")? ' if is_open else ""  # as models write it behind their reasoning
-    return StructuredOutputs(grammar="\n".join([f"start: {before}calls", *rules]))
+
+
+def _union(form: StructuredOutputs, calls: list[str], *, is_open: bool) -> StructuredOutputs:
+    """An answer of this form, which is a JSON schema, or calls."""
+    assert isinstance(form.json, Mapping), "a response_format is a JSON schema"
+    rules = [
+        f"start: {_before(is_open)}(form | calls)",
+        f"form: {lark.json_value(form.json, is_strict=True)}",
+    ]
+    return StructuredOutputs(grammar="\n".join([*rules, *calls]))
+
+
+def _bound(
+    tools: Toolset, format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase
+) -> StructuredOutputs:
+    """Any text, in which what begins as a call is one.
+
+    Where the tag of a call is a token, text is what does not spell it. Otherwise text and tag are
+    one lexeme, which ends with the tag: a lexer does not go back.
+    """
+    calls = format_.tool_calls
+    assert calls is not None, "calls are kept to a form in models that have calls"
+    starts = calls.reader(tools.callable or ()).starts
+    text = f"{lark.regex('(?s:.+)')} & {_without(starts)}"
+    opened = _tag(tokenizer, calls.open)
+    if opened == lark.text(calls.open):
+        opening = f"opening[suffix={opened}]: {lark.regex('(?s:.*)')}"
+        others = [start for start in starts if start != calls.open]
+        opening += f" & {_without(others)}" if others else ""
+        own = _calls(tools, calls, tokenizer, opened="opening")
+        rules = ["start: calls* text", "text: TEXT?", opening]
+    else:
+        marks = [_tag(tokenizer, tag) for tag in _think_tags(format_)]
+        special = "".join(f" | {mark}" for mark in marks if not mark.startswith('"'))
+        own = _calls(tools, calls, tokenizer)
+        rules = ["start: text (calls text)*", f"text: (TEXT{special})*"]
+    return StructuredOutputs(grammar="\n".join([*rules, f"TEXT: {text}", *own]))
+
+
+def _without(tags: Sequence[str]) -> str:
+    """A regex of the texts in which none of these stands."""
+    found = "|".join(re.escape(tag) for tag in tags)
+    return f"~{lark.regex(f'(?s:.*)(?:{found})(?s:.*)')}"
+
+
+def _think_tags(format_: AnswerFormat) -> tuple[str, ...]:
+    thinking = format_.thinking
+    return () if thinking is None else (thinking.open, thinking.close)
 
 
 def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
@@ -116,12 +213,14 @@ def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
     return tag if len(ids) == 1 else lark.text(tag)
 
 
-def _end_of_reasoning(format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase) -> int:
+def _end_of_reasoning(
+    format_: AnswerFormat, tokenizer: PreTrainedTokenizerBase, field: str
+) -> int:
     assert format_.thinking is not None, "what is open has a format"
     ids = tokenizer.encode(format_.thinking.close, add_special_tokens=False)
     if len(ids) != 1:
         raise InvalidRequestError(
-            "response_format: this model's reasoning has no end that is one token; switch the "
+            f"{field}: this model's reasoning has no end that is one token; switch the "
             "reasoning off with chat_template_kwargs"
         )
     return ids[0]

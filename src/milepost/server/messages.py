@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
-from milepost.server.errors import HttpError
-from milepost.server.parts import Message, TextPart, Tool, ToolCall
+from milepost.server import custom
+from milepost.server.parts import Message, TextPart
+from milepost.server.tools import Tool, ToolCall
 
 _NOT_FOR_TEMPLATES = {"content", "tool_calls", "reasoning", "refusal", "annotations"}
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Raises HttpError 400 for a call whose arguments are no JSON object."""
-    return [_message(index, message) for index, message in enumerate(messages)]
+    return [_message(message) for message in messages]
 
 
 def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
-    """None for no tools, so that templates that ask `if tools` agree with those that count."""
-    return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+    """Those that can be called, as functions. None for no tools, so that templates that ask
+    `if tools` agree with those that count."""
+    return [_tool(tool) for tool in tools or () if tool.definition is not None] or None
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
+def _tool(tool: Tool) -> dict[str, Any]:
+    if tool.custom is not None and tool.type == "custom":
+        return custom.as_function(tool.custom)
+    return tool.model_dump(exclude_none=True, exclude={"custom"})
+
+
+def _message(message: Message) -> dict[str, Any]:
     """Templates know no role `developer`: it is the system's."""
     plain = message.model_dump(exclude_none=True, exclude=_NOT_FOR_TEMPLATES)
     plain["content"] = _content(message)
@@ -33,10 +38,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     if message.tool_calls:
-        where = f"messages[{index}].tool_calls"
-        plain["tool_calls"] = [
-            _call(f"{where}[{place}]", call) for place, call in enumerate(message.tool_calls)
-        ]
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     return plain
 
 
@@ -57,17 +59,12 @@ def _part(part: TextPart) -> dict[str, Any]:
     return plain
 
 
-def _call(where: str, call: ToolCall) -> dict[str, Any]:
-    """Arguments become an object: templates write it in the model's own way."""
-    arguments: Any = call.function.arguments or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments)  # as deep as a body may be
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, dict):
-        field = f"{where}.function.arguments"
-        raise HttpError(400, f"{field}: use the text of a JSON object", param=field)
-    plain = call.model_dump(exclude_none=True, exclude={"index"})
-    plain["function"]["arguments"] = arguments
-    return plain
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Arguments are an object: templates write it in the model's own way."""
+    plain: dict[str, Any] = {"type": "function"} if call.id is None else {"id": call.id}
+    plain["type"] = "function"
+    if call.custom is not None and call.type == "custom":
+        given = {custom.FIELD: call.custom.input or ""}
+        return {**plain, "function": {"name": call.custom.name, "arguments": given}}
+    assert call.function is not None, "a call of a function has one"
+    return {**plain, "function": call.function.model_dump()}

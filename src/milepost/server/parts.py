@@ -1,70 +1,27 @@
-"""What the bodies of requests are made of: messages, tools, formats; and kinds of fields.
-
-A field that we do not support takes only values that do not change the answer.
-"""
+"""What the bodies of requests are made of: messages and formats. Tools stand in `tools`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from milepost.server.bodies import STOP_AT_FIRST
-
-MAX_INT = 2**63 - 1
-MAX_PARTS = 8192
-T = TypeVar("T")
-Many = Annotated[list[T], STOP_AT_FIRST]
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
-Int64 = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-MAX_STOP_LEN = 1024
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
-
-
-def only(*values: Any) -> Any:
-    """The type of a field that is not supported: null, or a value that asks for nothing."""
-
-    def check(value: Any) -> Any:
-        if any(type(value) is type(allowed) and value == allowed for allowed in (None, *values)):
-            return value
-        raise ValueError("this is not supported: leave the field out")
-
-    schema = {"enum": [None, *values], "description": "Not supported beyond these values."}
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
-
-
-def instead(name: str) -> Any:
-    """The type of a field whose place another one has taken."""
-
-    def check(value: Any) -> Any:
-        if value is None:
-            return value
-        raise ValueError(f"use {name}")
-
-    schema = {"enum": [None], "description": f"Not supported; use {name}."}
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
-
-
-class Body(BaseModel):
-    """JSON types are taken as they are: no number in a string."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
+from milepost.server.fields import MAX_PARTS, Body, Many, only, unread
+from milepost.server.tools import ToolCall
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     """End the stream with a chunk that has `usage`."""
     continuous_usage_stats: bool | None = None
     """With include_usage, every chunk has the usage so far."""
-    include_obfuscation: Any = None
+    include_obfuscation: unread(bool, False) = None
 
 
 class CacheControl(Body):
     """A breakpoint: the state at the end of this part is worth keeping."""
 
     type: Literal["ephemeral"]
-    ttl: str | None = None
+    ttl: unread(str) = None
 
 
 def _only_text(value: Any) -> Any:
@@ -88,19 +45,6 @@ class TextPart(Body):
         return self
 
 
-class FunctionCall(Body):
-    name: str
-    arguments: str | dict[str, Any] | None = "{}"
-    """JSON text, or its object."""
-
-
-class ToolCall(Body):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
 class Message(Body):
     """A message of any role."""
 
@@ -115,7 +59,7 @@ class Message(Body):
     refusal: str | None = None
     audio: only() = None
     function_call: only() = None
-    annotations: Any = None
+    annotations: unread(Any) = None
     """Clients send back what they were sent; it says nothing to the model."""
 
     @model_validator(mode="after")
@@ -125,30 +69,9 @@ class Message(Body):
         return self
 
 
-class FunctionDefinition(Body):
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class FunctionName(Body):
-    name: str
-
-
-class NamedToolChoice(Body):
-    type: Literal["function"]
-    function: FunctionName
-
-
 class JsonSchema(Body):
     name: str | None = None
-    description: str | None = None
+    description: unread(str) = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -176,6 +99,7 @@ class StructuredOutputsField(Body):
     """In llguidance's dialect of Lark."""
     json_object: bool | None = None
     structural_tag: only() = None
-    disable_any_whitespace: Any = None
+    disable_any_whitespace: bool | None = None
+    """With a JSON schema: no white space between its values."""
     disable_additional_properties: only(False) = None
     whitespace_pattern: only() = None

@@ -7,27 +7,25 @@ until `unknown.py` removes and reports it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from milepost.server.parts import (
+from milepost.server.fields import (
     MAX_INT,
     Body,
     Count,
     Int64,
     Many,
-    Message,
-    NamedToolChoice,
-    ResponseFormat,
     StopText,
-    StreamOptions,
-    StructuredOutputsField,
     TokenId,
-    Tool,
     instead,
     only,
+    unread,
 )
+from milepost.server.parts import Message, ResponseFormat, StreamOptions, StructuredOutputsField
+from milepost.server.tools import NamedToolChoice, Tool
 
 MAX_MESSAGES = 16384
 MAX_BIASES = 1024
@@ -97,12 +95,12 @@ class Sampling(Body):
     """How likely the prompt's tokens were, with so many alternatives each; not in streams."""
 
     # Said to the service, not to the model.
-    service_tier: str | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
+    service_tier: unread(str, "auto", "default") = None
+    store: unread(bool, False) = None
+    metadata: unread(dict[str, Any]) = None
+    prompt_cache_key: unread(str) = None
+    prompt_cache_retention: unread(str) = None
+    safety_identifier: unread(str) = None
 
     # What would change the answer, and is not done here.
     use_beam_search: only(False) = None
@@ -116,7 +114,7 @@ class Sampling(Body):
     guided_regex: instead("structured_outputs.regex") = None
     guided_choice: instead("structured_outputs.choice") = None
     guided_grammar: instead("structured_outputs.grammar") = None
-    guided_decoding_backend: Any = None
+    guided_decoding_backend: unread(Any) = None
     guided_whitespace_pattern: only() = None
     structural_tag: only() = None
 
@@ -213,8 +211,8 @@ class ChatRequest(Sampling):
     web_search_options: only() = None
     functions: only([]) = None
     function_call: only("none", "auto") = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
+    media_io_kwargs: unread(Any) = None
+    mm_processor_kwargs: unread(Any) = None
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -229,13 +227,23 @@ class ChatRequest(Sampling):
 
 
 def _check_tool_choice(request: ChatRequest) -> None:
-    choice, names = request.tool_choice, [tool.function.name for tool in request.tools or ()]
+    choice = request.tool_choice
     if choice in (None, "none", "auto"):
         return
+    tools = [tool.definition for tool in request.tools or ()]
+    names = [tool.name for tool in tools if tool is not None]
     if not names:
-        raise ValueError("tool_choice needs tools")
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        raise ValueError(f"tool_choice names {choice.function.name!r}, which is not in tools")
+        aside = "; those of other types than function and custom are left out" if tools else ""
+        raise ValueError(f"tool_choice needs tools{aside}")
+    if isinstance(choice, NamedToolChoice):
+        asked = [choice.name]
+        if choice.allowed_tools is not None:
+            asked = [tool.name for tool in choice.allowed_tools.tools]
+        for name in asked:
+            if name is not None and name not in names:
+                raise ValueError(f"tool_choice names {name!r}, which is not in tools")
+        if all(name is None for name in asked):
+            raise ValueError("tool_choice allows no tool that can be called here")
 
 
 class TokenizeRequest(Body):
@@ -249,6 +257,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool = True
+    """Applies to a prompt; a chat template writes its own."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -256,6 +265,18 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+    def changed(self) -> Iterator[str]:
+        others = _OF_MESSAGES if self.prompt is not None else _OF_A_PROMPT
+        for name in others & self.model_fields_set:
+            if getattr(self, name) not in (None, False, [], {}):
+                yield name
+
+
+_OF_A_PROMPT = frozenset(("add_special_tokens",))
+_OF_MESSAGES = frozenset(
+    ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+)
 
 
 class DetokenizeRequest(Body):

@@ -1,20 +1,22 @@
-"""Unknown fields of requests: ignored and reported, or refused.
+"""What requests ask for and nobody here does: ignored and reported, or refused.
 
 Every client sends a field that only its own server reads. Bodies keep them as extras; here they
 are taken out, so that none reaches a chat template, and named in the log (once each) and in the
-response's header `x-milepost-ignored`.
+response's header `x-milepost-ignored`. So are tools and items of kinds that no model here knows,
+known fields that change nothing, and values that were not taken as they stand.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import Any
 
 from milepost.server.errors import HttpError
-from milepost.server.parts import Body
+from milepost.server.fields import Body, Unread
 
 logger = logging.getLogger(__name__)
 
@@ -39,42 +41,51 @@ class UnknownFields:
         self._told: set[str] = set()
 
     def settle(self, body: Body, scope: Any) -> None:
-        """Take out of a body what nobody knows, and tell of it.
+        """Take out of a body what nobody knows, and tell of all that it asks for in vain.
 
         Raises HttpError 400 if unknown fields are refused, or if there are very many.
         """
-        found = list(islice(taken(body), MAX_UNKNOWN + 1))
+        found = list(islice(ignored(body), MAX_UNKNOWN + 1))
         if not found:
             return
-        if len(found) > MAX_UNKNOWN:
+        refusable = [path for path, is_refusable in found if is_refusable]
+        if len(refusable) > MAX_UNKNOWN:
             raise HttpError(400, f"the body has more than {MAX_UNKNOWN} fields that nobody knows")
-        if self._strict:
-            raise HttpError(400, f"{found[0]}: no such field here", param=found[0])
-        self.tell(found, scope)
+        if self._strict and refusable:
+            raise HttpError(400, f"{refusable[0]}: no such field here", param=refusable[0])
+        self.tell((path for path, _ in found), scope)
 
-    def tell(self, paths: list[str], scope: Any) -> None:
+    def tell(self, paths: Iterable[str], scope: Any) -> None:
         """Name fields that were ignored in the log and in the response."""
         names = dict.fromkeys(_INDEX.sub("[]", path) for path in paths)
         plain = [name for name in names if _PLAIN.fullmatch(name)]
         for name in plain:
             if name not in self._told and len(self._told) < MAX_KNOWN:
                 self._told.add(name)
-                logger.warning("%s: ignored; --strict refuses such fields", name)
-        scope["milepost.record"]["ignored"] = plain[:MAX_NAMED]
-        header = ", ".join(plain[:MAX_NAMED]) or "?"
-        scope["milepost.headers"].append((HEADER, header.encode("ascii")))
+                logger.warning("%s: ignored", name)
+        record = scope["milepost.record"]
+        before = record.get("ignored", [])
+        record["ignored"] = [*dict.fromkeys([*before, *plain])][:MAX_NAMED]
+        headers = scope["milepost.headers"]
+        headers[:] = [header for header in headers if header[0] != HEADER]
+        headers.append((HEADER, (", ".join(record["ignored"]) or "?").encode("ascii")))
 
 
-def taken(body: Body) -> Iterator[str]:
-    """Remove the extras of a body and of those inside it; yields their paths."""
+def ignored(body: Body) -> Iterator[tuple[str, bool]]:
+    """Remove the extras of a body and of those inside it. Yields the path of each, and of all else
+    that is ignored, with whether a strict server refuses it."""
     todo: list[_Place] = [(body, None, "", None)]
     while todo:
         place = todo.pop()
         own = place[0]
         extras = own.__pydantic_extra__
-        if extras:
+        unknown = [*(extras or ()), *own.left_out()]
+        known = [*_unread(own), *own.changed()]
+        if unknown or known:
             where = _path(place)
-            yield from (where + name for name in extras)
+            yield from ((where + name, True) for name in unknown)
+            yield from ((where + name, False) for name in known)
+        if extras:
             extras.clear()
         inside: list[_Place] = []
         for name, value in own.__dict__.items():
@@ -85,6 +96,22 @@ def taken(body: Body) -> Iterator[str]:
             elif isinstance(value, list) and value and isinstance(value[0], Body):
                 inside += [(item, place, name, index) for index, item in enumerate(value)]
         todo += reversed(inside)
+
+
+def _unread(body: Body) -> list[str]:
+    marked = _marked(type(body))
+    return [name for name, mark in marked.items() if mark.is_asked(getattr(body, name))]
+
+
+@cache
+def _marked(kind: type[Body]) -> Mapping[str, Unread]:
+    """The fields that change nothing."""
+    return {
+        name: mark
+        for name, field in kind.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Unread)
+    }
 
 
 _Place = tuple[Body, Any, str, int | None]

@@ -6,17 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from milepost.server.parts import (
+from milepost.server.fields import (
     MAX_INT,
     MAX_PARTS,
     Body,
-    CacheControl,
     Count,
     Int64,
     Many,
     StopText,
     only,
+    unread,
 )
+from milepost.server.parts import CacheControl
 from milepost.server.protocol import MAX_MESSAGES, MAX_STOPS
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from milepost.server.parts import MAX_INT, MAX_PARTS, Body, Int64, Many, only
+from milepost.server.fields import MAX_INT, MAX_PARTS, Body, Int64, Many, only, unread
 from milepost.server.protocol import MAX_MESSAGES
 
 

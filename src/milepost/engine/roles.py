@@ -1,0 +1,116 @@
+"""Makes a chat template take conversations that it would refuse, or show without some message.
+
+Clients put system messages where they like: several at the head, one in the middle. Most templates
+know one, at the beginning. What is said stays where it was said, so that a later turn still begins
+with the earlier ones; only who says it may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+Shown = Callable[[Sequence[Message]], str | None]
+"""Renders a conversation; None if the template refuses it."""
+
+SYSTEM = ("system", "developer")
+_MARK = "\ue0b4"
+"""A text that no template has."""
+
+
+def placed(messages: Sequence[Message], shown: Shown, joint: str) -> list[Message]:
+    """With one system message at the head, and others only if the template shows them there: else
+    the user says them. `joint` stands between the parts of a message."""
+    end = _head_length(messages)
+    head = list(messages[:end])
+    if end > 1:
+        head = [_joined(head, joint)]
+    rest = list(messages[end:])
+    if any(_role(message) in SYSTEM for message in rest) and not _shows_later_ones(shown):
+        rest = [_as_user(message) if _role(message) in SYSTEM else message for message in rest]
+    return [*head, *rest]
+
+
+def mends(messages: Sequence[Message], joint: str) -> Iterator[list[Message]]:
+    """Conversations that say the same, to try one after the other where a template refuses this
+    one: with something that the user says, without a system message, and in turns."""
+    found = list(messages)
+    if all(_role(message) != "user" for message in found):
+        found = _with_user(found)
+        yield found
+    if found and _role(found[0]) in SYSTEM and len(found) > 1 and _role(found[1]) == "user":
+        said = _joined(found[:2], joint)
+        found = [{**said, "role": "user"}, *found[2:]]
+        yield found
+    taken = _in_turns(found, joint)
+    if len(taken) < len(found):
+        yield taken
+
+
+def _role(message: Message) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _head_length(messages: Sequence[Message]) -> int:
+    for number, message in enumerate(messages):
+        if _role(message) not in SYSTEM:
+            return number
+    return len(messages)
+
+
+def _as_user(message: Message) -> Message:
+    return {**message, "role": "user"}
+
+
+def _shows_later_ones(shown: Shown) -> bool:
+    users = [{"role": "user", "content": text} for text in "ab"]
+    text = shown([users[0], {"role": "system", "content": _MARK}, users[1]])
+    return text is not None and _MARK in text
+
+
+def _with_user(messages: list[Message]) -> list[Message]:
+    """The last of the system messages at the head becomes the user's. Where there is none, the
+    user says nothing."""
+    if messages and _role(messages[0]) in SYSTEM:
+        return [_as_user(messages[0]), *messages[1:]]
+    return [{"role": "user", "content": ""}, *messages]
+
+
+def _in_turns(messages: list[Message], joint: str) -> list[Message]:
+    """With neighbours of the user's, and of the assistant's without calls, in one message."""
+    found: list[Message] = []
+    for message in messages:
+        is_same = bool(found) and _role(found[-1]) == _role(message)
+        is_plain = _role(message) in ("user", "assistant") and not message.get("tool_calls")
+        if is_same and is_plain and not found[-1].get("tool_calls"):
+            found[-1] = _joined([found[-1], message], joint)
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(messages: Sequence[Message], joint: str) -> Message:
+    """One message with the parts of all, an empty line between them."""
+    gap = "\n\n".removeprefix(joint)
+    parts: list[Any] = []
+    for message in messages:
+        own = _parts(message)
+        if own and parts:
+            first = own[0] if isinstance(own[0], Mapping) else {}
+            own = [{**first, "text": f"{gap}{first.get('text', '')}"}, *own[1:]]
+        parts += own
+    first = {key: value for key, value in messages[0].items() if key != "cache_control"}
+    return {**first, "content": parts}
+
+
+def _parts(message: Message) -> list[Any]:
+    """A `cache_control` of the message is one of its last part."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        parts = list(content)
+    else:
+        parts = [{"type": "text", "text": content}] if content else []
+    if parts and message.get("cache_control") and isinstance(parts[-1], Mapping):
+        parts[-1] = {**parts[-1], "cache_control": message["cache_control"]}
+    return parts

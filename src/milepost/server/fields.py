@@ -1,0 +1,82 @@
+"""Kinds of fields, and the class of all bodies.
+
+A field that would change the answer and is not supported takes only values that ask for nothing
+(`only`). One that clients send for another service, and that changes nothing here, is taken and
+named in the response (`unread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from milepost.server.bodies import STOP_AT_FIRST
+
+MAX_INT = 2**63 - 1
+MAX_PARTS = 8192
+T = TypeVar("T")
+Many = Annotated[list[T], STOP_AT_FIRST]
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Int64 = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+MAX_STOP_LEN = 1024
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
+
+
+def only(*values: Any) -> Any:
+    """The type of a field that is not supported: null, or a value that asks for nothing."""
+
+    def check(value: Any) -> Any:
+        if any(type(value) is type(allowed) and value == allowed for allowed in (None, *values)):
+            return value
+        raise ValueError("this is not supported: leave the field out")
+
+    schema = {"enum": [None, *values], "description": "Not supported beyond these values."}
+    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
+
+
+def instead(name: str) -> Any:
+    """The type of a field whose place another one has taken."""
+
+    def check(value: Any) -> Any:
+        if value is None:
+            return value
+        raise ValueError(f"use {name}")
+
+    schema = {"enum": [None], "description": f"Not supported; use {name}."}
+    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Marks a field that changes nothing here. Its value is named in the response, unless it is
+    one of those that ask for nothing."""
+
+    asks_nothing: tuple[Any, ...] = ()
+
+    def is_asked(self, value: Any) -> bool:
+        if value is None or value in ("", [], {}):
+            return False
+        return not any(type(value) is type(each) and value == each for each in self.asks_nothing)
+
+
+def unread(kind: Any, *asks_nothing: Any) -> Any:
+    """The type of a field that is taken, does nothing, and is named in the response."""
+    return Annotated[kind | None, Unread(asks_nothing)]
+
+
+class Body(BaseModel):
+    """JSON types are taken as they are: no number in a string."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def left_out(self) -> Iterator[str]:
+        """Names of what this body asks for and nobody here can do, so that it is left out."""
+        yield from ()
+
+    def changed(self) -> Iterator[str]:
+        """Names of fields whose value was not taken as it stands."""
+        yield from ()

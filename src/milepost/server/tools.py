@@ -1,0 +1,154 @@
+"""Tools of a request, which of them may be called, and calls in the history.
+
+A model calls functions. A custom tool, whose input is text, is shown to it as a function with one
+string. Tools that a server runs itself, such as a web search, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from milepost.server import arguments
+from milepost.server.fields import Body, Many
+
+class FunctionCall(Body):
+    name: str
+    arguments: Any = None
+    """JSON text, or its object. Kept as an object; text that is none is read as far as it goes,
+    since models write such calls and clients send them back."""
+    _is_changed: bool = PrivateAttr(False)
+
+    @model_validator(mode="after")
+    def _read_arguments(self) -> FunctionCall:
+        given = "" if "arguments" not in self.model_fields_set else self.arguments
+        self.arguments, self._is_changed = arguments.read(given)
+        return self
+
+    def changed(self) -> Iterator[str]:
+        if self._is_changed:
+            yield "arguments"
+
+
+class CustomCall(Body):
+    name: str
+    input: str | None = None
+
+
+class ToolCall(Body):
+    """A call in the history: of a function, or of a custom tool."""
+
+    id: str | None = None
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+    index: int | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> ToolCall:
+        if (self.function if self.type == "function" else self.custom) is None:
+            raise ValueError(f"a call of type {self.type!r} needs a {self.type}")
+        return self
+
+
+class FunctionDefinition(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Grammar(Body):
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(Body):
+    """The form of a custom tool's input. The model is told of it; nothing enforces it."""
+
+    type: Literal["text", "grammar"]
+    grammar: Grammar | None = None
+
+    @model_validator(mode="after")
+    def _has_grammar(self) -> CustomFormat:
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise ValueError("grammar goes with type 'grammar', and only with it")
+        return self
+
+    def changed(self) -> Iterator[str]:
+        if self.grammar is not None:
+            yield "grammar"
+
+
+class CustomDefinition(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class Tool(Body):
+    """A function, or a custom tool, whose input is text. Tools of other kinds would be run by the
+    server; they are left out."""
+
+    type: Annotated[str, Field(max_length=64)]
+    function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> Tool:
+        if self.type in ("function", "custom") and self.definition is None:
+            raise ValueError(f"a tool of type {self.type!r} needs a {self.type}")
+        return self
+
+    @property
+    def definition(self) -> FunctionDefinition | CustomDefinition | None:
+        """None for a tool that is left out."""
+        return {"function": self.function, "custom": self.custom}.get(self.type)
+
+    def left_out(self) -> Iterator[str]:
+        if self.definition is None:
+            yield self.type
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    """The one tool that must be called, or with `allowed_tools` those that may be."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> NamedToolChoice:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"a tool choice of type {self.type!r} needs {self.type}")
+        return self
+
+    @property
+    def name(self) -> str | None:
+        """The tool's; None where there are several."""
+        named = self.function or self.custom
+        return None if named is None else named.name
+
+
+class AllowedTool(Body):
+    type: Annotated[str, Field(max_length=64)]
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+
+    @property
+    def name(self) -> str | None:
+        """None for a tool that is left out."""
+        named = self.function or self.custom
+        return None if named is None else named.name
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[AllowedTool], Field(min_length=1)]
